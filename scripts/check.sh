@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# What needs no run to be judged: lint, format, types of the thinking tower, floors. All four speak before it fails.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+bin=${EPP_VENV:-.venv}/bin
+failed=()
+
+step() {
+    local name=$1
+    shift
+    "$@" || failed+=("$name")
+}
+
+thinking=()
+for floor in ir cost sim planner show; do
+    [[ -d megatron_epp/$floor ]] && thinking+=("megatron_epp/$floor")
+done
+step lint "$bin/ruff" check .
+step format "$bin/ruff" format --check .
+step types "$bin/mypy" "${thinking[@]}"
+step floors "$bin/python" -m pytest -q tests/test_floors.py
+if ((${#failed[@]})); then
+    printf 'check: failed: %s\n' "${failed[*]}" >&2
+    exit 1
+fi

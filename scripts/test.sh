@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Installs what is missing, checks, tests. Extra arguments go to pytest:  bash scripts/test.sh -k documents
+#
+# Tests run in as many processes as there are cores, at most 4 (EPP_TEST_WORKERS sets another number, 0 none).
+# What needs a GPU is skipped where there is none; the last lines say how many.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_NUM_THREADS=1
+
+bash scripts/setup_env.sh
+bash scripts/check.sh
+cores=$(nproc 2>/dev/null || echo 2)
+workers=${EPP_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
+# A file stays in one process: its fixtures, some of which start a training run, are then built once.
+exec "${EPP_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist loadfile "$@"

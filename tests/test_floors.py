@@ -1,0 +1,182 @@
+"""The house keeps its floors: imports point down, never sideways.
+
+    floor 3  mcore                     the only folder that imports megatron
+    floor 2  planner  show | layers    layers: the only folder that imports transformer_engine
+    floor 1  cost  sim     | runtime
+    floor 0  ir                        the standard library only
+             thinking        doing     two towers: they share ir and meet in mcore
+
+The thinking tower never imports torch. ``__init__`` and ``__main__`` belong to it, and may import
+the rest of the package inside functions only.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "megatron_epp"
+ROOT = Path(__file__).parents[1] / PACKAGE
+FLOORS = {
+    "ir": 0,
+    "cost": 1,
+    "sim": 1,
+    "runtime": 1,
+    "planner": 2,
+    "show": 2,
+    "layers": 2,
+    "mcore": 3,
+}
+THINKING = {"cost", "sim", "planner", "show"}
+DOING = {"runtime", "layers"}
+FRONT_DOORS = {"__init__", "__main__"}  # light to import; the doing tower only inside functions
+ENTRY = {"pretrain_gpt"}  # above mcore
+
+
+def imports(source: str, module: str) -> Iterator[tuple[int, str, bool]]:
+    """(line, absolute name, inside a function) of every import; import_module("...") is one."""
+    package = module.split(".")
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[int, str, bool]]:
+        match node:
+            case ast.Import(names=names):
+                for name in names:
+                    yield node.lineno, name.name, lazy
+            case ast.ImportFrom(module=origin, names=names, level=level):
+                # A relative import climbs from the folder of the module.
+                base = package[: len(package) - level] if level else []
+                origin_parts = base + (origin.split(".") if origin else [])
+                for name in names:
+                    yield node.lineno, ".".join([*origin_parts, name.name]), lazy
+            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]) if getattr(
+                func, "id", getattr(func, "attr", "")
+            ) in {"import_module", "__import__"}:
+                yield node.lineno, name, lazy
+        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, lazy)
+
+    yield from visit(ast.parse(source), False)
+
+
+def refusal(own: str, imported: str, lazy: bool) -> str:
+    """Why ``own`` (a folder, or a file beside the folders) may not import; empty if it may."""
+    outer = imported.split(".")[0]
+    thinks = own == "ir" or own in THINKING or own in FRONT_DOORS
+    if outer == "megatron" and own != "mcore":
+        return "only mcore imports megatron"
+    if outer == "transformer_engine" and own != "layers":
+        return "only layers imports transformer_engine"
+    if outer in {"torch", "triton"} and thinks:
+        return "the thinking tower never imports torch"
+    if outer != PACKAGE:
+        if own == "ir" and outer not in sys.stdlib_module_names:
+            return "ir stands on the standard library only"
+        return ""
+
+    target = imported.split(".")[1] if "." in imported else "__init__"
+    if own in FRONT_DOORS and lazy:
+        return ""
+    if target == own or own in ENTRY:
+        return ""
+    if target not in FLOORS:
+        # ``from megatron_epp import __version__`` names the package itself.
+        return "" if own in FRONT_DOORS else f"{target} is no floor below {own}"
+    if own in FRONT_DOORS:
+        return "" if target == "ir" or target in THINKING else f"{own} imports {target} lazily only"
+    if FLOORS[target] >= FLOORS[own]:
+        return f"{own} (floor {FLOORS[own]}) may not import {target} (floor {FLOORS[target]})"
+    if (own in THINKING and target in DOING) or (own in DOING and target in THINKING):
+        return f"{own} and {target} stand in different towers, which meet in mcore"
+    return ""
+
+
+def violations(path: Path, source: str) -> list[str]:
+    """Forbidden imports of the file at ``path``, relative to the package."""
+    own = path.parts[0].removesuffix(".py")
+    if own not in FLOORS and own not in FRONT_DOORS | ENTRY:
+        return [f"{path}: {own} has no floor"]
+    module = ".".join([PACKAGE, *path.with_suffix("").parts])
+    return [
+        f"{path}:{line}: imports {name}: {reason}"
+        for line, name, lazy in imports(source, module)
+        if (reason := refusal(own, name, lazy))
+    ]
+
+
+def test_imports_keep_the_floors() -> None:
+    files = sorted(ROOT.rglob("*.py"))
+    assert files
+    found = [
+        line for file in files for line in violations(file.relative_to(ROOT), file.read_text())
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("ir/plan.py", "import numpy"),
+        ("ir/plan.py", "from megatron_epp.sim import play"),
+        ("cost/model.py", "from megatron_epp.sim.play import play"),  # sideways
+        ("cost/model.py", "from ..sim import play"),
+        ("sim/play.py", "import torch"),
+        ("sim/play.py", "def late():\n    import torch.nn"),
+        ("planner/epp.py", "from megatron_epp.show import text"),
+        ("planner/epp.py", "from megatron_epp.runtime import link"),  # down, but the other tower
+        ("layers/attention.py", "from megatron_epp.cost import model"),
+        ("runtime/link.py", "import megatron.core"),
+        ("runtime/link.py", "from megatron_epp.mcore import schedule"),
+        ("mcore/flags.py", "import transformer_engine.pytorch"),
+        ("mcore/flags.py", "from megatron_epp import pretrain_gpt"),
+        ("pretrain_gpt.py", "from megatron.training import pretrain"),
+        ("show/svg.py", "from importlib import import_module\nimport_module('torch')"),
+        ("__main__.py", "from megatron_epp.mcore import certify"),
+        ("__main__.py", "def main():\n    import torch"),
+        ("__init__.py", "import megatron_epp.layers"),
+        ("attic/old.py", ""),
+    ],
+)
+def test_a_bad_import_is_found(path: str, source: str) -> None:
+    assert len(violations(Path(path), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("ir/plan.py", "import hashlib\nfrom megatron_epp.ir.span import Span\nfrom . import op"),
+        ("sim/play.py", "import numba\nfrom megatron_epp.ir import rules"),
+        ("planner/epp.py", "from ..cost.model import seconds\nfrom megatron_epp.sim import play"),
+        ("layers/attention.py", "import torch\nimport transformer_engine.pytorch as te"),
+        ("runtime/link.py", "import torch.distributed\nfrom megatron_epp.ir.plan import Plan"),
+        ("mcore/schedule.py", "import megatron.core\nfrom megatron_epp.planner import epp"),
+        ("pretrain_gpt.py", "from megatron_epp.mcore import entry"),
+        (
+            "__main__.py",
+            "import megatron_epp.show\ndef f():\n    import megatron_epp.mcore",
+        ),
+    ],
+)
+def test_a_good_import_passes(path: str, source: str) -> None:
+    assert violations(Path(path), source) == []
+
+
+def test_thinking_tower_answers_without_torch() -> None:
+    """Every thinking module is imported in a Python that has neither torch nor megatron."""
+    thinking = {"ir", *THINKING, "__main__", "__init__"}
+    modules = [
+        ".".join([PACKAGE, *file.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+        for file in sorted(ROOT.rglob("*.py"))
+        if file.relative_to(ROOT).parts[0].removesuffix(".py") in thinking
+    ]
+    program = f"""
+import importlib, sys
+for absent in ("torch", "megatron", "transformer_engine"):
+    sys.modules[absent] = None
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent, check=True)
