@@ -1,0 +1,87 @@
+"""The language: what a plan is, what its ops need, and whether it can run.
+
+Standard library only. Everything else in the project speaks in these words:
+
+    document   one sequence of the corpus: L inputs, each attending to those before it
+    span       inputs [start, stop) of one document
+    slice      a span of a document that is cut into several
+    pack       several short documents side by side
+    chunk      what a stage computes at once: a pack, a slice, or a slice beside a pack (hybrid)
+    tail       the last slice of a cut document
+    stage      a place in the pipeline, holding some of the layers
+    rank       a process
+    replica    one data-parallel copy of the pipeline
+    op         one kind of work (F, B, I, W) on one chunk on one stage
+    order      the ops of a stage, first to last
+    plan       chunks, orders and recompute choices of one replica for one iteration
+    step       one iteration of the whole job: the dealing of documents, a plan per replica
+    program    an order with its sends and receives
+    window     chunks whose forward has run on a stage and whose backward has not
+    bubble     time in which a stage runs no op
+"""
+
+from megatron_epp.ir.check import backward_of, check, rules_of, walk
+from megatron_epp.ir.chunk import Chunk
+from megatron_epp.ir.errors import Deadlock, PlanError
+from megatron_epp.ir.lower import Program, lower
+from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Transfer
+from megatron_epp.ir.plan import Plan, Prediction
+from megatron_epp.ir.recompute import FULL, KEEP, SELECTIVE, recompute_first
+from megatron_epp.ir.rules import (
+    DOCUMENT_ITEMS,
+    EVALUATION,
+    TRAINING,
+    Effect,
+    Item,
+    Need,
+    Relation,
+    Rule,
+    Slice,
+)
+from megatron_epp.ir.slices import Slices, slices_of
+from megatron_epp.ir.span import Span
+from megatron_epp.ir.step import Step
+from megatron_epp.ir.table import Table
+from megatron_epp.ir.timed import Timed, format_records, parse_records
+
+__all__ = [
+    "BACKWARDS",
+    "COMPUTE",
+    "DOCUMENT_ITEMS",
+    "EVALUATION",
+    "FULL",
+    "KEEP",
+    "SELECTIVE",
+    "TRAINING",
+    "Chunk",
+    "Deadlock",
+    "Effect",
+    "Item",
+    "Kind",
+    "Message",
+    "Need",
+    "Op",
+    "Payload",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "Program",
+    "Relation",
+    "Rule",
+    "Slice",
+    "Slices",
+    "Span",
+    "Step",
+    "Table",
+    "Timed",
+    "Transfer",
+    "backward_of",
+    "check",
+    "format_records",
+    "lower",
+    "parse_records",
+    "recompute_first",
+    "rules_of",
+    "slices_of",
+    "walk",
+]

@@ -1,0 +1,270 @@
+"""The plan: a frozen value with a text form and a digest.
+
+    plan v1
+    replica 0 of 1
+    documents 9000 1500 900              # inputs of document 0, 1, 2 of this replica's part
+    layers 4 4                           # transformer layers of stage 0, 1
+    chunk 0: 0[0:5000]                   # spans are half-open
+    chunk 1: 0[5000:9000] 1[0:1500]      # hybrid: the tail of document 0 and all of document 1
+    chunk 2: 2[0:900]
+    recompute 0: 3f1k 4k 2c2k            # per chunk, run-length over the stage's layers
+    recompute 1: 4k 4k 4k
+    stage 0: F0 F1 F2 B1 B0 B2
+    stage 1: F0 F1 B1 B0 F2 B2
+    predicted seconds 1.234 peak_gib 10.5 9.8 planner epp
+
+``replica``, ``recompute`` and ``predicted`` lines may be left out in a plan written by hand: they
+default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_epp.ir.chunk import Chunk
+from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.op import BACKWARDS, Kind, Op
+from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_recompute
+from megatron_epp.ir.span import NUMBER
+
+_NUMBER = re.compile(NUMBER)
+_DECIMAL = re.compile(r"[0-9]{1,15}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
+_PLANNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the planner promises: the iteration's time, and the peak of every stage."""
+
+    seconds: float
+    peak_gib: tuple[float, ...]  # by the memory budget's measure
+    planner: str
+
+    def __post_init__(self):
+        for value in (self.seconds, *self.peak_gib):
+            if not (math.isfinite(value) and value >= 0):
+                raise PlanError(f"predicted {value}: expected a finite number of at least 0")
+        if _PLANNER.fullmatch(self.planner) is None:
+            raise PlanError(f"planner {self.planner!r}: expected one word, as in epp")
+
+    def __str__(self) -> str:
+        peaks = " ".join(map(repr, map(float, self.peak_gib)))
+        return f"predicted seconds {float(self.seconds)!r} peak_gib {peaks} planner {self.planner}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Chunks, their order on every stage, and what each stage recomputes for each chunk.
+
+    documents[d]      inputs of document d of this replica's part of the batch
+    layers[s]         transformer layers of stage s
+    chunks[c]         spans of chunk c
+    recompute[s][c]   one letter per layer of stage s: what backward recomputes (ir.recompute)
+    orders[s]         ops of stage s in the order they run
+
+    The value is well-formed (indices and sizes fit); that it computes every token once and never
+    deadlocks is what :func:`megatron_epp.ir.check.check` proves.
+    """
+
+    documents: tuple[int, ...]
+    layers: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    recompute: tuple[tuple[str, ...], ...]
+    orders: tuple[tuple[Op, ...], ...]
+    replica: int = 0
+    replicas: int = 1
+    predicted: Prediction | None = None
+
+    def __post_init__(self):
+        if not (self.documents and self.layers and self.chunks):
+            raise PlanError("a plan needs at least one document, one stage and one chunk")
+        if min(self.documents) < 1:
+            raise PlanError(f"a document of {min(self.documents)} inputs; expected at least 1")
+        if not 0 <= self.replica < self.replicas:
+            raise PlanError(f"replica {self.replica} of {self.replicas}: expected one of them")
+        if not len(self.layers) == len(self.recompute) == len(self.orders):
+            raise PlanError(
+                f"{len(self.layers)} stages have layers, {len(self.recompute)} have recompute "
+                f"choices, {len(self.orders)} have ops; expected the same number"
+            )
+        for stage, (layers, choices) in enumerate(zip(self.layers, self.recompute, strict=True)):
+            if len(choices) != len(self.chunks):
+                raise PlanError(
+                    f"recompute {stage}: {len(choices)} choices for {len(self.chunks)} chunks"
+                )
+            for chunk, choice in enumerate(choices):
+                if len(choice) != layers or not set(choice) <= set(LETTERS):
+                    raise PlanError(
+                        f"recompute {stage}, chunk {chunk}: {format_recompute(choice)} speaks of "
+                        f"{len(choice)} layers; stage {stage} has {layers}"
+                    )
+        for chunk_index, chunk in enumerate(self.chunks):
+            for span in chunk.spans:
+                if span.document >= len(self.documents):
+                    raise PlanError(
+                        f"chunk {chunk_index}: document {span.document}; "
+                        f"there are {len(self.documents)}"
+                    )
+                if span.stop > self.documents[span.document]:
+                    raise PlanError(
+                        f"chunk {chunk_index}: {span} ends behind document {span.document} "
+                        f"of {self.documents[span.document]} inputs"
+                    )
+        for stage, order in enumerate(self.orders):
+            for op in order:
+                if op.chunk >= len(self.chunks):
+                    raise PlanError(
+                        f"stage {stage}: {op} names chunk {op.chunk}; there are {len(self.chunks)}"
+                    )
+        if self.predicted is not None and len(self.predicted.peak_gib) != len(self.layers):
+            raise PlanError(
+                f"predicted: {len(self.predicted.peak_gib)} peaks for {len(self.layers)} stages"
+            )
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.documents)
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether no stage runs a backward: a plan for evaluation."""
+        return not any(op.kind is not Kind.FORWARD for order in self.orders for op in order)
+
+    @property
+    def splits_backward(self) -> bool:
+        return any(op.kind is Kind.WEIGHT for order in self.orders for op in order)
+
+    def backward_kind(self, stage: int, chunk: int) -> Kind | None:
+        """B or I, whichever the plan uses for ``chunk`` on ``stage``."""
+        for op in self.orders[stage]:
+            if op.chunk == chunk and op.kind in BACKWARDS:
+                return op.kind
+        return None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical text, as 64 hexadecimal digits."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines()) + "\n"
+
+    def _lines(self) -> Iterator[str]:
+        yield "plan v1"
+        yield f"replica {self.replica} of {self.replicas}"
+        yield f"documents {' '.join(map(str, self.documents))}"
+        yield f"layers {' '.join(map(str, self.layers))}"
+        for index, chunk in enumerate(self.chunks):
+            yield f"chunk {index}: {chunk}"
+        for stage, choices in enumerate(self.recompute):
+            yield f"recompute {stage}: {' '.join(map(format_recompute, choices))}"
+        for stage, order in enumerate(self.orders):
+            yield f"stage {stage}: {' '.join(map(str, order))}".rstrip()
+        if self.predicted is not None:
+            yield str(self.predicted)
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """The plan that ``text`` describes; a :class:`PlanError` names the line that is bad."""
+        return _Reader(text).plan()
+
+
+class _Reader:
+    """Reads the lines of a plan in order; every error names its line."""
+
+    def __init__(self, text: str):
+        # Not splitlines(): it also splits at separators that a person does not see as lines.
+        lines = ((n, line.split("#")[0].split()) for n, line in enumerate(text.split("\n"), 1))
+        self.lines = [(number, words) for number, words in lines if words]
+        self.at = 0
+
+    def plan(self) -> Plan:
+        self.expect(["plan", "v1"])
+        replica, replicas = self.replica()
+        documents = self.numbers("documents")
+        layers = self.numbers("layers")
+        chunks = tuple(self.indexed("chunk", Chunk.parse))
+        recompute = tuple(self.indexed("recompute", lambda w: tuple(map(parse_recompute, w))))
+        orders = tuple(self.indexed("stage", lambda words: tuple(map(Op.parse, words))))
+        predicted = self.predicted()
+        if self.at < len(self.lines):
+            self.fail("did not expect this line here; see the order in ir/plan.py")
+        if not recompute:
+            recompute = tuple((KEEP * count,) * len(chunks) for count in layers)
+        return Plan(documents, layers, chunks, recompute, orders, replica, replicas, predicted)
+
+    def fail(self, what: str, at: int | None = None):
+        at = self.at if at is None else at
+        if at >= len(self.lines):
+            raise PlanError(f"plan ends too early: {what}")
+        number, words = self.lines[at]
+        line = " ".join(words)
+        shown = line if len(line) <= 60 else line[:57] + "..."
+        raise PlanError(f"plan line {number} ({shown!r}): {what}")
+
+    def words(self, key: str) -> list[str] | None:
+        """The next line's words behind ``key``, or None where the line has another key."""
+        if self.at < len(self.lines) and self.lines[self.at][1][0] == key:
+            self.at += 1
+            return self.lines[self.at - 1][1][1:]
+        return None
+
+    def expect(self, words: list[str]):
+        if self.at >= len(self.lines) or self.lines[self.at][1] != words:
+            self.fail(f"expected {' '.join(words)!r}")
+        self.at += 1
+
+    def number(self, word: str) -> int:
+        if _NUMBER.fullmatch(word) is None:
+            self.fail(f"{word!r} is no whole number", self.at - 1)
+        return int(word)
+
+    def replica(self) -> tuple[int, int]:
+        words = self.words("replica")
+        if words is None:
+            return 0, 1
+        if len(words) != 3 or words[1] != "of":
+            self.fail("expected 'replica N of M'", self.at - 1)
+        return self.number(words[0]), self.number(words[2])
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        words = self.words(key)
+        if not words:
+            self.fail(f"expected '{key}' and whole numbers", None if words is None else self.at - 1)
+        return tuple(map(self.number, words))
+
+    def indexed(self, key: str, parse) -> Iterator:
+        index = 0
+        while (words := self.words(key)) is not None:
+            if not words or words[0] != f"{index}:":
+                self.fail(f"expected '{key} {index}:'", self.at - 1)
+            try:
+                yield parse(words[1:])
+            except PlanError as error:
+                self.fail(str(error), self.at - 1)
+            index += 1
+
+    def predicted(self) -> Prediction | None:
+        words = self.words("predicted")
+        if words is None:
+            return None
+        if (
+            len(words) < 6
+            or words[0] != "seconds"
+            or words[2] != "peak_gib"
+            or words[-2] != "planner"
+        ):
+            self.fail("expected 'predicted seconds S peak_gib G ... planner NAME'", self.at - 1)
+        for word in (words[1], *words[3:-2]):
+            if _DECIMAL.fullmatch(word) is None:
+                self.fail(f"{word!r} is no number", self.at - 1)
+        try:
+            return Prediction(float(words[1]), tuple(map(float, words[3:-2])), words[-1])
+        except PlanError as error:
+            self.fail(str(error), self.at - 1)

@@ -1,0 +1,41 @@
+"""What backward recomputes of a chunk on a stage: one letter per layer, run-length in text."""
+
+import re
+from itertools import groupby
+
+from megatron_epp.ir.errors import PlanError
+
+KEEP = "k"  # everything saved in forward
+FULL = "f"  # only the layer's input saved, the layer run again in backward
+# Named selective sets: saved but for the named modules, which run again in backward.
+SELECTIVE = {
+    "c": ("core_attn",),
+    "m": ("mlp",),
+    "n": ("layernorm",),
+    "a": ("core_attn", "layernorm"),
+    "b": ("mlp", "layernorm"),
+}
+LETTERS = KEEP + FULL + "".join(SELECTIVE)
+
+_RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{LETTERS}])")
+
+
+def recompute_first(layers: int, count: int) -> str:
+    """The choice that recomputes the first ``count`` of a stage's ``layers`` in full."""
+    return FULL * count + KEEP * (layers - count)
+
+
+def format_recompute(choice: str) -> str:
+    """``"fffk"`` as ``3f1k``; a stage without layers as ``0k``."""
+    return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(choice)) or "0k"
+
+
+def parse_recompute(text: str) -> str:
+    """The inverse of :func:`format_recompute`; refuses what it would not print."""
+    choice = "" if text == "0k" else "".join(n_l[1] * int(n_l[0]) for n_l in _RUN.findall(text))
+    if format_recompute(choice) != text:
+        raise PlanError(
+            f"{text!r} is no recompute choice; expected runs of a count and one of "
+            f"{' '.join(LETTERS)}, as in 3f1k"
+        )
+    return choice

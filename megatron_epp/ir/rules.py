@@ -1,0 +1,130 @@
+"""The one rule table: what each op needs, keeps and frees.
+
+Checker, lowering, simulator and executor read this table; nobody derives it again. ``c`` is the
+op's chunk, ``s`` its stage. A document cut into slices ties the chunks of its slices together:
+``earlier`` is the chunk with the slice before, ``later`` the one with the slice after.
+
+    op  needs                                    makes                      frees
+    F   F of c on s-1   (its input)              activations of c           workspace
+        F of earlier on s (the context's K, V)   K/V of the document (1st)
+                                                 workspace
+    B   F of c on s     (what it saved)          K/V gradients (last)       activations of c
+        B|I of c on s+1 (its output's gradient)  workspace                  K/V, K/V grads (1st)
+        B|I of later on s (dK, dV of c)                                     workspace
+    I   as B                                     as B, weight inputs of c   as B
+    W   I of c on s     (inputs, output grads)   workspace                  weight inputs of c
+                                                                            workspace
+
+(1st) and (last) stand for: where c holds the first or the last slice of a cut document. The K/V
+of a cut document lies in one buffer per layer, made whole by its first slice's forward and freed
+whole by its first slice's backward, the document's last; so do the gradients of its K and V,
+from the last slice's backward on. Whole documents keep nothing. What an op makes it holds from
+its start; what it frees it holds until its stop.
+
+A plan of forwards only (evaluation) makes no activations, and a document's K/V is freed by its
+last slice's forward: ``EVALUATION``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_epp.ir.op import BACKWARDS, Kind
+
+
+class Relation(Enum):
+    """Which chunk a row speaks of, seen from the op's own."""
+
+    SAME = 0
+    EARLIER = 1  # the chunk with the slice before, where there is one
+    LATER = 2  # the chunk with the slice after, where there is one
+
+
+class Slice(Enum):
+    """For which chunks a row holds."""
+
+    ANY = 0
+    FIRST = 1  # the chunk holds the first slice of a cut document
+    LAST = 2  # the chunk holds the last slice of a cut document
+
+
+class Item(Enum):
+    """What occupies memory on a stage besides its weights. Documents own K/V, chunks the rest."""
+
+    ACTIVATIONS = "activations"  # saved by F for the backward; on the last stage with the logits
+    KV = "kv"
+    KV_GRADIENTS = "kv_gradients"
+    WEIGHT_INPUTS = "weight_inputs"  # what W needs after I: the linears' inputs, outputs' grads
+    WORKSPACE = "workspace"  # while one op runs
+
+
+DOCUMENT_ITEMS = (Item.KV, Item.KV_GRADIENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One of ``kinds`` must have been done for the ``chunk`` on the stage ``stage`` steps on."""
+
+    kinds: tuple[Kind, ...]
+    stage: int  # 0 here, -1 the previous stage, +1 the next
+    chunk: Relation
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """``item`` of the op's chunk, or of its cut document, where ``slice`` holds."""
+
+    item: Item
+    slice: Slice = Slice.ANY
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    needs: tuple[Need, ...]
+    makes: tuple[Effect, ...]
+    frees: tuple[Effect, ...]
+
+
+_WORKSPACE = Effect(Item.WORKSPACE)
+_FORWARD_NEEDS = (
+    Need((Kind.FORWARD,), -1, Relation.SAME, "its input"),
+    Need((Kind.FORWARD,), 0, Relation.EARLIER, "the K and V of the slice before"),
+)
+_BACKWARD_NEEDS = (
+    Need((Kind.FORWARD,), 0, Relation.SAME, "what its forward saved"),
+    Need(BACKWARDS, +1, Relation.SAME, "the gradient of its output"),
+    Need(BACKWARDS, 0, Relation.LATER, "the gradients of its K and V from the slice after"),
+)
+_BACKWARD_MAKES = (Effect(Item.KV_GRADIENTS, Slice.LAST), _WORKSPACE)
+_BACKWARD_FREES = (
+    Effect(Item.ACTIVATIONS),
+    Effect(Item.KV, Slice.FIRST),
+    Effect(Item.KV_GRADIENTS, Slice.FIRST),
+    _WORKSPACE,
+)
+
+TRAINING: Mapping[Kind, Rule] = {
+    Kind.FORWARD: Rule(
+        _FORWARD_NEEDS,
+        makes=(Effect(Item.ACTIVATIONS), Effect(Item.KV, Slice.FIRST), _WORKSPACE),
+        frees=(_WORKSPACE,),
+    ),
+    Kind.BACKWARD: Rule(_BACKWARD_NEEDS, _BACKWARD_MAKES, _BACKWARD_FREES),
+    Kind.INPUT: Rule(
+        _BACKWARD_NEEDS, (*_BACKWARD_MAKES, Effect(Item.WEIGHT_INPUTS)), _BACKWARD_FREES
+    ),
+    Kind.WEIGHT: Rule(
+        (Need((Kind.INPUT,), 0, Relation.SAME, "what its I left for it"),),
+        makes=(_WORKSPACE,),
+        frees=(Effect(Item.WEIGHT_INPUTS), _WORKSPACE),
+    ),
+}
+
+EVALUATION: Mapping[Kind, Rule] = {
+    Kind.FORWARD: Rule(
+        _FORWARD_NEEDS,
+        makes=(Effect(Item.KV, Slice.FIRST), _WORKSPACE),
+        frees=(Effect(Item.KV, Slice.LAST), _WORKSPACE),
+    ),
+}

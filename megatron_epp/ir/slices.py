@@ -1,0 +1,84 @@
+"""How the slices of cut documents tie chunks together."""
+
+import itertools
+from dataclasses import dataclass
+
+from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.plan import Plan
+from megatron_epp.ir.rules import Relation, Slice
+from megatron_epp.ir.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """For every chunk: its cut document, and the chunks with the slices before and after.
+
+    document[c]   the cut document of which chunk c holds a slice, or -1
+    earlier[c]    the chunk with the slice before, or -1
+    later[c]      the chunk with the slice after, or -1
+    """
+
+    document: tuple[int, ...]
+    earlier: tuple[int, ...]
+    later: tuple[int, ...]
+
+    def related(self, chunk: int, relation: Relation) -> int:
+        """The chunk that stands in ``relation`` to ``chunk``, or -1."""
+        match relation:
+            case Relation.SAME:
+                return chunk
+            case Relation.EARLIER:
+                return self.earlier[chunk]
+            case Relation.LATER:
+                return self.later[chunk]
+
+    def holds(self, chunk: int, place: Slice) -> bool:
+        """Whether a row for ``place`` speaks of ``chunk``."""
+        match place:
+            case Slice.ANY:
+                return True
+            case Slice.FIRST:
+                return self.document[chunk] >= 0 and self.earlier[chunk] < 0
+            case Slice.LAST:
+                return self.document[chunk] >= 0 and self.later[chunk] < 0
+
+
+def slices_of(plan: Plan) -> Slices:
+    """The slices of ``plan``; a :class:`PlanError` where a token is computed twice or never, or
+    where a chunk holds slices of two cut documents (their K/V would have to live together).
+    """
+    places: list[list[tuple[Span, int]]] = [[] for _ in plan.documents]
+    for index, chunk in enumerate(plan.chunks):
+        for span in chunk.spans:
+            places[span.document].append((span, index))
+    document = [-1] * len(plan.chunks)
+    earlier = [-1] * len(plan.chunks)
+    later = [-1] * len(plan.chunks)
+    for number, spans in enumerate(places):
+        spans.sort()
+        reached = 0
+        for span, index in spans:
+            if span.start != reached:
+                what = "never" if span.start > reached else "twice"
+                start, stop = sorted((reached, span.start))
+                raise PlanError(
+                    f"document {number}: inputs [{start}:{stop}] are computed {what} "
+                    f"(chunk {index} holds {span})"
+                )
+            reached = span.stop
+        if reached != plan.documents[number]:
+            raise PlanError(
+                f"document {number}: inputs [{reached}:{plan.documents[number]}] are never computed"
+            )
+        if len(spans) == 1:
+            continue
+        for (_, before), (_, after) in itertools.pairwise(spans):
+            earlier[after], later[before] = before, after
+        for _, index in spans:
+            if document[index] >= 0:
+                raise PlanError(
+                    f"chunk {index}: holds slices of documents {document[index]} and {number}; "
+                    "expected at most one cut document in a chunk"
+                )
+            document[index] = number
+    return Slices(tuple(document), tuple(earlier), tuple(later))

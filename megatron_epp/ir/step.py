@@ -1,0 +1,97 @@
+"""One iteration of the whole job: which replica gets which document, and every replica's plan.
+
+step v1
+deal 0: 0 2 3                        # documents of the global batch, in replica 0's order
+deal 1: 1
+plan v1
+replica 0 of 2
+...
+plan v1
+replica 1 of 2
+...
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.plan import Plan
+from megatron_epp.ir.span import NUMBER
+
+_DEAL = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """deals[r] are the documents of the global batch that replica r computes; plans[r] its plan.
+
+    Document d of plans[r] is document deals[r][d] of the global batch.
+    """
+
+    deals: tuple[tuple[int, ...], ...]
+    plans: tuple[Plan, ...]
+
+    def __post_init__(self):
+        dealt = sorted(document for deal in self.deals for document in deal)
+        if not self.deals or not all(self.deals):
+            raise PlanError("a replica is dealt no document; expected at least one for each")
+        if dealt != list(range(len(dealt))):
+            raise PlanError("a document of the batch is dealt twice or never")
+        if len(self.plans) != len(self.deals):
+            raise PlanError(f"{len(self.plans)} plans for {len(self.deals)} replicas")
+        for replica, (deal, plan) in enumerate(zip(self.deals, self.plans, strict=True)):
+            if (plan.replica, plan.replicas) != (replica, len(self.plans)):
+                raise PlanError(
+                    f"plan {replica} is for replica {plan.replica} of {plan.replicas}; "
+                    f"expected {replica} of {len(self.plans)}"
+                )
+            if len(plan.documents) != len(deal):
+                raise PlanError(
+                    f"replica {replica} is dealt {len(deal)} documents; "
+                    f"its plan is for {len(plan.documents)}"
+                )
+            if plan.layers != self.plans[0].layers:
+                raise PlanError(f"replica {replica}: layers differ from replica 0's")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Inputs of every document of the global batch."""
+        lengths = [0] * sum(map(len, self.deals))
+        for deal, plan in zip(self.deals, self.plans, strict=True):
+            for document, length in zip(deal, plan.documents, strict=True):
+                lengths[document] = length
+        return tuple(lengths)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical text, as 64 hexadecimal digits."""
+        return hashlib.sha256(str(self).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        deals = (f"deal {r}: {' '.join(map(str, deal))}\n" for r, deal in enumerate(self.deals))
+        return "step v1\n" + "".join(deals) + "".join(map(str, self.plans))
+
+    @classmethod
+    def parse(cls, text: str) -> "Step":
+        """The step that ``text`` describes; a single plan's text is a step of one replica."""
+        lines = [re.sub(r"\s+", " ", line.split("#")[0]).strip() for line in text.split("\n")]
+        starts = [number for number, line in enumerate(lines) if line == "plan v1"]
+        if not starts:
+            raise PlanError("no 'plan v1' line; expected a plan or a step as --epp-record writes")
+        plans = []
+        for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):
+            # Leading empty lines keep the line numbers of errors those of the file.
+            plans.append(Plan.parse("\n" * start + "\n".join(text.split("\n")[start:stop])))
+        head = [line for line in lines[: starts[0]] if line]
+        if not head and len(plans) == 1:
+            return cls((tuple(range(len(plans[0].documents))),), tuple(plans))
+        if not head or head[0] != "step v1":
+            raise PlanError("expected the line 'step v1' before the plans of several replicas")
+        deals = []
+        for line in head[1:]:
+            match = _DEAL.fullmatch(line)
+            if match is None or int(match[1]) != len(deals):
+                raise PlanError(f"{line!r}: expected 'deal {len(deals)}: DOCUMENT ...'")
+            deals.append(tuple(map(int, match[2].split())))
+        return cls(tuple(deals), tuple(plans))

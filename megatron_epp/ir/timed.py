@@ -1,0 +1,73 @@
+"""A record of one executed op, made alike by the simulator and by the executor.
+
+Text form, one record a line behind the line ``timed v1``; seconds since the iteration began:
+
+    STAGE OP START STOP PEAK_BYTES        0 F0 0.0 0.25 1048576
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.op import Kind, Message, Op, Payload, Transfer
+from megatron_epp.ir.span import NUMBER
+
+_TRANSFER = re.compile(rf"(SEND|RECV):([FB])({NUMBER})([<>])({NUMBER})")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """``op`` ran on ``stage`` from ``start`` to ``stop`` (seconds since the iteration began).
+
+    A RECEIVE's time is the wait for its message; a SEND's is what handing it over took.
+    ``peak_bytes`` is the most that the stage held of the rule table's items while the op ran.
+    """
+
+    stage: int
+    op: Op | Transfer
+    start: float
+    stop: float
+    peak_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.op} {self.start!r} {self.stop!r} {self.peak_bytes}"
+
+    @classmethod
+    def parse(cls, line: str) -> "Timed":
+        words = line.split()
+        try:
+            stage, op, start, stop, peak_bytes = words
+            return cls(
+                int(stage), _parse_op(op, int(stage)), float(start), float(stop), int(peak_bytes)
+            )
+        except ValueError as error:
+            raise PlanError(
+                f"{line!r} is no timed record; expected STAGE OP START STOP PEAK_BYTES"
+            ) from error
+
+
+def _parse_op(text: str, stage: int) -> Op | Transfer:
+    match = _TRANSFER.fullmatch(text)
+    if match is None:
+        return Op.parse(text)
+    kind, payload, chunk, way, peer = match.groups()
+    if (kind == "SEND") != (way == ">"):
+        raise PlanError(f"{text!r} is no transfer; expected SEND:F0>1 or RECV:F0<0")
+    ends = (stage, int(peer)) if kind == "SEND" else (int(peer), stage)
+    return Transfer(Kind(kind), Message(Payload(payload), int(chunk), *ends))
+
+
+def format_records(records: Iterable[Timed]) -> str:
+    return "".join(f"{line}\n" for line in ("timed v1", *records))
+
+
+def parse_records(text: str) -> tuple[Timed, ...]:
+    head, *lines = text.split("\n")
+    if head.strip() != "timed v1":
+        raise PlanError(f"{head[:40]!r}: expected the line 'timed v1'")
+    return tuple(map(Timed.parse, filter(str.strip, lines)))
