@@ -1,21 +1,22 @@
 """A host without a GPU: ``megatron.training.pretrain`` runs on it with gloo and CPU tensors.
 
-Megatron-core 0.19.0 takes CUDA for granted in about a hundred places and has no CPU mode. Nearly all
-of them go through a handful of names in torch, so the stand-ins sit there and not in Megatron:
+Megatron-core 0.19.0 takes CUDA for granted in about a hundred places and has no CPU mode. Nearly
+all of them go through a handful of names in torch, so the stand-ins sit there and not in Megatron:
 
-    device="cuda" given to a factory (torch.zeros ...)   becomes device="cpu"
-    Tensor.cuda, Tensor.to("cuda"), Module.cuda          stay on the CPU
-    Tensor.type() of a CPU tensor                        says torch.cuda.FloatTensor: Megatron compares such strings
-    torch.cuda.current_device()                          torch.device("cpu"), which every factory takes
-    streams, events, synchronize, memory counters        do nothing, or count nothing
-    torch.cuda's generator                               is the CPU's generator
+    device="cuda" given to a factory (torch.zeros ...)  becomes device="cpu"
+    Tensor.cuda, Tensor.to("cuda"), Module.cuda         stay on the CPU
+    Tensor.type() of a CPU tensor                       torch.cuda.FloatTensor: Megatron compares it
+    torch.cuda.current_device()                         torch.device("cpu"), as every factory takes
+    streams, events, synchronize, memory counters       do nothing, or count nothing
+    torch.cuda's generator                              is the CPU's generator
 
-``torch.cuda.is_available()`` stays False: torch itself asks it, and the true answer is the right one there.
-The few places in Megatron that need a replacement of their own are seams with ``when="cpu host"`` (seams.py).
+``torch.cuda.is_available()`` stays False: torch itself asks it, and the true answer is the right
+one there. The few places in Megatron that need a replacement of their own are seams with
+``when="cpu host"`` (seams.py).
 
-Why functions are replaced instead of a ``TorchFunctionMode`` pushed: a mode lives in one thread, leaves while
-``Tensor.backward`` runs Python code, and costs a Python call for every operation; these replacements
-cost one only where a tensor is made.
+Why functions are replaced instead of a ``TorchFunctionMode`` pushed: a mode lives in one thread,
+leaves while ``Tensor.backward`` runs Python code, and costs a Python call for every operation;
+these replacements cost one only where a tensor is made.
 
 Nothing happens on import. Where there is a CUDA GPU, ``install_cpu_host`` does nothing.
 """
@@ -36,9 +37,9 @@ from typing import Any
 
 import torch
 
-# What compiled GPU packages Megatron would import if it found them. On a host without a GPU they cannot
-# run, and a Transformer Engine whose torch extension is missing even breaks `import megatron.core`
-# (core/tensor_parallel/random.py catches ModuleNotFoundError only).
+# What compiled GPU packages Megatron would import if it found them. On a host without a GPU they
+# cannot run, and a Transformer Engine whose torch extension is missing even breaks `import
+# megatron.core` (core/tensor_parallel/random.py catches ModuleNotFoundError only).
 BLOCKED_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "flash_attn")
 
 _FACTORIES = (
@@ -74,7 +75,9 @@ _MARK = "_megatron_epp_cpu_host"
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a CUDA GPU here; the answer stays true to the machine after the install."""
+    """Whether torch can use a CUDA GPU here; the answer stays true to the machine after the
+    install.
+    """
     return torch.cuda.is_available()
 
 
@@ -86,8 +89,8 @@ def is_cpu_host() -> bool:
 def install_cpu_host() -> bool:
     """Make Megatron run without a GPU; returns whether the stand-ins are in place.
 
-    Call it before the first import of megatron. A second call changes nothing, and on a machine with a CUDA GPU
-    no call does. ValueError: megatron was imported before.
+    Call it before the first import of megatron. A second call changes nothing, and on a machine
+    with a CUDA GPU no call does. ValueError: megatron was imported before.
     """
     if has_gpu():
         return False
@@ -95,8 +98,8 @@ def install_cpu_host() -> bool:
         return True
     if "megatron.core" in sys.modules:
         raise ValueError(
-            "install_cpu_host() came after `import megatron.core`, which has looked for Transformer Engine already: "
-            "call it before the first import of megatron"
+            "install_cpu_host() came after `import megatron.core`, which has looked for "
+            "Transformer Engine already: call it before the first import of megatron"
         )
     _prepare_environment()
     _replace_factories()
@@ -115,7 +118,8 @@ def install_cpu_host() -> bool:
 def cpu_defaults() -> dict[str, Any]:
     """Megatron's arguments (by destination) that differ on a host without a GPU.
 
-    They are defaults: a user need not type them. ``refuse_gpu_flags`` names the flag that contradicts one.
+    They are defaults: a user need not type them. ``refuse_gpu_flags`` names the flag that
+    contradicts one.
     """
     return {
         "distributed_backend": "gloo",
@@ -143,7 +147,11 @@ def refuse_gpu_flags(args: argparse.Namespace) -> None:
 
 # destination: (values that work on a CPU, flag, what to do instead)
 _GPU_FLAGS: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "distributed_backend": (("gloo",), "--distributed-backend", "leave the flag out (gloo is taken)"),
+    "distributed_backend": (
+        ("gloo",),
+        "--distributed-backend",
+        "leave the flag out (gloo is taken)",
+    ),
     "transformer_impl": (("local",), "--transformer-impl", "leave the flag out (local is taken)"),
     "fp8": ((None, False), "--fp8-format", "train in --bf16 or float32"),
     "fp4": ((None, False), "--fp4-format", "train in --bf16 or float32"),
@@ -173,9 +181,9 @@ _GPU_FLAGS: dict[str, tuple[tuple[Any, ...], str, str]] = {
 def double_precision() -> Iterator[None]:
     """Within it, modules are made in float64 and Megatron's casts to float32 keep float64.
 
-    ``Tensor.float()`` is the identity on float64 (Megatron's cross entropy and softmax cast with it:
-    core/tensor_parallel/cross_entropy.py:25) and ``Tensor.to(torch.float32)`` is left alone. With it, plans are compared to
-    the last bits; training does not use it.
+    ``Tensor.float()`` is the identity on float64 (Megatron's cross entropy and softmax cast with
+    it: core/tensor_parallel/cross_entropy.py:25) and ``Tensor.to(torch.float32)`` is left alone.
+    With it, plans are compared to the last bits; training does not use it.
     """
     plain_float = torch.Tensor.float
     plain_dtype = torch.get_default_dtype()
@@ -197,8 +205,9 @@ def double_precision() -> Iterator[None]:
 
 
 def _prepare_environment() -> None:
-    # core/jit.py makes torch.compile its fuser: the first step would compile C++ for minutes, and only to
-    # decorate the functions it would import inductor. The variable is for what captured the plain compile.
+    # core/jit.py makes torch.compile its fuser: the first step would compile C++ for minutes, and
+    # only to decorate the functions it would import inductor. The variable is for what captured the
+    # plain compile.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch.compile = _no_compile  # type: ignore[assignment]
     # arguments.py asserts it for tensor parallelism on all devices older than Blackwell.
@@ -238,8 +247,9 @@ def _replace_factories() -> None:
     from torch.jit._builtins import _get_builtin_table
     from torch.utils._device import _device_constructors
 
-    # Two tables of torch know the factories by identity. The first is filled once, with the plain functions,
-    # so that `with torch.device("meta")` still works; in the second our functions are entered too, so that scripts compile.
+    # Two tables of torch know the factories by identity. The first is filled once, with the plain
+    # functions, so that `with torch.device("meta")` still works; in the second our functions are
+    # entered too, so that scripts compile.
     _device_constructors()
     builtins = _get_builtin_table()
     for name in _FACTORIES:
@@ -252,7 +262,9 @@ def _replace_factories() -> None:
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
 
 
-def _without_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _without_cuda(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a ``to`` with every CUDA device replaced by the CPU."""
     args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
     kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
@@ -365,8 +377,8 @@ def _replace_cuda_module() -> None:
         warp_size=32,
     )
 
-    # A function of its own for each name: torch._dynamo has a table of torch's functions by identity and
-    # refuses to be imported when two names share one.
+    # A function of its own for each name: torch._dynamo has a table of torch's functions by
+    # identity and refuses to be imported when two names share one.
     def nothing() -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
@@ -421,8 +433,9 @@ def _replace_cuda_module() -> None:
 def _keep_random_state_in_data_loaders() -> None:
     """Starting a DataLoader draws a seed from the CPU's generator, which also plays CUDA's here.
 
-    On a GPU the two are apart, so a loader never moves the dropout masks; without this a resumed run,
-    which starts its loaders after it has loaded the random state, would drop other neurons than the uninterrupted one.
+    On a GPU the two are apart, so a loader never moves the dropout masks; without this a resumed
+    run, which starts its loaders after it has loaded the random state, would drop other neurons
+    than the uninterrupted one.
     """
     from torch.utils.data import dataloader
 
@@ -439,7 +452,9 @@ def _keep_random_state_in_data_loaders() -> None:
 
 
 class _NotOnThisHost(logging.Filter):
-    """Drops Megatron's remark that the CPU's generator moved inside a fork of CUDA's: here they are one."""
+    """Drops Megatron's remark that the CPU's generator moved inside a fork of CUDA's: here they are
+    one.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "CPU RNG state changed within GPU RNG context" not in record.getMessage()

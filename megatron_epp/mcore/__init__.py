@@ -1,0 +1,1 @@
+"""Where Megatron is taken hold of: flags, data, forward step, schedule, seams, and the CPU host."""

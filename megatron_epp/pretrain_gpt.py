@@ -1,0 +1,18 @@
+"""``torchrun -m megatron_epp.pretrain_gpt <Megatron-LM flags> [--epp --epp-*]``: train a GPT."""
+
+import time
+
+_STARTED = time.time()
+
+
+def run() -> None:
+    """Train; the import stays in here so that Megatron's checkpoint writers, which import this file
+    again, stay cheap.
+    """
+    from megatron_epp.mcore.entry import main
+
+    main(_STARTED)
+
+
+if __name__ == "__main__":
+    run()
