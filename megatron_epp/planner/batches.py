@@ -1,0 +1,275 @@
+"""Where batches of document lengths come from: a list, a Megatron index, a named distribution.
+
+All three become a :class:`Corpus`: the inputs of every document, after the policy for those longer
+than the context. Batches are drawn from it as training draws them: batch i holds the documents
+[i x size, (i + 1) x size) of an endless sequence of epochs, each a permutation by (seed, epoch).
+
+    lengths.txt, lengths.txt.gz   inputs of a document, one a line
+    corpus.idx                    every sequence of L tokens is a document of L - 1 inputs
+    wikipedia, prolong, wlb       distributions.json: quantiles of inputs, with their source
+"""
+
+import difflib
+import gzip
+import json
+import re
+import struct
+import zlib
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+OVERLONG = ("truncate", "drop", "split")
+
+# A named distribution stands for this many documents, at evenly spaced quantiles.
+NAMED_DOCUMENTS = 200_000
+# Seeds are 32 bits wide; Megatron's --seed defaults to 1234.
+DEFAULT_SEED = 1234
+
+_LENGTH = re.compile(r"[1-9][0-9]{0,14}")  # what the plan text can say (ir.span.NUMBER)
+_MAGIC = b"MMIDIDX\x00\x00"
+# Magic, version, code of the token type, number of sequences, number of document borders.
+_HEADER = struct.Struct("<9sQBQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What became of the documents that were read. Tokens count inputs."""
+
+    read: int
+    skipped: int = 0  # sequences of fewer than 2 tokens: nothing to predict
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0  # documents that became several
+    lost_tokens: int = 0  # cut off or dropped
+
+    def __str__(self) -> str:
+        parts = [f"{self.read} documents read"]
+        if self.skipped:
+            parts.append(f"{self.skipped} of fewer than 2 tokens skipped")
+        for name in ("truncated", "dropped", "split"):
+            if count := getattr(self, name):
+                parts.append(f"{count} overlong {name}")
+        if self.lost_tokens:
+            parts.append(f"{self.lost_tokens} tokens lost to the context")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corpus:
+    """Inputs of every document, in the order of the file; what the policy did to them."""
+
+    name: str
+    source: str
+    inputs: np.ndarray  # [documents] int64
+    counts: Counts
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.inputs.sum())
+
+    def in_order(self) -> tuple[int, ...]:
+        """All documents as one batch, in the order of the file."""
+        return tuple(self.inputs.tolist())
+
+    def batch(self, index: int, size: int, seed: int = DEFAULT_SEED) -> tuple[int, ...]:
+        """Batch ``index`` of ``size`` documents, as training would draw it with that seed."""
+        if index < 0 or size < 1:
+            raise ValueError(f"batch {index} of {size} documents: expected 0 or more, of 1 or more")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"seed {seed}: expected a number from 0 to {2**32 - 1}")
+        items = np.arange(index * size, (index + 1) * size, dtype=np.int64)
+        epochs, places = np.divmod(items, len(self.inputs))
+        drawn = np.empty(size, np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            order = epoch_order(len(self.inputs), seed, int(epoch))
+            drawn[here] = self.inputs[order[places[here]]]
+        return tuple(drawn.tolist())
+
+
+def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of one epoch: [documents] int32.
+
+    RandomState, whose stream numpy has frozen; a Generator's may change from version to version.
+    """
+    order = np.arange(documents, dtype=np.int32)
+    np.random.RandomState([seed, epoch]).shuffle(order)
+    return order
+
+
+def open_corpus(text: str, context: int = 0, overlong: str = "truncate") -> Corpus:
+    """The corpus that ``text`` names: a file if there is one of that name, else a distribution.
+
+    context     the most inputs of a document; 0 for no limit
+    overlong    what becomes of longer ones: truncate, drop, or split into documents of their own
+    ValueError: says what, where and how to mend it.
+    """
+    if overlong not in OVERLONG:
+        raise ValueError(f"overlong {overlong!r}: expected one of {', '.join(OVERLONG)}")
+    if context < 0:
+        raise ValueError(f"context {context}: expected a positive number of tokens")
+    path = Path(text)
+    skipped = 0
+    if path.is_file():
+        source = text
+        if path.suffix == ".idx":
+            tokens = read_index(path)
+            inputs = tokens[tokens >= 2] - 1
+            skipped = len(tokens) - len(inputs)
+            if not len(inputs):
+                raise ValueError(
+                    f"{path}: none of its {len(tokens)} sequences has 2 tokens or more; "
+                    "expected at least one with something to predict"
+                )
+        else:
+            inputs = read_lengths(path)
+    elif text in distribution_names():
+        source, inputs = named_lengths(text)
+    else:
+        raise ValueError(_nothing_there(text))
+    kept, counts = apply_context(inputs, context, overlong, skipped)
+    if not len(kept):
+        raise ValueError(
+            f"{text}: all {len(inputs)} documents are longer than the context of {context} tokens "
+            "and were dropped; use a larger --context, or --overlong truncate or split"
+        )
+    return Corpus(text, source, kept, counts)
+
+
+def apply_context(
+    inputs: np.ndarray, context: int, overlong: str, skipped: int = 0
+) -> tuple[np.ndarray, Counts]:
+    """Documents of at most ``context`` inputs, and what was done to the others.
+
+    context 4, a document of 10:   truncate 4   drop nothing   split 4 4 2
+    """
+    over = inputs > context if context else np.zeros(len(inputs), bool)
+    count = int(over.sum())
+    kept = inputs
+    if count and overlong == "truncate":
+        kept = np.minimum(inputs, context)
+    elif count and overlong == "drop":
+        kept = inputs[~over]
+    elif count:
+        pieces = -(-inputs // context)
+        kept = np.repeat(inputs, pieces)
+        first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+        piece = np.arange(len(kept)) - first  # 0 1 2, 0, 0 1, ...
+        kept = np.minimum(kept - piece * context, context)
+    done = {"truncate": "truncated", "drop": "dropped", "split": "split"}[overlong]
+    counts = Counts(
+        read=len(inputs) + skipped,
+        skipped=skipped,
+        lost_tokens=int(inputs.sum()) - int(kept.sum()),
+        **{done: count},
+    )
+    return kept, counts
+
+
+def read_lengths(path: Path) -> np.ndarray:
+    """Lengths of a text file, one a line, gzipped where it is named so: [documents] int64.
+
+    Blank lines and what follows a ``#`` are skipped.
+    """
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        text = data.decode("ascii")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"{path}: cannot be read as a list of lengths ({reason}); "
+            "expected text (or .gz of it) with one positive whole number a line"
+        ) from error
+    lengths = []
+    for number, line in enumerate(text.split("\n"), 1):
+        word = line.split("#")[0].strip()
+        if not word:
+            continue
+        if _LENGTH.fullmatch(word) is None:
+            shown = word if len(word) <= 40 else word[:37] + "..."
+            raise ValueError(
+                f"{path}, line {number}: {shown!r} is no document length; "
+                "expected a positive whole number of tokens on each line"
+            )
+        lengths.append(int(word))
+    if not lengths:
+        raise ValueError(f"{path}: holds no length; expected at least one, one a line")
+    return np.array(lengths, np.int64)
+
+
+def read_index(path: Path) -> np.ndarray:
+    """Tokens of every sequence of a Megatron ``.idx``: [sequences] int64. No ``.bin`` is read."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size)
+        if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+            raise ValueError(
+                f"{path}: is not an index of Megatron's .bin/.idx format ({size} bytes); "
+                "expected what Megatron-LM's preprocess_data.py writes"
+            )
+        _, version, _, sequences, borders = _HEADER.unpack(head)
+        if version != 1:
+            raise ValueError(f"{path}: index version {version}; expected version 1")
+        # Per sequence its length (int32) and its place (int64); per border one int64; then,
+        # in multimodal corpora, one byte a sequence.
+        expected = _HEADER.size + 12 * sequences + 8 * borders
+        if size not in (expected, expected + sequences):
+            raise ValueError(
+                f"{path}: {size} bytes, but {sequences} sequences and {borders} document borders "
+                f"take {expected}; the file is damaged or cut short: make the corpus again"
+            )
+        lengths = np.frombuffer(file.read(4 * sequences), "<i4").astype(np.int64)
+    if not len(lengths):
+        raise ValueError(f"{path}: holds no sequence; expected at least one")
+    if lengths.min() < 0:
+        raise ValueError(
+            f"{path}: sequence {int(lengths.argmin())} has {int(lengths.min())} tokens; "
+            "the file is damaged: make the corpus again"
+        )
+    return lengths
+
+
+def distribution_names() -> tuple[str, ...]:
+    return tuple(_distributions())
+
+
+def named_lengths(name: str) -> tuple[str, np.ndarray]:
+    """Source and lengths of a shipped distribution: ``NAMED_DOCUMENTS`` of them, shortest first.
+
+    ``quantiles`` are pairs (share of documents at most this long, tokens). Between two of them
+    the logarithm of the length rises evenly.
+    """
+    entry = _distributions()[name]
+    shares, tokens = zip(*entry["quantiles"], strict=True)
+    at = (np.arange(NAMED_DOCUMENTS) + 0.5) / NAMED_DOCUMENTS
+    return entry["source"], np.rint(np.exp(np.interp(at, shares, np.log(tokens)))).astype(np.int64)
+
+
+def _distributions() -> dict:
+    file = resources.files("megatron_epp.planner").joinpath("distributions.json")
+    return json.loads(file.read_text())
+
+
+def _nothing_there(text: str) -> str:
+    names = distribution_names()
+    path = Path(text)
+    if path.is_dir():
+        return f"{text}: is a folder; expected a file of lengths or a Megatron .idx"
+    nearby = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(text, names, n=2)
+    near += [
+        str(path.with_name(name)) for name in difflib.get_close_matches(path.name, nearby, n=1)
+    ]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return (
+        f"{text!r}: no such file or distribution{hint} "
+        f"Expected a text file of lengths, a Megatron .idx, or one of {', '.join(names)}"
+    )

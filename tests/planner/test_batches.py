@@ -1,0 +1,208 @@
+"""Batches come from lists, indices and distributions, and are those that training draws."""
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+
+from megatron_epp.planner.batches import (
+    apply_context,
+    epoch_order,
+    named_lengths,
+    open_corpus,
+    read_index,
+)
+
+KIB = 1024
+
+
+def write_index(path, lengths, *, modes=False):
+    """A Megatron index, written by hand from the format's description."""
+    lengths = np.asarray(lengths, np.int32)
+    pointers = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * 4
+    data = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, len(lengths), len(lengths) + 1)
+    data += lengths.tobytes() + pointers.astype(np.int64).tobytes()
+    data += np.arange(len(lengths) + 1, dtype=np.int64).tobytes()
+    if modes:
+        data += bytes(len(lengths))
+    path.write_bytes(data)
+    return path
+
+
+def test_a_list_of_lengths(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("9000\n\n1500  # a comment\r\n900\n")
+    assert open_corpus(str(path)).in_order() == (9000, 1500, 900)
+    zipped = tmp_path / "lengths.txt.gz"
+    zipped.write_bytes(gzip.compress(path.read_bytes()))
+    assert open_corpus(str(zipped)).in_order() == (9000, 1500, 900)
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-5", "1.5", "abc", "1e9", "9" * 16, "9" * 5000, "+3", "3 4", "nan"]
+)
+def test_a_bad_length_names_its_line(tmp_path, text):
+    path = tmp_path / "lengths.txt"
+    path.write_text(f"12\n{text}\n")
+    with pytest.raises(ValueError, match=r"line 2: .*expected a positive whole number") as error:
+        open_corpus(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n# nothing\n"])
+def test_an_empty_file_is_refused(tmp_path, data):
+    path = tmp_path / "empty.txt"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="holds no length"):
+        open_corpus(str(path))
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.gz"])
+def test_what_is_no_text_is_refused(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(b"\x93\xff\x00garbage")
+    with pytest.raises(ValueError, match="cannot be read as a list of lengths"):
+        open_corpus(str(path))
+
+
+@pytest.mark.parametrize("modes", [False, True])
+def test_an_index_counts_inputs_and_skips_the_too_short(tmp_path, modes):
+    path = write_index(tmp_path / "corpus.idx", [5, 1, 2, 0, 100], modes=modes)
+    corpus = open_corpus(str(path))
+    assert corpus.in_order() == (4, 1, 99)
+    assert (corpus.counts.read, corpus.counts.skipped) == (5, 2)
+
+
+def test_a_damaged_index_is_refused(tmp_path):
+    path = write_index(tmp_path / "corpus.idx", [5, 6, 7])
+    whole = path.read_bytes()
+    for data in (whole[:-1], whole[:20], b"", b"text", b"X" + whole[1:], whole + b"0000"):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"corpus\.idx"):
+            read_index(path)
+
+
+def test_overlong_documents_follow_the_policy():
+    inputs = np.array([3, 10, 4])
+    kept, counts = apply_context(inputs, 4, "truncate")
+    assert kept.tolist() == [3, 4, 4] and (counts.truncated, counts.lost_tokens) == (1, 6)
+    kept, counts = apply_context(inputs, 4, "drop")
+    assert kept.tolist() == [3, 4] and (counts.dropped, counts.lost_tokens) == (1, 10)
+    kept, counts = apply_context(inputs, 4, "split")
+    assert kept.tolist() == [3, 4, 4, 2, 4] and (counts.split, counts.lost_tokens) == (1, 0)
+    kept, counts = apply_context(inputs, 0, "drop")
+    assert kept.tolist() == [3, 10, 4] and counts.dropped == 0
+
+
+def test_dropping_everything_is_refused(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("10\n")
+    with pytest.raises(ValueError, match="were dropped; use a larger --context"):
+        open_corpus(str(path), context=4, overlong="drop")
+
+
+def test_an_epoch_holds_every_document_once(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, range(1, 11))))
+    corpus = open_corpus(str(path))
+    epochs = [n for i in range(5) for n in corpus.batch(i, 4)]
+    assert sorted(epochs[:10]) == sorted(epochs[10:]) == list(range(1, 11))
+    assert epochs[:10] != epochs[10:]
+    assert corpus.batch(3, 4) == corpus.batch(3, 4) != corpus.batch(3, 4, seed=1)
+
+
+def test_training_draws_the_same_batches(tmp_path):
+    """The dataset that training reads, over the same index, hands out the same lengths."""
+    documents = pytest.importorskip("megatron_epp.mcore.documents")
+    lengths = np.random.RandomState(0).randint(0, 60, 57).astype(np.int32)
+    for overlong in ("truncate", "drop", "split"):
+        path = write_index(tmp_path / "corpus.idx", lengths)
+        corpus = open_corpus(str(path), context=20, overlong=overlong)
+        index = documents.index_documents(lengths, np.arange(len(lengths)), 20, overlong)
+        assert corpus.in_order() == tuple(index.inputs.tolist())
+
+        dataset = documents.DocumentDataset.__new__(documents.DocumentDataset)
+        dataset.index, dataset._orders = index, {}
+        dataset.config = type("Config", (), {"random_seed": 1234})
+        for batch in (0, 1, 9):
+            items = range(batch * 16, (batch + 1) * 16)
+            assert corpus.batch(batch, 16) == tuple(dataset.lengths(items).tolist())
+
+
+def test_epoch_order_is_frozen():
+    assert epoch_order(8, 1234, 0).tolist() == [4, 5, 3, 1, 2, 0, 6, 7]
+
+
+# mean, median, p90, p99, p99.9 and shares of documents and of tokens per bin, in percent:
+# statistics of the published lists (systems that published them: see distributions.json).
+EDGES = [KIB << n for n in range(8)]
+PUBLISHED = {
+    "wikipedia": (
+        (1014, 347, 2112, 10919, 37353),
+        (78.8, 10.9, 6.0, 2.8, 1.12, 0.35, 0.10, 0.023, 0.005),
+        (24.9, 15.4, 16.7, 15.5, 12.3, 7.6, 4.5, 2.0, 1.1),
+    ),
+    "wlb": (
+        (3962, 3227, 5784, 26058, 119794),
+        (16.0, 15.8, 32.0, 33.9, 1.04, 0.45, 0.36, 0.53, 0),
+        (2.1, 6.1, 24.8, 44.6, 2.9, 2.6, 4.2, 12.8, 0),
+    ),
+    "prolong": (
+        (3052, 1914, 6051, 16270, 47398),
+        (14.9, 38.4, 27.0, 14.4, 4.27, 0.78, 0.15, 0.04, 0.02),
+        (4.2, 18.6, 25.4, 26.5, 15.1, 5.4, 2.1, 1.2, 1.7),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_named_distribution_matches_what_was_published(name):
+    figures, documents, tokens = PUBLISHED[name]
+    source, lengths = named_lengths(name)
+    assert "arXiv" in source or "Apache" in source
+    mean, *quantiles = figures
+    assert lengths.mean() == pytest.approx(mean, rel=0.01)
+    assert np.quantile(lengths, [0.5, 0.9, 0.99, 0.999]) == pytest.approx(quantiles, rel=0.025)
+    bins = np.digitize(lengths, EDGES)
+    for index in range(9):
+        here = bins == index
+        # Half a percent of all documents or tokens, or 15% of a thin bin: the printed digits.
+        assert 100 * here.mean() == pytest.approx(documents[index], rel=0.25, abs=0.3)
+        share = 100 * lengths[here].sum() / lengths.sum()
+        assert share == pytest.approx(tokens[index], rel=0.1, abs=0.6)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "squares"),
+    [("wikipedia", 0.52, 45), ("wlb", 2.01, 75), ("prolong", 1.55, 32)],
+)
+def test_batches_of_a_named_distribution(name, millions, squares):
+    """Tokens of a batch of 512 at context 96K, and the share of the work in documents >= 32K."""
+    corpus = open_corpus(name, context=96 * KIB)
+    assert corpus.counts.truncated > 0 and max(corpus.inputs) == 96 * KIB
+    assert corpus.inputs.mean() * 512 / 1e6 == pytest.approx(millions, rel=0.02)
+    work = corpus.inputs.astype(float) ** 2
+    assert 100 * work[corpus.inputs >= 32 * KIB].sum() / work.sum() == pytest.approx(squares, abs=2)
+    drawn = [sum(corpus.batch(i, 512)) for i in range(100)]
+    assert np.mean(drawn) / 1e6 == pytest.approx(millions, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("wikpedia", "did you mean wikipedia?"),
+        ("no/such/file.txt", "no such file or distribution"),
+        (".", "is a folder"),
+    ],
+)
+def test_an_unknown_name_shows_what_is_near(text, hint):
+    with pytest.raises(ValueError, match=r"[Ee]xpected") as error:
+        open_corpus(text)
+    assert hint in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_mistyped_file_shows_the_near_one(tmp_path):
+    (tmp_path / "lengths.txt").write_text("5\n")
+    with pytest.raises(ValueError, match=r"did you mean .*lengths\.txt\?"):
+        open_corpus(str(tmp_path / "lenghts.txt"))
