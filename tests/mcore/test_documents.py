@@ -1,0 +1,477 @@
+"""Documents come whole, through Megatron's builder, in an order that (seed, sample) gives."""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron_epp.mcore.batches import Documents, GlobalBatches, build_documents
+from megatron_epp.mcore.documents import (
+    DocumentConfig,
+    DocumentCounts,
+    check_corpora,
+    config_from_args,
+    index_documents,
+)
+from megatron_epp.planner.batches import open_corpus
+
+EOD, PAD, VOCABULARY = 3, 0, 100
+
+
+class Tokenizer:
+    """What Megatron's datasets ask of a tokenizer."""
+
+    eod, eos, pad, vocab_size = EOD, EOD, PAD, VOCABULARY
+    unique_identifiers = {"class": "test"}  # noqa: RUF012  Megatron reads it, nobody writes it
+
+
+def write_corpus(
+    prefix: Path, documents: list[list[int]], sentences: int = 1, dtype: type = numpy.int32
+) -> str:
+    """A .bin/.idx of ``documents``, each in ``sentences`` sequences."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        parts = numpy.array_split(numpy.array(document, dtype=dtype), sentences)
+        for part in parts:
+            builder.add_item(torch.from_numpy(part))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def numbered(lengths: list[int]) -> list[list[int]]:
+    """Documents of these many tokens: 10, 11, ... 89, 10, ... counted on through the corpus."""
+    first = numpy.cumsum([0, *lengths])
+    return [list(10 + numpy.arange(a, b) % 80) for a, b in itertools.pairwise(first)]
+
+
+def configure(prefixes: list[str], weights: list[float] | None = None, **changes) -> DocumentConfig:
+    settings = {
+        "random_seed": 7,
+        "sequence_length": 8,
+        "blend": (prefixes, weights),
+        "split": "1,0,0",
+        "tokenizer": Tokenizer(),
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+    }
+    return DocumentConfig(**(settings | changes))
+
+
+def train(config: DocumentConfig, size: int | None) -> Documents:
+    documents = build_documents(config, [size, 0, 0])[0]
+    assert isinstance(documents, Documents)
+    return documents
+
+
+# --- the policy
+
+
+def test_policies_on_one_corpus() -> None:
+    lengths = numpy.array([1, 6, 0, 3, 9], numpy.int32)
+    everything = numpy.arange(5)
+
+    whole = index_documents(lengths, everything, 8, "truncate")
+    assert whole.sequences.tolist() == [1, 3, 4]
+    assert whole.inputs.tolist() == [5, 2, 8]
+    assert whole.counts == DocumentCounts(sequences=5, documents=3, tokens=15, skipped=2)
+
+    cut = index_documents(lengths, everything, 3, "truncate")
+    assert cut.inputs.tolist() == [3, 2, 3]
+    assert (cut.counts.truncated, cut.counts.lost_tokens) == (2, 7)
+
+    dropped = index_documents(lengths, everything, 3, "drop")
+    assert dropped.sequences.tolist() == [3]
+    assert (dropped.counts.dropped, dropped.counts.lost_tokens) == (2, 13)
+
+    split = index_documents(lengths, everything, 3, "split")
+    assert split.sequences.tolist() == [1, 1, 3, 4, 4, 4]
+    assert split.starts.tolist() == [0, 3, 0, 0, 3, 6]
+    assert split.inputs.tolist() == [3, 2, 2, 3, 3, 2]
+    assert (split.counts.split, split.counts.lost_tokens) == (2, 0)
+
+
+@given(
+    st.lists(st.integers(0, 30), max_size=20),
+    st.integers(1, 12),
+    st.sampled_from(["truncate", "drop", "split"]),
+)
+def test_tokens_are_kept_or_counted_as_lost(
+    lengths: list[int], context: int, overlong: str
+) -> None:
+    index = index_documents(
+        numpy.array(lengths, numpy.int32), numpy.arange(len(lengths)), context, overlong
+    )
+    usable = [length - 1 for length in lengths if length >= 2]
+    assert index.counts.tokens + index.counts.lost_tokens == sum(usable)
+    assert index.counts.skipped + len(usable) == len(lengths)
+    assert all(1 <= inputs <= context for inputs in index.inputs)
+    # The slow twin: one document after the other.
+    expected = []
+    for inputs in usable:
+        if overlong == "split":
+            expected += [min(context, inputs - at) for at in range(0, inputs, context)]
+        elif inputs <= context or overlong == "truncate":
+            expected.append(min(context, inputs))
+    assert index.inputs.tolist() == expected
+
+
+def test_counts_say_what_was_lost() -> None:
+    text = str(DocumentCounts(5, 2, 30, skipped=1, truncated=2, lost_tokens=10))
+    assert text == (
+        "2 documents, 30 input tokens; 1 of fewer than 2 tokens skipped; 2 truncated; "
+        "10 tokens (25.0%) lost to the context"
+    )
+
+
+# --- one corpus
+
+
+def test_items_are_documents_with_the_next_token_as_label(tmp_path: Path) -> None:
+    texts = numbered([5, 9, 2, 30, 1])
+    documents = train(configure([write_corpus(tmp_path / "a", texts)]), None)
+    assert len(documents) == 4
+    seen = set()
+    for sample in range(4):
+        item = documents.dataset[sample]
+        inputs, labels = item["tokens"].tolist(), item["labels"].tolist()
+        original = next(text for text in texts if text[:2] == [inputs[0], labels[0]])
+        assert inputs == original[:-1][:8]
+        assert labels == original[1:][:8]
+        assert item["loss_mask"].tolist() == [1.0] * len(inputs)
+        assert item["position_ids"].tolist() == list(range(len(inputs)))
+        assert documents.lengths([sample]).tolist() == [len(inputs)]
+        seen.add(inputs[0])
+    assert len(seen) == 4
+
+
+def test_split_pieces_cover_every_label_once(tmp_path: Path) -> None:
+    text = numbered([30])[0]
+    documents = train(configure([write_corpus(tmp_path / "a", [text])], overlong="split"), None)
+    pieces = [
+        (documents.tokens(s)[:-1].tolist(), documents.tokens(s)[1:].tolist()) for s in range(4)
+    ]
+    pieces.sort()
+    assert [token for inputs, _ in pieces for token in inputs] == text[:-1]
+    assert [token for _, labels in pieces for token in labels] == text[1:]
+
+
+def test_spans_read_what_the_whole_holds(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", numbered([40, 3]), dtype=numpy.uint16)
+    documents = train(configure([corpus], sequence_length=50), None)
+    sample = int(numpy.argmax(documents.lengths([0, 1])))
+    whole = documents.tokens(sample)
+    assert whole.dtype == numpy.int64
+    assert documents.inputs(sample, 5, 12).tolist() == whole[5:12].tolist()
+    labels, mask = documents.targets(sample, 30, 39)
+    assert labels.tolist() == whole[31:40].tolist()
+    assert mask.tolist() == [1.0] * 9
+    assert documents.tokens(sample, 7, 7).size == 0
+    with pytest.raises(ValueError, match=r"tokens \[0:42\] of item \d, which has 40 tokens"):
+        documents.tokens(sample, 0, 42)
+
+
+def test_a_span_is_all_that_is_read(tmp_path: Path) -> None:
+    """A stage that works on a slice must not fetch the document."""
+    documents = train(configure([write_corpus(tmp_path / "a", numbered([40]))]), None)
+    low_level = documents.parts[0].dataset
+    asked = []
+
+    class Counting:
+        def get(self, idx: int, offset: int, length: int) -> numpy.ndarray:
+            asked.append((offset, length))
+            return low_level.get(idx, offset, length)
+
+    documents.parts[0].dataset = Counting()
+    documents.inputs(0, 2, 4)
+    documents.targets(0, 2, 4)
+    documents.lengths(range(1))
+    assert asked == [(2, 2), (2, 3)]
+
+
+def test_loss_mask_is_megatrons(tmp_path: Path) -> None:
+    text = [20, EOD, 21, 22, PAD, EOD, 23, EOD]
+    corpus = write_corpus(tmp_path / "a", [text])
+    for masked in (False, True):
+        documents = train(configure([corpus], eod_mask_loss=masked), None)
+        labels, mask = documents.targets(0, 0, 7)
+        _, expected, _ = _get_ltor_masks_and_position_ids(
+            torch.tensor(text[:-1]), EOD, False, False, masked, False
+        )
+        expected[torch.tensor(text[1:]) == PAD] = 0.0  # as GPTDataset.__getitem__ does
+        assert mask.tolist() == expected.tolist()
+        assert documents.dataset[0]["loss_mask"].tolist() == expected.tolist()
+        assert labels.tolist() == text[1:]
+    # The last EOD is a target; only what follows an EOD is masked.
+    assert mask.tolist() == [1, 0, 1, 0, 1, 0, 1]
+
+
+# --- order
+
+
+def test_order_is_a_permutation_per_epoch(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", numbered([2 + n % 7 for n in range(20)]))
+    dataset = train(configure([corpus]), 60).dataset
+    epochs = [dataset.documents(range(20 * e, 20 * e + 20)).tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    again = train(configure([corpus]), 60).dataset
+    assert again.documents(range(55, 60)).tolist() == epochs[2][15:]  # resumed in the third epoch
+    other = train(configure([corpus], random_seed=8), 60).dataset
+    assert other.documents(range(20)).tolist() != epochs[0]
+
+
+def test_order_is_pinned(tmp_path: Path) -> None:
+    """A release that shuffles otherwise would resume a run on other documents."""
+    dataset = train(configure([write_corpus(tmp_path / "a", numbered([4] * 8))]), 16).dataset
+    assert dataset.documents(range(8)).tolist() == [1, 7, 5, 6, 4, 3, 2, 0]
+    assert dataset.documents(range(8, 16)).tolist() == [6, 7, 2, 3, 5, 0, 1, 4]
+
+
+# --- blends and splits
+
+
+def test_blend_draws_as_megatron_does(tmp_path: Path) -> None:
+    prefixes = [
+        write_corpus(tmp_path / "a", numbered([3] * 6)),
+        write_corpus(tmp_path / "b", numbered([6] * 5)),
+    ]
+    config = configure(prefixes, [0.25, 0.75], path_to_cache=str(tmp_path / "cache"))
+    documents = train(config, 40)
+    assert isinstance(documents.dataset, BlendedDataset)
+    corpora, items = documents.locate(range(len(documents)))
+    lengths = documents.lengths(range(len(documents)))
+    assert numpy.bincount(corpora).tolist() == [10, 30]
+    for sample in range(len(documents)):
+        item = documents.dataset[sample]
+        assert item["dataset_id"] == corpora[sample]
+        assert documents.tokens(sample)[:-1].tolist() == item["tokens"].tolist()
+        assert lengths[sample] == len(item["tokens"])
+        assert documents.parts[corpora[sample]].length(items[sample]) == lengths[sample]
+    assert documents.counts.documents == 11
+    # A second start finds the blend in the cache and is the same.
+    assert list((tmp_path / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))
+    again = train(config, 40)
+    assert again.lengths(range(40)).tolist() == lengths.tolist()
+
+
+def test_splits_share_no_document(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", [[10 + n, 11] for n in range(50)])
+    parts = build_documents(configure([corpus], split="80,10,10"), [None, None, None])
+    firsts = [
+        {int(documents.tokens(sample)[0]) for sample in range(len(documents))}
+        for documents in parts
+    ]
+    assert [len(part) for part in firsts] == [40, 5, 5]
+    assert set.union(*firsts) == set(range(10, 60))
+
+
+def test_separate_paths_per_split(tmp_path: Path) -> None:
+    one = write_corpus(tmp_path / "one", [[10, 11, 12]])
+    two = write_corpus(tmp_path / "two", [[20, 21]])
+    config = configure(
+        [], blend=None, split=None, blend_per_split=[([one], None), ([two], None), None]
+    )
+    training, validation, test = build_documents(config, [4, 2, 0])
+    assert training.tokens(3).tolist() == [10, 11, 12]
+    assert validation.tokens(1).tolist() == [20, 21]
+    assert test is None
+
+
+def test_megatrons_flags_become_the_configuration(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", numbered([5, 9]))
+    flags = argparse.Namespace(
+        seed=1,
+        seq_length=4,
+        data_path=[corpus],
+        data_args_path=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+        per_split_data_args_path=None,
+        split="100,0,0",
+        multiple_validation_sets=False,
+        full_validation=False,
+        num_dataset_builder_threads=1,
+        data_cache_path=None,
+        mmap_bin_files=False,
+        eod_mask_loss=True,
+        object_storage_cache_path=None,
+        mid_level_dataset_surplus=0.005,
+        allow_ambiguous_pad_tokens=False,
+        mock_data=False,
+    )
+    config = config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
+    documents = train(config, 3)
+    assert documents.lengths(range(3)).tolist() == [4, 4, 4]
+    assert documents.counts.dropped == 1
+    flags.mock_data = True
+    with pytest.raises(ValueError, match="--mock-data makes its own samples"):
+        config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
+    flags.mock_data, flags.dataloader_fast_cache_load = False, True
+    with pytest.raises(ValueError, match="--dataloader-fast-cache-load skips the reading"):
+        config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
+
+
+# --- batches
+
+
+def test_batches_resume_anywhere(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", numbered([2 + n % 9 for n in range(11)]))
+    documents = train(configure([corpus]), 40)
+    running = GlobalBatches(documents, 4, 0)
+    for consumed in range(0, 40, 4):
+        ahead = running.peek(1)
+        resumed = next(GlobalBatches(documents, 4, consumed))
+        batch = next(running)
+        assert (
+            batch.samples.tolist()
+            == resumed.samples.tolist()
+            == list(range(consumed, consumed + 4))
+        )
+        assert batch.lengths.tolist() == resumed.lengths.tolist()
+        following = running.peek()
+        assert (ahead is None) == (following is None) == (consumed == 36)
+        if ahead is not None:
+            assert ahead.lengths.tolist() == following.lengths.tolist()
+    with pytest.raises(ValueError, match="the data set ends after 40 documents; 40 are consumed"):
+        next(running)
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
+def test_planning_from_the_index_draws_what_training_draws(tmp_path: Path, overlong: str) -> None:
+    corpus = write_corpus(tmp_path / "a", numbered([1 + n % 17 for n in range(40)]))
+    config = configure([corpus], overlong=overlong, sequence_length=6)
+    planned = open_corpus(f"{corpus}.idx", context=6, overlong=overlong)
+    batches = GlobalBatches(train(config, 200), 16, 0)
+    for number in range(200 // 16):
+        assert planned.batch(number, 16, seed=7) == tuple(next(batches).lengths)
+
+
+# --- what can be wrong
+
+
+def damaged(tmp_path: Path, name: str) -> str:
+    return write_corpus(tmp_path / name, numbered([5, 9, 2]))
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    prefix = damaged(tmp_path, "a")
+    with pytest.raises(ValueError, match=r"nowhere\.idx: no such file; expected the index"):
+        train(configure([str(tmp_path / "nowhere")]), None)
+    with pytest.raises(ValueError, match=rf"give {prefix}, without the suffix"):
+        train(configure([prefix + ".bin"]), None)
+    Path(prefix + ".bin").unlink()
+    with pytest.raises(ValueError, match=r"a\.bin: no such file; expected the tokens"):
+        train(configure([prefix]), None)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kept", "line"),
+    [
+        (".idx", 20, "truncated: 20 bytes, its header alone takes 34"),
+        (".idx", 70, "truncated: 70 bytes, its header promises 102 for 3 sequences"),
+        (".bin", 63, r"a\.bin: truncated: 63 bytes, a\.idx describes 64"),
+    ],
+)
+def test_truncated_files(tmp_path: Path, suffix: str, kept: int, line: str) -> None:
+    prefix = damaged(tmp_path, "a")
+    path = Path(prefix + suffix)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=line):
+        train(configure([prefix]), None)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "line"),
+    [
+        (0, b"X", "not a Megatron index"),
+        (9, b"\x02", "version 2; expected 1"),
+        (17, b"\x06", "token type 6 is not an integer"),
+        (18, b"\x00", "no document; expected at least one"),
+        (34 + 3 * 12 + 3 * 8, b"\x02", "its documents end at sequence 2 of 3"),
+    ],
+)
+def test_foreign_or_damaged_index(tmp_path: Path, offset: int, value: bytes, line: str) -> None:
+    prefix = damaged(tmp_path, "a")
+    raw = bytearray(Path(prefix + ".idx").read_bytes())
+    raw[offset : offset + 1] = value
+    Path(prefix + ".idx").write_bytes(raw)
+    with pytest.raises(ValueError, match=line):
+        train(configure([prefix]), None)
+
+
+def test_no_usable_document(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "a", [[10], [11], [12] * 30])
+    with pytest.raises(
+        ValueError,
+        match=r"a: no usable document for train: 3 sequences fall to it, "
+        r"2 have fewer than 2 tokens, 1 are dropped for exceeding 8 tokens; .* truncate or split",
+    ):
+        train(configure([prefix], overlong="drop"), 10)
+    with pytest.raises(ValueError, match="no usable document for test: 0 sequences fall to it"):
+        check_corpora(configure([prefix], split="98,1,1"), [10, 0, 2])
+    # Nothing is wanted of it: no complaint.
+    check_corpora(configure([prefix], split="98,1,1"), [10, 0, 0])
+    empty = write_corpus(tmp_path / "empty", [[], []])
+    with pytest.raises(ValueError, match="none of its 2 sequences holds a token"):
+        train(configure([empty]), 10)
+    with pytest.raises(ValueError, match="no documents to train on: give --data-path"):
+        check_corpora(configure([], blend=None, split=None), [1, 0, 0])
+
+
+@pytest.mark.parametrize("dtype", [numpy.uint16, numpy.int32])
+def test_tokens_beyond_the_vocabulary(tmp_path: Path, dtype: type) -> None:
+    prefix = write_corpus(tmp_path / "a", [[10, 99, 11], [12, 13]], dtype=dtype)
+    train(configure([prefix], vocabulary_size=100), None)
+    with pytest.raises(ValueError, match=r"a\.bin: holds token 99, but the vocabulary has 99"):
+        train(configure([prefix], vocabulary_size=99), None)
+
+
+def test_tokens_that_the_scan_missed_are_refused_when_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large corpus is only sampled at the start: reading is the second line."""
+    from megatron_epp.mcore import corpus_files
+
+    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(corpus_files, "SCAN_BYTES", 16)  # first and last block only
+    prefix = write_corpus(tmp_path / "a", [[10, 11], [99, 11], [10, 11]])
+    documents = train(configure([prefix], vocabulary_size=99), None)
+    with pytest.raises(ValueError, match="holds token 99"):
+        for sample in range(3):
+            documents.tokens(sample)
+
+
+def test_sentence_split_corpus_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = write_corpus(tmp_path / "a", numbered([20, 20]), sentences=4)
+    documents = train(configure([prefix], split="50,25,25"), None)
+    assert documents.lengths(range(4)).tolist() == [4] * 4
+    lines = [record.message for record in caplog.records if "sentences" in record.message]
+    assert len(lines) == 1
+    assert "8 sequences in 2 documents" in lines[0]
+
+
+def test_a_corpus_without_weights_lasts_one_epoch(tmp_path: Path) -> None:
+    """Megatron mixes such corpora as they are; the end is said, not met as StopIteration."""
+    prefixes = [write_corpus(tmp_path / n, numbered([4] * 3)) for n in "ab"]
+    batches = GlobalBatches(train(configure(prefixes), 100), 4, 0)
+    next(batches)
+    with pytest.raises(ValueError, match=r"the data set ends after 6 documents.* without weights"):
+        next(batches)
+
+
+def test_unknown_policy() -> None:
+    with pytest.raises(ValueError, match="overlong 'cut': expected one of truncate, drop, split"):
+        configure([], overlong="cut")
