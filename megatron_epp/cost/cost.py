@@ -1,0 +1,370 @@
+"""The cost of any plan on one machine: a profile, spread over stages and devices.
+
+    seconds[s, c] = seconds_per(kind)[s] . (tokens[c], pairs[c], 1)
+
+The sums are InfiniPipe's eqs 1 to 10 with these corrections: K, V and their gradients are charged
+to cut documents only, once for the whole document (the rule table says from when to when); logits
+live on the last stage; eq. 11's share of a recomputed layer is one layer's forward; a gather per
+chunk costs time under ZeRO 3 only.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.devices import GIB, device
+from megatron_epp.cost.loads import Loads, loads_of
+from megatron_epp.cost.models import model
+from megatron_epp.cost.profile import Bytes, Profile, Seconds
+from megatron_epp.ir import (
+    BACKWARDS,
+    COMPUTE,
+    FULL,
+    KEEP,
+    SELECTIVE,
+    Chunk,
+    Item,
+    Kind,
+    Payload,
+    Plan,
+    Table,
+    slices_of,
+)
+
+
+@dataclass(frozen=True)  # no slots: its arrays are computed once, when first asked for
+class Cost:
+    """Seconds and bytes of chunks on the stages of one replica; bytes are per device.
+
+    profile        one layer's, and the ends'
+    layers         of every stage, first to last
+    budget_bytes   of every stage, by device: all that training holds, states included
+    tp, cp, dp     tensor- and context-parallel degrees of a stage, and replicas
+    zero           1: weights stay on every device (Megatron's distributed optimizer);
+                   3: states are spread over the stage's devices, layers gathered for every chunk
+    """
+
+    profile: Profile
+    layers: tuple[int, ...]
+    budget_bytes: tuple[float, ...]
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    zero: int = 1
+
+    def __post_init__(self):
+        if not self.layers or min(self.layers) < 0:
+            raise ValueError(f"layers {self.layers}: expected a number of layers for every stage")
+        if len(self.budget_bytes) != len(self.layers):
+            raise ValueError(
+                f"{len(self.budget_bytes)} memory budgets for {len(self.layers)} stages"
+            )
+        for name in ("tp", "cp", "dp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
+        if self.zero not in (1, 3):
+            raise ValueError(f"zero {self.zero}: expected 1 or 3")
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def devices(self) -> int:
+        """Of one replica."""
+        return self.stages * self.tp * self.cp
+
+    @cached_property
+    def spread(self) -> float:
+        """What a figure of the profile is divided by: this layout's devices over the profile's."""
+        return self.tp * self.cp / (self.profile.tp * self.profile.cp)
+
+    @cached_property
+    def states_bytes(self) -> tuple[float, ...]:
+        """Of every stage, on one device: weights, gradients, optimizer, gather buffers."""
+        return tuple(map(float, self._states_bytes()))
+
+    def _states_bytes(self) -> np.ndarray:
+        profile, states = self.profile, self.profile.states
+        parameters = np.array(self.layers, float) * profile.layer_parameters
+        parameters[0] += profile.first_parameters
+        parameters[-1] += profile.last_parameters
+        parameters /= self.tp
+        sharded = parameters / (self.cp * self.dp)
+        if self.zero == 1:
+            return np.ceil(states.zero1_resident * parameters + states.zero1_sharded * sharded)
+        gathered = np.minimum(self.layers, states.zero3_layers) * profile.layer_parameters / self.tp
+        return np.ceil(states.zero3_sharded * sharded + states.zero3_gathered * gathered)
+
+    def require_states_fit(self) -> None:
+        """A ValueError that says what would be needed, where a stage's states exceed its budget."""
+        for stage, (states, budget) in enumerate(
+            zip(self.states_bytes, self.budget_bytes, strict=True)
+        ):
+            if states >= budget:
+                raise ValueError(
+                    f"memory budget {budget / GIB:.4g} GiB: stage {stage} needs more than "
+                    f"{states / GIB:.4g} GiB for its model states alone; raise the budget, or use "
+                    "more stages or devices"
+                )
+
+    # --- seconds ---------------------------------------------------------------------------------
+
+    def seconds_per(self, kind: Kind) -> np.ndarray:
+        """[stages, 3]: seconds of ``kind`` per token, per query-key pair and per chunk; B and I
+        without recompute, exposed communication included."""
+        return self._seconds[kind] + self._comm[kind]
+
+    def comm_seconds_per(self, kind: Kind) -> np.ndarray:
+        """[stages, 3]: the communication inside :meth:`seconds_per`."""
+        return self._comm[kind]
+
+    @cached_property
+    def _seconds(self) -> Mapping[Kind, np.ndarray]:
+        """Computation only."""
+        result = {}
+        for kind in COMPUTE:
+            per = np.outer(self.layers, self._row(self.profile.layer_seconds[kind]))
+            per[0] += self._row(self.profile.first_seconds[kind])
+            per[-1] += self._row(self.profile.last_seconds[kind])
+            result[kind] = per
+        return result
+
+    @cached_property
+    def _comm(self) -> Mapping[Kind, np.ndarray]:
+        exchanged = self._all_to_all + self._tensor
+        result = {}
+        for kind in COMPUTE:
+            layer = np.zeros(3)
+            if kind is not Kind.WEIGHT:
+                layer[0] = exchanged
+            if self.zero == 3:
+                layer[2] = self.profile.gather_seconds[kind]
+            result[kind] = np.outer(self.layers, layer)
+        return result
+
+    def _row(self, seconds: Seconds) -> np.ndarray:
+        # What a chunk costs whatever its size, launching kernels above all, is not spread.
+        return np.array(
+            [seconds.per_token / self.spread, seconds.per_pair / self.spread, seconds.per_chunk]
+        )
+
+    @cached_property
+    def _all_to_all(self) -> float:
+        """Seconds per token of one layer's forward: eq. 3."""
+        if self.cp == 1:
+            return 0.0
+        rate = _rate(self.profile.all_to_all_bytes_per_second, self.cp)
+        return self.profile.all_to_all_bytes_per_token / (self.cp * self.tp * rate)
+
+    @cached_property
+    def _tensor(self) -> float:
+        """Seconds per token of one layer's forward: gathers and scatters inside a TP group."""
+        if self.tp == 1:
+            return 0.0
+        rate = _rate(self.profile.tensor_bytes_per_second, self.tp)
+        moved = self.profile.tensor_bytes_per_token * (self.tp - 1) / self.tp
+        return moved / (self.cp * rate)
+
+    def recompute_seconds_per(self, letter: str) -> np.ndarray:
+        """[3]: seconds that one layer with the choice ``letter`` adds to B or I."""
+        row = self._row(self.profile.recompute_seconds[letter])
+        modules = SELECTIVE.get(letter, ())
+        if letter == FULL:
+            row[0] += self._all_to_all + self._tensor
+        elif "core_attn" in modules:
+            row[0] += self._all_to_all
+        elif "mlp" in modules:
+            row[0] += self._tensor / 2
+        return row
+
+    def seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: alone, without recompute."""
+        return self.seconds_per(kind) @ _features(loads)
+
+    def comm_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: exposed communication inside :meth:`seconds`."""
+        return self.comm_seconds_per(kind) @ _features(loads)
+
+    def compute_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: without recompute and without communication, for lower bounds."""
+        return self._seconds[kind] @ _features(loads)
+
+    def recompute_seconds(self, letter: str, loads: Loads) -> np.ndarray:
+        """[chunks]: of one layer."""
+        return self.recompute_seconds_per(letter) @ _features(loads)
+
+    def link_seconds(self, loads: Loads) -> np.ndarray:
+        """[chunks]: that a message of the chunk occupies a link between stages."""
+        return self.profile.link_seconds_per_token * loads.tokens
+
+    # --- bytes -----------------------------------------------------------------------------------
+
+    def _bytes(self, per: Bytes, loads: Loads) -> np.ndarray:
+        """[chunks] on one device."""
+        whole = loads.tokens - loads.cut_tokens
+        return (per.per_token * whole + per.per_cut_token * loads.cut_tokens) / self.spread
+
+    def saved_bytes(self, letter: str, loads: Loads) -> np.ndarray:
+        """[chunks]: what one layer holds from F to B, K and V of cut documents apart."""
+        return self._bytes(self.profile.saved_bytes[letter], loads)
+
+    def end_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: what the first and the last stage hold besides from F to B."""
+        held = np.zeros((self.stages, loads.chunks))
+        held[0] += self._bytes(self.profile.first_bytes, loads)
+        held[-1] += self._bytes(self.profile.last_bytes, loads)
+        return held
+
+    def activation_bytes(self, loads: Loads, counts: Mapping[str, np.ndarray]) -> np.ndarray:
+        """[stages, chunks]: from F to B; counts[letter][stage, chunk] layers have that choice."""
+        held = self.end_bytes(loads)
+        for letter, count in counts.items():
+            held += count * self.saved_bytes(letter, loads)
+        return np.ceil(held)
+
+    def kv_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, documents]: K and V of a document, should it be cut; its gradients as much."""
+        layer = self.profile.kv_bytes_per_token * loads.lengths / self.spread
+        return np.ceil(np.outer(self.layers, layer))
+
+    def weight_input_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: from I to W."""
+        return np.ceil(np.outer(self.layers, self._bytes(self.profile.weight_input_bytes, loads)))
+
+    def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: while the op runs, without recompute."""
+        row = self._bytes(self.profile.workspace_bytes[kind], loads)
+        held = np.tile(row, (self.stages, 1))
+        held[-1] += self._bytes(self.profile.last_workspace_bytes[kind], loads)
+        return np.ceil(held)
+
+    def recompute_workspace_bytes(self, letter: str, loads: Loads) -> np.ndarray:
+        """[chunks]: of the layer that lives again while its B or I runs."""
+        return np.ceil(self._bytes(self.profile.recompute_workspace_bytes[letter], loads))
+
+    # --- plans -----------------------------------------------------------------------------------
+
+    def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:
+        return loads_of(chunks, documents)
+
+    def table(self, plan: Plan) -> Table:
+        """Seconds and bytes of every op of ``plan``, as the simulator wants them."""
+        return self.table_of(
+            loads_of(plan.chunks, plan.documents, slices_of(plan)), letter_counts(plan)
+        )
+
+    def table_of(self, loads: Loads, counts: Mapping[str, np.ndarray]) -> Table:
+        """As :meth:`table`, for planners: counts[letter][stage, chunk] layers have that choice.
+
+        The I of a chunk turns activations into weight inputs layer by layer, so that it never
+        holds both: what they have in common is taken off its workspace.
+        """
+        recompute = np.zeros((self.stages, loads.chunks))
+        again = np.zeros((self.stages, loads.chunks))
+        for letter, count in counts.items():
+            if letter == KEEP:
+                continue
+            recompute += count * self.recompute_seconds(letter, loads)
+            living = np.where(count > 0, self.recompute_workspace_bytes(letter, loads), 0.0)
+            again = np.maximum(again, living)
+        activations = self.activation_bytes(loads, counts)
+        weight_inputs = self.weight_input_bytes(loads)
+        kv = self.kv_bytes(loads)
+        workspace = {kind: self.workspace_bytes(kind, loads) for kind in COMPUTE}
+        for kind in BACKWARDS:
+            workspace[kind] = workspace[kind] + again
+        workspace[Kind.INPUT] = workspace[Kind.INPUT] - np.minimum(activations, weight_inputs)
+        link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
+        return Table(
+            seconds={kind: self.seconds(kind, loads) for kind in COMPUTE},
+            recompute_seconds=recompute,
+            comm_seconds={kind: self.comm_seconds(kind, loads) for kind in COMPUTE},
+            link_seconds=dict.fromkeys(Payload, link),
+            link_latency_seconds=self.profile.link_latency_seconds,
+            held_bytes={
+                Item.ACTIVATIONS: activations,
+                Item.KV: kv,
+                Item.KV_GRADIENTS: kv,
+                Item.WEIGHT_INPUTS: weight_inputs,
+            },
+            workspace_bytes=workspace,
+            resident_bytes=self.states_bytes,
+        )
+
+
+def _features(loads: Loads) -> np.ndarray:
+    """[3, chunks]: tokens, pairs, 1."""
+    return np.stack([loads.tokens, loads.pairs, np.ones(loads.chunks)])
+
+
+def _rate(rates: Mapping[int, float], degree: int) -> float:
+    """Bytes per second at ``degree``: the largest known degree up to it, or the smallest."""
+    if not rates:
+        raise ValueError(f"the profile has no bandwidth for groups of {degree}")
+    return rates[max((known for known in rates if known <= degree), default=min(rates))]
+
+
+def letter_counts(plan: Plan) -> dict[str, np.ndarray]:
+    """counts[letter][stage, chunk]: layers of the stage with that recompute choice, 0 anywhere
+    left out."""
+    seen: dict[str, dict[str, int]] = {}
+    counts: dict[str, np.ndarray] = {}
+    for stage, choices in enumerate(plan.recompute):
+        for chunk, choice in enumerate(choices):
+            if choice not in seen:
+                seen[choice] = {letter: choice.count(letter) for letter in set(choice)}
+            for letter, count in seen[choice].items():
+                if letter not in counts:
+                    counts[letter] = np.zeros((plan.stages, len(plan.chunks)))
+                counts[letter][stage, chunk] = count
+    return counts
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """``layers`` over ``stages``; what is left over goes one each to the first stages, as the
+    last one carries the output layer."""
+    if not 1 <= stages <= layers:
+        raise ValueError(f"pp {stages}: expected 1 to {layers}, the layers of the model")
+    share, rest = divmod(layers, stages)
+    return tuple(share + (stage < rest) for stage in range(stages))
+
+
+def named_cost(
+    model_name: str,
+    device_name: str,
+    *,
+    pp: int,
+    tp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    zero: int | None = None,
+    memory_budget_gib: float | None = None,
+    layers: Sequence[int] | None = None,
+    profile: Profile | None = None,
+    **assumptions: Any,
+) -> Cost:
+    """The cost of a model on devices, both by name or file.
+
+    Defaults: the device's own budget; even layers; zero 3 for the GPT models of the papers, else
+    1; an analytic profile, to which ``assumptions`` go (:func:`analytic.profile`).
+    """
+    the_model, the_device = model(model_name), device(device_name)
+    if zero is None:
+        zero = 3 if the_model.name.startswith("gpt-") else 1
+    stage_layers = even_layers(the_model.layers, pp) if layers is None else tuple(layers)
+    if len(stage_layers) != pp or sum(stage_layers) != the_model.layers:
+        raise ValueError(
+            f"layers {' '.join(map(str, stage_layers))}: expected {pp} numbers that add up to "
+            f"{the_model.layers}"
+        )
+    if profile is None:
+        profile = analytic_profile(the_model, the_device, **assumptions)
+    budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
+    cost = Cost(profile, stage_layers, (budget,) * pp, tp, cp, dp, zero)
+    cost.require_states_fit()
+    return cost

@@ -1,0 +1,84 @@
+"""Devices, and the links between them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from megatron_epp.cost.named import pick
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What an analytic profile takes from a device.
+
+    budget_gib              what training may use: memory less a margin for context and fragments
+    linear_flops            reached by matrix products, flops per second (not the data sheet's)
+    attention_flops         reached by attention's kernels
+    launch_seconds          per layer and chunk, forward; backward twice that
+    group_bytes_per_second  all-to-all bandwidth of one device inside a group, by group size: the
+                            first eight devices share a node
+    link_bytes_per_second   between neighbouring stages, one direction, per node
+    node_devices            devices of a node, which share its link
+    link_latency_seconds    of one message
+    """
+
+    name: str
+    budget_gib: float
+    linear_flops: float
+    attention_flops: float
+    launch_seconds: float
+    group_bytes_per_second: Mapping[int, float]
+    link_bytes_per_second: float
+    link_latency_seconds: float
+    node_devices: int = 8
+
+    def __post_init__(self):
+        object.__setattr__(
+            self,
+            "group_bytes_per_second",
+            {int(size): float(rate) for size, rate in self.group_bytes_per_second.items()},
+        )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "group_bytes_per_second"):
+                continue
+            zero_is_fine = field.name in ("launch_seconds", "link_latency_seconds")
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{field.name} {value!r}: expected a number")
+            if value < 0 or (value == 0 and not zero_is_fine):
+                raise ValueError(f"{field.name} {value!r}: expected a number above 0")
+        if not self.group_bytes_per_second or min(self.group_bytes_per_second.values()) <= 0:
+            raise ValueError("group_bytes_per_second: expected a rate above 0 by group size")
+
+    @property
+    def budget_bytes(self) -> float:
+        return self.budget_gib * GIB
+
+
+# Bytes per second by group size, published by FlexSP for A100 nodes with two InfiniBand cards.
+_A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 4.87e9}
+# Hopper: NVLink of 900 GB/s against 600, eight cards of 400 Gb/s against two of 200: A100's
+# figures in those ratios. An assumption; a measured profile replaces it.
+_HOPPER_GROUPS = {2: 179e9, 4: 156e9, 8: 145e9, 16: 40e9, 32: 24e9, 64: 19e9}
+
+# Budgets: 74 GiB of 80 is the study's (planning on A800-80GB); the others in the same share.
+# Rates: A100's are what FlexSP's constants imply (212 and 179 Tflops of 312); Hopper's are taken
+# at 60% of its 989 for products and 50% for attention; one core of a server reaches about 30
+# Gflops in float32. Assumptions, all of them, unless a profile was measured.
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        Device("a100-40g", 37.0, 212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5),
+        Device("a100-80g", 74.0, 212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5),
+        Device("h100-80g", 74.0, 593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5),
+        Device("h200-141g", 130.0, 593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5),
+        Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1),
+    )
+}
+
+
+def device(name: str) -> Device:
+    """The device called ``name``, or the one that the JSON file at ``name`` describes."""
+    return pick("device", name, DEVICES, Device)

@@ -1,0 +1,60 @@
+"""What a stage's time and memory depend on in a chunk: its load."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.ir import Chunk, Slices, slices_of
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Arrays over the chunks [C] of one plan, and over its documents [D].
+
+    tokens, pairs     inputs, and query-key pairs
+    cut_tokens        inputs of the chunk's slice of a cut document (0 where it has none)
+    document          the cut document of that slice, or -1
+    earlier, later    the chunks with the slices before and after, or -1
+    lengths           [D] inputs of the documents
+    """
+
+    tokens: np.ndarray
+    pairs: np.ndarray
+    cut_tokens: np.ndarray
+    document: np.ndarray
+    earlier: np.ndarray
+    later: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def chunks(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunked:
+    """As much of a plan as slices_of reads."""
+
+    documents: Sequence[int]
+    chunks: Sequence[Chunk]
+
+
+def loads_of(
+    chunks: Sequence[Chunk], documents: Sequence[int], slices: Slices | None = None
+) -> Loads:
+    """The loads of ``chunks`` of ``documents``; a PlanError where they do not cover each other."""
+    slices = slices_of(_Chunked(documents, chunks)) if slices is None else slices  # type: ignore[arg-type]
+    cut_tokens = [
+        0 if document < 0 else next(s.tokens for s in chunk.spans if s.document == document)
+        for chunk, document in zip(chunks, slices.document, strict=True)
+    ]
+    return Loads(
+        tokens=np.array([chunk.tokens for chunk in chunks], np.float64),
+        pairs=np.array([chunk.pairs for chunk in chunks], np.float64),
+        cut_tokens=np.array(cut_tokens, np.float64),
+        document=np.array(slices.document, np.int64),
+        earlier=np.array(slices.earlier, np.int64),
+        later=np.array(slices.later, np.int64),
+        lengths=np.array(documents, np.float64),
+    )

@@ -1,0 +1,66 @@
+"""Things known by name, or described in a JSON file."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
+    """The ``kind`` that ``name`` names in ``known``, or that the JSON file at ``name`` describes.
+
+    A file is meant where the name ends in .json or holds a slash. A name that is not known raises
+    a ValueError with the names that look like it.
+    """
+    if name in known:
+        return known[name]
+    if name.endswith(".json") or "/" in name:
+        return from_json(what, read_json(what, name), kind, name)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
+    raise ValueError(f"unknown {what} {name!r}; {hint} A JSON file's path is taken too.")
+
+
+def read_json(what: str, path: str) -> Any:
+    """The value in the JSON file at ``path``; a ValueError in one line where there is none."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except OSError as error:
+        raise ValueError(f"{what} file {path}: {error.strerror or error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{what} file {path}: no JSON ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{what} file {path}: {error}") from error
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def from_json[T](what: str, value: Any, kind: type[T], where: str) -> T:
+    """A flat dataclass ``kind`` from a JSON object with exactly its fields (defaults may lack)."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} file {where}: expected a JSON object")
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in value:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            raise ValueError(
+                f"{what} file {where}: unknown field {key!r}"
+                + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(fields)}")
+            )
+    lacking = [
+        name
+        for name, field in fields.items()
+        if name not in value
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if lacking:
+        raise ValueError(f"{what} file {where}: lacks {', '.join(lacking)}")
+    try:
+        return kind(**value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{what} file {where}: {error}") from error
