@@ -8,7 +8,8 @@ that it was not made for.
 
     name                 when       target
     index builder        always     megatron.core.datasets.utils.compile_helpers
-    resumed optimizer    always     DistributedOptimizer.state_dict, .load_state_dict
+    resumed optimizer    always     DistributedOptimizer.state_dict, .load_state_dict,
+                                    ._set_main_param_and_optimizer_states
     no CUDA assertion    cpu host   megatron.training.training.initialize_megatron
     random state         cpu host   megatron.core.tensor_parallel.random._set_cuda_rng_state
     sequence parallel    cpu host   WrappedTorchNorm.__new__
@@ -275,6 +276,21 @@ def _load_state_dict_with_own_steps(original: Callable[..., Any]) -> Callable[..
     return load_state_dict
 
 
+def _set_shard_but_not_its_step(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        # load_state_dict has set the step from the parameter groups; what comes with the shard is
+        # the template's step of 0, or nothing at all. A value that is no tensor is passed over.
+        if _torch_steps(self):
+            tensors = {**tensors, "step": None}
+        # In float32 the shard is a view of the model's own parameter, a leaf of autograd, which
+        # nobody may write to while operations are recorded.
+        with torch.no_grad():
+            original(self, model_param, tensors)
+
+    return set_states
+
+
 def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def warm_up(tp_size: int | None = None) -> None:
@@ -306,9 +322,20 @@ OPTIMIZER_LOAD = Seam(
     name="resumed optimizer, load",
     target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
     when="always",
-    reason="with torch's Adam all parameters would share one step tensor, which then runs ahead",
+    reason="with torch's Adam the steps of all parameters become one tensor, which runs ahead",
     fingerprint="5c2af1e56e0b8eec",
     replacement=_load_state_dict_with_own_steps,
+)
+OPTIMIZER_SHARD = Seam(
+    name="resumed optimizer, shard",
+    target=(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
+        "_set_main_param_and_optimizer_states"
+    ),
+    when="always",
+    reason="with torch's Adam it sets the step back to 0; in float32 it fails under autograd",
+    fingerprint="abb463384d3f18b5",
+    replacement=_set_shard_but_not_its_step,
 )
 NO_CUDA_ASSERTION = Seam(
     name="no CUDA assertion",
@@ -390,7 +417,7 @@ def apply_schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., An
     install([seam])
 
 
-ALWAYS_SEAMS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD)
+ALWAYS_SEAMS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD)
 CPU_HOST_SEAMS = (NO_CUDA_ASSERTION, RANDOM_STATE, SEQUENCE_PARALLEL_NORM, EXPERT_EXCHANGE)
 EPP_SEAMS = (FUSION_WARM_UP,)
 ALL_SEAMS = (*ALWAYS_SEAMS, *CPU_HOST_SEAMS, *EPP_SEAMS, schedule_seam(lambda original: original))
