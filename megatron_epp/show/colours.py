@@ -1,0 +1,102 @@
+"""Colours: a family for every kind of op, shades within it for chunks, an accent per cut document.
+
+Family tells the kind at a glance. Within a family the slices of a cut document darken from first
+to last, and packs alternate between two pale shades, so that neighbours stay apart.
+"""
+
+import colorsys
+from dataclasses import dataclass
+
+from megatron_epp.ir import Kind, Plan, slices_of
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    name: str
+    hue: float  # degrees
+    saturation: float  # of slices; packs are paler
+
+    def shade(self, lightness: float, saturation: float | None = None) -> str:
+        chosen = self.saturation if saturation is None else saturation
+        red, green, blue = colorsys.hls_to_rgb(self.hue / 360, lightness, chosen)
+        return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+    @property
+    def plain(self) -> str:
+        """The family's own colour, for legends."""
+        return self.shade(0.60)
+
+
+FAMILIES: dict[Kind, Family] = {
+    Kind.FORWARD: Family("forward", 213, 0.68),
+    Kind.BACKWARD: Family("backward", 152, 0.52),
+    Kind.INPUT: Family("backward: input gradient", 176, 0.55),
+    Kind.WEIGHT: Family("backward: weight gradient", 40, 0.80),
+    Kind.SEND: Family("send", 285, 0.40),
+    Kind.RECEIVE: Family("receive (wait)", 320, 0.45),
+}
+
+INK = "#1f2933"
+QUIET_INK = "#66727f"
+PAPER = "#ffffff"
+IDLE = "#eef0f3"
+GRID = "#d5dae0"
+RECOMPUTE = "#c0392b"
+BUDGET = "#c0392b"
+CRITICAL = "#111111"
+MEMORY = "#8592a6"
+MEMORY_FILL = "#dfe5ee"
+
+# One for each cut document, in turn: dark enough to stand on every family.
+ACCENTS = ("#7b1fa2", "#d84315", "#00695c", "#1a237e", "#ad1457", "#827717", "#4e342e", "#01579b")
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """Colours of the chunks of one plan.
+
+    lightness[c]     of chunk c, in every family
+    saturation[c]    factor on the family's saturation
+    accent[c]        of the chunk's cut document, or "" for packs
+    """
+
+    lightness: tuple[float, ...]
+    saturation: tuple[float, ...]
+    accent: tuple[str, ...]
+
+    def fill(self, kind: Kind, chunk: int) -> str:
+        family = FAMILIES[kind]
+        return family.shade(self.lightness[chunk], family.saturation * self.saturation[chunk])
+
+    def ink(self, chunk: int) -> str:
+        """The colour of a label on the chunk."""
+        return PAPER if self.lightness[chunk] < 0.52 else INK
+
+
+def palette(plan: Plan) -> Palette:
+    slices = slices_of(plan)
+    lightness, saturation, accent = [], [], []
+    cut = {document: None for document in slices.document if document >= 0}
+    place = {document: number for number, document in enumerate(sorted(cut))}
+    packs = 0
+    for chunk, document in enumerate(slices.document):
+        if document < 0:
+            lightness.append(0.80 if packs % 2 else 0.73)
+            saturation.append(0.75)
+            accent.append("")
+            packs += 1
+            continue
+        before = _distance(slices.earlier, chunk)
+        after = _distance(slices.later, chunk)
+        lightness.append(0.66 - 0.24 * before / max(1, before + after))
+        saturation.append(1.0)
+        accent.append(ACCENTS[place[document] % len(ACCENTS)])
+    return Palette(tuple(lightness), tuple(saturation), tuple(accent))
+
+
+def _distance(link: tuple[int, ...], chunk: int) -> int:
+    """How many steps along ``link`` until it ends."""
+    steps = 0
+    while (chunk := link[chunk]) >= 0:
+        steps += 1
+    return steps

@@ -1,0 +1,256 @@
+"""Paints timelines: one painter for predicted and measured, for one run or two above each other.
+
+title, key figures
+legend
+stage 0 |F0 F1 F2   B2 B1 B0|     one row a stage, idle visible
+stage 1 |   F0 F1 ...       |
+         0 s    0.5    1.0
+memory of each stage against its budget, on the same time axis
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_epp.ir import COMPUTE, Kind, Op, Timed
+from megatron_epp.show import colours
+from megatron_epp.show.colours import FAMILIES, Palette, palette
+from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_width
+from megatron_epp.show.timeline import Timeline, chunk_names, recomputed_share
+from megatron_epp.show.units import GIB, bytes_text, share_text, tokens_text
+
+# Pixels: wide enough for the numbers of most chunks, within what a page or a viewer can show.
+_NARROWEST, _WIDEST, _PER_OP = 1400.0, 3200.0, 12.0
+_LEFT, _RIGHT = 92.0, 132.0
+_TITLE, _TEXT, _SMALL = 17.0, 12.0, 10.5
+_ROW_GAP = 4.0
+_ACCENT = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Seconds to pixels; one for all panels of a drawing."""
+
+    stop: float
+    left: float
+    right: float
+
+    def x(self, seconds: float) -> float:
+        if not self.stop:
+            return self.left
+        return self.left + (self.right - self.left) * seconds / self.stop
+
+
+def draw_timeline(timeline: Timeline, width: float | None = None) -> Drawing:
+    """The picture of one run: rows, and the memory curves where there are any."""
+    return _drawing([timeline], width)
+
+
+def draw_comparison(predicted: Timeline, measured: Timeline, width: float | None = None) -> Drawing:
+    """Predicted above measured on one time axis: what took longer than promised sticks out."""
+    return _drawing([predicted, measured], width)
+
+
+def _drawing(timelines: list[Timeline], width: float | None) -> Drawing:
+    if width is None:
+        ops = max(len(order) for timeline in timelines for order in timeline.plan.orders)
+        width = max(_NARROWEST, min(_WIDEST, _PER_OP * ops))
+    axis = _Axis(max(t.seconds for t in timelines), _LEFT, width - _RIGHT)
+    shapes: list[Shape] = []
+    y = 14.0
+    shapes += _legend(timelines, width, y)
+    y += 24
+    for timeline in timelines:
+        block, y = _block(timeline, axis, width, y)
+        shapes += block
+        y += 14
+    return Drawing(width, y, tuple(shapes))
+
+
+def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[list[Shape], float]:
+    shapes: list[Shape] = []
+    y += 16
+    heading = timeline.title or "plan"
+    shapes.append(Label(14, y, heading, _TITLE, colours.INK, bold=True))
+    figures = (
+        f"{timeline.time_text(timeline.seconds)}    bubbles {share_text(timeline.bubble_ratio)}    "
+        f"{timeline.stages} stages, {len(timeline.plan.chunks)} chunks, "
+        f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
+    )
+    shapes.append(Label(width - 14, y, figures, _TEXT, colours.QUIET_INK, "end"))
+    y += 12
+    row = max(14.0, min(34.0, 320.0 / timeline.stages))
+    top = y
+    bottom = top + timeline.stages * (row + _ROW_GAP) - _ROW_GAP
+    shapes += _grid(timeline, axis, top, bottom)
+    shapes += _rows(timeline, axis, top, row)
+    y = bottom + 15
+    shapes += _time_labels(timeline, axis, y)
+    y += 10
+    if timeline.curves:
+        block, y = _memory(timeline, axis, y + 8)
+        shapes += block
+    return shapes, y
+
+
+def _grid(timeline: Timeline, axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
+    for place, _ in timeline.ticks(10, axis.stop):
+        x = axis.x(place)
+        yield Path(((x, top - 3), (x, bottom + 3)), colours.GRID, 1)
+
+
+def _time_labels(timeline: Timeline, axis: _Axis, y: float) -> Iterator[Shape]:
+    for place, label in timeline.ticks(10, axis.stop):
+        yield Label(axis.x(place), y, label, _SMALL, colours.QUIET_INK, "middle")
+
+
+def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[Shape]:
+    paints = palette(timeline.plan)
+    names = chunk_names(timeline.plan)
+    critical = set(timeline.critical)
+    idle = [max(0.0, timeline.seconds - busy) for busy in timeline.busy]
+    for stage in range(timeline.stages):
+        y = top + stage * (row + _ROW_GAP)
+        middle = y + row / 2 + 4
+        yield Label(_LEFT - 10, middle, f"stage {stage}", _TEXT, colours.INK, "end")
+        yield Rect(axis.left, y, axis.x(timeline.seconds) - axis.left, row, colours.IDLE)
+        if timeline.seconds:
+            text = f"{share_text(idle[stage] / timeline.seconds)} idle"
+            yield Label(axis.right + 10, middle, text, _SMALL, colours.QUIET_INK)
+        for bubble in timeline.bubbles:
+            if bubble.stage == stage and bubble.reason:
+                x = axis.x(bubble.start)
+                text = f"idle {timeline.time_text(bubble.seconds)}: {bubble.reason}"
+                yield Rect(x, y, axis.x(bubble.stop) - x, row, colours.IDLE, title=text)
+    for record in timeline.records:
+        y = top + record.stage * (row + _ROW_GAP)
+        yield from _bar(timeline, axis, paints, names, record, y, row)
+    # Above all bars, so that no neighbour covers a border.
+    for record in timeline.records:
+        if (record.stage, record.op) in critical:
+            y = top + record.stage * (row + _ROW_GAP)
+            x, right = axis.x(record.start), axis.x(record.stop)
+            yield Rect(x, y, right - x, row, "", colours.CRITICAL, 1.4)
+
+
+def _bar(
+    timeline: Timeline,
+    axis: _Axis,
+    paints: Palette,
+    names: tuple[str, ...],
+    record: Timed,
+    y: float,
+    row: float,
+) -> Iterator[Shape]:
+    op = record.op
+    assert isinstance(op, Op)  # transfers are kept apart by timeline()
+    x, right = axis.x(record.start), axis.x(record.stop)
+    width = right - x
+    # A hair of background between neighbours, where there is room for it.
+    inner = width - 0.6 if width > 3 else width
+    title = hover(timeline, names, record)
+    yield Rect(x, y, inner, row, paints.fill(op.kind, op.chunk), title=title)
+    if accent := paints.accent[op.chunk]:
+        yield Rect(x, y, inner, _ACCENT, accent)
+    if share := _recomputes(timeline, record):
+        height = max(2.5, 0.45 * row * share)
+        yield Rect(x, y + row - height, inner, height, colours.RECOMPUTE)
+    for text in (str(op), str(op.chunk)):
+        size = min(_TEXT, row * 0.5)
+        if text_width(text, size) + 3 <= width:
+            colour = paints.ink(op.chunk)
+            yield Label(x + width / 2, y + row / 2 + size * 0.36, text, size, colour, "middle")
+            break
+
+
+def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
+    """What the pointer shows of an op."""
+    op = record.op
+    chunk = timeline.plan.chunks[op.chunk]
+    lines = [
+        f"{op} on stage {record.stage}: {FAMILIES[op.kind].name}",
+        f"{timeline.time_text(record.start)} to {timeline.time_text(record.stop)} "
+        f"({timeline.time_text(record.seconds)})",
+        f"{chunk.tokens} tokens: {names[op.chunk]}",
+    ]
+    if share := _recomputes(timeline, record):
+        lines.append(f"recomputes in {share_text(share)} of the layers")
+    if record.peak_bytes:
+        lines.append(f"peak {bytes_text(record.peak_bytes)}")
+    return "\n".join(lines)
+
+
+def _recomputes(timeline: Timeline, record: Timed) -> float:
+    if record.op.kind not in (Kind.BACKWARD, Kind.INPUT):
+        return 0.0
+    return recomputed_share(timeline.plan, record.stage, record.op.chunk)
+
+
+def _legend(timelines: list[Timeline], width: float, y: float) -> list[Shape]:
+    """One line: what every colour and mark means, of those that occur."""
+    kinds = {record.op.kind for timeline in timelines for record in timeline.records}
+    entries: list[tuple[str, str]] = [
+        (FAMILIES[kind].plain, f"{kind.value} {FAMILIES[kind].name}")
+        for kind in COMPUTE
+        if kind in kinds
+    ]
+    if any(set("".join(choices)) - {"k"} for t in timelines for choices in t.plan.recompute):
+        entries.append((colours.RECOMPUTE, "recompute: layers' share"))
+    if any(accent for t in timelines for accent in palette(t.plan).accent):
+        entries.append((colours.ACCENTS[0], "slices of one document"))
+    entries.append((colours.IDLE, "idle"))
+    shapes: list[Shape] = []
+    x = 14.0
+    for colour, text in entries:
+        thin = text.startswith("slices")
+        shapes.append(Rect(x, y + (4 if thin else 0), 16, 4 if thin else 11, colour))
+        shapes.append(Label(x + 21, y + 9.5, text, _SMALL, colours.INK))
+        x += 38 + text_width(text, _SMALL)
+    if any(timeline.critical for timeline in timelines):
+        shapes.append(Rect(x, y, 16, 11, "", colours.CRITICAL, 1.4))
+        shapes.append(Label(x + 21, y + 9.5, "critical path", _SMALL, colours.INK))
+    return shapes
+
+
+def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], float]:
+    """A curve for each stage, all to one scale, so that stages can be compared."""
+    height = max(22.0, min(54.0, 360.0 / timeline.stages))
+    budgets = timeline.budget_bytes
+    most = max([*timeline.peak_bytes, *budgets, 1.0])
+    shapes: list[Shape] = [
+        Label(14, y + 8, "bytes alive", _SMALL, colours.QUIET_INK),
+    ]
+    y += 14
+    for stage, curve in enumerate(timeline.curves):
+        bottom = y + height
+
+        def place(point: tuple[float, float], bottom: float = bottom) -> tuple[float, float]:
+            return axis.x(point[0]), bottom - height * point[1] / (most * 1.04)
+
+        shapes.append(Label(_LEFT - 10, bottom - 4, f"stage {stage}", _TEXT, colours.INK, "end"))
+        end = axis.x(timeline.seconds)
+        shapes.append(Path(((axis.left, bottom), (end, bottom)), colours.GRID, 1))
+        points = list(_steps(list(map(place, curve))))
+        outline = ((points[0][0], bottom), *points, (points[-1][0], bottom))
+        shapes.append(Path(outline, fill=colours.MEMORY_FILL))
+        shapes.append(Path(tuple(points), colours.MEMORY, 1.2))
+        peak = timeline.peak_bytes[stage]
+        text = bytes_text(peak)
+        if budgets:
+            _, line = place((0, budgets[stage]))
+            shapes.append(Path(((axis.left, line), (end, line)), colours.BUDGET, 1.2, dashed=True))
+            text = f"{peak / GIB:.2f} of {bytes_text(budgets[stage])}"
+        over = bool(budgets) and peak > budgets[stage]
+        colour = colours.BUDGET if over else colours.QUIET_INK
+        shapes.append(Label(axis.right + 10, bottom - 4, text, _SMALL, colour, bold=over))
+        y = bottom + 6
+    return shapes, y
+
+
+def _steps(points: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The corners of a curve that keeps each value until the next point."""
+    height = None
+    for x, y in points:
+        if height is not None:
+            yield x, height
+        yield x, y
+        height = y

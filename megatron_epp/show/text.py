@@ -1,0 +1,140 @@
+"""A Gantt chart in characters: stages as rows, time as columns."""
+
+import shutil
+
+from megatron_epp.ir import Kind, Timed
+from megatron_epp.show.timeline import Timeline, recomputed_share
+from megatron_epp.show.units import share_text
+
+# Behind an op's label; the label of the next op marks its end.
+FILL = {
+    Kind.FORWARD: "-",
+    Kind.BACKWARD: "=",
+    Kind.INPUT: "~",
+    Kind.WEIGHT: ":",
+    Kind.SEND: ">",
+    Kind.RECEIVE: "<",
+}
+_ANSI = {
+    Kind.FORWARD: "34",
+    Kind.BACKWARD: "32",
+    Kind.INPUT: "36",
+    Kind.WEIGHT: "33",
+    Kind.SEND: "35",
+    Kind.RECEIVE: "35",
+}
+_IDLE = "."
+_MOST_BLOCKS = 12
+_LABELLED_SHARE = 0.9
+_LEGEND = (
+    "F forward  B backward  I its input-gradient half  W its weight-gradient half  "
+    "* recomputes  . idle"
+)
+
+
+def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
+    """The chart, at most ``width`` columns wide (default: the terminal's, at least 80).
+
+    Where labels would not fit, the time is broken into blocks below each other. An op that is
+    still too short for its label shows its letter, in turn large and small: ``FfF``, three ops.
+    """
+    if width is None:
+        width = max(80, shutil.get_terminal_size((120, 24)).columns)
+    if width < 40:
+        raise ValueError(f"width {width}: expected at least 40 columns")
+    names = [f"stage {stage} " for stage in range(timeline.stages)]
+    margin = max(map(len, names)) + 1
+    room = width - margin - 1
+    columns = _columns(timeline, room)
+    lines = [f"{timeline.title}: " if timeline.title else ""]
+    lines[0] += (
+        f"{timeline.stages} stages, {len(timeline.plan.chunks)} chunks, "
+        f"{timeline.time_text(timeline.seconds)}, bubbles {share_text(timeline.bubble_ratio)}"
+    )
+    rows = [_row(timeline, stage, columns) for stage in range(timeline.stages)]
+    axis = _axis(timeline, columns)
+    lost = sum(row.lost for row in rows)
+    for start in range(0, columns, room):
+        stop = min(start + room, columns)
+        lines.append(" " * margin + axis[start:stop].rstrip())
+        for name, row in zip(names, rows, strict=True):
+            cells = row.cells[start:stop]
+            painted = _painted(cells) if colour else "".join(char for char, _ in cells)
+            lines.append(f"{name:<{margin - 1}}|{painted}|")
+    lines.append(_LEGEND)
+    if lost:
+        lines.append(f"{lost} ops are too short for this width; draw an svg or html to see them")
+    idle = [
+        f"{stage}: {share_text(1 - busy / timeline.seconds)}"
+        for stage, busy in enumerate(timeline.busy)
+        if timeline.seconds
+    ]
+    lines.append(f"idle  {'  '.join(idle)}")
+    return "\n".join(lines) + "\n"
+
+
+class _Row:
+    """The characters of one stage, each with the kind of op it belongs to, or None."""
+
+    def __init__(self, columns: int):
+        self.cells: list[tuple[str, Kind | None]] = [(_IDLE, None)] * columns
+        self.lost = 0  # ops of less than half a column
+
+
+def _columns(timeline: Timeline, room: int) -> int:
+    """Columns for the whole time: enough for nearly every label, but no more than a few blocks."""
+    if not timeline.seconds:
+        return room
+    needs = sorted(
+        (len(_label(timeline, record)) + 1) * timeline.seconds / record.seconds
+        for record in timeline.records
+        if record.seconds > 0
+    )
+    needed = needs[int(_LABELLED_SHARE * (len(needs) - 1))] if needs else room
+    blocks = -(-needed // room)
+    return int(min(max(1, blocks), _MOST_BLOCKS)) * room
+
+
+def _row(timeline: Timeline, stage: int, columns: int) -> _Row:
+    row = _Row(columns)
+    scale = columns / timeline.seconds if timeline.seconds else 0.0
+    for number, record in enumerate(r for r in timeline.records if r.stage == stage):
+        # Both ends are rounded alike, so that neighbours stay neighbours.
+        start, stop = round(record.start * scale), round(record.stop * scale)
+        if stop <= start:
+            row.lost += 1
+            continue
+        label = _label(timeline, record)
+        if len(label) <= stop - start:
+            text = label + FILL[record.op.kind] * (stop - start - len(label))
+        else:
+            letter = record.op.kind.value
+            text = (letter if number % 2 == 0 else letter.lower()) * (stop - start)
+        row.cells[start:stop] = [(char, record.op.kind) for char in text]
+    return row
+
+
+def _label(timeline: Timeline, record: Timed) -> str:
+    recomputes = record.op.kind in (Kind.BACKWARD, Kind.INPUT) and recomputed_share(
+        timeline.plan, record.stage, record.op.chunk
+    )
+    return f"{record.op}{'*' if recomputes else ''}"
+
+
+def _axis(timeline: Timeline, columns: int) -> str:
+    line = [" "] * (columns + 16)
+    for place, label in timeline.ticks(max(1, columns // 14)):
+        at = round(place / timeline.seconds * columns) if timeline.seconds else 0
+        text = f"|{label}"
+        line[at : at + len(text)] = text
+    return "".join(line)[:columns]
+
+
+def _painted(cells: list[tuple[str, Kind | None]]) -> str:
+    parts, kind = [], None
+    for char, own in cells:
+        if own is not kind:
+            parts.append("\x1b[0m" if own is None else f"\x1b[0;{_ANSI[own]}m")
+            kind = own
+        parts.append(char)
+    return "".join(parts) + ("\x1b[0m" if kind is not None else "")

@@ -1,0 +1,207 @@
+"""What all painters draw: a plan with the times at which its ops ran, predicted or measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_epp.ir import KEEP, Op, Plan, PlanError, Timed, Transfer, check, slices_of
+from megatron_epp.show.units import seconds_text, ticks, time_ticks
+
+# Idle shorter than this share of the iteration is no bubble worth a name: clocks jitter.
+_SHORTEST_BUBBLE = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """A time in which ``stage`` ran no op, and why: ``waits for F3 of stage 0``."""
+
+    stage: int
+    start: float
+    stop: float
+    reason: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The picture's content. Seconds count from the beginning of the iteration.
+
+    records         of compute ops; every op of the plan at most once
+    transfers       of sends and receives, where they were recorded
+    bubbles         idle times between an op (or the beginning) and an op (or the end)
+    critical        the ops of the critical path, (stage, op), first to last; may be empty
+    curves          [stage]: (seconds, bytes) where the bytes alive change; may be empty
+    budget_bytes    [stage], or empty where there is none
+    unit            "s" for seconds; "units" where an op's time is a number without a machine
+    """
+
+    plan: Plan
+    title: str
+    records: tuple[Timed, ...]
+    transfers: tuple[Timed, ...]
+    seconds: float
+    bubbles: tuple[Bubble, ...]
+    critical: tuple[tuple[int, Op], ...] = ()
+    curves: tuple[tuple[tuple[float, float], ...], ...] = ()
+    budget_bytes: tuple[float, ...] = ()
+    unit: str = "s"
+
+    @property
+    def stages(self) -> int:
+        return self.plan.stages
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds in which each stage ran an op."""
+        busy = [0.0] * self.stages
+        for record in self.records:
+            busy[record.stage] += record.seconds
+        return tuple(busy)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time / (stages x makespan)."""
+        if not self.seconds:
+            return 0.0
+        return max(0.0, 1 - sum(self.busy) / (self.stages * self.seconds))
+
+    def time_text(self, time: float) -> str:
+        return seconds_text(time) if self.unit == "s" else f"{time:.4g} {self.unit}"
+
+    def ticks(self, most: int, stop: float | None = None) -> list[tuple[float, str]]:
+        """Places and labels on the time axis up to ``stop`` (default: the end)."""
+        stop = self.seconds if stop is None else stop
+        if self.unit == "s":
+            return time_ticks(stop, most)
+        return [(t, f"{t:g}{'' if t else f' {self.unit}'}") for t in ticks(stop, most)]
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The highest point of each stage's curve; empty where there are no curves."""
+        return tuple(max((held for _, held in curve), default=0.0) for curve in self.curves)
+
+
+def timeline(
+    plan: Plan,
+    records: Sequence[Timed],
+    title: str = "",
+    *,
+    bubbles: Sequence[Bubble] | None = None,
+    critical: Sequence[tuple[int, Op]] = (),
+    curves: Sequence[Sequence[tuple[float, float]]] | None = None,
+    resident_bytes: Sequence[float] = (),
+    budget_bytes: Sequence[float] = (),
+    unit: str = "s",
+) -> Timeline:
+    """A picture's content from the records of one run of ``plan``, simulated or measured.
+
+    bubbles     with their reasons; left out, they are found in the records, without reasons
+    curves      left out, they are built from the records' peaks (:func:`memory_curve`)
+    PlanError   where a record names a stage or an op that the plan does not have
+    """
+    check(plan)
+    known = [set(order) for order in plan.orders]
+    seen: set[tuple[int, Op]] = set()
+    for record in records:
+        if not 0 <= record.stage < plan.stages:
+            raise PlanError(
+                f"a record speaks of stage {record.stage}; the plan has {plan.stages} stages"
+            )
+        if not record.start <= record.stop:
+            raise PlanError(f"stage {record.stage}: {record.op} stops before it starts")
+        if isinstance(record.op, Transfer):
+            continue
+        if record.op not in known[record.stage]:
+            raise PlanError(
+                f"stage {record.stage}: a record of {record.op}, which the plan does not hold "
+                "there; expected the records of a run of this plan"
+            )
+        if (record.stage, record.op) in seen:
+            raise PlanError(f"stage {record.stage}: two records of {record.op}; expected one run")
+        seen.add((record.stage, record.op))
+    ordered = sorted(records, key=lambda record: (record.stage, record.start, record.stop))
+    ops = tuple(record for record in ordered if isinstance(record.op, Op))
+    seconds = max((record.stop for record in ops), default=0.0)
+    if curves is None:
+        resident = tuple(resident_bytes) or (0.0,) * plan.stages
+        curves = [
+            memory_curve([r for r in ops if r.stage == stage], seconds, resident[stage])
+            for stage in range(plan.stages)
+        ]
+        if not any(record.peak_bytes for record in ops):
+            curves = ()
+    return Timeline(
+        plan,
+        title,
+        ops,
+        tuple(record for record in ordered if isinstance(record.op, Transfer)),
+        seconds,
+        tuple(idle(plan, ops, seconds) if bubbles is None else bubbles),
+        tuple(critical),
+        tuple(tuple(curve) for curve in curves),
+        tuple(budget_bytes),
+        unit,
+    )
+
+
+def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
+    """The times in which a stage ran no op."""
+    bubbles = []
+    for stage in range(plan.stages):
+        reached = 0.0
+        for record in (r for r in records if r.stage == stage):
+            if record.start - reached > _SHORTEST_BUBBLE * seconds:
+                bubbles.append(Bubble(stage, reached, record.start))
+            reached = max(reached, record.stop)
+        if seconds - reached > _SHORTEST_BUBBLE * seconds:
+            bubbles.append(Bubble(stage, reached, seconds, "the stage has finished"))
+    return bubbles
+
+
+def memory_curve(
+    records: Sequence[Timed], seconds: float, resident_bytes: float = 0.0
+) -> list[tuple[float, float]]:
+    """(seconds, bytes) of one stage, from the peaks of its ops in the order they ran.
+
+    During an op the curve stands at the op's peak. Between two ops it stands at the lower of
+    their peaks: both held what was alive there, so the truth is at most that.
+    """
+    points = [(0.0, resident_bytes)]
+    for before, record in zip([None, *records], records, strict=False):
+        if before is not None and record.start > before.stop:
+            held = min(before.peak_bytes, record.peak_bytes)
+            points.append((before.stop, resident_bytes + held))
+        points.append((record.start, resident_bytes + record.peak_bytes))
+    if records:
+        points.append((records[-1].stop, resident_bytes))
+    points.append((seconds, resident_bytes))
+    return points
+
+
+def chunk_names(plan: Plan) -> tuple[str, ...]:
+    """What each chunk is, in words: ``slice 2 of 5 of document 0 and 3 whole documents``."""
+    slices = slices_of(plan)
+    count: dict[int, int] = {}
+    for document in slices.document:
+        count[document] = count.get(document, 0) + 1
+    names = []
+    for chunk, content in enumerate(plan.chunks):
+        whole = len(content.spans) - (slices.document[chunk] >= 0)
+        parts = []
+        if (document := slices.document[chunk]) >= 0:
+            number, before = 1, slices.earlier[chunk]
+            while before >= 0:
+                number, before = number + 1, slices.earlier[before]
+            parts.append(f"slice {number} of {count[document]} of document {document}")
+        if whole:
+            parts.append(f"{whole} whole document{'s' if whole > 1 else ''}")
+        names.append(" and ".join(parts))
+    return tuple(names)
+
+
+def recomputed_share(plan: Plan, stage: int, chunk: int) -> float:
+    """The share of the stage's layers of which backward recomputes something for ``chunk``."""
+    choice = plan.recompute[stage][chunk]
+    return sum(letter != KEEP for letter in choice) / len(choice) if choice else 0.0
