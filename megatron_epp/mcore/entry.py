@@ -71,13 +71,13 @@ def train(program_start: float) -> None:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     with refusals_as_value_errors():
         model = gpt_config_from_args(args)
-        forward_step, datasets = stock.forward_step, stock.datasets
-        if getattr(args, "epp", False):
-            from megatron_epp.mcore import elastic
-
-            seams.install(seams.EPP_SEAMS)
-            forward_step, datasets = elastic.setup(args, model)
         configuration = pretrain_cfg_container_from_args(args, model)
+    forward_step, datasets = stock.forward_step, stock.datasets
+    if getattr(args, "epp", False):
+        from megatron_epp.mcore import elastic
+
+        seams.install(seams.EPP_SEAMS)
+        forward_step, datasets = elastic.setup(args, model)
     pretrain(
         configuration,
         datasets,
@@ -107,8 +107,17 @@ def read_flags() -> Namespace:
         if host.is_cpu_host():
             host.refuse_gpu_flags(wanted)
         stock.refuse_unsupported(wanted)
+
+        def prepare(parser: ArgumentParser) -> ArgumentParser:
+            parser = prepare_parser(parser)
+            if getattr(wanted, "epp", False):
+                from megatron_epp.mcore.config import elastic_defaults
+
+                parser.set_defaults(**elastic_defaults(wanted))
+            return parser
+
         return parse_and_validate_args(
-            prepare_parser, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+            prepare, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
         )
 
 
@@ -142,9 +151,15 @@ def refusals_as_value_errors() -> Iterator[None]:
     """
     try:
         yield
-    except ValueError:
-        raise
-    except (AssertionError, NotImplementedError, OSError, RuntimeError, KeyError) as error:
+    except (
+        AssertionError,
+        ImportError,
+        KeyError,
+        NotImplementedError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         raise ValueError(_reason(error)) from error
 
 

@@ -1,0 +1,110 @@
+"""Every ``--epp`` flag: one field, with its type, default, unit and help; the parser follows."""
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+OVERLONG = ("truncate", "drop", "split")
+
+
+def _flag(default: Any, help_: str, **how: Any) -> Any:
+    """A field whose flag is ``--its-name``; ``how`` goes to ``add_argument``."""
+    return dataclasses.field(default=default, metadata={"help": help_, **how})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the user says about elastic pipelines. On Megatron's args the values are plain, so that
+    checkpoints can hold them."""
+
+    epp: bool = _flag(False, "Train through elastic pipelines; without it Megatron is untouched.")
+    epp_planner: str = _flag("epp", "Planner: epp, infinipipe, seq1f1b, packing, ...")
+    epp_levers: str = _flag(
+        "default",
+        "What the epp planner may use: default (all that training can run), all, none, or names "
+        "joined by commas; -name takes one away.",
+    )
+    epp_plan: str | None = _flag(
+        None,
+        "Run these plans instead of planning: a file (one plan for every iteration, refused when "
+        "the documents' lengths differ) or a folder as --epp-record wrote it.",
+        metavar="PATH",
+        type=str,
+    )
+    epp_memory_budget_gib: float | None = _flag(
+        None,
+        "GiB per device that plans must stay within: on a GPU all that training holds (default: "
+        "the device less a margin), on a CPU what chunks hold between forward and backward "
+        "(default: 0.8 of the available memory, shared by the local ranks).",
+        metavar="GIB",
+        type=float,
+    )
+    epp_cost_model: str | None = _flag(
+        None,
+        "Cost-model file (JSON) as `python -m megatron_epp profile` writes it; default: analytic, "
+        "from the model's shape and the device's name.",
+        metavar="FILE",
+        type=str,
+    )
+    epp_effort: int = _flag(4, "How much work the planner's search may do; 0: first good plan.")
+    epp_overlong: str = _flag(
+        "truncate",
+        "Documents with more inputs than --seq-length: truncate them, drop them, or split them "
+        "into documents of their own.",
+        choices=OVERLONG,
+    )
+    epp_record: str | None = _flag(
+        None,
+        "Folder for the plans, timed records and traces of every iteration.",
+        metavar="DIR",
+        type=str,
+    )
+    epp_plan_ahead: bool = _flag(
+        True,
+        "Plan in a process of its own, one iteration ahead of training (--no-epp-plan-ahead: in "
+        "the trainer, which then waits for every plan).",
+        action=argparse.BooleanOptionalAction,
+    )
+
+    def __post_init__(self):
+        if self.epp_memory_budget_gib is not None and not self.epp_memory_budget_gib > 0:
+            raise ValueError(
+                f"--epp-memory-budget-gib {self.epp_memory_budget_gib}: expected more than 0 GiB"
+            )
+        if self.epp_effort < 0:
+            raise ValueError(f"--epp-effort {self.epp_effort}: expected at least 0")
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Config":
+        """The values on Megatron's ``args``."""
+        return cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The flags of :class:`Config`, as a group of Megatron's parser."""
+    group = parser.add_argument_group("elastic pipeline parallelism")
+    for field in dataclasses.fields(Config):
+        how = dict(field.metadata)
+        if "action" not in how and field.type is bool:
+            how["action"] = "store_true"
+        elif "action" not in how:
+            how.setdefault("type", field.type)
+        group.add_argument("--" + field.name.replace("_", "-"), default=field.default, **how)
+    return parser
+
+
+def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
+    """Megatron's flags that ``--epp`` implies, as parser defaults; ``wanted`` is what was typed.
+
+    A global batch is --global-batch-size documents, so a "micro-batch" of Megatron's counters is
+    one document; the loss is a sum over tokens with one divisor for the whole batch.
+    """
+    defaults = {
+        "calculate_per_token_loss": True,
+        "micro_batch_size": 1,
+        "dataloader_type": "external",
+    }
+    if wanted.max_position_embeddings is None:
+        defaults["max_position_embeddings"] = wanted.seq_length
+    return defaults

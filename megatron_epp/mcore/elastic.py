@@ -1,0 +1,157 @@
+"""Megatron's trainer with elastic pipelines: everything that ``--epp`` puts in place."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args, print_rank_0
+from torch import Tensor
+
+from megatron_epp.mcore import host, seams, support
+from megatron_epp.mcore.batches import Documents, GlobalBatches, build_documents
+from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.documents import config_from_args
+from megatron_epp.mcore.feed import ChunkBatch
+from megatron_epp.mcore.groups import Groups
+from megatron_epp.mcore.packed import install_in_model
+from megatron_epp.mcore.planning import make_planning
+from megatron_epp.mcore.report import Recorder
+from megatron_epp.mcore.schedule import ElasticSchedule
+from megatron_epp.mcore.watch import speak_when_terminated
+from megatron_epp.runtime.executor import Waiting
+from megatron_epp.runtime.meter import AllocatorMeter, SavedBytesMeter
+
+logger = logging.getLogger(__name__)
+
+
+def setup(args: Any, model_config: Any) -> tuple[Any, Any]:
+    """Put elastic pipelines into this process; returns the forward step and the data provider
+    for Megatron's ``pretrain``.
+
+    ``args`` are Megatron's, with ours (:mod:`megatron_epp.mcore.config`); ``model_config`` is the
+    model configuration that ``pretrain`` will build from. A ValueError says in one line what
+    cannot run.
+    """
+    config = Config.of(args)
+    support.refuse(args)
+    if args.num_layers is not None and args.pipeline_model_parallel_size > args.num_layers:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "
+            f"than the {args.num_layers} layers; expected at most one stage per layer"
+        )
+    job = Job(args, config)
+    model_config.pre_wrap_hooks.append(job.attach)
+    seams.apply_schedule_seam(job.choose_schedule)
+    datasets = partial(_datasets, config)
+    datasets.is_distributed = True  # every rank reads lengths, and its own tokens
+    return forward_step, datasets
+
+
+class Job:
+    """This rank's part of the job: filled when the model is built."""
+
+    def __init__(self, args: Any, config: Config):
+        self.args, self.config = args, config
+        self.schedule: ElasticSchedule | None = None
+        self.recorder = Recorder(config.epp_record) if config.epp_record else None
+
+    def attach(self, models: list[Any]) -> list[Any]:
+        """Megatron's pre-wrap hook: make the model compute chunks, and prepare the schedule."""
+        args = self.args
+        (model,) = models
+        install_in_model(model, args.seq_length)
+        groups = Groups.make()
+        layers = [0] * groups.stages
+        mine = torch.tensor([len(model.decoder.layers)])
+        every = torch.empty(groups.control.size(), dtype=mine.dtype)
+        dist.all_gather_into_tensor(every, mine, group=groups.control)
+        for stage, rank in enumerate(groups.pipeline_ranks):
+            layers[stage] = int(every[rank])
+        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        on_gpu = host.has_gpu()
+        waiting = Waiting(groups.stage)
+        self.schedule = ElasticSchedule(
+            groups=groups,
+            layers=tuple(layers),
+            planning=make_planning(args, self.config, tuple(layers), multiple, groups),
+            multiple=multiple,
+            meter=AllocatorMeter() if on_gpu else SavedBytesMeter(model.parameters()),
+            waiting=waiting,
+            recorder=self.recorder,
+            device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU,
+        )
+        speak_when_terminated(waiting, dist.get_rank())
+        return models
+
+    def choose_schedule(self, original: Any) -> Any:
+        """What stands in for Megatron's ``get_forward_backward_func``."""
+
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            assert self.schedule is not None, "the model is not built yet"
+            return self.schedule
+
+        return get_forward_backward_func
+
+
+_CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------ forward step and loss
+
+
+def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
+    """One chunk through this stage: its output, and the loss function for the last stage."""
+    batch = next(batches)
+    output = model(
+        batch.tokens,
+        batch.positions,
+        None,
+        labels=batch.labels,
+        packed_seq_params=batch.params,
+    )
+    return output, partial(loss, batch.loss_mask)
+
+
+def loss(loss_mask_1T: Tensor, token_losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss summed over the chunk's unmasked tokens, their number, and both for the log.
+
+    The divisor comes once per iteration, over the whole global batch (--calculate-per-token-loss).
+    """
+    mask = loss_mask_1T.view(-1)
+    dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)
+    total = torch.sum(token_losses_1T.view(-1).to(dtype) * mask)
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+
+
+# ------------------------------------------------------------------ data
+
+
+def _datasets(config: Config, samples: Sequence[int], vp_stage: int | None = None) -> Any:
+    """The global batches of training, validation and test, from where the checkpoint stopped."""
+    args = get_args()
+    print_rank_0("> building the documents of training, validation and test ...")
+    documents = build_documents(
+        config_from_args(args, build_tokenizer(args), config.epp_overlong, args.padded_vocab_size), samples
+    )
+    sizes = (args.global_batch_size, args.eval_global_batch_size, args.eval_global_batch_size)
+    consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
+    made = []
+    for docs, size, start in zip(documents, sizes, consumed, strict=True):
+        if isinstance(docs, list):
+            raise ValueError("--epp evaluates on one validation set; leave --multiple-... out")
+        made.append(None if docs is None else GlobalBatches(docs, size, start))
+    _tell(documents[0])
+    return tuple(made)
+
+
+def _tell(documents: Documents | None):
+    if documents is not None:
+        print_rank_0(f"> {documents.counts}")

@@ -1,0 +1,92 @@
+"""The tensors of a plan's chunks: tokens, positions, labels and loss mask, as the stage needs them."""
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_epp.ir import Plan, Slices
+from megatron_epp.layers.chunk import ChunkState, chunk_rows
+from megatron_epp.mcore.batches import Documents
+from megatron_epp.mcore.packed import ChunkParams
+from megatron_epp.runtime.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBatch:
+    """What a forward step needs of one chunk of T rows; [1, T] tensors, None where not needed.
+
+    tokens      int64, first stage      labels      int64, last stage
+    positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
+    """
+
+    tokens: Tensor | None
+    positions: Tensor
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    params: ChunkParams
+
+
+class Feed:
+    """Makes the batches of one plan's chunks. ``samples[d]`` is document d's place in the corpus."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        slices: Slices,
+        samples: numpy.ndarray,
+        documents: Documents,
+        stage: int,
+        multiple: int,
+        device: torch.device,
+    ):
+        self.plan, self.slices, self.samples = plan, slices, samples
+        self.documents, self.stage, self.multiple = documents, stage, multiple
+        self.device = device
+
+    def rows(self, chunk: int) -> int:
+        """Rows of the chunk's tensors: its tokens, padded to a multiple."""
+        return -(-self.plan.chunks[chunk].tokens // self.multiple) * self.multiple
+
+    def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
+        first, last = self.stage == 0, self.stage == self.plan.stages - 1
+        total = self.rows(chunk)
+        state = ChunkState(
+            chunk,
+            chunk_rows(self.plan, self.slices, chunk),
+            total,
+            self.plan.recompute[self.stage][chunk],
+            store,
+            training,
+        )
+        positions = numpy.zeros(total, dtype=numpy.int64)
+        tokens = numpy.zeros(total, dtype=numpy.int64) if first else None
+        labels = numpy.zeros(total, dtype=numpy.int64) if last else None
+        loss_mask = numpy.zeros(total, dtype=numpy.float32) if last else None
+        for rows in state.rows:
+            span, mine = rows.span, slice(rows.start, rows.stop)
+            sample = int(self.samples[span.document])
+            positions[mine] = numpy.arange(span.start, span.stop)
+            if tokens is not None:
+                tokens[mine] = self.documents.inputs(sample, span.start, span.stop)
+            if labels is not None:
+                targets = self.documents.targets(sample, span.start, span.stop)
+                labels[mine], loss_mask[mine] = targets
+        positions_1T = self._tensor(positions)
+        return ChunkBatch(
+            tokens=self._tensor(tokens),
+            positions=positions_1T,
+            labels=self._tensor(labels),
+            loss_mask=self._tensor(loss_mask),
+            params=ChunkParams.of(state, positions_1T[0]),
+        )
+
+    def _tensor(self, array: numpy.ndarray | None) -> Tensor | None:
+        """[T] on the host -> [1, T] on the device; pinned first, so that no copy is waited for."""
+        if array is None:
+            return None
+        tensor = torch.from_numpy(array)[None]
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor

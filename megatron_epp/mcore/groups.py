@@ -1,0 +1,50 @@
+"""The process groups of elastic pipelines, and this rank's place in them."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron_epp.ir import Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """``control`` spans the world, on the host; ``payload`` the pipeline, one per direction."""
+
+    control: dist.ProcessGroup
+    payload: dict[Payload, dist.ProcessGroup]
+    stage: int
+    stages: int
+    replica: int
+    replicas: int
+    leads: bool  # of its stage's tensor-parallel ranks, the one that reports
+
+    @classmethod
+    def make(cls) -> "Groups":
+        """Collective: every rank calls it once, after Megatron has made its groups."""
+        control = dist.new_group(backend="gloo", group_desc="epp_control")
+        pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+        every: list = [None] * dist.get_world_size()
+        dist.all_gather_object(every, tuple(pipeline), group=control)
+        payload: dict[Payload, dist.ProcessGroup] = {}
+        # new_group is collective over the world: all ranks make all groups in one order.
+        for ranks in sorted(set(every)):
+            for direction in Payload:
+                name = f"epp_{direction.name.lower()}"
+                group = dist.new_group(list(ranks), group_desc=name) if len(ranks) > 1 else None
+                if ranks == tuple(pipeline) and group is not None:
+                    payload[direction] = group
+        return cls(
+            control=control,
+            payload=payload,
+            stage=mpu.get_pipeline_model_parallel_rank(),
+            stages=mpu.get_pipeline_model_parallel_world_size(),
+            replica=mpu.get_data_parallel_rank(),
+            replicas=mpu.get_data_parallel_world_size(),
+            leads=mpu.get_tensor_model_parallel_rank() == 0,
+        )
+
+    @property
+    def pipeline_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())

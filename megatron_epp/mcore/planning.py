@@ -1,0 +1,131 @@
+"""Where the trainer's steps come from: a planner on rank 0, or plans that somebody else made."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.analytic import without_states
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB, device
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Profile
+from megatron_epp.ir import Step
+from megatron_epp.mcore import host
+from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.fixed import FixedSteps
+from megatron_epp.mcore.groups import Groups
+from megatron_epp.runtime.agree import share
+
+logger = logging.getLogger(__name__)
+
+CPU_SHARE = 0.8  # of the available memory, for chunks
+
+
+class PlannedSteps:
+    """Rank 0 plans, all ranks get its text; a refusal on rank 0 is refused everywhere."""
+
+    def __init__(self, cost: Cost, options: Any, planner: str, groups: Groups):
+        self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
+
+    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
+        text = error = None
+        if self.groups.control.rank() == 0:
+            try:
+                text = str(self._plan(lengths, forward_only))
+            except ValueError as refusal:
+                error = str(refusal)
+        return Step.parse(share(text, error, self.groups.control))
+
+    def _plan(self, lengths: Sequence[int], forward_only: bool) -> Step:
+        from megatron_epp.planner.deal import plan_step
+
+        planner = "evaluation" if forward_only else self.planner
+        return plan_step(lengths, self.cost, self.options, planner, self.groups.replicas).step
+
+    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+        """Planned when asked for."""
+
+
+def make_planning(
+    args: Any, config: Config, layers: tuple[int, ...], multiple: int, groups: Groups
+) -> FixedSteps | PlannedSteps:
+    if config.epp_plan is not None:
+        return FixedSteps(config.epp_plan)
+    from megatron_epp.planner import PLANNERS
+    from megatron_epp.planner.options import Options, parse_levers
+
+    if config.epp_planner not in PLANNERS:
+        raise ValueError(
+            f"--epp-planner {config.epp_planner}: unknown; expected one of {', '.join(PLANNERS)}"
+        )
+    options = Options(
+        context=args.seq_length,
+        levers=parse_levers(config.epp_levers),
+        effort=config.epp_effort,
+        multiple=multiple,
+    )
+    return PlannedSteps(training_cost(args, config, layers), options, config.epp_planner, groups)
+
+
+# ------------------------------------------------------------------ cost
+
+
+def model_shape(args: Any) -> Model:
+    """The shape of the model that Megatron's flags describe."""
+    return Model(
+        name="megatron",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn_hidden=args.ffn_hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups or args.num_attention_heads,
+        head_size=args.kv_channels,
+        vocabulary=args.padded_vocab_size,
+        gated=bool(args.swiglu),
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def training_cost(args: Any, config: Config, layers: tuple[int, ...]) -> Cost:
+    """The cost of this job's chunks: from --epp-cost-model, or analytic for the device it is on."""
+    if config.epp_cost_model is not None:
+        profile = Profile.read(config.epp_cost_model)
+    else:
+        profile = analytic_profile(model_shape(args), device(device_name()))
+    if not host.has_gpu():
+        profile = without_states(profile)
+    budget = config.epp_memory_budget_gib
+    budget_bytes = default_budget_bytes(args) if budget is None else budget * GIB
+    return Cost(
+        profile,
+        layers,
+        (budget_bytes,) * len(layers),
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        dp=args.data_parallel_size,
+        zero=1,
+    )
+
+
+def device_name() -> str:
+    """The planner's name of the device that this process trains on."""
+    if not host.has_gpu():
+        return "cpu"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if properties.total_memory > 100 * GIB:
+        return "h200-141g"
+    if properties.major >= 9:
+        return "h100-80g"
+    return "a100-80g" if properties.total_memory > 50 * GIB else "a100-40g"
+
+
+def default_budget_bytes(args: Any) -> float:
+    """On a GPU what its name's budget is; on a CPU a share of the memory, for this rank's chunks."""
+    if host.has_gpu():
+        return device(device_name()).budget_bytes
+    local_ranks = max(1, torch.distributed.get_world_size() if args.rank >= 0 else 1)
+    return CPU_SHARE * psutil.virtual_memory().available / local_ranks

@@ -1,0 +1,136 @@
+"""What an iteration took: every stage's records, gathered, summed up and, if wanted, written."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.ir import COMPUTE, Kind, Step, Timed, format_records
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One stage's iteration in five numbers; seconds and bytes.
+
+    start, stop   of its first and last op
+    busy          in F, B, I, W
+    waiting       in receives, sends and for the last message to leave
+    peak_bytes    the most held for chunks
+    """
+
+    replica: int
+    stage: int
+    start: float
+    stop: float
+    busy: float
+    waiting: float
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, replica: int, stage: int, records: tuple[Timed, ...]) -> "StageReport":
+        return cls(
+            replica,
+            stage,
+            start=records[0].start,
+            stop=records[-1].stop,
+            busy=sum(r.seconds for r in records if r.op.kind in COMPUTE),
+            waiting=sum(r.seconds for r in records if r.op.kind in (Kind.SEND, Kind.RECEIVE)),
+            peak_bytes=max(r.peak_bytes for r in records),
+        )
+
+    @property
+    def own_seconds(self) -> float:
+        """The executor's own time: neither computing nor waiting for a message."""
+        return self.stop - self.start - self.busy - self.waiting
+
+
+@dataclass(frozen=True, slots=True)
+class IterationReport:
+    stages: tuple[StageReport, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(s.stop for s in self.stages) - min(s.start for s in self.stages)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Time in which stages run no op, over stages x iteration."""
+        return 1 - sum(s.busy for s in self.stages) / (len(self.stages) * self.seconds)
+
+    @property
+    def own_ratio(self) -> float:
+        """The worst stage's executor time over the iteration."""
+        return max(s.own_seconds for s in self.stages) / self.seconds
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Per stage, the worst replica's."""
+        count = 1 + max(s.stage for s in self.stages)
+        return tuple(
+            max(s.peak_bytes for s in self.stages if s.stage == stage) for stage in range(count)
+        )
+
+
+def gather_report(mine: StageReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
+    """All stages' reports on every rank: one all-gather of eight doubles on the host."""
+    row = torch.tensor(
+        [
+            float(leads),
+            mine.replica,
+            mine.stage,
+            mine.start,
+            mine.stop,
+            mine.busy,
+            mine.waiting,
+            mine.peak_bytes,
+        ],
+        dtype=torch.float64,
+    )
+    rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
+    dist.all_gather_into_tensor(rows, row, group=group)
+    stages = tuple(
+        StageReport(int(r[1]), int(r[2]), *r[3:7], int(r[7]))
+        for r in rows.view(group.size(), -1).tolist()
+        if r[0]
+    )
+    return IterationReport(stages)
+
+
+class Recorder:
+    """Writes ``iteration-000001.step`` and, per replica, ``...replica-0.timed`` into a folder."""
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--epp-record {folder}: {error.strerror}; name a folder") from error
+
+    def path(self, iteration: int, what: str) -> Path:
+        return self.folder / f"iteration-{iteration:06d}.{what}"
+
+    def write(self, iteration: int, step: Step, records: dict[int, list[Timed]]):
+        self.path(iteration, "step").write_text(str(step))
+        for replica, timed in sorted(records.items()):
+            timed.sort(key=lambda r: (r.stage, r.start))
+            self.path(iteration, f"replica-{replica}.timed").write_text(format_records(timed))
+
+
+def gather_records(
+    replica: int, records: tuple[Timed, ...], leads: bool, group: dist.ProcessGroup
+) -> dict[int, list[Timed]]:
+    """On rank 0, every replica's records; nothing elsewhere."""
+    mine = (replica, format_records(records)) if leads else None
+    every: list = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(mine, every, group=group, group_dst=0)
+    from megatron_epp.ir import parse_records
+
+    gathered: dict[int, list[Timed]] = {}
+    for entry in every or ():
+        if entry is not None:
+            gathered.setdefault(entry[0], []).extend(parse_records(entry[1]))
+    return gathered

@@ -1,0 +1,256 @@
+"""The schedule that takes the place of Megatron's: documents, a plan, its execution, gradients."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy
+import torch
+from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection
+from megatron.core.utils import get_model_config
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+from megatron_epp.ir import Plan, PlanError, Step, check, lower, slices_of
+from megatron_epp.layers.chunk import context_tokens
+from megatron_epp.layers.recompute import EXECUTABLE
+from megatron_epp.mcore.batches import Batch, Documents
+from megatron_epp.mcore.feed import Feed
+from megatron_epp.mcore.groups import Groups
+from megatron_epp.mcore.report import (
+    IterationReport,
+    Recorder,
+    StageReport,
+    gather_records,
+    gather_report,
+)
+from megatron_epp.mcore.stage import ForwardStep, ModelStage, sum_reports
+from megatron_epp.runtime.agree import agree
+from megatron_epp.runtime.clock import CudaClock, HostClock
+from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.link import Links
+from megatron_epp.runtime.meter import Meter
+from megatron_epp.runtime.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Planning(Protocol):
+    """Where steps come from; every rank calls it, every rank gets the same step."""
+
+    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step: ...
+
+    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+        """Training will ask for ``iteration`` with these lengths: begin with it."""
+
+
+class ElasticSchedule:
+    """Megatron's contract for a schedule: called once per iteration, or per evaluation step."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        layers: tuple[int, ...],
+        planning: Planning,
+        multiple: int,
+        meter: Meter,
+        waiting: Waiting,
+        recorder: Recorder | None,
+        device: torch.device,
+    ):
+        self.groups, self.layers, self.planning = groups, layers, planning
+        self.multiple, self.meter, self.waiting = multiple, meter, waiting
+        self.recorder, self.device = recorder, device
+        self.clock = CudaClock() if device.type == "cuda" else HostClock()
+        self.last_report: IterationReport | None = None
+        self.last_step: Step | None = None
+        self.planning_seconds = 0.0
+        self.messages = 0
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: ForwardStep,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Any = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool = False,
+    ) -> list[dict[str, torch.Tensor]]:
+        """One iteration over the next global batch of documents.
+
+        ``data_iterator`` gives :class:`Batch` after Batch, one per call; ``num_microbatches`` and
+        the shapes are Megatron's counters and play no part. Returns, on the last stage, one
+        report: each entry summed over the tokens of this replica.
+        """
+        if collect_non_loss_data:
+            raise NotImplementedError("--epp collects no data other than the loss in evaluation")
+        model = model[0] if isinstance(model, list) else model
+        data_iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        config = get_model_config(model)
+        if pg_collection is None:
+            pg_collection = _build_default_pg_collection()
+        batch: Batch = next(data_iterator)
+        source = getattr(data_iterator, "iterable", data_iterator)
+        iteration = self._iteration(forward_only)
+        self.waiting.iteration = iteration
+
+        began = time.perf_counter()
+        step = self._agreed_step(iteration, batch.lengths, forward_only)
+        if not forward_only and (ahead := source.peek()) is not None:
+            self.planning.look_ahead(iteration + 1, ahead.lengths)
+        self.planning_seconds = time.perf_counter() - began
+
+        replica = self.groups.replica
+        plan, samples = step.plans[replica], batch.samples[list(step.deals[replica])]
+        if config.timers is not None:
+            timers = config.timers("forward-backward", log_level=1)
+            timers.start(barrier=config.barrier_with_L1_time)
+        if not forward_only:
+            self._count_flops(plan)
+        stage = self._run(plan, samples, source.documents, model, config, forward_step_func)
+        if not forward_only and config.finalize_model_grads_func is not None:
+            tokens = torch.zeros([], dtype=torch.int, device=self.device) + stage.tokens
+            config.finalize_model_grads_func(
+                [model],
+                tokens,
+                pg_collection=pg_collection,
+                force_all_reduce=force_all_reduce,
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        if not forward_only:
+            self._report(iteration, step)
+        return sum_reports(stage.reports)
+
+    def _iteration(self, forward_only: bool) -> int:
+        from megatron.training import get_args
+
+        args = get_args()
+        return (getattr(args, "curr_iteration", None) or args.iteration or 0) + 1
+
+    def _agreed_step(self, iteration: int, lengths: numpy.ndarray, forward_only: bool) -> Step:
+        """The step of this iteration, the same on all ranks, fit for these documents."""
+        lengths = [int(length) for length in lengths]
+        step = self.planning.step(iteration, lengths, forward_only)
+        agree(f"{lengths}\n{step}", f"iteration {iteration}", self.groups.control)
+        self._accept(step, lengths, forward_only)
+        return step
+
+    def _accept(self, step: Step, lengths: list[int], forward_only: bool):
+        """Raise a PlanError unless this job can run ``step`` on these documents."""
+        if step.lengths != tuple(lengths):
+            odd = next(
+                (d for d, pair in enumerate(zip(step.lengths, lengths, strict=False))
+                 if pair[0] != pair[1]),
+                None,
+            )  # fmt: skip
+            where = f"{len(step.lengths)} documents; the batch has {len(lengths)}"
+            if odd is not None and len(step.lengths) == len(lengths):
+                where = (
+                    f"{step.lengths[odd]} inputs in document {odd}; the batch's document "
+                    f"{odd} has {lengths[odd]}"
+                )
+            raise PlanError(
+                f"the plan is for {where}: a plan runs only on documents of the lengths it "
+                "was made for (leave --epp-plan out to plan each batch)"
+            )
+        if len(step.plans) != self.groups.replicas:
+            raise PlanError(
+                f"the plan is for {len(step.plans)} data-parallel replicas; "
+                f"this job has {self.groups.replicas}"
+            )
+        plan = step.plans[self.groups.replica]
+        if plan.layers != self.layers:
+            raise PlanError(
+                f"the plan is for stages of {plan.layers} layers; this job has {self.layers}"
+            )
+        if plan.forward_only != forward_only:
+            kind = "evaluation" if plan.forward_only else "training"
+            raise PlanError(f"the plan is for {kind} only")
+        if plan.splits_backward:
+            raise PlanError("the plan splits backward into I and W, which training cannot run yet")
+        odd_letters = {x for stage in plan.recompute for c in stage for x in c} - set(EXECUTABLE)
+        if odd_letters:
+            raise PlanError(
+                f"the plan recomputes by choice {' '.join(sorted(odd_letters))}, which training "
+                f"cannot run yet; expected {' or '.join(EXECUTABLE)}"
+            )
+        check(plan)
+
+    def _run(
+        self,
+        plan: Plan,
+        samples: numpy.ndarray,
+        documents: Documents,
+        model: Any,
+        config: Any,
+        forward_step: ForwardStep,
+    ) -> ModelStage:
+        stage = self.groups.stage
+        slices = slices_of(plan)
+        program = lower(plan)[stage]
+        store = Store(context_tokens(plan, slices))
+        feed = Feed(plan, slices, samples, documents, stage, self.multiple, self.device)
+        tensor_parallel = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.clock.start()
+        links = Links(
+            program,
+            self.groups.payload,
+            lambda chunk: (feed.rows(chunk) // tensor_parallel, 1, config.hidden_size),
+            config.pipeline_dtype or config.params_dtype,
+            self.device,
+        )
+        with ModelStage(model, config, forward_step, feed, plan, store) as compute:
+            executor = Executor(
+                program, compute, links, store, self.clock, self.meter, self.waiting
+            )
+            self.last_records = executor.run()
+        self.messages = links.sent + links.received
+        return compute
+
+    def _count_flops(self, plan: Plan):
+        """Whole documents of this replica, once per iteration on every rank: Megatron's log line
+        then shows true tokens and TFLOP/s."""
+        borders = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
+        update_seqlen_stats_from_cu_seqlens(torch.from_numpy(borders).to(self.device))
+
+    def _report(self, iteration: int, step: Step):
+        groups = self.groups
+        mine = StageReport.of(groups.replica, groups.stage, self.last_records)
+        self.last_report = gather_report(mine, groups.leads, groups.control)
+        self.last_step = step
+        if self.recorder is not None:
+            records = gather_records(
+                groups.replica, self.last_records, groups.leads, groups.control
+            )
+            if groups.control.rank() == 0:
+                self.recorder.write(iteration, step, records)
+        if groups.control.rank() == 0:
+            logger.info("%s", summary(iteration, step, self.last_report, self.planning_seconds))
+
+
+def summary(iteration: int, step: Step, report: IterationReport, planning_seconds: float) -> str:
+    """One line on an iteration: what was planned, what was measured."""
+    chunks = sum(len(plan.chunks) for plan in step.plans)
+    tokens = sum(plan.tokens for plan in step.plans)
+    predicted = [plan.predicted for plan in step.plans if plan.predicted is not None]
+    words = [
+        f"epp iteration {iteration}: {tokens} tokens in {chunks} chunks",
+        f"{report.seconds:.3f} s",
+        f"{tokens / report.seconds:.0f} tokens/s",
+        f"bubble {report.bubble_ratio:.1%}",
+        "peak " + " ".join(f"{peak / 2**20:.1f}" for peak in report.peak_bytes) + " MiB",
+        f"waited {planning_seconds * 1e3:.0f} ms for the plan",
+    ]
+    if predicted:
+        words.insert(2, f"predicted {max(p.seconds for p in predicted):.3f} s")
+    return " | ".join(words)

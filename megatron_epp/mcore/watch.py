@@ -1,0 +1,38 @@
+"""A last word when the job is being killed: which op this rank was in."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+
+from megatron_epp.runtime.executor import Waiting
+
+_SIGTERM_STATUS = 128 + signal.SIGTERM
+
+
+def speak_when_terminated(waiting: Waiting, rank: int) -> None:
+    """On SIGTERM, print what ``waiting`` says and end the process at once.
+
+    A rank that waits inside a collective or for a message runs no Python signal handler; the
+    wake-up descriptor is written by the C-level handler and read by a thread, which can.
+    Left alone where somebody else handles SIGTERM already (Megatron's --exit-signal-handler).
+    """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        return
+    wake, woken = socket.socketpair()
+    wake.setblocking(False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+
+    def listen():
+        # The sockets live as long as this thread: as long as the process.
+        while signal.SIGTERM not in woken.recv(1):
+            pass
+        print(f"megatron_epp: rank {rank} terminated: {waiting}", file=sys.stderr, flush=True)
+        wake.close()
+        os._exit(_SIGTERM_STATUS)
+
+    threading.Thread(target=listen, name="megatron_epp-watch", daemon=True).start()

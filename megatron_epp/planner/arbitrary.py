@@ -1,0 +1,121 @@
+"""Arbitrary valid plans, drawn at random: what the certificate and the property tests run.
+
+No planner would choose them. They cut, pack, order and recompute in every way that the language
+allows, so that an executor that runs them right runs whatever a planner may think of.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
+
+from megatron_epp.ir import (
+    FULL,
+    KEEP,
+    TRAINING,
+    Chunk,
+    Kind,
+    Op,
+    Plan,
+    Relation,
+    Span,
+    slices_of,
+)
+
+
+def arbitrary_plan(
+    lengths: Sequence[int],
+    layers: Sequence[int],
+    random: Random,
+    *,
+    split_backward: float = 0.0,
+    letters: str = KEEP + FULL,
+    replica: int = 0,
+    replicas: int = 1,
+) -> Plan:
+    """A plan for documents of ``lengths`` inputs on stages of ``layers``.
+
+    ``split_backward`` is the share of backwards that become I and W; ``letters`` are the recompute
+    choices to draw from. Long documents are cut into up to five slices, the rest is packed, some
+    of it beside a slice. The orders are one random walk of all stages through what is ready.
+    """
+    chunks = _chunks(lengths, random)
+    bare = Plan(
+        documents=tuple(lengths),
+        layers=tuple(layers),
+        chunks=chunks,
+        recompute=tuple(
+            tuple("".join(random.choice(letters) for _ in range(count)) for _ in chunks)
+            for count in layers
+        ),
+        orders=tuple(() for _ in layers),
+        replica=replica,
+        replicas=replicas,
+    )
+    orders = _orders(bare, random, split_backward)
+    return Plan(
+        bare.documents, bare.layers, chunks, bare.recompute, orders, replica, replicas, None
+    )
+
+
+def _chunks(lengths: Sequence[int], random: Random) -> tuple[Chunk, ...]:
+    made: list[list[Span]] = []
+    whole = []
+    for document, length in enumerate(lengths):
+        pieces = random.randint(2, 5) if length >= 8 and random.random() < 0.5 else 1
+        cuts = sorted(random.sample(range(1, length), min(pieces, length) - 1))
+        borders = [0, *cuts, length]
+        if len(borders) == 2:
+            whole.append(Span(document, 0, length))
+            continue
+        made += ([Span(document, *border)] for border in pairwise(borders))
+    for span in whole:
+        places = [chunk for chunk in made if len(chunk) < 4]
+        chunk = random.choice(places) if places and random.random() < 0.7 else None
+        if chunk is None:
+            made.append([span])
+        else:
+            chunk.insert(random.randint(0, len(chunk)), span)
+    random.shuffle(made)
+    return tuple(Chunk(tuple(spans)) for spans in made)
+
+
+def _orders(plan: Plan, random: Random, split_backward: float) -> tuple[tuple[Op, ...], ...]:
+    slices = slices_of(plan)
+    pending: list[set[Op]] = []
+    for _ in plan.layers:
+        ops = set()
+        for chunk in range(len(plan.chunks)):
+            ops.add(Op(Kind.FORWARD, chunk))
+            if random.random() < split_backward:
+                ops |= {Op(Kind.INPUT, chunk), Op(Kind.WEIGHT, chunk)}
+            else:
+                ops.add(Op(Kind.BACKWARD, chunk))
+        pending.append(ops)
+    done: list[list[Op]] = [[] for _ in plan.layers]
+    finished: list[set[Op]] = [set() for _ in plan.layers]
+
+    def ready(stage: int, op: Op) -> bool:
+        for need in TRAINING[op.kind].needs:
+            where, chunk = stage + need.stage, slices.related(op.chunk, need.chunk)
+            if not 0 <= where < plan.stages or (chunk < 0 and need.chunk is not Relation.SAME):
+                continue
+            if not any(Op(kind, chunk) in finished[where] for kind in need.kinds):
+                return False
+        return True
+
+    # A leaning towards forwards or backwards, drawn per plan, makes long and short windows.
+    lean = random.random()
+    while any(pending):
+        stage = random.choice([s for s, ops in enumerate(pending) if ops])
+        able = sorted(
+            (op for op in pending[stage] if ready(stage, op)), key=lambda op: (op.chunk, str(op))
+        )
+        if not able:
+            continue
+        forwards = [op for op in able if op.kind is Kind.FORWARD]
+        others = [op for op in able if op.kind is not Kind.FORWARD]
+        op = random.choice((forwards if random.random() < lean else others) or able)
+        pending[stage].remove(op)
+        finished[stage].add(op)
+        done[stage].append(op)
+    return tuple(map(tuple, done))

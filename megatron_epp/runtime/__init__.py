@@ -1,0 +1,1 @@
+"""Executes a plan: torch.distributed only, no planning and no Megatron."""

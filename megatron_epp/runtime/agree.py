@@ -1,0 +1,51 @@
+"""All ranks run one plan, or none does."""
+
+import hashlib
+import struct
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.ir import PlanError
+
+_FAILED = 1
+
+
+def share(text: str | None, error: str | None, group: dist.ProcessGroup) -> str:
+    """Rank 0 of ``group`` hands ``text`` to all others; its ``error`` becomes everybody's.
+
+    Two broadcasts on the host (a gloo group): 16 bytes of header, then the text.
+    """
+    payload = (error if error is not None else text or "").encode()
+    header = torch.zeros(16, dtype=torch.uint8)
+    if group.rank() == 0:
+        header = torch.tensor(
+            list(struct.pack("<qq", 0 if error is None else _FAILED, len(payload))),
+            dtype=torch.uint8,
+        )
+    dist.broadcast(header, group=group, group_src=0)
+    failed, size = struct.unpack("<qq", bytes(header.tolist()))
+    body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
+    if group.rank() != 0:
+        body = torch.empty(max(size, 1), dtype=torch.uint8)
+    dist.broadcast(body, group=group, group_src=0)
+    received = body.numpy().tobytes()[:size].decode()
+    if failed:
+        raise PlanError(received)
+    return received
+
+
+def agree(text: str, what: str, group: dist.ProcessGroup) -> None:
+    """Raise a :class:`PlanError` on every rank of ``group`` unless all hold the same ``text``."""
+    digest = hashlib.sha256(text.encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    every = torch.empty(group.size() * mine.numel(), dtype=torch.uint8)
+    dist.all_gather_into_tensor(every, mine, group=group)
+    digests = [bytes(row.tolist()).hex() for row in every.view(group.size(), -1)]
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if odd:
+        raise PlanError(
+            f"{what}: ranks {' '.join(map(str, odd))} hold digest {digests[odd[0]][:12]}, rank 0 "
+            f"holds {digests[0][:12]}; expected the same plan everywhere (same --epp-plan file, "
+            "same lengths, same flags on every node)"
+        )

@@ -1,0 +1,157 @@
+"""The executor: a loop over one stage's program, and a table from kind to function."""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Payload, Program, Timed, Transfer
+from megatron_epp.runtime.clock import CudaClock, HostClock
+from megatron_epp.runtime.link import Links
+from megatron_epp.runtime.meter import Meter
+from megatron_epp.runtime.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Compute(Protocol):
+    """What the ops do; the model's side of the executor.
+
+    ``forward`` takes the previous stage's output (None on the first stage) and gives what to send
+    on (None on the last stage); ``backward`` takes the next stage's gradient (None on the last)
+    and gives the gradient of its input (None on the first). ``input_backward`` and
+    ``weight_backward`` are the halves of ``backward``.
+    """
+
+    def forward(self, chunk: int, received: Tensor | None) -> Tensor | None: ...
+
+    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None: ...
+
+    def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None: ...
+
+    def weight_backward(self, chunk: int) -> None: ...
+
+
+class LinkLost(RuntimeError):
+    """A message that cannot come or leave: says which op of which iteration waited, and how long."""
+
+
+@dataclass
+class Waiting:
+    """What the executor is doing right now; read by the watchdog when the job is being killed."""
+
+    stage: int
+    iteration: int = 0
+    op: Op | Transfer | None = None
+    since: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        if self.op is None:
+            return f"stage {self.stage}, iteration {self.iteration}: between iterations"
+        verb = "waited for" if self.op.kind in (Kind.RECEIVE, Kind.SEND) else "was in"
+        seconds = time.monotonic() - self.since
+        return (
+            f"stage {self.stage}, iteration {self.iteration}: {verb} {self.op} for {seconds:.1f} s"
+        )
+
+
+class Executor:
+    """Runs ``program`` once. Tensors wait in ``_inbox`` and ``_outbox`` between transfer and op."""
+
+    def __init__(
+        self,
+        program: Program,
+        compute: Compute,
+        links: Links,
+        store: Store,
+        clock: HostClock | CudaClock,
+        meter: Meter,
+        waiting: Waiting,
+    ):
+        self.program, self.compute, self.links, self.store = program, compute, links, store
+        self.clock, self.meter, self.waiting = clock, meter, waiting
+        self._inbox: dict[tuple[Payload, int], Tensor] = {}
+        self._outbox: dict[tuple[Payload, int], Tensor] = {}
+        self._do = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._input_backward,
+            Kind.WEIGHT: self._weight_backward,
+            Kind.SEND: self._send,
+            Kind.RECEIVE: self._receive,
+        }
+
+    def run(self) -> tuple[Timed, ...]:
+        """Execute every op of the program; returns their records.
+
+        On return nothing is kept: the store and both boxes are empty, every message has left.
+        """
+        marks = []
+        with self.meter.watch(self.store):
+            for op in self.program:
+                self.waiting.op, self.waiting.since = op, time.monotonic()
+                start = self.clock.mark()
+                with record_function(str(op)):
+                    self._do[op.kind](op)
+                marks.append((op, start, self.clock.mark(), self.meter.op_peak()))
+            self._finish()
+        assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
+        assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
+        stage, seconds = self.waiting.stage, self.clock.seconds
+        return tuple(Timed(stage, op, seconds(a), seconds(b), peak) for op, a, b, peak in marks)
+
+    def _forward(self, op: Op):
+        received = self._inbox.pop((Payload.ACTIVATION, op.chunk), None)
+        output = self.compute.forward(op.chunk, received)
+        if output is not None:
+            self._outbox[Payload.ACTIVATION, op.chunk] = output
+
+    def _backward(self, op: Op):
+        self._hand_back(op, self.compute.backward)
+
+    def _input_backward(self, op: Op):
+        self._hand_back(op, self.compute.input_backward)
+
+    def _hand_back(self, op: Op, run):
+        assert op.kind in BACKWARDS
+        gradient = run(op.chunk, self._inbox.pop((Payload.GRADIENT, op.chunk), None))
+        if gradient is not None:
+            self._outbox[Payload.GRADIENT, op.chunk] = gradient
+
+    def _weight_backward(self, op: Op):
+        self.compute.weight_backward(op.chunk)
+
+    def _send(self, op: Transfer):
+        message = op.message
+        tensor = self._outbox.pop((message.payload, message.chunk))
+        try:
+            self.links.send(message, tensor)
+        except RuntimeError as error:
+            raise self._lost(message, error) from error
+
+    def _receive(self, op: Transfer):
+        message = op.message
+        try:
+            self._inbox[message.payload, message.chunk] = self.links.receive(message)
+        except RuntimeError as error:
+            raise self._lost(message, error) from error
+
+    def _finish(self):
+        """Wait for the last messages to leave."""
+        try:
+            message = self.links.oldest_sending()
+            if message is not None:
+                self.waiting.op = Transfer(Kind.SEND, message)
+                self.waiting.since = time.monotonic()
+            self.links.finish()
+        except RuntimeError as error:
+            raise self._lost(message, error) from error
+        self.waiting.op = None
+
+    def _lost(self, message: Message | None, error: RuntimeError) -> LinkLost:
+        reason = str(error).splitlines()[0]
+        logger.error("%s; the link is lost: %s", self.waiting, reason)
+        return LinkLost(f"{self.waiting}; the link is lost: {reason}")

@@ -1,0 +1,106 @@
+"""Keys and values of cut documents, and the gradients that later slices leave for earlier ones."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One layer's K/V of one document. C rows of context, G heads, D head size."""
+
+    key_CGD: Tensor
+    value_CGD: Tensor
+    filled: int = 0
+    key_grad_CGD: Tensor | None = None
+    value_grad_CGD: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        tensors = (self.key_CGD, self.value_CGD, self.key_grad_CGD, self.value_grad_CGD)
+        return sum(t.nbytes for t in tensors if t is not None)
+
+
+class Store:
+    """One preallocated buffer per (layer, cut document): no concatenation, no copy per slice.
+
+    ``context_tokens[d]`` is how much of document ``d`` later slices attend to: all but its last
+    slice. The buffer appears with the first slice's forward. Gradients of K and V add up in
+    float32 (float64 for float64 tensors): a document of n slices adds n contributions, and the
+    plain model rounds their sum once. Everything of a layer is freed when the first slice's
+    backward has taken its gradients, or, in evaluation, by ``release``.
+    """
+
+    def __init__(self, context_tokens: Mapping[int, int]):
+        self.context_tokens = dict(context_tokens)
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self.bytes = 0
+        self.peak_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def append(self, layer: int, document: int, start: int, key_TGD: Tensor, value_TGD: Tensor):
+        """Keep the K and V of inputs [start, start + T); what is there already is not written.
+
+        A recomputed forward produces the same K and V again: the buffer then stays as it is.
+        """
+        kept = self._kept.get((layer, document))
+        if kept is None:
+            assert start == 0, f"layer {layer}: document {document} begins at {start}"
+            shape = (self.context_tokens[document], *key_TGD.shape[1:])
+            kept = _Kept(key_TGD.new_empty(shape), value_TGD.new_empty(shape))
+            self._kept[layer, document] = kept
+            self._grew(kept.bytes)
+        stop = start + key_TGD.shape[0]
+        if kept.filled >= stop:
+            return
+        assert kept.filled == start, f"document {document}: {kept.filled} kept, {start} appended"
+        kept.key_CGD[start:stop].copy_(key_TGD)
+        kept.value_CGD[start:stop].copy_(value_TGD)
+        kept.filled = stop
+
+    def context(
+        self, layer: int, document: int, stop: int, start: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Views of the K and V of inputs [start, stop)."""
+        kept = self._kept[layer, document]
+        assert kept.filled >= stop, f"document {document}: {kept.filled} kept, {stop} wanted"
+        return kept.key_CGD[start:stop], kept.value_CGD[start:stop]
+
+    def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
+        """Add what a slice with P inputs before it contributes to their gradients."""
+        kept = self._kept[layer, document]
+        rows = key_grad_PGD.shape[0]
+        if kept.key_grad_CGD is None:
+            dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
+            # The last slice's backward comes first and its context is the whole buffer: a copy,
+            # where a fill with zeros would pass over the memory twice.
+            assert rows == kept.key_CGD.shape[0], "the last slice's backward comes first"
+            kept.key_grad_CGD = key_grad_PGD.to(dtype, copy=True)
+            kept.value_grad_CGD = value_grad_PGD.to(dtype, copy=True)
+            self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
+            return
+        kept.key_grad_CGD[:rows] += key_grad_PGD
+        kept.value_grad_CGD[:rows] += value_grad_PGD
+
+    def gradient(self, layer: int, document: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of what later slices left for the K and V of inputs [start, stop)."""
+        kept = self._kept[layer, document]
+        assert kept.key_grad_CGD is not None and kept.value_grad_CGD is not None
+        return kept.key_grad_CGD[start:stop], kept.value_grad_CGD[start:stop]
+
+    def release(self, layer: int, document: int):
+        """Free a layer's K/V of a document and their gradients."""
+        self.bytes -= self._kept.pop((layer, document)).bytes
+
+    def clear(self):
+        """Free everything, as after an iteration that failed."""
+        self._kept.clear()
+        self.bytes = 0
+
+    def _grew(self, bytes_: int):
+        self.bytes += bytes_
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
