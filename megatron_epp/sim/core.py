@@ -1,0 +1,284 @@
+"""The simulator's loop: exact event times and byte ledgers from arrays, compiled.
+
+An op starts when its stage has finished the op before it and everything it needs has arrived. A
+need met on another stage is a message: it leaves when its producer has finished and the link (one
+per direction) is free, occupies the link for its link seconds, and arrives a latency later. Sends
+block nobody. What an op needs, makes and frees is read from the rows of the rule table.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+# Codes in the arrays. All of them stand in this file: compiled code is cached, and the cache
+# notices changes of its own file only.
+SAME, EARLIER, LATER = 0, 1, 2  # ir.Relation
+ANY, FIRST, LAST = 0, 1, 2  # ir.Slice
+WORKSPACE = -1  # the item with a grid of its own
+NEED_KIND, NEED_MET_BY, NEED_STAGE, NEED_CHUNK, NEED_PAYLOAD = range(5)
+EFFECT_KIND, EFFECT_SIGN, EFFECT_ITEM, EFFECT_SLICE = range(4)
+
+
+class Orders(NamedTuple):
+    """The ops of all stages, one stage behind the other; stage s has [offset[s]:offset[s + 1]].
+
+    kind      int8 [ops], index into ir.COMPUTE: F 0, B 1, I 2, W 3
+    chunk     int64 [ops]
+    offset    int64 [stages + 1]
+    """
+
+    kind: np.ndarray
+    chunk: np.ndarray
+    offset: np.ndarray
+
+
+class Board(NamedTuple):
+    """Everything that is the same for every order. C chunks, S stages; float64 unless said.
+
+    seconds[k, s, c]       of kind k; recompute included in B and I
+    link_seconds[p, l, c]  of payload p over link l
+    latency                of every message
+    held[i, s, c]          bytes of item i (rows.HELD); a document's stand at all its slices' chunks
+    workspace[k, s, c]     bytes while kind k runs
+    resident[s]            bytes
+    document[c], earlier[c], later[c]   int64, -1 for none: ir.Slices
+    """
+
+    seconds: np.ndarray
+    link_seconds: np.ndarray
+    latency: float
+    held: np.ndarray
+    workspace: np.ndarray
+    resident: np.ndarray
+    document: np.ndarray
+    earlier: np.ndarray
+    later: np.ndarray
+
+
+class Rows(NamedTuple):
+    """A rule table, one row per need and per effect; int64.
+
+    needs[r]     op kind; the kinds that meet it, as bits; stage step; Relation's code; payload of
+                 the message where another stage meets it
+    effects[r]   op kind; +1 made or -1 freed; item, or WORKSPACE; Slice's code
+    """
+
+    needs: np.ndarray
+    effects: np.ndarray
+
+
+class Run(NamedTuple):
+    """What happened. N ops in the order of ``Orders``, M messages in the order they were sent.
+
+    seconds       the makespan; infinite where a stage waits forever (nothing else holds then)
+    peak[s]       bytes, resident ones included
+    left[s]       bytes of the rule table's items still held at the end: 0 for a whole plan
+    start[n], stop[n], op_peak[n], op_left[n]   seconds; bytes held while the op ran, and after it
+    need[n]       the row of Rows.needs that was met last, or -1
+    source[n]     the op that met it, or -1
+    message[n]    the message that brought it, or -1
+    producer[m], consumer[m]   ops
+    ready[m], depart[m], arrive[m]   seconds: made, on the link, there
+    before[m]     the message for which it waited on the link, or -1
+    """
+
+    seconds: float
+    peak: np.ndarray
+    left: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    op_peak: np.ndarray
+    op_left: np.ndarray
+    need: np.ndarray
+    source: np.ndarray
+    message: np.ndarray
+    producer: np.ndarray
+    consumer: np.ndarray
+    ready: np.ndarray
+    depart: np.ndarray
+    arrive: np.ndarray
+    before: np.ndarray
+
+
+def run(orders: Orders, board: Board, rows: Rows) -> Run:
+    """Play ``orders`` on ``board``; every chunk at most one op of a kind on a stage."""
+    return Run(*run_arrays(orders, board, rows))
+
+
+def score(orders: Orders, board: Board, rows: Rows) -> tuple[float, np.ndarray]:
+    """(makespan, peak bytes by stage): what a search asks for; infinite where it is stuck."""
+    result = run_arrays(orders, board, rows)
+    return result[0], result[1]
+
+
+@njit(cache=True)
+def _related(chunk, relation, earlier, later):
+    """The chunk that stands in ``relation`` to ``chunk``, or -1."""
+    if relation == SAME:
+        return chunk
+    if relation == EARLIER:
+        return earlier[chunk]
+    return later[chunk]
+
+
+@njit(cache=True)
+def _related_to(chunk, relation, earlier, later):
+    """The chunk to which ``chunk`` stands in ``relation``, or -1: the inverse."""
+    if relation == SAME:
+        return chunk
+    if relation == EARLIER:
+        return later[chunk]
+    return earlier[chunk]
+
+
+@njit(cache=True)
+def _holds(chunk, place, document, earlier, later):
+    """Whether an effect for ``place`` speaks of ``chunk``."""
+    if place == FIRST:
+        return document[chunk] >= 0 and earlier[chunk] < 0
+    if place == LAST:
+        return document[chunk] >= 0 and later[chunk] < 0
+    return True
+
+
+@njit(cache=True)
+def run_arrays(orders, board, rows):
+    """The fields of :class:`Run` as a plain tuple; callable from compiled code."""
+    kinds, chunks, offset = orders.kind, orders.chunk, orders.offset
+    needs, effects = rows.needs, rows.effects
+    document, earlier, later = board.document, board.earlier, board.later
+    stages, ops, width = len(offset) - 1, len(kinds), board.seconds.shape[2]
+
+    place = np.full(
+        (board.seconds.shape[0], stages, width), -1, np.int64
+    )  # the op's number, -1 where none stands
+    for stage in range(stages):
+        for op in range(offset[stage], offset[stage + 1]):
+            place[kinds[op], stage, chunks[op]] = op
+
+    missing = np.zeros(ops, np.int64)
+    remote = 0
+    for stage in range(stages):
+        for op in range(offset[stage], offset[stage + 1]):
+            for row in range(len(needs)):
+                if needs[row, NEED_KIND] != kinds[op]:
+                    continue
+                where = stage + needs[row, NEED_STAGE]
+                if where < 0 or where >= stages:
+                    continue
+                if _related(chunks[op], needs[row, NEED_CHUNK], earlier, later) < 0:
+                    continue
+                missing[op] += 1
+                if where != stage:
+                    remote += 1
+
+    start, stop = np.zeros(ops), np.zeros(ops)
+    op_peak, op_left = np.zeros(ops), np.zeros(ops)
+    arrived = np.full(ops, -1.0)
+    need = np.full(ops, -1, np.int64)
+    source = np.full(ops, -1, np.int64)
+    brought = np.full(ops, -1, np.int64)
+    producer = np.full(remote, -1, np.int64)
+    consumer = np.full(remote, -1, np.int64)
+    ready, depart, arrive = np.zeros(remote), np.zeros(remote), np.zeros(remote)
+    before = np.full(remote, -1, np.int64)
+    sent = 0
+    link_free = np.zeros((2, max(stages - 1, 1)))
+    link_last = np.full((2, max(stages - 1, 1)), -1, np.int64)
+
+    at = offset[:-1].copy()
+    free = np.zeros(stages)
+    held = board.resident.copy()
+    peak = board.resident.copy()
+    pending = ops
+    makespan = 0.0
+    while pending > 0:
+        before_round = pending
+        for stage in range(stages):
+            while at[stage] < offset[stage + 1] and missing[at[stage]] == 0:
+                op = at[stage]
+                kind, chunk = kinds[op], chunks[op]
+                begin = max(free[stage], arrived[op])
+                end = begin + board.seconds[kind, stage, chunk]
+                start[op], stop[op] = begin, end
+                free[stage] = end
+                makespan = max(makespan, end)
+                at[stage] += 1
+                pending -= 1
+
+                for sign in (1, -1):
+                    for row in range(len(effects)):
+                        if effects[row, EFFECT_KIND] != kind or effects[row, EFFECT_SIGN] != sign:
+                            continue
+                        if not _holds(chunk, effects[row, EFFECT_SLICE], document, earlier, later):
+                            continue
+                        item = effects[row, EFFECT_ITEM]
+                        if item == WORKSPACE:
+                            held[stage] += sign * board.workspace[kind, stage, chunk]
+                        else:
+                            held[stage] += sign * board.held[item, stage, chunk]
+                    if sign == 1:
+                        op_peak[op] = held[stage]
+                        peak[stage] = max(peak[stage], held[stage])
+                op_left[op] = held[stage]
+
+                for row in range(len(needs)):
+                    if not (needs[row, NEED_MET_BY] >> kind) & 1:
+                        continue
+                    step = needs[row, NEED_STAGE]
+                    where = stage - step
+                    if where < 0 or where >= stages:
+                        continue
+                    waiting = _related_to(chunk, needs[row, NEED_CHUNK], earlier, later)
+                    if waiting < 0:
+                        continue
+                    target = place[needs[row, NEED_KIND], where, waiting]
+                    if target < 0:
+                        continue
+                    arrival = end
+                    message = -1
+                    if step != 0:
+                        link, way = min(stage, where), 0 if where > stage else 1
+                        message = sent
+                        sent += 1
+                        producer[message], consumer[message] = op, target
+                        ready[message] = end
+                        depart[message] = max(end, link_free[way, link])
+                        if depart[message] > end:
+                            before[message] = link_last[way, link]
+                        payload = needs[row, NEED_PAYLOAD]
+                        occupied = board.link_seconds[payload, link, chunk]
+                        link_free[way, link] = depart[message] + occupied
+                        link_last[way, link] = message
+                        arrive[message] = link_free[way, link] + board.latency
+                        arrival = arrive[message]
+                    missing[target] -= 1
+                    if arrival > arrived[target]:
+                        arrived[target] = arrival
+                        need[target] = row
+                        source[target] = op
+                        brought[target] = message
+        if pending == before_round:
+            makespan = np.inf
+            break
+
+    left = held - board.resident
+    return (
+        makespan,
+        peak,
+        left,
+        start,
+        stop,
+        op_peak,
+        op_left,
+        need,
+        source,
+        brought,
+        producer,
+        consumer,
+        ready,
+        depart,
+        arrive,
+        before,
+    )

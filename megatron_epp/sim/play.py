@@ -1,0 +1,288 @@
+"""Plays a plan on a table of seconds and bytes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_epp.ir import (
+    BACKWARDS,
+    COMPUTE,
+    Message,
+    Op,
+    Payload,
+    Plan,
+    PlanError,
+    Table,
+    Timed,
+    check,
+    rules_of,
+    slices_of,
+)
+from megatron_epp.sim.board import board_of, orders_of
+from megatron_epp.sim.core import Board, Orders, Run, run
+from megatron_epp.sim.rows import KIND_CODE, rows_for
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Stage ``stage`` idles from ``start`` to ``stop`` before ``op``, until ``awaited`` of stage
+    ``source`` is there."""
+
+    stage: int
+    op: Op
+    start: float
+    stop: float
+    awaited: Op
+    source: int
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage} idles {self.stop - self.start:.6g} s before {self.op}: waits for "
+            f"{self.awaited} of stage {self.source} ({self.why})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Stage ``stage`` has nothing left to do from ``start`` to the end of the iteration."""
+
+    stage: int
+    start: float
+    stop: float
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} is done {self.stop - self.start:.6g} s before the iteration"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An op on the critical path, and why it could not start earlier."""
+
+    stage: int
+    op: Op
+    start: float
+    stop: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A message: made at ``ready``, on its link from ``depart``, there at ``arrive``."""
+
+    message: Message
+    ready: float
+    depart: float
+    arrive: float
+
+
+START = "the iteration begins"
+BUSY = "its stage was busy"
+
+
+@dataclass(frozen=True)  # no slots: what only pictures want is computed when it is asked for
+class Played:
+    """What a plan did: times in seconds since the iteration began, bytes per device.
+
+    seconds          of the iteration
+    idle_seconds     of every stage
+    bubble_ratio     idle time / (stages * seconds); the other ratios likewise
+    peak_bytes       of every stage, resident bytes included
+    left_bytes       of every stage, still held at the end: zeros unless a table is unsound
+    """
+
+    plan: Plan
+    run: Run
+    seconds: float
+    idle_seconds: tuple[float, ...]
+    bubble_ratio: float
+    recompute_ratio: float
+    comm_ratio: float
+    peak_bytes: tuple[int, ...]
+    left_bytes: tuple[float, ...]
+
+    @cached_property
+    def records(self) -> tuple[Timed, ...]:
+        """One for every op, stage by stage in the order they run."""
+        peaks = np.rint(self.run.op_peak).astype(np.int64).tolist()
+        start, stop = self.run.start.tolist(), self.run.stop.tolist()
+        return tuple(
+            Timed(stage, op, start[number], stop[number], peaks[number])
+            for number, (stage, op) in enumerate(self._ops)
+        )
+
+    @cached_property
+    def _ops(self) -> list[tuple[int, Op]]:
+        return [(stage, op) for stage, order in enumerate(self.plan.orders) for op in order]
+
+    @cached_property
+    def _why(self) -> list[str]:
+        return [need.why for rule in rules_of(self.plan).values() for need in rule.needs]
+
+    @cached_property
+    def bubbles(self) -> tuple[Wait | Rest, ...]:
+        """Every time in which a stage runs no op, with the reason, stage by stage."""
+        found: list[Wait | Rest] = []
+        records = self.records
+        number = 0
+        for stage, order in enumerate(self.plan.orders):
+            free = 0.0
+            for _ in order:
+                record = records[number]
+                if record.start > free:
+                    source, awaited = self._ops[self.run.source[number]]
+                    why = self._why[self.run.need[number]]
+                    found.append(
+                        Wait(stage, record.op, free, record.start, awaited, source, why)  # type: ignore[arg-type]
+                    )
+                free = record.stop
+                number += 1
+            if free < self.seconds:
+                found.append(Rest(stage, free, self.seconds))
+        return tuple(found)
+
+    @cached_property
+    def critical_path(self) -> tuple[Step, ...]:
+        """Ops from the iteration's begin to its end, each of which held up the next."""
+        run = self.run
+        firsts = {sum(map(len, self.plan.orders[:stage])) for stage in range(self.plan.stages)}
+        number = int(np.argmax(run.stop))
+        path = []
+        while number >= 0:
+            stage, op = self._ops[number]
+            first = number in firsts
+            free = 0.0 if first else run.stop[number - 1]
+            if run.start[number] > free:
+                why = self._why[run.need[number]]
+                following = self._through_link(number)
+            elif first:
+                why, following = START, -1
+            else:
+                why, following = BUSY, number - 1
+            path.append(Step(stage, op, float(run.start[number]), float(run.stop[number]), why))
+            number = following
+        return tuple(reversed(path))
+
+    def _through_link(self, number: int) -> int:
+        """The op that held up op ``number``: its source, or that of a message in front of its."""
+        message = int(self.run.message[number])
+        if message < 0:
+            return int(self.run.source[number])
+        while self.run.before[message] >= 0:
+            message = int(self.run.before[message])
+        return int(self.run.producer[message])
+
+    @cached_property
+    def flights(self) -> tuple[Flight, ...]:
+        """Every message, in the order they were made on each stage."""
+        run = self.run
+        flights = []
+        for producer, consumer, *times in zip(
+            run.producer.tolist(),
+            run.consumer.tolist(),
+            run.ready.tolist(),
+            run.depart.tolist(),
+            run.arrive.tolist(),
+            strict=True,
+        ):
+            source, op = self._ops[producer]
+            payload = Payload.GRADIENT if op.kind in BACKWARDS else Payload.ACTIVATION
+            message = Message(payload, op.chunk, source, self._ops[consumer][0])
+            flights.append(Flight(message, *times))
+        return tuple(flights)
+
+    def memory_curve(self, stage: int) -> tuple[tuple[float, float], ...]:
+        """(seconds, bytes held from then on) of ``stage``, at every start and stop of its ops."""
+        begin = sum(map(len, self.plan.orders[:stage]))
+        run = self.run
+        curve = []
+        for number in range(begin, begin + len(self.plan.orders[stage])):
+            curve.append((float(run.start[number]), float(run.op_peak[number])))
+            curve.append((float(run.stop[number]), float(run.op_left[number])))
+        return tuple(curve)
+
+
+def play(
+    plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0, noise_per_chunk: bool = False
+) -> Played:
+    """Play ``plan``; a :class:`PlanError` where it cannot run (as ``check`` says it).
+
+    noise             standard deviation of every duration, as a share of it; 0.05 for 5%
+    seed              of the noise
+    noise_per_chunk   one draw per op kind and chunk, alike on all stages, instead of one per op
+    """
+    slices = slices_of(plan)
+    orders = orders_of(plan.orders)
+    if not _once(orders, len(plan.chunks), plan.forward_only):
+        check(plan)
+        raise AssertionError("check passed a plan in which an op stands twice or never")
+    board = board_of(table, slices.document, slices.earlier, slices.later)
+    factors = np.ones_like(board.seconds)
+    if noise:
+        random = np.random.default_rng(seed)
+        board, factors = _noisy(board, noise, random, noise_per_chunk)
+    result = run(orders, board, rows_for(plan))
+    if not np.isfinite(result.seconds):
+        check(plan)
+        raise PlanError("the table holds a duration that is no finite number")
+    return _played(plan, table, orders, board, factors, result)
+
+
+def _once(orders: Orders, chunks: int, forward_only: bool) -> bool:
+    """Whether every stage has every chunk's F, and B or I and W, once."""
+    stages = len(orders.offset) - 1
+    stage = np.repeat(np.arange(stages), np.diff(orders.offset))
+    count = np.zeros((len(COMPUTE), stages, chunks), np.int64)
+    np.add.at(count, (orders.kind, stage, orders.chunk), 1)
+    forward, backward, split, weight = count
+    if not (forward == 1).all():
+        return False
+    if forward_only:
+        return not (backward.any() or split.any() or weight.any())
+    return bool((backward + split == 1).all() and (split == weight).all())
+
+
+def _noisy(
+    board: Board, noise: float, random: np.random.Generator, per_chunk: bool
+) -> tuple[Board, np.ndarray]:
+    """The board with every duration drawn anew, and the factors of its ops' seconds."""
+
+    def draw(grid: np.ndarray) -> np.ndarray:
+        shape = (grid.shape[0], 1, grid.shape[2]) if per_chunk else grid.shape
+        return np.ones_like(grid) * np.maximum(0.0, random.normal(1.0, noise, shape))
+
+    factors = draw(board.seconds)
+    links = board.link_seconds * draw(board.link_seconds)
+    return board._replace(seconds=board.seconds * factors, link_seconds=links), factors
+
+
+def _played(
+    plan: Plan, table: Table, orders: Orders, board: Board, factors: np.ndarray, result: Run
+) -> Played:
+    stage = np.repeat(np.arange(plan.stages), np.diff(orders.offset))
+    op = (orders.kind.astype(np.int64), stage, orders.chunk)
+    recompute = np.zeros_like(board.seconds)
+    comm = np.zeros_like(board.seconds)
+    for kind in COMPUTE:
+        comm[KIND_CODE[kind]] = table.comm_seconds[kind]
+    for kind in BACKWARDS:
+        recompute[KIND_CODE[kind]] = table.recompute_seconds
+    busy = np.bincount(stage, result.stop - result.start, plan.stages)
+    whole = plan.stages * result.seconds or 1.0  # nothing takes time: no ratio is above 0
+    idle = np.maximum(result.seconds - busy, 0.0)
+    return Played(
+        plan,
+        result,
+        float(result.seconds),
+        tuple(idle.tolist()),
+        float(idle.sum() / whole),
+        float((recompute * factors)[op].sum() / whole),
+        float((comm * factors)[op].sum() / whole),
+        _whole(result.peak),
+        tuple(result.left.tolist()),
+    )
+
+
+def _whole(values: np.ndarray) -> tuple[int, ...]:
+    return tuple(np.ceil(values).astype(np.int64).tolist())
