@@ -113,46 +113,61 @@ def score(orders: Orders, board: Board, rows: Rows) -> tuple[float, np.ndarray]:
 
 
 @njit(cache=True)
-def _related(chunk, relation, earlier, later):
-    """The chunk that stands in ``relation`` to ``chunk``, or -1."""
-    if relation == SAME:
-        return chunk
-    if relation == EARLIER:
-        return earlier[chunk]
-    return later[chunk]
-
-
-@njit(cache=True)
-def _related_to(chunk, relation, earlier, later):
-    """The chunk to which ``chunk`` stands in ``relation``, or -1: the inverse."""
-    if relation == SAME:
-        return chunk
-    if relation == EARLIER:
-        return later[chunk]
-    return earlier[chunk]
-
-
-@njit(cache=True)
-def _holds(chunk, place, document, earlier, later):
-    """Whether an effect for ``place`` speaks of ``chunk``."""
-    if place == FIRST:
-        return document[chunk] >= 0 and earlier[chunk] < 0
-    if place == LAST:
-        return document[chunk] >= 0 and later[chunk] < 0
-    return True
+def _lists(mask):
+    """lists[k, :counts[k]]: the columns in which row k of a 2-D ``mask`` is true."""
+    lists = np.zeros(mask.shape, np.int64)
+    counts = np.zeros(mask.shape[0], np.int64)
+    for k in range(mask.shape[0]):
+        for row in range(mask.shape[1]):
+            if mask[k, row]:
+                lists[k, counts[k]] = row
+                counts[k] += 1
+    return lists, counts
 
 
 @njit(cache=True)
 def run_arrays(orders, board, rows):
-    """The fields of :class:`Run` as a plain tuple; callable from compiled code."""
+    """The fields of :class:`Run` as a plain tuple; callable from compiled code.
+
+    Everything that the loop reads is a local array: handing tuples of arrays to functions counts
+    references for every op, which took two thirds of the time.
+    """
     kinds, chunks, offset = orders.kind, orders.chunk, orders.offset
     needs, effects = rows.needs, rows.effects
-    document, earlier, later = board.document, board.earlier, board.later
-    stages, ops, width = len(offset) - 1, len(kinds), board.seconds.shape[2]
+    seconds, link_seconds, latency = board.seconds, board.link_seconds, board.latency
+    bytes_held, workspace = board.held, board.workspace
+    codes, stages, width = seconds.shape
+    ops = len(kinds)
 
-    place = np.full(
-        (board.seconds.shape[0], stages, width), -1, np.int64
-    )  # the op's number, -1 where none stands
+    # related[r, c] stands in relation r to chunk c; related_to[r, c] is the inverse.
+    related = np.empty((3, width), np.int64)
+    related[SAME] = np.arange(width)
+    related[EARLIER] = board.earlier
+    related[LATER] = board.later
+    related_to = np.empty((3, width), np.int64)
+    related_to[SAME] = related[SAME]
+    related_to[EARLIER] = board.later
+    related_to[LATER] = board.earlier
+    holds = np.ones((3, width), np.bool_)  # whether an effect for that slice speaks of chunk c
+    for chunk in range(width):
+        cut = board.document[chunk] >= 0
+        holds[FIRST, chunk] = cut and board.earlier[chunk] < 0
+        holds[LAST, chunk] = cut and board.later[chunk] < 0
+
+    # The rows by op kind: its needs, the needs that it meets, what it makes, what it frees.
+    mask = np.zeros((4, codes, max(len(needs), len(effects))), np.bool_)
+    for row in range(len(needs)):
+        mask[0, needs[row, NEED_KIND], row] = True
+        for kind in range(codes):
+            mask[1, kind, row] = (needs[row, NEED_MET_BY] >> kind) & 1
+    for row in range(len(effects)):
+        mask[2 if effects[row, EFFECT_SIGN] > 0 else 3, effects[row, EFFECT_KIND], row] = True
+    own, owns = _lists(mask[0])
+    met, mets = _lists(mask[1])
+    made, makes = _lists(mask[2])
+    freed, frees = _lists(mask[3])
+
+    place = np.full((codes, stages, width), -1, np.int64)  # the op's number, -1 for none
     for stage in range(stages):
         for op in range(offset[stage], offset[stage + 1]):
             place[kinds[op], stage, chunks[op]] = op
@@ -161,13 +176,12 @@ def run_arrays(orders, board, rows):
     remote = 0
     for stage in range(stages):
         for op in range(offset[stage], offset[stage + 1]):
-            for row in range(len(needs)):
-                if needs[row, NEED_KIND] != kinds[op]:
-                    continue
+            for index in range(owns[kinds[op]]):
+                row = own[kinds[op], index]
                 where = stage + needs[row, NEED_STAGE]
                 if where < 0 or where >= stages:
                     continue
-                if _related(chunks[op], needs[row, NEED_CHUNK], earlier, later) < 0:
+                if related[needs[row, NEED_CHUNK], chunks[op]] < 0:
                     continue
                 missing[op] += 1
                 if where != stage:
@@ -200,37 +214,44 @@ def run_arrays(orders, board, rows):
                 op = at[stage]
                 kind, chunk = kinds[op], chunks[op]
                 begin = max(free[stage], arrived[op])
-                end = begin + board.seconds[kind, stage, chunk]
+                end = begin + seconds[kind, stage, chunk]
                 start[op], stop[op] = begin, end
                 free[stage] = end
                 makespan = max(makespan, end)
                 at[stage] += 1
                 pending -= 1
 
-                for sign in (1, -1):
-                    for row in range(len(effects)):
-                        if effects[row, EFFECT_KIND] != kind or effects[row, EFFECT_SIGN] != sign:
-                            continue
-                        if not _holds(chunk, effects[row, EFFECT_SLICE], document, earlier, later):
-                            continue
+                moved = 0.0
+                for index in range(makes[kind]):
+                    row = made[kind, index]
+                    if holds[effects[row, EFFECT_SLICE], chunk]:
                         item = effects[row, EFFECT_ITEM]
                         if item == WORKSPACE:
-                            held[stage] += sign * board.workspace[kind, stage, chunk]
+                            moved += workspace[kind, stage, chunk]
                         else:
-                            held[stage] += sign * board.held[item, stage, chunk]
-                    if sign == 1:
-                        op_peak[op] = held[stage]
-                        peak[stage] = max(peak[stage], held[stage])
+                            moved += bytes_held[item, stage, chunk]
+                held[stage] += moved
+                op_peak[op] = held[stage]
+                peak[stage] = max(peak[stage], held[stage])
+                moved = 0.0
+                for index in range(frees[kind]):
+                    row = freed[kind, index]
+                    if holds[effects[row, EFFECT_SLICE], chunk]:
+                        item = effects[row, EFFECT_ITEM]
+                        if item == WORKSPACE:
+                            moved += workspace[kind, stage, chunk]
+                        else:
+                            moved += bytes_held[item, stage, chunk]
+                held[stage] -= moved
                 op_left[op] = held[stage]
 
-                for row in range(len(needs)):
-                    if not (needs[row, NEED_MET_BY] >> kind) & 1:
-                        continue
+                for index in range(mets[kind]):
+                    row = met[kind, index]
                     step = needs[row, NEED_STAGE]
                     where = stage - step
                     if where < 0 or where >= stages:
                         continue
-                    waiting = _related_to(chunk, needs[row, NEED_CHUNK], earlier, later)
+                    waiting = related_to[needs[row, NEED_CHUNK], chunk]
                     if waiting < 0:
                         continue
                     target = place[needs[row, NEED_KIND], where, waiting]
@@ -248,10 +269,10 @@ def run_arrays(orders, board, rows):
                         if depart[message] > end:
                             before[message] = link_last[way, link]
                         payload = needs[row, NEED_PAYLOAD]
-                        occupied = board.link_seconds[payload, link, chunk]
+                        occupied = link_seconds[payload, link, chunk]
                         link_free[way, link] = depart[message] + occupied
                         link_last[way, link] = message
-                        arrive[message] = link_free[way, link] + board.latency
+                        arrive[message] = link_free[way, link] + latency
                         arrival = arrive[message]
                     missing[target] -= 1
                     if arrival > arrived[target]:

@@ -53,7 +53,9 @@ class Rest:
     stop: float
 
     def __str__(self) -> str:
-        return f"stage {self.stage} is done {self.stop - self.start:.6g} s before the iteration"
+        return (
+            f"stage {self.stage} is done {self.stop - self.start:.6g} s before the iteration ends"
+        )
 
 
 @dataclass(frozen=True, slots=True)
