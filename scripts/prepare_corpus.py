@@ -1,0 +1,447 @@
+#!/usr/bin/env python3
+"""Makes a Megatron corpus of real text: PREFIX.bin, PREFIX.idx and the tokenizer PREFIX.model.
+
+    prepare_corpus.py texts/ --glob '*.txt' --glob '*.md' -o data/texts
+    prepare_corpus.py pages.jsonl --json-key text --append-eod -o data/pages
+    prepare_corpus.py --standard-library -o data/stdlib      the source text of this Python
+
+A file, or a line of the .jsonl, is a document, and a document is one sequence of the index, in the
+order of the paths or lines. Train on it with --data-path PREFIX --tokenizer-type
+SentencePieceTokenizer --tokenizer-model PREFIX.model.
+
+The tokenizer (byte-pair encoding, sentencepiece) keeps the text as it is: no normalisation, no
+added or removed blanks, bytes for what it has no piece for. So decode(encode(text)) == text; every
+document is checked, and exceptions are counted (the one known: U+2581, which sentencepiece uses
+for a blank and decodes to one).
+"""
+
+import argparse
+import contextlib
+import fnmatch
+import io
+import json
+import logging
+import multiprocessing
+import os
+import random
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import sentencepiece
+from tqdm import tqdm
+
+# A tokenizer's special tokens; the end of a sentence is Megatron's end of a document (eod).
+SPECIAL_IDS: dict[str, Any] = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": 3}
+TRAINING_LINE = 4000  # characters: sentencepiece skips longer lines than it is told to expect
+BAR = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a document is: a file, or ``size`` bytes of one (a line of JSON) from ``start`` on."""
+
+    path: str
+    start: int = 0
+    size: int = -1
+
+
+def find_files(folder: Path, globs: Sequence[str], excludes: Sequence[str]) -> list[Place]:
+    """Files below ``folder`` whose name matches one of ``globs``, ordered by their relative path.
+
+    ``excludes`` match the relative path, with / between its parts: ``*/tests/data/*``.
+    """
+    found = []
+    for path in folder.rglob("*"):
+        relative = path.relative_to(folder).as_posix()
+        if (
+            any(fnmatch.fnmatchcase(path.name, glob) for glob in globs)
+            and not any(fnmatch.fnmatchcase(relative, exclude) for exclude in excludes)
+            and path.is_file()
+        ):
+            found.append((relative, Place(str(path))))
+    if not found:
+        raise ValueError(f"{folder}: no file matches {' '.join(globs)}; name others with --glob")
+    return [place for _, place in sorted(found)]
+
+
+def find_lines(path: Path) -> list[Place]:
+    """Lines of a .jsonl that are not blank, in order."""
+    places = []
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                places.append(Place(str(path), start, len(line)))
+            start += len(line)
+    if not places:
+        raise ValueError(f"{path}: holds no line; expected one JSON object per line")
+    return places
+
+
+def read_document(place: Place, json_key: str) -> str | None:
+    """The text of a document; None if it is not UTF-8.
+
+    Raises:
+        ValueError: a line is not a JSON object with a text under ``json_key``
+    """
+    with open(place.path, "rb") as file:
+        file.seek(place.start)
+        raw = file.read(place.size)
+    if place.size < 0:
+        try:
+            return raw.decode("utf-8")  # no newline is translated
+        except UnicodeDecodeError:
+            return None
+    where = f"{place.path}, byte {place.start}"
+    try:
+        value = json.loads(raw)
+    except ValueError as error:
+        raise ValueError(f"{where}: not a line of JSON: {error}") from None
+    text = value.get(json_key) if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f'{where}: no text under "{json_key}"; name the key with --json-key')
+    return text
+
+
+def training_lines(
+    places: Sequence[Place], json_key: str, sample_bytes: int, progress: tqdm
+) -> Iterator[str]:
+    """The tokenizer's training text: lines of documents drawn at random, always the same ones."""
+    order = list(range(len(places)))
+    random.Random(0).shuffle(order)
+    taken = 0
+    for number in order:
+        text = read_document(places[number], json_key) or ""
+        # No single document may be most of the sample.
+        text = text[: max(sample_bytes // 10, TRAINING_LINE)]
+        for line in text.split("\n"):
+            for at in range(0, len(line), TRAINING_LINE):
+                yield line[at : at + TRAINING_LINE]
+        taken += len(text)
+        progress.update(len(text))
+        if taken >= sample_bytes:
+            return
+
+
+def train_tokenizer(lines: Sequence[str], vocab_size: int) -> bytes:
+    """A sentencepiece model of ``vocab_size`` pieces, 4 special tokens and 256 bytes included."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,  # indentation
+            split_digits=True,
+            max_sentence_length=4 * TRAINING_LINE,
+            num_threads=4,  # recorded in the model: the same everywhere
+            minloglevel=2,
+            **SPECIAL_IDS,
+        )
+    except RuntimeError as error:
+        # "INTERNAL: file(line) [condition] Vocabulary size too high (9). Please set it to ..."
+        reason = str(error).rpartition("] ")[2].strip()
+        raise ValueError(f"--vocab-size {vocab_size} does not fit this text: {reason}") from None
+    return model.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Text to token ids."""
+
+    processor: sentencepiece.SentencePieceProcessor
+    by_line: bool
+
+    def __call__(self, text: str) -> list[int]:
+        if not self.by_line:
+            return self.processor.encode(text)
+        # No piece of a tokenizer trained here holds a newline, and nothing is put before a text:
+        # the lines' tokens are the text's. Line by line is three times as fast.
+        *lines, last = text.split("\n")
+        encoded = self.processor.encode([*(line + "\n" for line in lines), last])
+        return [token for line in encoded for token in line]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A document as it will be stored."""
+
+    place: Place
+    tokens: numpy.ndarray | None  # None: not UTF-8
+    comes_back: bool = True  # decode(encode(text)) == text
+    unknown: int = 0
+
+
+def encode_document(place: Place, encoder: Encoder, json_key: str, eod: int | None) -> Encoded:
+    text = read_document(place, json_key)
+    if text is None:
+        return Encoded(place, None)
+    ids = encoder(text)
+    comes_back = encoder.processor.decode(ids) == text
+    unknown = ids.count(encoder.processor.unk_id())
+    if ids and eod is not None:
+        ids.append(eod)
+    return Encoded(place, numpy.array(ids, numpy.int32), comes_back, unknown)
+
+
+class _Worker:
+    """What a worker process keeps between documents."""
+
+    encode: Callable[[Place], Encoded]
+
+    @staticmethod
+    def start(model: bytes, by_line: bool, json_key: str, eod: int | None) -> None:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        _Worker.encode = partial(
+            encode_document, encoder=Encoder(processor, by_line), json_key=json_key, eod=eod
+        )
+
+    @staticmethod
+    def work(place: Place) -> Encoded:
+        return _Worker.encode(place)
+
+
+def encode_all(
+    places: Sequence[Place],
+    model: bytes,
+    by_line: bool,
+    json_key: str,
+    eod: int | None,
+    workers: int,
+) -> Iterator[Encoded]:
+    """Every document's tokens, in order, from ``workers`` processes."""
+    arguments = (model, by_line, json_key, eod)
+    if workers == 1:
+        _Worker.start(*arguments)
+        yield from map(_Worker.work, places)
+        return
+    # Spawned, not forked: the parent will have imported torch, which has threads.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers, _Worker.start, arguments) as pool:
+        yield from pool.imap(_Worker.work, places, chunksize=8)
+
+
+def open_builder(path: Path, vocab_size: int) -> Any:
+    """Megatron's writer of .bin and .idx."""
+    with quiet():
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    return IndexedDatasetBuilder(str(path), dtype=DType.optimal_dtype(vocab_size))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps back what Megatron's import says of absent optional packages and GPUs."""
+    torch_log = logging.getLogger("torch.utils.cpp_extension")
+    level = torch_log.level
+    torch_log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch_log.setLevel(level)
+
+
+def histogram(lengths: numpy.ndarray) -> str:
+    """The tail as measured: documents and tokens by length, each bin twice as long as the one
+    before.
+
+    lengths: [documents] tokens
+    """
+    tokens = int(lengths.sum())
+    p50, p90, p99 = numpy.percentile(lengths, [50, 90, 99])
+    longest = numpy.sort(lengths)[::-1]
+    head = longest[: max(1, len(longest) // 100)]
+    lines = [
+        f"{len(lengths):,} documents, {tokens:,} tokens",
+        f"tokens of a document: mean {lengths.mean():,.0f}, median {p50:,.0f}, "
+        f"90% {p90:,.0f}, 99% {p99:,.0f}, longest {longest[0]:,}",
+        f"the longest 1% of the documents hold {head.sum() / tokens:.0%} of the tokens",
+        "",
+        f"{'tokens of a document':>22} {'documents':>10} {'share of tokens':>16}",
+    ]
+    # Bin b holds lengths in (2^(b-1), 2^b]; the shortest are taken together.
+    bins = numpy.maximum(numpy.ceil(numpy.log2(numpy.maximum(lengths, 1))), 6).astype(int)
+    for b in range(bins.min(), bins.max() + 1):
+        inside = lengths[bins == b]
+        share = inside.sum() / tokens
+        low = 0 if b == 6 else 2 ** (b - 1)
+        bounds = f"{low + 1:,} - {2**b:,}"
+        lines.append(f"{bounds:>22} {len(inside):>10,} {share:>15.1%}  {'#' * round(BAR * share)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Finds the documents, trains the tokenizer, writes the corpus."""
+    places = find_documents(options)
+    total_bytes = sum(
+        place.size if place.size >= 0 else os.path.getsize(place.path) for place in places
+    )
+    say(f"{len(places):,} documents found, {total_bytes / 1e6:,.1f} MB")
+
+    model_path = Path(f"{options.output}.model")
+    if options.tokenizer_model is None:
+        sample = min(total_bytes, int(options.sample_mb * 1e6))
+        with show(options, total=sample, unit="B", unit_scale=True, desc="tokenizer") as progress:
+            lines = list(training_lines(places, options.json_key, sample, progress))
+            model = train_tokenizer(lines, options.vocab_size)
+    else:
+        model_path = options.tokenizer_model
+        model = read_model(model_path)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    eod = processor.eos_id() if options.append_eod else None
+    if eod == -1:
+        raise ValueError(f"{model_path}: has no end-of-sentence token for --append-eod to append")
+
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    # Under other names until they are whole, and the index last: what can be opened is complete.
+    partial_bin, partial_idx = (Path(f"{options.output}.{s}.partial") for s in ("bin", "idx"))
+    try:
+        lengths, notes = write_corpus(places, options, model, eod, partial_bin, partial_idx)
+        if options.tokenizer_model is None:
+            model_path.write_bytes(model)
+        partial_bin.replace(f"{options.output}.bin")
+        partial_idx.replace(f"{options.output}.idx")
+    finally:
+        partial_bin.unlink(missing_ok=True)
+        partial_idx.unlink(missing_ok=True)
+
+    say("\n".join([histogram(lengths), "", *notes]))
+    say(f"wrote {options.output}.bin and .idx; train with")
+    say(f"  --data-path {options.output} --tokenizer-type SentencePieceTokenizer")
+    say(f"  --tokenizer-model {model_path}      ({processor.get_piece_size()} pieces)")
+
+
+def write_corpus(
+    places: Sequence[Place],
+    options: argparse.Namespace,
+    model: bytes,
+    eod: int | None,
+    bin_path: Path,
+    idx_path: Path,
+) -> tuple[numpy.ndarray, list[str]]:
+    """Encodes every document; (tokens of each that was written: [documents] int64, notes)."""
+    vocab_size = sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
+    builder = open_builder(bin_path, vocab_size)
+    lengths: list[int] = []
+    not_text, empty, unknown = 0, 0, 0
+    changed: list[Place] = []
+    by_line = options.tokenizer_model is None
+    encoded = encode_all(places, model, by_line, options.json_key, eod, options.workers)
+    for document in show(options, encoded, total=len(places), unit="document", desc="documents"):
+        if document.tokens is None:
+            not_text += 1
+        elif not len(document.tokens):
+            empty += 1
+        else:
+            builder.add_document(document.tokens, [len(document.tokens)])
+            lengths.append(len(document.tokens))
+            unknown += document.unknown
+            if not document.comes_back:
+                changed.append(document.place)
+    if not lengths:
+        raise ValueError(
+            f"no document with text: {not_text} of {len(places)} are not UTF-8, {empty} are empty"
+        )
+    builder.finalize(str(idx_path))
+
+    notes = []
+    if not_text or empty:
+        notes.append(f"left out: {not_text} documents that are not UTF-8, {empty} that are empty")
+    if changed or unknown:
+        example = f", the first {changed[0].path} (byte {changed[0].start})" if changed else ""
+        notes.append(
+            f"not as they were after decode(encode()): {len(changed)} documents{example}; "
+            f"{unknown} unknown tokens"
+        )
+    else:
+        notes.append("decode(encode(text)) == text for every document; no unknown token")
+    return numpy.array(lengths, numpy.int64), notes
+
+
+def show(options: argparse.Namespace, items: Iterator | None = None, **settings: Any) -> tqdm:
+    """A progress bar on stderr, over ``items`` or for its owner to advance."""
+    return tqdm(items, disable=options.quiet, mininterval=1.0, file=sys.stderr, **settings)
+
+
+def find_documents(options: argparse.Namespace) -> list[Place]:
+    if options.standard_library:
+        # A venv's standard library is that of the Python it was made with.
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        # Packages that were installed into it; deliberately broken sources of a converter's tests.
+        excludes = ["site-packages/*", "dist-packages/*", "lib2to3/tests/data/*"]
+        places = find_files(folder, ["*.py"], [*excludes, *options.exclude])
+    elif options.input.is_dir():
+        places = find_files(options.input, options.glob or ["*.txt"], options.exclude)
+    elif not options.input.exists():
+        raise ValueError(f"{options.input}: no such file or folder")
+    elif options.input.suffix == ".jsonl":
+        places = find_lines(options.input)
+    else:
+        raise ValueError(f"{options.input}: expected a folder of text files, or a .jsonl")
+    if options.shuffle is not None:
+        random.Random(options.shuffle).shuffle(places)
+    return places
+
+
+def read_model(path: Path) -> bytes:
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; expected a sentencepiece model")
+    model = path.read_bytes()
+    try:
+        sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError:
+        raise ValueError(f"{path}: is not a sentencepiece model") from None
+    return model
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("input", nargs="?", type=Path, help="a folder of text files, or a .jsonl")
+    add("--standard-library", action="store_true", help="instead: the *.py files of this Python")
+    add("-o", "--output", type=Path, required=True, metavar="PREFIX", help="of what is written")
+    add("--glob", action="append", help="file names to take from the folder (default *.txt)")
+    add("--exclude", action="append", default=[], help="relative paths to leave out (pattern)")
+    add("--json-key", default="text", help="where a line's text is (default text)")
+    add("--shuffle", type=int, metavar="SEED", help="order the documents at random, not by path")
+    add("--append-eod", action="store_true", help="end every document with the eod token")
+    add("--vocab-size", type=int, default=8192, help="pieces of the tokenizer (default 8192)")
+    add("--tokenizer-model", type=Path, help="use this sentencepiece model and train none")
+    add("--sample-mb", type=float, default=10.0, help="text to train it on, MB (default 10)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    add("--quiet", action="store_true", help="no progress bars")
+    options = parser.parse_args(arguments)
+    if (options.input is None) == (not options.standard_library):
+        parser.error("give a folder or a .jsonl, or --standard-library, and not both")
+    if options.workers < 1 or options.sample_mb <= 0:
+        parser.error("--workers and --sample-mb must be positive")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        prepare(options, say=print)
+    except ValueError as error:
+        print(f"prepare_corpus: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The set-up finds a Python 3.12 or says so in one line, and returns at once when it is done."""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BASH = shutil.which("bash")
+
+
+def set_up(tmp_path: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs setup_env.sh where PATH, pyenv and uv lead nowhere, unless ``environment`` says more."""
+    nowhere = {"PATH": "", "HOME": str(tmp_path / "home"), "EPP_VENV": str(tmp_path / "venv")}
+    return subprocess.run(
+        [BASH, ROOT / "scripts" / "setup_env.sh", *flags],
+        env=nowhere | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def fake(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{BASH}\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def ready(venv: Path, text: str) -> None:
+    """An environment that the set-up takes for its own work."""
+    fake(venv / "bin" / "python", "exit 0")
+    (venv / ".epp-installed").write_text(text)
+
+
+def requirements(gpu: bool = False) -> str:
+    text = (ROOT / "requirements.txt").read_text().rstrip("\n")
+    return text + "\n" + (ROOT / "requirements-gpu.txt").read_text().rstrip("\n") if gpu else text
+
+
+def test_no_python_is_one_line(tmp_path: Path) -> None:
+    done = set_up(tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "setup_env: no Python 3.12 found on PATH, among pyenv's versions or through uv; "
+        "install one (for instance: uv python install 3.12)\n"
+    )
+    assert not (tmp_path / "venv").exists()
+
+
+def test_another_python_is_not_taken(tmp_path: Path) -> None:
+    """A python3 on PATH that is not 3.12 (the check, run in it, fails) is passed over."""
+    fake(tmp_path / "bin" / "python3", "exit 1")
+    done = set_up(tmp_path, PATH=str(tmp_path / "bin"))
+    assert done.returncode == 2
+    assert "no Python 3.12" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "environment"),
+    [
+        ("bin/python3.12", {"PATH": "bin"}),
+        ("bin/python", {"PATH": "bin"}),
+        ("home/.pyenv/versions/3.12.7/bin/python", {}),
+        ("elsewhere/versions/3.12.1/bin/python", {"PYENV_ROOT": "elsewhere"}),
+    ],
+)
+def test_every_place_is_searched(tmp_path: Path, place: str, environment: dict[str, str]) -> None:
+    # Passes for a 3.12, and stops where the environment would be made.
+    python = fake(tmp_path / place, '[[ $1 == -c ]] && exit 0; echo "$*" >&2; exit 7')
+    done = set_up(tmp_path, **{name: str(tmp_path / path) for name, path in environment.items()})
+    assert done.returncode == 7
+    assert done.stderr == (
+        f"setup_env: making {tmp_path}/venv with {python}\n-m venv {tmp_path}/venv\n"
+    )
+
+
+def test_uv_is_asked_last(tmp_path: Path) -> None:
+    fake(tmp_path / "home" / ".local" / "bin" / "uv", 'echo "$*" >&2; exit 1')
+    done = set_up(tmp_path)
+    assert done.returncode == 2
+    lines = done.stderr.split("\n")
+    assert lines[1] == f"venv --seed --python 3.12 {tmp_path}/venv"
+    assert "uv could not provide one" in lines[2]
+
+
+def test_a_foreign_environment_is_left_alone(tmp_path: Path) -> None:
+    fake(tmp_path / "venv" / "bin" / "python", "exit 1")
+    done = set_up(tmp_path)
+    assert done.returncode == 2
+    assert "holds another Python than 3.12; remove it, or name another place in EPP_VENV" in (
+        done.stderr
+    )
+
+
+def test_the_second_run_is_quick(tmp_path: Path) -> None:
+    ready(tmp_path / "venv", requirements())
+    begin = time.monotonic()
+    done = set_up(tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert time.monotonic() - begin < 0.5
+
+
+@pytest.mark.parametrize(
+    ("installed", "flags", "again"),
+    [
+        (requirements(gpu=True), [], False),  # more than asked for
+        (requirements(gpu=True), ["--gpu"], False),
+        (requirements(), ["--gpu"], True),
+        (requirements().replace("torch==", "torch=="[::-1]), [], True),
+    ],
+)
+def test_what_is_missing_is_installed(
+    tmp_path: Path, installed: str, flags: list[str], again: bool
+) -> None:
+    ready(tmp_path / "venv", installed)
+    done = set_up(tmp_path, *flags, CUDA_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert ("installing requirements.txt" in done.stderr) == again
+    assert ("compiling Transformer Engine" in done.stderr) == (again and bool(flags))
+    if again:
+        assert (tmp_path / "venv" / ".epp-installed").read_text() == requirements(bool(flags))
+
+
+def test_an_unfinished_installation_is_not_taken_for_done(tmp_path: Path) -> None:
+    fake(tmp_path / "venv" / "bin" / "python", '[[ $* == *"pip install"* ]] && exit 5; exit 0')
+    assert set_up(tmp_path).returncode == 5
+    assert not (tmp_path / "venv" / ".epp-installed").exists()
+
+
+def test_unknown_flag(tmp_path: Path) -> None:
+    done = set_up(tmp_path, "--cuda")
+    assert done.returncode == 2
+    assert "unknown flag --cuda; usage: bash scripts/setup_env.sh [--gpu]" in done.stderr
+
+
+def test_the_package_needs_what_the_requirements_pin() -> None:
+    pins = re.findall(r"^[\w\-\[\],]+==[\w.]+", (ROOT / "requirements.txt").read_text(), re.M)
+    gpu_pins = re.findall(r"^[\w\-\[\],]+==[\w.]+", requirements(gpu=True), re.M)[len(pins) :]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tools = {"pytest", "pytest-xdist", "hypothesis", "scipy", "ruff", "mypy"}
+    assert project["dependencies"] == [pin for pin in pins if pin.split("==")[0] not in tools]
+    assert project["optional-dependencies"]["gpu"] == gpu_pins
+
+
+def test_the_environment_of_these_tests_is_the_pinned_one() -> None:
+    from importlib.metadata import version
+
+    for pin in re.findall(r"^([\w\-]+)==([\w.]+)", requirements(), re.M):
+        assert (pin[0], version(pin[0])) == pin
+
+
+@pytest.mark.parametrize("script", ["scripts/setup_env.sh", "scripts/test.sh", "scripts/check.sh"])
+def test_scripts_parse_and_ci_runs_the_readmes_command(script: str) -> None:
+    subprocess.run([BASH, "-n", ROOT / script], check=True)
+    assert "exec bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
