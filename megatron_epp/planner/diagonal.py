@@ -1,0 +1,161 @@
+"""How many layers to recompute, by InfiniPipe's diagonal program (eqs 15 to 20).
+
+Recompute on one stage delays all others by as much; the chunks that they work on in the same slot
+may recompute for free. Slots run diagonally through the stages: the k-th backward of stage s
+belongs to slot k + d, d being the stages behind s. One integer per slot is sought, the layers that
+each chunk on that diagonal recomputes, so that no stage exceeds its budget at any op.
+"""
+
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+from numba import njit
+
+MIP_GAP = 0.02  # the paper's, relative
+# The solver's own work limit, in place of a clock. Real programs need a few dozen nodes at most.
+MIP_NODES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """freed @ layers >= missing_bytes: a row for every op at which memory would run out.
+
+    Compressed by rows: entries starts[r] to starts[r + 1] hold slots and bytes freed per layer.
+    """
+
+    slots: int
+    starts: np.ndarray
+    slot: np.ndarray
+    freed: np.ndarray
+    missing_bytes: np.ndarray
+
+
+def rows_of(
+    least: np.ndarray,
+    backward_order: np.ndarray,
+    moves: np.ndarray,
+    freed: np.ndarray,
+    budget: np.ndarray,
+) -> Rows:
+    """What the strict order ``least`` asks of the recompute choices.
+
+    least    [stages, chunks] forwards before each backward (planner.windows)
+    moves    bytes of F and B where nothing is recomputed (Work.whole_bytes)
+    freed    [stages, chunks] bytes that recomputing one more layer frees from F to B
+    """
+    stages, count = freed.shape
+    slot = np.empty(count, dtype=np.int64)
+    slot[backward_order] = np.arange(count)
+    starts, slots, values, missing = _rows(least, backward_order, slot, moves, freed, budget)
+    return Rows(count + stages - 1, starts, slots, values, missing)
+
+
+@njit(cache=True)
+def _rows(least, backward_order, slot_of, moves, freed, budget):
+    stages, count = freed.shape
+    # Two passes: count, then fill. An op is a row where it would exceed the budget.
+    starts = np.zeros(1, dtype=np.int64)
+    slots = np.zeros(0, dtype=np.int64)
+    values = np.zeros(0)
+    missing = np.zeros(0)
+    for fill in range(2):
+        row, entry = 0, 0
+        for s in range(stages):
+            held, f = 0.0, 0
+            done = np.zeros(count, dtype=np.bool_)
+            for k in range(count):
+                tightest = -np.inf
+                at = 0
+                # Forwards only add, but for their workspace: the worst of a run is one row.
+                while f < least[s, k]:
+                    held += moves[0, 0, s, f]
+                    if held - budget[s] > tightest:
+                        tightest, at = held - budget[s], f
+                    held -= moves[0, 1, s, f]
+                    f += 1
+                c = backward_order[k]
+                held += moves[1, 0, s, c]
+                if held - budget[s] >= tightest:
+                    tightest, at = held - budget[s], f - 1
+                if tightest > 0:
+                    for alive in range(at + 1):
+                        if not done[alive]:
+                            if fill == 1:
+                                slots[entry] = slot_of[alive] + stages - 1 - s
+                                values[entry] = freed[s, alive]
+                            entry += 1
+                    if fill == 1:
+                        missing[row] = tightest
+                        starts[row + 1] = entry
+                    row += 1
+                held -= moves[1, 1, s, c]
+                done[c] = True
+        if fill == 0:
+            starts = np.zeros(row + 1, dtype=np.int64)
+            slots = np.zeros(entry, dtype=np.int64)
+            values = np.zeros(entry)
+            missing = np.zeros(row)
+    return starts, slots, values, missing
+
+
+def solve(
+    rows: Rows, most: np.ndarray, weights: np.ndarray | None = None, *, integer: bool = True
+) -> np.ndarray | None:
+    """Layers to recompute per slot, fewest in sum; None where even recomputing all is too little.
+
+    most      [slots] upper bounds
+    weights   [slots] what a layer costs there; default 1 each, as in eq. 18
+    integer   whether to solve the integer program (2% gap) or its relaxation, rounded up
+    """
+    if not len(rows.missing_bytes):
+        return np.zeros(rows.slots, dtype=np.int64)
+    row_of = np.repeat(np.arange(len(rows.missing_bytes)), np.diff(rows.starts))
+    reachable = np.bincount(
+        row_of, weights=rows.freed * most[rows.slot], minlength=len(rows.missing_bytes)
+    )
+    if (reachable < rows.missing_bytes).any():
+        return None
+    # Bytes are scaled so that the solver's absolute tolerances stay far below one layer.
+    scale = 1.0 / rows.missing_bytes.max()
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = rows.slots, len(rows.missing_bytes)
+    model.col_cost_ = np.ones(rows.slots) if weights is None else weights
+    model.col_lower_, model.col_upper_ = np.zeros(rows.slots), most.astype(np.float64)
+    model.row_lower_ = rows.missing_bytes * scale
+    model.row_upper_ = np.full(len(rows.missing_bytes), highspy.kHighsInf)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = rows.starts
+    model.a_matrix_.index_ = rows.slot
+    model.a_matrix_.value_ = rows.freed * scale
+    if integer:
+        model.integrality_ = [highspy.HighsVarType.kInteger] * rows.slots
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.setOptionValue("mip_rel_gap", MIP_GAP)
+    solver.setOptionValue("mip_max_nodes", MIP_NODES)
+    solver.passModel(model)
+    solver.run()
+    solution = np.array(solver.getSolution().col_value)
+    if len(solution) != rows.slots:
+        return None
+    # A tolerance of the solver may leave a row short by a hair: then the rounding repairs it.
+    layers = np.minimum(np.ceil(solution - 1e-6), most).astype(np.int64)
+    return layers if _enough(rows, layers) else np.minimum(np.ceil(solution), most).astype(np.int64)
+
+
+def _enough(rows: Rows, layers: np.ndarray) -> bool:
+    row_of = np.repeat(np.arange(len(rows.missing_bytes)), np.diff(rows.starts))
+    freed = np.bincount(
+        row_of, weights=rows.freed * layers[rows.slot], minlength=len(rows.missing_bytes)
+    )
+    return bool((freed >= rows.missing_bytes).all())
+
+
+def spread(layers: np.ndarray, backward_order: np.ndarray, stages: int) -> np.ndarray:
+    """[stages, chunks] layers from one number per slot: eq. 16."""
+    count = len(backward_order)
+    slot = np.empty(count, dtype=np.int64)
+    slot[backward_order] = np.arange(count)
+    return layers[slot[None] + (stages - 1 - np.arange(stages))[:, None]]

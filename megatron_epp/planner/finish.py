@@ -1,0 +1,133 @@
+"""From arrays to a plan that was checked and played: the one way out of every pipeline planner."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import KEEP, Kind, Op, Plan, Prediction, check
+from megatron_epp.planner.bound import lower_bound_seconds
+from megatron_epp.planner.chunking import Chunking
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.result import Planned
+from megatron_epp.planner.work import loads_of, with_kept
+from megatron_epp.sim.play import play
+
+_KINDS = {False: (Kind.FORWARD, Kind.BACKWARD), True: (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Lengths as planners see them: sorted, longest first, and their names outside.
+
+    names[d]   the document of the caller that is document d here
+    """
+
+    lengths: np.ndarray
+    names: tuple[int, ...]
+    documents: tuple[int, ...]  # as the caller gave them
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Batch":
+        documents = tuple(int(length) for length in lengths)
+        if not documents:
+            raise ValueError("no document to plan for; expected at least one length")
+        if min(documents) < 1:
+            raise ValueError(f"a document of {min(documents)} inputs; expected at least 1")
+        names = sorted(range(len(documents)), key=lambda d: -documents[d])
+        return cls(np.array([documents[d] for d in names], dtype=np.int64), tuple(names), documents)
+
+    def named(self, loads: Loads) -> Loads:
+        """``loads`` with the caller's numbers for documents."""
+        names = np.array(self.names)
+        return dataclasses.replace(
+            loads,
+            document=np.where(loads.document >= 0, names[loads.document], -1),
+            lengths=np.array(self.documents, dtype=np.float64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan as arrays.
+
+    counts[letter]   [stages, chunks] layers with that recompute choice; the rest is kept
+    kinds, chunks    [stages, ops] the orders: 0 F, 1 B (I where split), 2 W
+    """
+
+    chunking: Chunking
+    counts: Mapping[str, np.ndarray]
+    kinds: np.ndarray
+    chunks: np.ndarray
+    split: bool = False
+    pipelines: int = 1
+    note: str = ""
+
+
+def finish(
+    planner: str, batch: Batch, draft: Draft, cost: Cost, options: Options, began: float
+) -> Planned:
+    """The plan of ``draft``, checked and played.
+
+    began   time.perf_counter() when planning began; reported, and nothing else
+    """
+    plan = Plan(
+        documents=batch.documents,
+        layers=cost.layers,
+        chunks=draft.chunking.ir_chunks(batch.names),
+        recompute=_recompute(draft.counts, cost.layers, draft.chunking.count),
+        orders=_orders(draft),
+    )
+    check(plan)
+    loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
+    played = play(plan, cost.table_of(loads, with_kept(cost, draft.counts, loads.chunks)))
+    peaks = tuple(int(peak) for peak in played.peak_bytes)
+    seconds = float(played.seconds)
+    predicted = Prediction(seconds, tuple(peak / GIB for peak in peaks), planner)
+    return Planned(
+        planner=planner,
+        plan=dataclasses.replace(plan, predicted=predicted),
+        seconds=seconds,
+        lower_bound_seconds=lower_bound_seconds(batch.lengths, cost),
+        bubble_ratio=played.bubble_ratio,
+        recompute_ratio=played.recompute_ratio,
+        comm_ratio=played.comm_ratio,
+        peak_bytes=peaks,
+        chunks=draft.chunking.count,
+        pipelines=draft.pipelines,
+        fits=all(p <= b for p, b in zip(peaks, cost.budget_bytes, strict=True)),
+        plan_seconds=time.perf_counter() - began,
+        levers=tuple(sorted(options.levers)),
+        note=draft.note,
+    )
+
+
+def _orders(draft: Draft) -> tuple[tuple[Op, ...], ...]:
+    kinds = _KINDS[draft.split]
+    ops = [[Op(kind, c) for c in range(draft.chunking.count)] for kind in kinds]
+    return tuple(
+        tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True))
+        for row in zip(draft.kinds.tolist(), draft.chunks.tolist(), strict=True)
+    )
+
+
+def _recompute(
+    counts: Mapping[str, np.ndarray], layers: Sequence[int], chunks: int
+) -> tuple[tuple[str, ...], ...]:
+    """Letters per layer: those of ``counts`` first, in its order; then what is kept."""
+    rows = []
+    for stage, count in enumerate(layers):
+        per_letter = [(letter, grid[stage].tolist()) for letter, grid in counts.items()]
+        row = []
+        for chunk in range(chunks):
+            choice = "".join(
+                letter * int(numbers[chunk]) for letter, numbers in per_letter if letter != KEEP
+            )
+            row.append(choice + KEEP * (count - len(choice)))
+        rows.append(tuple(row))
+    return tuple(rows)

@@ -1,0 +1,75 @@
+"""What a planner may do, and how hard it may look."""
+
+import difflib
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+# Every lever of `epp`, with what it does where it is on. None of them belongs to another planner.
+LEVERS = MappingProxyType(
+    {
+        "chunks": "choose the number of chunks by exact simulation, not by the proxy of eq. 13",
+        "bins": "pack by longest processing time into a free number of bins, not by Alg. 1",
+        "window": "one pipeline whose window shrinks with the split counts, no barriers",
+        "wsplit": "split backward into I and W; the W fill bubbles",
+        "trim": "give back recompute, stage by stage and chunk by chunk, where memory has slack",
+        "selective": "recompute named modules of a layer, not only whole layers",
+        "exact": "charge K/V and their gradients only to what needs them",
+        "uneven": "move layers between stages where the user left that open (simulation only)",
+        "search": "a bounded local search over chunks, recompute and order",
+    }
+)
+SIMULATION_ONLY = frozenset({"wsplit", "selective", "uneven"})
+ALL = frozenset(LEVERS)
+TRAINING = ALL - SIMULATION_ONLY
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a planner is told besides lengths and costs. No clock, no seed.
+
+    context    the most inputs of a document; also what `packing` packs to. 0: the longest given
+    levers     names of LEVERS that `epp` may use
+    effort     how much work the search may do, in proportion; 0 takes the first good plan
+    multiple   executors pad the tokens of a chunk to a multiple of this; costs count the padding
+    """
+
+    context: int = 0
+    levers: frozenset[str] = field(default=TRAINING)
+    effort: int = 4
+    multiple: int = 1
+
+    def __post_init__(self):
+        for name in ("context", "effort"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} {getattr(self, name)}: expected at least 0")
+        if self.multiple < 1:
+            raise ValueError(f"multiple {self.multiple}: expected at least 1")
+        for lever in sorted(self.levers - ALL):
+            raise ValueError(_unknown(lever))
+
+
+def parse_levers(text: str, default: frozenset[str] = TRAINING) -> frozenset[str]:
+    """The levers that ``text`` names: default, all, none, or names; ``-name`` takes one away.
+
+    ``all,-wsplit`` is everything but the split of the backward.
+    """
+    sets = {"default": default, "all": ALL, "none": frozenset[str]()}
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ValueError("no lever named; expected default, all, none or names joined by commas")
+    chosen: set[str] = set()
+    if words[0].startswith("-"):
+        chosen |= default
+    for word in words:
+        name = word.removeprefix("-")
+        named = sets.get(name, frozenset({name}))
+        if not named <= ALL:
+            raise ValueError(_unknown(name))
+        chosen = chosen - named if word.startswith("-") else chosen | named
+    return frozenset(chosen)
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, LEVERS, n=2)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown lever {name!r}{hint} Known: {', '.join(LEVERS)}, all, default, none"

@@ -1,0 +1,38 @@
+"""Whole documents packed to the context, 1F1B, uniform recompute just enough to fit.
+
+What a trainer does that packs without letting documents see each other: the plainest baseline,
+and the fallback where another planner failed.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.buckets import first_fit
+from megatron_epp.planner.chunking import assemble
+from megatron_epp.planner.finish import Batch, finish
+from megatron_epp.planner.memory import require_fit
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.result import Planned
+from megatron_epp.planner.slicing import cut_at
+from megatron_epp.planner.uniform import uniform_draft
+from megatron_epp.planner.windows import constant
+from megatron_epp.planner.work import rates_of
+
+
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+    """First fit by falling length into chunks of the context; the window of plain 1F1B."""
+    began = time.perf_counter()
+    batch = Batch.of(lengths)
+    require_fit(cost, batch.documents)
+    longest = int(batch.lengths[0])
+    context = max(options.context, longest)
+    whole = cut_at(batch.lengths, np.array([0, longest]))
+    bucket, buckets = first_fit(whole, context)
+    chunking = assemble(whole, bucket, buckets, rates_of(cost))
+    draft = uniform_draft(
+        batch, chunking, constant(chunking.sizes, cost.stages), cost, options, f"context {context}"
+    )
+    return finish("packing", batch, draft, cost, options, began)

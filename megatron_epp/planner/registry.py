@@ -1,0 +1,42 @@
+"""The planners by name."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner import epp, packing
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.result import Planned, PlannedGroups
+
+PlanFunction = Callable[[Sequence[int], Cost, Options], Planned]
+
+# Planners whose plans a pipeline can run: plan(lengths, cost, options) for one replica.
+PIPELINES: Mapping[str, PlanFunction] = {
+    "epp": epp.plan,
+    "packing": packing.plan,
+}
+# Methods without a pipeline, for comparison.
+GROUPS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedGroups]] = {}
+PLANNERS: Mapping[str, Callable[[Sequence[int], Cost, Options], Planned | PlannedGroups]] = {
+    **PIPELINES,
+    **GROUPS,
+}
+
+
+def planner_of(name: str) -> PlanFunction:
+    """The planner called ``name``; a ValueError with the near matches where there is none, or
+    where it makes no pipeline plan."""
+    if name in PIPELINES:
+        return PIPELINES[name]
+    if name in GROUPS:
+        raise ValueError(
+            f"planner {name!r} makes no pipeline plan, so nothing can run it; "
+            f"expected one of {', '.join(PIPELINES)}"
+        )
+    raise ValueError(unknown_planner(name, PIPELINES))
+
+
+def unknown_planner(name: str, known: Mapping[str, object]) -> str:
+    near = difflib.get_close_matches(name, known, n=2)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown planner {name!r}{hint} Known: {', '.join(known)}"

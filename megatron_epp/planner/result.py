@@ -1,0 +1,98 @@
+"""What a planner hands back: a plan with its promise, or what a method without a pipeline takes."""
+
+from dataclasses import dataclass
+
+from megatron_epp.ir import Plan, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One replica's plan, checked and played.
+
+    lower_bound_seconds   no plan for these lengths on this cost is faster
+    gap                   (seconds - lower bound) / seconds
+    *_ratio               of stages x seconds: idle; recomputing; exposed communication
+    peak_bytes            per stage, everything on the device
+    chunks, pipelines     how many; a pipeline ends where all stages have drained
+    plan_seconds          wall time of planning, for reports alone: it influences nothing
+    levers                those that the planner was allowed to use
+    note                  how the planner came to it: the chosen slice count, bins, order
+    """
+
+    planner: str
+    plan: Plan
+    seconds: float
+    lower_bound_seconds: float
+    bubble_ratio: float
+    recompute_ratio: float
+    comm_ratio: float
+    peak_bytes: tuple[int, ...]
+    chunks: int
+    pipelines: int
+    fits: bool
+    plan_seconds: float
+    levers: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMicroBatch:
+    """Device groups that work side by side: degrees[g] devices hold documents[g]."""
+
+    degrees: tuple[int, ...]
+    documents: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]  # of every group
+
+    @property
+    def makespan_seconds(self) -> float:
+        return max(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroups:
+    """What a method without a pipeline would do: micro-batches of device groups, one after another.
+
+    Fields as in :class:`Planned`; ``plan`` is None since there is no pipeline to run, peak_bytes
+    holds one number for every group of every micro-batch, bubble_ratio is the groups' waiting.
+    """
+
+    planner: str
+    batches: tuple[GroupMicroBatch, ...]
+    seconds: float
+    lower_bound_seconds: float
+    bubble_ratio: float
+    recompute_ratio: float
+    comm_ratio: float
+    peak_bytes: tuple[int, ...]
+    fits: bool
+    plan_seconds: float
+    levers: tuple[str, ...] = ()
+    note: str = ""
+    plan: None = None
+    pipelines: int = 0
+
+    @property
+    def chunks(self) -> int:
+        return sum(len(batch.degrees) for batch in self.batches)
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The whole job's iteration: the dealing with a plan per replica, and how each was found."""
+
+    step: Step
+    planned: tuple[Planned, ...]
+    plan_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The slowest replica's."""
+        return max(planned.seconds for planned in self.planned)

@@ -1,0 +1,151 @@
+"""Cutting documents into slices of equal time.
+
+A slice late in its document attends to more, so slices of equal time get shorter in tokens.
+Documents are handled sorted, longest first: what a planner finds cannot depend on their order.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds of a chunk on an average stage, forward and backward together.
+
+    time = token_seconds * tokens + pair_seconds * pairs + chunk_seconds
+    """
+
+    token_seconds: float
+    pair_seconds: float
+    chunk_seconds: float
+
+    def seconds(self, tokens, pairs):
+        """Without the constant of a chunk; numbers or arrays."""
+        return self.token_seconds * tokens + self.pair_seconds * pairs
+
+    def document_seconds(self, lengths: np.ndarray) -> np.ndarray:
+        """Of whole documents, each attending to itself."""
+        lengths = lengths.astype(np.float64)
+        return self.seconds(lengths, lengths * (lengths + 1) / 2)
+
+    def reach(self, seconds: np.ndarray) -> np.ndarray:
+        """Tokens of a document that are done after ``seconds``: the inverse of document_seconds."""
+        half = self.pair_seconds / 2
+        linear = self.token_seconds + half
+        # Stable where pair_seconds is nearly nothing: 2c / (b + sqrt(b^2 + 4ac)).
+        return 2 * seconds / (linear + np.sqrt(linear * linear + 4 * half * seconds))
+
+
+def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> np.ndarray:
+    """Where a document of ``length`` is cut into ``slices`` of equal time: slices + 1 points.
+
+    Inner points are multiples of ``multiple``, so that padding is paid once per document. Where a
+    document is too short for so many slices it gets fewer.
+    """
+    total = rates.document_seconds(np.asarray([length]))[0]
+    inner = rates.reach(total * np.arange(1, slices) / slices)
+    inner = np.rint(inner / multiple).astype(np.int64) * multiple
+    inner = np.unique(inner[(inner > 0) & (inner < length)])
+    return np.concatenate(([0], inner, [length])).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Spans of documents as arrays, one entry a span: its document, start and stop."""
+
+    document: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.stop - self.start
+
+    @property
+    def pairs(self) -> np.ndarray:
+        """As ir.Span.pairs."""
+        return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Documents cut into slices, the pieces sorted by what becomes of them.
+
+    slices   all slices of cut documents but the last of each, in order: chunks of their own
+    tails    the last slice of every cut document
+    shorts   documents that stay whole, longest first
+    """
+
+    slices: Spans
+    tails: Spans
+    shorts: Spans
+
+
+def cut_at(lengths: np.ndarray, points: np.ndarray) -> Cuts:
+    """Alg. 1, line 2: every document longer than the first slice is cut at the same ``points``.
+
+    lengths   sorted, longest first; points: 0, then rising, the last at least the longest length
+    """
+    return _cuts(lengths, [points[points < length] for length in lengths[lengths > points[1]]])
+
+
+def cut_each(
+    lengths: np.ndarray, target_seconds: float, rates: Rates, most_tokens: int, multiple: int = 1
+) -> Cuts:
+    """Every document that takes longer than about ``target_seconds`` in slices equal in time.
+
+    Each document has its own points: as many slices as bring the slice nearest to the target, and
+    no slice of more than ``most_tokens``.
+    """
+    seconds = rates.document_seconds(lengths)
+    inner = []
+    for length, taken in zip(lengths, seconds, strict=True):
+        slices = max(1, round(taken / target_seconds))
+        if slices == 1 and length <= most_tokens:
+            break  # the rest is shorter
+        points = equal_points(length, slices, rates, multiple)
+        while np.diff(points).max() > most_tokens and slices < length:
+            slices += 1
+            points = equal_points(length, slices, rates, multiple)
+        if len(points) == 2:
+            break
+        inner.append(points[:-1])
+    return _cuts(lengths, inner)
+
+
+def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
+    """``starts[d]``: where the slices of the d-th longest document begin."""
+    counts = np.array([len(points) for points in starts], dtype=np.int64)
+    document = np.repeat(np.arange(len(starts)), counts)
+    start = np.concatenate(starts) if starts else np.zeros(0, dtype=np.int64)
+    stop = np.empty_like(start)
+    stop[:-1] = start[1:]
+    last = np.cumsum(counts) - 1
+    stop[last] = lengths[: len(starts)]
+    is_last = np.zeros(len(start), dtype=bool)
+    is_last[last] = True
+    whole = np.arange(len(starts), len(lengths))
+    return Cuts(
+        Spans(document[~is_last], start[~is_last], stop[~is_last]),
+        Spans(document[is_last], start[is_last], stop[is_last]),
+        Spans(whole, np.zeros_like(whole), lengths[whole]),
+    )
+
+
+# Finer chunks than this many per stage shorten the ramps by less than 4% of the iteration, and
+# real kernels lose more than that on them than a constant per chunk tells.
+MOST_CHUNKS_PER_STAGE = 24
+
+
+def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
+    """How many equal chunks take least: constants grow with their number, ramps shrink with it.
+
+    n chunks cost n * chunk_seconds and (stages - 1) * total_seconds / n.
+    """
+    most = float(MOST_CHUNKS_PER_STAGE * stages)
+    least = max(1, stages - 1) * total_seconds / most**2
+    return float(np.sqrt(max(1, stages - 1) * total_seconds / max(rates.chunk_seconds, least)))

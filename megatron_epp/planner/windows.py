@@ -1,0 +1,54 @@
+"""How many forwards a stage runs before each of its backwards: 1F1B's window law.
+
+On a stage with d stages behind it, backward k follows k + d + N forwards, N being the chunks of
+the longest document of the pipeline (InfiniPipe eq. 7). The k-th backward is the (k + d)-th slot
+of the last stage, so one row for the last stage tells all.
+"""
+
+import numpy as np
+
+
+def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
+    """One pipeline, one window: [stages, chunks] forwards before each backward.
+
+    sizes   chunks of every group, in order
+    """
+    count = int(sizes.sum())
+    return _staged(np.arange(count) + int(sizes.max()), count, stages)
+
+
+def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
+    """Several pipelines one after another, each with its own window; ``cuts`` are group numbers
+    at which a new pipeline begins."""
+    rows, before = [], 0
+    for part in np.split(sizes, cuts):
+        rows.append(constant(part, stages) + before)
+        before += int(part.sum())
+    return np.concatenate(rows, axis=1)
+
+
+def shrinking(sizes: np.ndarray, stages: int) -> np.ndarray:
+    """One pipeline whose window is that of the longest document still to come.
+
+    Where documents come longest first, the window falls to 1 as the split documents run out, and
+    memory with it; no barrier is needed.
+    """
+    count = int(sizes.sum())
+    to_come = np.repeat(np.maximum.accumulate(sizes[::-1])[::-1], sizes)
+    last = np.maximum.accumulate(np.arange(count) + to_come)
+    return _staged(last, count, stages)
+
+
+def whole_groups(sizes: np.ndarray, stages: int) -> np.ndarray:
+    """The least that dependencies ask for: a group's forwards before its first backward."""
+    ends = np.repeat(np.cumsum(sizes), sizes)
+    return np.repeat(ends[None], stages, axis=0)
+
+
+def _staged(last: np.ndarray, count: int, stages: int) -> np.ndarray:
+    """``last``: the last stage's row."""
+    rows = np.full((stages, count), count, dtype=np.int64)
+    for stage in range(stages):
+        behind = stages - 1 - stage
+        rows[stage, : max(0, count - behind)] = np.minimum(last[behind:], count)
+    return rows
