@@ -1,0 +1,250 @@
+"""A profile from measurements: op by op, by regression, with what it missed.
+
+    seconds of F     ~ layers * (tokens, pairs, 1) . layer   + first * (tokens, 1) . first
+                                                             + last  * (tokens, 1) . last
+    seconds of B, I  ~ the same                              + count(letter) * (tokens, pairs, 1)
+    held bytes       ~ count(letter) * (whole tokens, cut tokens) + first * (...) + last * (...)
+
+What was not measured keeps the template's figure; I and W, where only B was measured, their
+template's share of B.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_epp.cost.profile import LETTERS, Bytes, Profile, Provenance, Seconds
+from megatron_epp.cost.regression import Quality, fit
+from megatron_epp.ir import BACKWARDS, KEEP, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement on one stage: ``value`` seconds, or bytes, of an op on a chunk.
+
+    choice   the stage's recompute letters, one a layer
+    first    whether it is the pipeline's first stage, ``last`` whether its last
+    """
+
+    choice: str
+    first: bool
+    last: bool
+    tokens: int
+    pairs: int
+    cut_tokens: int
+    value: float
+
+    def __post_init__(self):
+        if not set(self.choice) <= set(LETTERS):
+            raise ValueError(f"recompute choice {self.choice!r}: expected of {' '.join(LETTERS)}")
+        if self.tokens < 1 or not 0 <= self.cut_tokens <= self.tokens:
+            raise ValueError(f"{self.tokens} tokens, {self.cut_tokens} of a cut document")
+
+    @property
+    def layers(self) -> int:
+        return len(self.choice)
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A profile, and by what was fitted how well it predicts rows that it has not seen."""
+
+    profile: Profile
+    quality: Mapping[str, Quality]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{what}: {quality}" for what, quality in self.quality.items())
+
+
+def fit_profile(
+    template: Profile,
+    provenance: Provenance,
+    *,
+    tp: int = 1,
+    cp: int = 1,
+    seconds: Mapping[Kind, Sequence[Sample]],
+    held_bytes: Sequence[Sample] = (),
+    workspace_bytes: Mapping[Kind, Sequence[Sample]] | None = None,
+    link_seconds: Sequence[tuple[int, float]] = (),
+) -> Fitted:
+    """``template`` with everything replaced that the samples speak of.
+
+    seconds           of ops: B and I with the recompute that their choice asks for
+    held_bytes        from F to B, K and V of cut documents apart
+    workspace_bytes   at an op's peak beyond what is held
+    link_seconds      (tokens, seconds) of messages between stages
+
+    The samples are of one device under ``tp`` and ``cp``; the communication that they contain
+    becomes part of the layer's seconds.
+    """
+    fields: dict = {"provenance": provenance, "tp": tp, "cp": cp}
+    quality: dict[str, Quality] = {}
+    if tp * cp > 1:
+        fields["all_to_all_bytes_per_token"] = fields["tensor_bytes_per_token"] = 0.0
+    fields |= _fit_seconds(template, seconds, quality)
+    if held_bytes:
+        fields |= _fit_held(template, held_bytes, quality)
+    if workspace_bytes:
+        fields |= _fit_workspace(template, workspace_bytes, quality)
+    if link_seconds:
+        result = fit([(tokens, 1.0) for tokens, _ in link_seconds], [s for _, s in link_seconds])
+        fields["link_seconds_per_token"], fields["link_latency_seconds"] = result.coefficients
+        quality["link seconds"] = result.quality
+    return Fitted(dataclasses.replace(template, **fields), quality)
+
+
+def _fit_seconds(
+    template: Profile, samples: Mapping[Kind, Sequence[Sample]], quality: dict[str, Quality]
+) -> dict:
+    layer, first, last = (
+        dict(grid)
+        for grid in (template.layer_seconds, template.first_seconds, template.last_seconds)
+    )
+    recompute = dict(template.recompute_seconds)
+    learnt: dict[str, int] = {}  # by letter, how many samples the present figure rests on
+    for kind, rows in samples.items():
+        if not rows:
+            continue
+        letters = tuple(
+            letter
+            for letter in LETTERS
+            if letter != KEEP and kind in BACKWARDS and any(letter in row.choice for row in rows)
+        )
+        result = fit([_seconds_row(row, letters) for row in rows], [row.value for row in rows])
+        quality[f"seconds of {kind.value}"] = result.quality
+        numbers = iter(result.coefficients)
+        layer[kind] = Seconds(next(numbers), next(numbers), next(numbers))
+        ends = [(first, any(row.first for row in rows)), (last, any(row.last for row in rows))]
+        for grid, seen in ends:
+            end = Seconds(per_token=next(numbers), per_chunk=next(numbers))
+            if seen:
+                grid[kind] = end
+        for letter in letters:
+            again = Seconds(next(numbers), next(numbers), next(numbers))
+            count = sum(letter in row.choice for row in rows)
+            if count > learnt.get(letter, 0):
+                recompute[letter], learnt[letter] = again, count
+    if samples.get(Kind.BACKWARD):
+        for kind in (Kind.INPUT, Kind.WEIGHT):
+            if not samples.get(kind):
+                for grid, old in (
+                    (layer, template.layer_seconds),
+                    (first, template.first_seconds),
+                    (last, template.last_seconds),
+                ):
+                    grid[kind] = _share(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD])
+    return {
+        "layer_seconds": layer,
+        "first_seconds": first,
+        "last_seconds": last,
+        "recompute_seconds": recompute,
+    }
+
+
+def _seconds_row(sample: Sample, letters: Sequence[str]) -> list[float]:
+    load = (sample.tokens, sample.pairs, 1)
+    row = [float(sample.layers * feature) for feature in load]
+    for end in (sample.first, sample.last):
+        row += [float(end * sample.tokens), float(end)]
+    for letter in letters:
+        row += [float(sample.choice.count(letter) * feature) for feature in load]
+    return row
+
+
+def _share(whole: Seconds, part_before: Seconds, whole_before: Seconds) -> Seconds:
+    """``whole`` in the proportion of ``part_before`` to ``whole_before``, figure by figure."""
+
+    def share(name: str) -> float:
+        before = getattr(whole_before, name)
+        return getattr(whole, name) * (getattr(part_before, name) / before if before else 0.5)
+
+    return Seconds(*(share(field.name) for field in dataclasses.fields(Seconds)))
+
+
+def _pair(sample: Sample) -> tuple[float, float]:
+    return float(sample.tokens - sample.cut_tokens), float(sample.cut_tokens)
+
+
+def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Quality]) -> dict:
+    letters = tuple(letter for letter in LETTERS if any(letter in row.choice for row in samples))
+    rows = []
+    for sample in samples:
+        row = [
+            sample.choice.count(letter) * tokens for letter in letters for tokens in _pair(sample)
+        ]
+        for end in (sample.first, sample.last):
+            row += [end * tokens for tokens in _pair(sample)]
+        rows.append(row)
+    result = fit(rows, [sample.value for sample in samples])
+    quality["held bytes"] = result.quality
+    numbers = iter(result.coefficients)
+    saved = dict(template.saved_bytes)
+    for letter in letters:
+        saved[letter] = _seen(
+            Bytes(next(numbers), next(numbers)),
+            [row for row in samples if letter in row.choice],
+            saved[letter],
+        )
+    first = Bytes(next(numbers), next(numbers))
+    last = Bytes(next(numbers), next(numbers))
+    return {
+        "saved_bytes": saved,
+        "first_bytes": _seen(first, [row for row in samples if row.first], template.first_bytes),
+        "last_bytes": _seen(last, [row for row in samples if row.last], template.last_bytes),
+    }
+
+
+def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
+    """``fitted``, but ``before``'s figure for tokens of a sort that no row holds."""
+    whole = any(row.tokens > row.cut_tokens for row in rows)
+    cut = any(row.cut_tokens for row in rows)
+    return Bytes(
+        fitted.per_token if whole else before.per_token,
+        fitted.per_cut_token if cut else before.per_cut_token,
+    )
+
+
+def _fit_workspace(
+    template: Profile, samples: Mapping[Kind, Sequence[Sample]], quality: dict[str, Quality]
+) -> dict:
+    """Of any stage, of the last one besides, and of the one layer that lives again.
+
+    A chunk may mix letters, but one layer lives at a time: the largest counts. Samples whose
+    letters are mixed are left out, as which of them was largest is what is asked.
+    """
+    workspace = dict(template.workspace_bytes)
+    last = dict(template.last_workspace_bytes)
+    again = dict(template.recompute_workspace_bytes)
+    learnt: dict[str, int] = {}
+    for kind, all_rows in samples.items():
+        rows = [row for row in all_rows if len(set(row.choice) - {KEEP}) <= 1]
+        if not rows:
+            continue
+        letters = tuple(
+            letter
+            for letter in LETTERS
+            if letter != KEEP and kind in BACKWARDS and any(letter in row.choice for row in rows)
+        )
+        features = []
+        for row in rows:
+            feature = [*_pair(row), *(row.last * tokens for tokens in _pair(row))]
+            for letter in letters:
+                feature += [(letter in row.choice) * tokens for tokens in _pair(row)]
+            features.append(feature)
+        result = fit(features, [row.value for row in rows])
+        quality[f"workspace bytes of {kind.value}"] = result.quality
+        numbers = iter(result.coefficients)
+        workspace[kind] = _seen(Bytes(next(numbers), next(numbers)), rows, workspace[kind])
+        end = Bytes(next(numbers), next(numbers))
+        last[kind] = _seen(end, [row for row in rows if row.last], last[kind])
+        for letter in letters:
+            figure = Bytes(next(numbers), next(numbers))
+            with_letter = [row for row in rows if letter in row.choice]
+            if len(with_letter) > learnt.get(letter, 0):
+                again[letter] = _seen(figure, with_letter, again[letter])
+                learnt[letter] = len(with_letter)
+    return {
+        "workspace_bytes": workspace,
+        "last_workspace_bytes": last,
+        "recompute_workspace_bytes": again,
+    }

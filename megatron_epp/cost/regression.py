@@ -1,0 +1,118 @@
+"""Non-negative linear regression by relative error, with its quality on rows it has not seen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ROUNDS = 6  # of reweighting, towards the least sum of absolute relative errors
+HOLD_OUT = 4  # every fourth row judges
+_SMALLEST_RESIDUAL = 1e-3  # below 0.1% all rows weigh alike
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Relative errors |predicted / measured - 1| on ``judged`` rows that a fit had not seen.
+
+    Where there were too few rows to spare some, judged is 0 and the errors are those of the fit.
+    """
+
+    rows: int
+    judged: int
+    median: float
+    p90: float
+    worst: float
+
+    def __str__(self) -> str:
+        on = f"{self.judged} held-out of {self.rows}" if self.judged else f"all {self.rows}"
+        return (
+            f"error median {self.median:.1%}, p90 {self.p90:.1%}, worst {self.worst:.1%} "
+            f"on {on} rows"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """coefficients[n], each at least 0; 0 where column n is all zeros."""
+
+    coefficients: tuple[float, ...]
+    quality: Quality
+
+
+def fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> Fit:
+    """Coefficients with features @ coefficients ~ measured: [rows, n], [rows].
+
+    Errors count relative to what was measured, since a short op matters as much as a long one;
+    rows far off count less (a busy machine makes outliers). The coefficients come from all rows,
+    the quality from a fit without every fourth.
+    """
+    rows_RN = np.asarray(features, np.float64)
+    values_R = np.asarray(measured, np.float64)
+    if rows_RN.ndim != 2 or not len(rows_RN) or len(rows_RN) != len(values_R):
+        raise ValueError(f"{len(values_R)} measurements of {len(rows_RN)} rows: expected as many")
+    if not (np.isfinite(rows_RN).all() and np.isfinite(values_R).all() and (values_R > 0).all()):
+        raise ValueError("measurements: expected finite numbers above 0")
+    coefficients = _robust(rows_RN, values_R)
+    seen = np.arange(len(values_R)) % HOLD_OUT != HOLD_OUT - 1
+    columns = int((rows_RN != 0).any(axis=0).sum())
+    if seen.sum() > columns and not seen.all():
+        unseen_R = ~seen
+        judge = _robust(rows_RN[seen], values_R[seen])
+        errors = np.abs(rows_RN[unseen_R] @ judge / values_R[unseen_R] - 1)
+        judged = int(unseen_R.sum())
+    else:
+        errors = np.abs(rows_RN @ coefficients / values_R - 1)
+        judged = 0
+    quality = Quality(
+        len(values_R),
+        judged,
+        float(np.median(errors)),
+        float(np.quantile(errors, 0.9)),
+        float(errors.max()),
+    )
+    return Fit(tuple(map(float, coefficients)), quality)
+
+
+def _robust(rows_RN: np.ndarray, values_R: np.ndarray) -> np.ndarray:
+    relative_RN = rows_RN / values_R[:, None]
+    scale_N = np.linalg.norm(relative_RN, axis=0)
+    used = scale_N > 0
+    scaled_RN = relative_RN[:, used] / scale_N[used]
+    weight_R = np.ones(len(values_R))
+    solution = np.zeros(used.sum())
+    for _ in range(ROUNDS):
+        root_R = np.sqrt(weight_R)
+        solution = nnls(scaled_RN * root_R[:, None], root_R)
+        weight_R = 1 / np.maximum(np.abs(scaled_RN @ solution - 1), _SMALLEST_RESIDUAL)
+    coefficients = np.zeros(rows_RN.shape[1])
+    coefficients[used] = solution / scale_N[used]
+    return coefficients
+
+
+def nnls(matrix_RN: np.ndarray, target_R: np.ndarray) -> np.ndarray:
+    """x >= 0 with the least |matrix @ x - target|, by Lawson and Hanson's active sets."""
+    columns = matrix_RN.shape[1]
+    solution = np.zeros(columns)
+    passive = np.zeros(columns, bool)
+    tolerance = 1e-12 * max(1.0, float(np.abs(matrix_RN.T @ target_R).max(initial=0.0)))
+    for _ in range(3 * columns + 10):
+        gradient = matrix_RN.T @ (target_R - matrix_RN @ solution)
+        gradient[passive] = -np.inf
+        if not columns or gradient.max() <= tolerance:
+            break
+        passive[gradient.argmax()] = True
+        while passive.any():
+            trial = np.zeros(columns)
+            trial[passive] = np.linalg.lstsq(matrix_RN[:, passive], target_R, rcond=None)[0]
+            if trial[passive].min() > 0:
+                solution = trial
+                break
+            # Walk towards the trial until the first coefficient reaches 0, and leave it there.
+            leaving = passive & (trial <= 0)
+            step = (solution[leaving] / (solution[leaving] - trial[leaving])).min()
+            solution = solution + step * (trial - solution)
+            passive &= solution > tolerance
+            solution[~passive] = 0.0
+        else:
+            solution = np.zeros(columns)
+    return solution
