@@ -11,9 +11,10 @@ memory of each stage against its budget, on the same time axis
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_epp.ir import COMPUTE, Kind, Op, Timed
+from megatron_epp.ir import COMPUTE, Kind, Timed
 from megatron_epp.show import colours
 from megatron_epp.show.colours import FAMILIES, Palette, palette
+from megatron_epp.show.reasons import op_of
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_width
 from megatron_epp.show.timeline import Timeline, chunk_names, recomputed_share
 from megatron_epp.show.units import GIB, bytes_text, share_text, tokens_text
@@ -22,7 +23,8 @@ from megatron_epp.show.units import GIB, bytes_text, share_text, tokens_text
 _NARROWEST, _WIDEST, _PER_OP = 1400.0, 3200.0, 12.0
 _LEFT, _RIGHT = 92.0, 132.0
 _TITLE, _TEXT, _SMALL = 17.0, 12.0, 10.5
-_ROW_GAP = 4.0
+_ROW_GAP = 5.0
+_CRITICAL = 2.5
 _ACCENT = 3.0
 
 
@@ -124,12 +126,12 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
     for record in timeline.records:
         y = top + record.stage * (row + _ROW_GAP)
         yield from _bar(timeline, axis, paints, names, record, y, row)
-    # Above all bars, so that no neighbour covers a border.
+    # Under the bars, not around them: bars of a few pixels would be all border.
     for record in timeline.records:
         if (record.stage, record.op) in critical:
-            y = top + record.stage * (row + _ROW_GAP)
+            y = top + record.stage * (row + _ROW_GAP) + row
             x, right = axis.x(record.start), axis.x(record.stop)
-            yield Rect(x, y, right - x, row, "", colours.CRITICAL, 1.4)
+            yield Rect(x, y + 0.5, max(right - x, 0.5), _CRITICAL, colours.CRITICAL)
 
 
 def _bar(
@@ -141,8 +143,7 @@ def _bar(
     y: float,
     row: float,
 ) -> Iterator[Shape]:
-    op = record.op
-    assert isinstance(op, Op)  # transfers are kept apart by timeline()
+    op = op_of(record)
     x, right = axis.x(record.start), axis.x(record.stop)
     width = right - x
     # A hair of background between neighbours, where there is room for it.
@@ -206,7 +207,7 @@ def _legend(timelines: list[Timeline], width: float, y: float) -> list[Shape]:
         shapes.append(Label(x + 21, y + 9.5, text, _SMALL, colours.INK))
         x += 38 + text_width(text, _SMALL)
     if any(timeline.critical for timeline in timelines):
-        shapes.append(Rect(x, y, 16, 11, "", colours.CRITICAL, 1.4))
+        shapes.append(Rect(x, y + 4, 16, _CRITICAL, colours.CRITICAL))
         shapes.append(Label(x + 21, y + 9.5, "critical path", _SMALL, colours.INK))
     return shapes
 

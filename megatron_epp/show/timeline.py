@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_epp.ir import KEEP, Op, Plan, PlanError, Timed, Transfer, check, slices_of
+from megatron_epp.show.reasons import FINISHED, LATE, critical_path, op_of, wait_text, waited_for
 from megatron_epp.show.units import seconds_text, ticks, time_ticks
+from megatron_epp.sim.play import Played, Wait
 
 # Idle shorter than this share of the iteration is no bubble worth a name: clocks jitter.
 _SHORTEST_BUBBLE = 1e-4
@@ -89,7 +91,7 @@ def timeline(
     title: str = "",
     *,
     bubbles: Sequence[Bubble] | None = None,
-    critical: Sequence[tuple[int, Op]] = (),
+    critical: Sequence[tuple[int, Op]] | None = None,
     curves: Sequence[Sequence[tuple[float, float]]] | None = None,
     resident_bytes: Sequence[float] = (),
     budget_bytes: Sequence[float] = (),
@@ -97,7 +99,8 @@ def timeline(
 ) -> Timeline:
     """A picture's content from the records of one run of ``plan``, simulated or measured.
 
-    bubbles     with their reasons; left out, they are found in the records, without reasons
+    bubbles     with their reasons; left out, they are read from the records
+    critical    left out, it is read from the records
     curves      left out, they are built from the records' peaks (:func:`memory_curve`)
     PlanError   where a record names a stage or an op that the plan does not have
     """
@@ -139,24 +142,51 @@ def timeline(
         tuple(record for record in ordered if isinstance(record.op, Transfer)),
         seconds,
         tuple(idle(plan, ops, seconds) if bubbles is None else bubbles),
-        tuple(critical),
+        tuple(critical_path(plan, ops) if critical is None else critical),
         tuple(tuple(curve) for curve in curves),
         tuple(budget_bytes),
         unit,
     )
 
 
+def timeline_of(
+    played: Played, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
+) -> Timeline:
+    """A picture's content from what the simulator played."""
+    bubbles = []
+    for bubble in played.bubbles:
+        reason = FINISHED
+        if isinstance(bubble, Wait):
+            reason = f"waits for {bubble.awaited} of stage {bubble.source} ({bubble.why})"
+        bubbles.append(Bubble(bubble.stage, bubble.start, bubble.stop, reason))
+    return timeline(
+        played.plan,
+        played.records,
+        title,
+        bubbles=bubbles,
+        critical=[(step.stage, step.op) for step in played.critical_path],
+        curves=[played.memory_curve(stage) for stage in range(played.plan.stages)]
+        if any(played.peak_bytes)
+        else (),
+        budget_bytes=budget_bytes,
+        unit=unit,
+    )
+
+
 def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
-    """The times in which a stage ran no op."""
+    """The times in which a stage ran no op, with what it waited for as far as records tell."""
+    waits = waited_for(plan, records)
     bubbles = []
     for stage in range(plan.stages):
         reached = 0.0
         for record in (r for r in records if r.stage == stage):
             if record.start - reached > _SHORTEST_BUBBLE * seconds:
-                bubbles.append(Bubble(stage, reached, record.start))
+                wait = waits.get((stage, op_of(record)))
+                reason = wait_text(*wait, idle_since=reached) if wait else LATE
+                bubbles.append(Bubble(stage, reached, record.start, reason))
             reached = max(reached, record.stop)
         if seconds - reached > _SHORTEST_BUBBLE * seconds:
-            bubbles.append(Bubble(stage, reached, seconds, "the stage has finished"))
+            bubbles.append(Bubble(stage, reached, seconds, FINISHED))
     return bubbles
 
 

@@ -1,0 +1,122 @@
+"""A page of its own that shows a run in a browser: zoom, pan, hover, search, tables; no network.
+
+Time line and memory of every stage, what every chunk holds and what backward recomputes, the
+critical path, and why each bubble is there. Two runs of one plan stand above each other.
+"""
+
+import html
+import json
+from importlib import resources
+from string import Template
+from typing import Any
+
+from megatron_epp.ir import BACKWARDS, COMPUTE, PlanError, Relation, rules_of, slices_of
+from megatron_epp.ir.recompute import format_recompute
+from megatron_epp.show import colours
+from megatron_epp.show.colours import FAMILIES, palette
+from megatron_epp.show.reasons import op_of
+from megatron_epp.show.timeline import Timeline, chunk_names, recomputed_share
+from megatron_epp.show.units import tokens_text
+
+
+def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
+    """HTML text; further timelines are other runs of the same plan, such as the measured one."""
+    runs = (timeline, *others)
+    if any(run.plan.orders != timeline.plan.orders for run in others):
+        raise PlanError("these are runs of different plans; expected runs of one plan")
+    heading = title or timeline.title or "plan"
+    parts = {name: _part(f"page.{name}") for name in ("html", "css", "js")}
+    data = json.dumps(_data(runs, heading), separators=(",", ":"))
+    return Template(parts["html"]).substitute(
+        title=html.escape(heading),
+        style=parts["css"],
+        script=parts["js"],
+        data=data.replace("<", "\\u003c"),  # no text of ours may close the script element
+    )
+
+
+def _part(name: str) -> str:
+    return resources.files("megatron_epp.show").joinpath(name).read_text(encoding="utf-8")
+
+
+def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
+    plan = runs[0].plan
+    names, paints, slices = chunk_names(plan), palette(plan), slices_of(plan)
+    rules = rules_of(plan)
+    used = {op_of(record).kind for run in runs for record in run.records}
+    return {
+        "title": title,
+        "unit": runs[0].unit,
+        "summary": f"{plan.stages} stages, {len(plan.chunks)} chunks, {len(plan.documents)} "
+        f"documents, {tokens_text(plan.tokens)} tokens",
+        "legend": [
+            *((FAMILIES[kind].plain, FAMILIES[kind].name) for kind in COMPUTE if kind in used),
+            (colours.RECOMPUTE, "recompute (share of layers)"),
+            (colours.ACCENTS[0], "slices of one document"),
+            (colours.IDLE, "idle"),
+            (colours.CRITICAL, "critical path"),
+        ],
+        "kinds": [
+            {
+                "letter": kind.value,
+                "name": FAMILIES[kind].name,
+                "recomputes": kind in BACKWARDS,
+                "needs": [
+                    ["".join(k.value for k in need.kinds), need.stage, need.chunk.name, need.why]
+                    for need in (rules[kind].needs if kind in rules else ())
+                ],
+            }
+            for kind in COMPUTE
+        ],
+        "stages": [{"layers": layers} for layers in plan.layers],
+        "chunks": [
+            {
+                "name": names[number],
+                "spans": str(chunk),
+                "tokens": chunk.tokens,
+                "pairs": chunk.pairs,
+                "fill": [paints.fill(kind, number) for kind in COMPUTE],
+                "ink": paints.ink(number),
+                "accent": paints.accent[number],
+                "earlier": slices.related(number, Relation.EARLIER),
+                "later": slices.related(number, Relation.LATER),
+            }
+            for number, chunk in enumerate(plan.chunks)
+        ],
+        "recompute": [[format_recompute(c) for c in choices] for choices in plan.recompute],
+        "recomputed": [
+            [round(recomputed_share(plan, stage, c), 4) for c in range(len(plan.chunks))]
+            for stage in range(plan.stages)
+        ],
+        "runs": [_run(run) for run in runs],
+    }
+
+
+def _run(run: Timeline) -> dict[str, Any]:
+    return {
+        "title": run.title or "run",
+        "seconds": run.seconds,
+        "bubble_ratio": run.bubble_ratio,
+        "idle": [1 - busy / run.seconds if run.seconds else 0.0 for busy in run.busy],
+        "peaks": list(run.peak_bytes),
+        "budget": list(run.budget_bytes),
+        "records": [
+            [
+                record.stage,
+                COMPUTE.index(op_of(record).kind),
+                op_of(record).chunk,
+                _short(record.start),
+                _short(record.stop),
+                record.peak_bytes,
+            ]
+            for record in run.records
+        ],
+        "bubbles": [[b.stage, _short(b.start), _short(b.stop), b.reason] for b in run.bubbles],
+        "critical": [[stage, str(op)] for stage, op in run.critical],
+        "curves": [[[_short(at), round(held)] for at, held in curve] for curve in run.curves],
+    }
+
+
+def _short(seconds: float) -> float:
+    """Ten digits: a page of thousands of ops need not carry seventeen."""
+    return float(f"{seconds:.10g}")
