@@ -116,6 +116,13 @@ def test_imports_keep_the_floors() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+def test_every_folder_is_a_package() -> None:
+    """A folder without __init__.py works from a checkout and is missing from the wheel."""
+    folders = {file.parent for file in ROOT.rglob("*.py")}
+    assert {ROOT / floor for floor in FLOORS} <= folders
+    assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [

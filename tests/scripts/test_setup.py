@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -154,6 +155,28 @@ def test_the_environment_of_these_tests_is_the_pinned_one() -> None:
 
     for pin in re.findall(r"^([\w\-]+)==([\w.]+)", requirements(), re.M):
         assert (pin[0], version(pin[0])) == pin
+
+
+def test_missing_gpus_are_counted(tmp_path: Path) -> None:
+    """The last lines say how many tests a host without a GPU leaves out."""
+    marked = tmp_path / "test_marked.py"
+    marked.write_text(
+        "import pytest\n"
+        "@pytest.mark.gpu\ndef test_a(): pass\n"
+        "@pytest.mark.gpu\ndef test_b(): pass\n"
+        "def test_c(): pass\n"
+        "def test_d(): pytest.skip('for another reason')\n"
+    )
+    config = ["-c", ROOT / "pyproject.toml", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *config, marked],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert "2 tests skipped for lack of a GPU" in done.stdout
+    assert "1 passed, 3 skipped" in done.stdout
 
 
 @pytest.mark.parametrize("script", ["scripts/setup_env.sh", "scripts/test.sh", "scripts/check.sh"])
