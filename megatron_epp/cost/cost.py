@@ -254,15 +254,17 @@ class Cost:
 
     def table(self, plan: Plan) -> Table:
         """Seconds and bytes of every op of ``plan``, as the simulator wants them."""
-        return self.table_of(
-            loads_of(plan.chunks, plan.documents, slices_of(plan)), letter_counts(plan)
-        )
+        loads = loads_of(plan.chunks, plan.documents, slices_of(plan))
+        return self.table_of(loads, letter_counts(plan), plan.forward_only)
 
-    def table_of(self, loads: Loads, counts: Mapping[str, np.ndarray]) -> Table:
+    def table_of(
+        self, loads: Loads, counts: Mapping[str, np.ndarray], forward_only: bool = False
+    ) -> Table:
         """As :meth:`table`, for planners: counts[letter][stage, chunk] layers have that choice.
 
         The I of a chunk turns activations into weight inputs layer by layer, so that it never
-        holds both: what they have in common is taken off its workspace.
+        holds both: what they have in common is taken off its workspace. A plan of forwards only
+        keeps nothing: one layer's activations at a time, and the ends' while they run.
         """
         recompute = np.zeros((self.stages, loads.chunks))
         again = np.zeros((self.stages, loads.chunks))
@@ -279,6 +281,9 @@ class Cost:
         for kind in BACKWARDS:
             workspace[kind] = workspace[kind] + again
         workspace[Kind.INPUT] = workspace[Kind.INPUT] - np.minimum(activations, weight_inputs)
+        if forward_only:
+            passing = self.end_bytes(loads) + self.saved_bytes(KEEP, loads)
+            workspace[Kind.FORWARD] = workspace[Kind.FORWARD] + np.ceil(passing)
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
         return Table(
             seconds={kind: self.seconds(kind, loads) for kind in COMPUTE},

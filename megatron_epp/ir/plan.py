@@ -30,7 +30,9 @@ from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_rec
 from megatron_epp.ir.span import NUMBER
 
 _NUMBER = re.compile(NUMBER)
-_DECIMAL = re.compile(r"[0-9]{1,15}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
+# As Python prints floats: 16 digits before the point, 20 behind it (0.00012345678901234567).
+_DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
+MOST_LAYERS = 9999  # of a stage: four digits in a recompute choice
 _PLANNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
 
@@ -82,6 +84,8 @@ class Plan:
             raise PlanError("a plan needs at least one document, one stage and one chunk")
         if min(self.documents) < 1:
             raise PlanError(f"a document of {min(self.documents)} inputs; expected at least 1")
+        if not all(0 <= layers <= MOST_LAYERS for layers in self.layers):
+            raise PlanError(f"{max(self.layers)} layers on a stage; expected at most {MOST_LAYERS}")
         if not 0 <= self.replica < self.replicas:
             raise PlanError(f"replica {self.replica} of {self.replicas}: expected one of them")
         if not len(self.layers) == len(self.recompute) == len(self.orders):
@@ -189,6 +193,8 @@ class _Reader:
         replica, replicas = self.replica()
         documents = self.numbers("documents")
         layers = self.numbers("layers")
+        if max(layers) > MOST_LAYERS:  # before a choice of that many letters is made
+            self.fail(f"expected at most {MOST_LAYERS} layers on a stage", self.at - 1)
         chunks = tuple(self.indexed("chunk", Chunk.parse))
         recompute = tuple(self.indexed("recompute", lambda w: tuple(map(parse_recompute, w))))
         orders = tuple(self.indexed("stage", lambda words: tuple(map(Op.parse, words))))

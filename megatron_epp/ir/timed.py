@@ -13,6 +13,11 @@ from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.op import Kind, Message, Op, Payload, Transfer
 from megatron_epp.ir.span import NUMBER
 
+# STAGE, SECONDS as Python prints floats, PEAK_BYTES: what int() and float() take besides (nan,
+# signs, underscores) no record prints.
+_STAGE = re.compile(NUMBER)
+_SECONDS = re.compile(r"-?[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
+_BYTES = re.compile(r"-?[0-9]{1,18}")
 _TRANSFER = re.compile(rf"(SEND|RECV):([FB])({NUMBER})([<>])({NUMBER})")
 
 
@@ -42,6 +47,14 @@ class Timed:
         words = line.split()
         try:
             stage, op, start, stop, peak_bytes = words
+            for pattern, word in (
+                (_STAGE, stage),
+                (_SECONDS, start),
+                (_SECONDS, stop),
+                (_BYTES, peak_bytes),
+            ):
+                if pattern.fullmatch(word) is None:
+                    raise ValueError(word)
             return cls(
                 int(stage), _parse_op(op, int(stage)), float(start), float(stop), int(peak_bytes)
             )
