@@ -87,7 +87,8 @@ class Job:
             recorder=self.recorder,
             device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU,
         )
-        speak_when_terminated(waiting, dist.get_rank())
+        if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
+            speak_when_terminated(waiting, dist.get_rank())
         return models
 
     def choose_schedule(self, original: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -41,13 +42,34 @@ class PlannedSteps:
         return Step.parse(share(text, error, self.groups.control))
 
     def _plan(self, lengths: Sequence[int], forward_only: bool) -> Step:
-        from megatron_epp.planner.deal import plan_step
-
-        planner = "evaluation" if forward_only else self.planner
-        return plan_step(lengths, self.cost, self.options, planner, self.groups.replicas).step
+        return make_step(
+            lengths, self.cost, self.options, self.planner, self.groups.replicas, forward_only
+        )
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
         """Planned when asked for."""
+
+
+def make_step(
+    lengths: Sequence[int],
+    cost: Cost,
+    options: Any,
+    planner: str,
+    replicas: int,
+    forward_only: bool,
+) -> Step:
+    """The step that ``planner`` makes, or for ``forward_only`` one of forwards alone."""
+    # Imported where plans are made, on rank 0: solver and compiler take seconds to load.
+    from megatron_epp.planner import deal, evaluation_plan, plan_step
+
+    if not forward_only:
+        return plan_step(lengths, cost, options, planner, replicas).step
+    deals = deal(lengths, cost, replicas)
+    plans = (evaluation_plan([lengths[d] for d in held], cost, options) for held in deals)
+    return Step(
+        deals,
+        tuple(replace(plan, replica=r, replicas=replicas) for r, plan in enumerate(plans)),
+    )
 
 
 def make_planning(
@@ -55,13 +77,9 @@ def make_planning(
 ) -> FixedSteps | PlannedSteps:
     if config.epp_plan is not None:
         return FixedSteps(config.epp_plan)
-    from megatron_epp.planner import PLANNERS
-    from megatron_epp.planner.options import Options, parse_levers
+    from megatron_epp.planner import Options, parse_levers, planner_of
 
-    if config.epp_planner not in PLANNERS:
-        raise ValueError(
-            f"--epp-planner {config.epp_planner}: unknown; expected one of {', '.join(PLANNERS)}"
-        )
+    planner_of(config.epp_planner)  # refuses what no pipeline can run
     options = Options(
         context=args.seq_length,
         levers=parse_levers(config.epp_levers),
