@@ -1,10 +1,10 @@
 """Whether a plan computes everything once, in an order in which no stage waits forever."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
 
 from megatron_epp.ir.errors import Deadlock, PlanError
-from megatron_epp.ir.op import BACKWARDS, Kind, Op
+from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Op
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.rules import EVALUATION, TRAINING, Need, Rule
 from megatron_epp.ir.slices import Slices, slices_of
@@ -32,18 +32,52 @@ def check(plan: Plan) -> None:
 
 
 def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
-    counts = Counter(order)
-    for op, count in counts.items():
-        if count > 1:
+    letters = {kind: kind.value for kind in COMPUTE}
+    found = [""] * len(plan.chunks)  # the letters of every chunk's ops, in order
+    for op in order:
+        letter = letters[op.kind]
+        if letter in found[op.chunk]:
+            count = order.count(op)
             raise PlanError(f"stage {stage}: {op} stands {count} times; expected once")
-    for chunk in range(len(plan.chunks)):
-        kinds = "".join(k for k in "FBIW" if Op(Kind(k), chunk) in counts)
-        expected = ("F",) if plan.forward_only else ("FB", "FIW")
-        if kinds not in expected:
+        found[op.chunk] += letter
+    expected = ("F",) if plan.forward_only else ("FB", "FIW")
+    wanted = {"".join(sorted(kinds)) for kinds in expected}
+    for chunk, kinds in enumerate(found):
+        if "".join(sorted(kinds)) not in wanted:
             raise PlanError(
-                f"stage {stage}: chunk {chunk} has ops {' '.join(kinds) or 'none'}; expected "
-                f"{' or '.join(' '.join(ops) for ops in expected)}"
+                f"stage {stage}: chunk {chunk} has ops {' '.join(sorted(kinds)) or 'none'}; "
+                f"expected {' or '.join(' '.join(ops) for ops in expected)}"
             )
+
+
+class _Needs:
+    """What every op needs, and what has been done: flags, as hashing an Op for each costs more."""
+
+    def __init__(self, plan: Plan, slices: Slices):
+        chunks = len(plan.chunks)
+        self.stages = plan.stages
+        self.rows: dict[Kind, list[tuple[Need, Sequence[int]]]] = {
+            kind: [
+                (need, [slices.related(chunk, need.chunk) for chunk in range(chunks)])
+                for need in rule.needs
+            ]
+            for kind, rule in rules_of(plan).items()
+        }
+        self.done = [{kind: bytearray(chunks) for kind in COMPUTE} for _ in plan.layers]
+
+    def lacking(self, stage: int, op: Op) -> tuple[Need, int, int] | None:
+        """The first unmet need of ``op`` with its stage and chunk, or None."""
+        for need, related in self.rows[op.kind]:
+            where, chunk = stage + need.stage, related[op.chunk]
+            if chunk < 0 or not 0 <= where < self.stages:
+                continue
+            done = self.done[where]
+            for kind in need.kinds:
+                if done[kind][chunk]:
+                    break
+            else:
+                return need, where, chunk
+        return None
 
 
 def walk(plan: Plan, slices: Slices) -> Iterator[tuple[int, Op]]:
@@ -51,44 +85,33 @@ def walk(plan: Plan, slices: Slices) -> Iterator[tuple[int, Op]]:
 
     Raises where none exists: ``stage 0 at B0: lacks B1 of stage 0``.
     """
-    rules = rules_of(plan)
+    needs = _Needs(plan, slices)
     at = [0] * plan.stages
-    done: list[set[Op]] = [set() for _ in range(plan.stages)]
     pending = sum(map(len, plan.orders))
     while pending:
         before = pending
         for stage, order in enumerate(plan.orders):
             while at[stage] < len(order):
                 op = order[at[stage]]
-                if _lacking(plan, slices, rules, done, stage, op) is not None:
+                if needs.lacking(stage, op) is not None:
                     break
-                done[stage].add(op)
+                needs.done[stage][op.kind][op.chunk] = 1
                 at[stage] += 1
                 pending -= 1
                 yield stage, op
         if pending == before:
-            _stuck(plan, slices, rules, done, at)
+            _stuck(plan, needs, at)
 
 
-def _lacking(plan, slices, rules, done, stage: int, op: Op) -> tuple[Need, int, int] | None:
-    """The first unmet need of ``op`` with its stage and chunk, or None."""
-    for need in rules[op.kind].needs:
-        where = stage + need.stage
-        chunk = slices.related(op.chunk, need.chunk)
-        if not 0 <= where < plan.stages or chunk < 0:
-            continue
-        if not any(Op(kind, chunk) in done[where] for kind in need.kinds):
-            return need, where, chunk
-    return None
-
-
-def _stuck(plan, slices, rules, done, at):
+def _stuck(plan: Plan, needs: _Needs, at: list[int]) -> NoReturn:
     waits = []
     for stage, order in enumerate(plan.orders):
         if at[stage] == len(order):
             continue
         op = order[at[stage]]
-        need, where, chunk = _lacking(plan, slices, rules, done, stage, op)
+        lacking = needs.lacking(stage, op)
+        assert lacking is not None  # or the stage would have gone on
+        need, where, chunk = lacking
         planned = [k for k in need.kinds if Op(k, chunk) in plan.orders[where]] or need.kinds
         line = f"stage {stage} at {op}: lacks {planned[0].value}{chunk} of stage {where}"
         if where == stage:  # no other stage can mend that: a wrong order, not a deadlock

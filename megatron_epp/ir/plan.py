@@ -20,8 +20,9 @@ default to 0 of 1, keep everything, and nothing predicted. Lines stand in this o
 import hashlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
@@ -98,10 +99,10 @@ class Plan:
                 raise PlanError(
                     f"recompute {stage}: {len(choices)} choices for {len(self.chunks)} chunks"
                 )
-            for chunk, choice in enumerate(choices):
+            for number, choice in enumerate(choices):
                 if len(choice) != layers or not set(choice) <= set(LETTERS):
                     raise PlanError(
-                        f"recompute {stage}, chunk {chunk}: {format_recompute(choice)} speaks of "
+                        f"recompute {stage}, chunk {number}: {format_recompute(choice)} speaks of "
                         f"{len(choice)} layers; stage {stage} has {layers}"
                     )
         for chunk_index, chunk in enumerate(self.chunks):
@@ -205,7 +206,7 @@ class _Reader:
             recompute = tuple((KEEP * count,) * len(chunks) for count in layers)
         return Plan(documents, layers, chunks, recompute, orders, replica, replicas, predicted)
 
-    def fail(self, what: str, at: int | None = None):
+    def fail(self, what: str, at: int | None = None) -> NoReturn:
         at = self.at if at is None else at
         if at >= len(self.lines):
             raise PlanError(f"plan ends too early: {what}")
@@ -221,7 +222,7 @@ class _Reader:
             return self.lines[self.at - 1][1][1:]
         return None
 
-    def expect(self, words: list[str]):
+    def expect(self, words: list[str]) -> None:
         if self.at >= len(self.lines) or self.lines[self.at][1] != words:
             self.fail(f"expected {' '.join(words)!r}")
         self.at += 1
@@ -242,10 +243,11 @@ class _Reader:
     def numbers(self, key: str) -> tuple[int, ...]:
         words = self.words(key)
         if not words:
-            self.fail(f"expected '{key}' and whole numbers", None if words is None else self.at - 1)
+            here = self.at if words is None else self.at - 1
+            self.fail(f"expected '{key}' and whole numbers", here)
         return tuple(map(self.number, words))
 
-    def indexed(self, key: str, parse) -> Iterator:
+    def indexed[T](self, key: str, parse: Callable[[list[str]], T]) -> Iterator[T]:
         index = 0
         while (words := self.words(key)) is not None:
             if not words or words[0] != f"{index}:":

@@ -88,7 +88,7 @@ class Step:
             return cls((tuple(range(len(plans[0].documents))),), tuple(plans))
         if not head or head[0] != "step v1":
             raise PlanError("expected the line 'step v1' before the plans of several replicas")
-        deals = []
+        deals: list[tuple[int, ...]] = []
         for line in head[1:]:
             match = _DEAL.fullmatch(line)
             if match is None or int(match[1]) != len(deals):
