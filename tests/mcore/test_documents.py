@@ -437,6 +437,20 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, dtype: type) -> None:
         train(configure([prefix], vocabulary_size=99), None)
 
 
+@pytest.mark.parametrize("wrong", range(7))
+def test_the_scan_is_exact_where_it_covers_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    from megatron_epp.mcore import corpus_files
+
+    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 8)  # four blocks of two tokens, the last short
+    tokens = [10] * 7
+    tokens[wrong] = 99
+    prefix = write_corpus(tmp_path / "a", [tokens])
+    with pytest.raises(ValueError, match="holds token 99"):
+        check_corpora(configure([prefix], vocabulary_size=99), [1, 0, 0])
+
+
 def test_tokens_that_the_scan_missed_are_refused_when_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
