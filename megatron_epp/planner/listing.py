@@ -26,7 +26,8 @@ class Policy:
     held_seconds      a W goes first where this much W work already waits on the stage
     patience          a W starts only if it ends at most this share of itself after the next
                       awaited input
-    A strict order has least = first = most.
+    A strict order has least = first = most; without a split nothing is left to choose then, so
+    memory is measured and does not hold an op back.
     """
 
     least: np.ndarray
@@ -52,7 +53,8 @@ class Listed:
 
 def list_schedule(work: Work, policy: Policy) -> Listed:
     """The orders that ``policy`` leads to, and what playing them takes."""
-    seconds, peaks, over, kinds, chunks, start, stop = _schedule(
+    fixed = policy.least is policy.most and not policy.split
+    seconds, peaks, kinds, chunks, start, stop = _schedule(
         work.forward_seconds,
         work.input_seconds if policy.split else work.backward_seconds,
         work.weight_seconds,
@@ -62,7 +64,7 @@ def list_schedule(work: Work, policy: Policy) -> Listed:
         work.link_backward_seconds,
         work.link_latency_seconds,
         work.split_bytes if policy.split else work.whole_bytes,
-        work.budget_bytes,
+        np.full(work.stages, np.inf) if fixed else work.budget_bytes,
         policy.least,
         policy.first,
         policy.most,
@@ -70,6 +72,7 @@ def list_schedule(work: Work, policy: Policy) -> Listed:
         policy.held_seconds,
         policy.patience,
     )
+    over = max(0.0, float((peaks - work.budget_bytes).max()))
     return Listed(seconds, peaks, over, kinds, chunks, start, stop)
 
 
@@ -130,7 +133,6 @@ def _schedule(
     wake = np.zeros(stages)
     held = np.zeros(stages)
     peak = np.zeros(stages)
-    over = 0.0
     arrival_f = np.full((stages, count), np.inf)
     arrival_b = np.full((stages, count), np.inf)
     own_b = np.full((stages, count), np.inf)  # when the stage's own forward was done
@@ -154,7 +156,7 @@ def _schedule(
                     forced = q
                     break
             if forced < 0:
-                return np.inf, peak, np.inf, kinds, chunks, start, stop
+                return np.inf, peak, kinds, chunks, start, stop
             s = forced
             now = max(free_at[s], arrival_f[s, forwards[s]])
         f, k = forwards[s], backs[s]
@@ -228,7 +230,6 @@ def _schedule(
         held[s] += moves[chosen, 0, s, c]
         if held[s] > peak[s]:
             peak[s] = held[s]
-            over = max(over, held[s] - budget[s])
         held[s] -= moves[chosen, 1, s, c]
         ran[s] += 1
         left -= 1
@@ -245,8 +246,9 @@ def _schedule(
                     wake[s + 1] = min(wake[s + 1], max(free_at[s + 1], sent + latency))
         elif chosen == 1:
             backs[s] += 1
-            waiting_seconds[s] += weight_seconds[s, c]
-            waiting_bytes[s] += moves[2, 1, s, c] - moves[2, 0, s, c]
+            if split:
+                waiting_seconds[s] += weight_seconds[s, c]
+                waiting_bytes[s] += moves[2, 1, s, c] - moves[2, 0, s, c]
             if s > 0:
                 sent = max(done, link_b[s - 1]) + link_backward[s - 1, c]
                 link_b[s - 1] = sent
@@ -257,4 +259,4 @@ def _schedule(
             weights[s] += 1
             waiting_seconds[s] -= weight_seconds[s, c]
             waiting_bytes[s] -= moves[2, 1, s, c] - moves[2, 0, s, c]
-    return free_at.max(), peak, over, kinds, chunks, start, stop
+    return free_at.max(), peak, kinds, chunks, start, stop

@@ -32,7 +32,7 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     whole = cut_at(batch.lengths, np.array([0, longest]))
     bucket, buckets = first_fit(whole, context)
     chunking = assemble(whole, bucket, buckets, rates_of(cost))
-    draft = uniform_draft(
+    played = uniform_draft(
         batch, chunking, constant(chunking.sizes, cost.stages), cost, options, f"context {context}"
     )
-    return finish("packing", batch, draft, cost, options, began)
+    return finish("packing", batch, played.draft, cost, options, began)

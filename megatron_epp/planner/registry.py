@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import epp, packing
+from megatron_epp.planner import chunkflow, epp, infinipipe, packing, seq1f1b
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned, PlannedGroups
 
@@ -13,6 +13,9 @@ PlanFunction = Callable[[Sequence[int], Cost, Options], Planned]
 # Planners whose plans a pipeline can run: plan(lengths, cost, options) for one replica.
 PIPELINES: Mapping[str, PlanFunction] = {
     "epp": epp.plan,
+    "infinipipe": infinipipe.plan,
+    "seq1f1b": seq1f1b.plan,
+    "chunkflow": chunkflow.plan,
     "packing": packing.plan,
 }
 # Methods without a pipeline, for comparison.

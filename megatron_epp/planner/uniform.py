@@ -1,5 +1,8 @@
 """Static recompute: the same number of layers for every chunk and stage, just enough to fit."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
@@ -9,6 +12,25 @@ from megatron_epp.planner.finish import Batch, Draft
 from megatron_epp.planner.listing import Listed, Policy, list_schedule
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.work import Counts, loads_of, work_of
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A draft and what playing it takes; over_bytes: above the budget, 0 where it fits."""
+
+    seconds: float
+    over_bytes: float
+    draft: Draft
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Those that fit first, then the fastest."""
+        return self.over_bytes, self.seconds
+
+
+def fastest(drafts: Iterable[Played]) -> Draft:
+    """The first of the best."""
+    return min(drafts, key=lambda played: played.rank).draft
 
 
 def strict(least: np.ndarray) -> Policy:
@@ -23,8 +45,7 @@ def uniform_draft(
     cost: Cost,
     options: Options,
     note: str = "",
-    pipelines: int = 1,
-) -> Draft:
+) -> Played:
     """The strict order ``least`` with the fewest recomputed layers that fit, alike on all stages.
 
     Where nothing fits, everything is recomputed, and the plan says that it does not fit.
@@ -48,4 +69,5 @@ def uniform_draft(
                 high = middle
         counts, listed = play(low)
     said = f"{note}, recompute {low} layers" if low else note
-    return Draft(chunking, counts, listed.kinds, listed.chunks, pipelines=pipelines, note=said)
+    draft = Draft(chunking, counts, listed.kinds, listed.chunks, note=said)
+    return Played(listed.seconds, listed.over_bytes, draft)

@@ -1,0 +1,55 @@
+"""ChunkFlow: chunks of one size, and of a cut document only the last K chunks' activations kept.
+
+The other chunks of the document run forward again before their backward: recompute of all their
+layers, here with every layer's input kept. Size and K come from a small grid, as its authors
+search one, here by simulation and batch by batch: in hindsight, so the baseline is a strong one.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import FULL
+from megatron_epp.planner.chunking import Chunking
+from megatron_epp.planner.finish import Batch, Draft, finish
+from megatron_epp.planner.fixed_size import fixed_chunks, sizes
+from megatron_epp.planner.listing import list_schedule
+from megatron_epp.planner.memory import require_fit
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.result import Planned
+from megatron_epp.planner.uniform import Played, fastest, strict
+from megatron_epp.planner.windows import shrinking
+from megatron_epp.planner.work import Counts, loads_of, rates_of, work_of
+
+KEPT = (1, 2, 4, 8, 16)  # K
+
+
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+    """The fastest of a grid of chunk sizes and K."""
+    began = time.perf_counter()
+    batch = Batch.of(lengths)
+    require_fit(cost, batch.documents)
+    context = max(options.context, int(batch.lengths[0]))
+    drafts = []
+    for size in sizes(context, options.multiple):
+        chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
+        loads = loads_of(chunking, batch.lengths, options.multiple)
+        law = shrinking(chunking.sizes, cost.stages)
+        most = int(chunking.sizes.max())
+        for kept in sorted({min(kept, most) for kept in KEPT}):
+            counts = discarded(cost, chunking, kept)
+            listed = list_schedule(work_of(cost, chunking, loads, counts), strict(law))
+            note = f"size {size}, K {kept}"
+            draft = Draft(chunking, counts, listed.kinds, listed.chunks, note=note)
+            drafts.append(Played(listed.seconds, listed.over_bytes, draft))
+    return finish("chunkflow", batch, fastest(drafts), cost, options, began)
+
+
+def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
+    """Every layer of all but the last ``kept`` chunks of each group."""
+    last = np.repeat(chunking.starts[1:], chunking.sizes)
+    early = last - np.arange(chunking.count) > kept
+    grid = np.outer(np.array(cost.layers, dtype=np.float64), early)
+    return {FULL: grid} if early.any() else {}

@@ -1,0 +1,40 @@
+"""Memory of a chunk as InfiniPipe's eqs 5 to 10 charge it.
+
+Every chunk carries its own K/V gradients from its forward on if it is a split or hybrid chunk, for
+all its tokens. The ledger of the simulator is exact instead: see ir.rules and cost.Cost.
+"""
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import FULL, KEEP
+
+
+def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
+    """[2, 2, stages, chunks]: F makes and B frees I_p[k] of eq. 19. As Work.whole_bytes."""
+    profile = cost.profile
+    tokens = loads.tokens / cost.spread
+    carries = loads.document >= 0  # 1 - I_k as the prose has it
+    per_layer = (
+        profile.saved_bytes[KEEP].per_token + carries * profile.kv_bytes_per_token
+    ) * tokens
+    held = np.outer(cost.layers, per_layer)
+    held[0] += profile.first_bytes.per_token * tokens
+    held[-1] += profile.last_bytes.per_token * tokens
+    moves = np.zeros((2, 2, cost.stages, loads.chunks))
+    moves[0, 0] = moves[1, 1] = held
+    return moves
+
+
+def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
+    """[stages, chunks]: F[k], bytes that one checkpointed layer frees; K and V of a split chunk
+    stay, since later slices attend to them (eq. 9)."""
+    profile = cost.profile
+    carries = loads.document >= 0
+    per_token = (
+        profile.saved_bytes[KEEP].per_token
+        - profile.saved_bytes[FULL].per_token
+        - carries * profile.kv_bytes_per_token
+    )
+    return np.tile(np.maximum(per_token, 0.0) * loads.tokens / cost.spread, (cost.stages, 1))
