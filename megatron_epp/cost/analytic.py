@@ -96,6 +96,10 @@ def profile(
         first_bytes=Bytes(),
         last_bytes=logits if logits_held else Bytes(),
         kv_bytes_per_token=2.0 * ELEMENT_BYTES * model.kv_hidden,
+        # The papers charge K/V gradients like K and V; the executor adds them up in float32.
+        kv_gradient_bytes_per_token=2.0
+        * (ELEMENT_BYTES if published is not None else 4)
+        * model.kv_hidden,
         # A chunk's activations stay whole until its W: the linears' inputs, and gradients in
         # the place of what else was saved (32 of 34 bytes).
         weight_input_bytes=saved[KEEP],

@@ -3,12 +3,13 @@
     seconds[s, c] = seconds_per(kind)[s] . (tokens[c], pairs[c], 1)
 
 The sums are InfiniPipe's eqs 1 to 10 with these corrections: K, V and their gradients are charged
-to cut documents only, once for the whole document (the rule table says from when to when); logits
-live on the last stage; eq. 11's share of a recomputed layer is one layer's forward; a gather per
+to cut documents only, once for all that later slices attend to (the rule table says from when to
+when); a backward frees layer by layer while it makes gradients and recomputes; logits live on the
+last stage; eq. 11's share of a recomputed layer is one layer's forward; a gather per
 chunk costs time under ZeRO 3 only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +22,6 @@ from megatron_epp.cost.loads import Loads, loads_of
 from megatron_epp.cost.models import model
 from megatron_epp.cost.profile import Bytes, Profile, Seconds
 from megatron_epp.ir import (
-    BACKWARDS,
     COMPUTE,
     FULL,
     KEEP,
@@ -206,17 +206,21 @@ class Cost:
 
     def _bytes(self, per: Bytes, loads: Loads) -> np.ndarray:
         """[chunks] on one device."""
-        whole = loads.tokens - loads.cut_tokens
-        return (per.per_token * whole + per.per_cut_token * loads.cut_tokens) / self.spread
+        kept = loads.kept_tokens
+        return (per.per_token * (loads.tokens - kept) + per.per_cut_token * kept) / self.spread
 
     def saved_bytes(self, letter: str, loads: Loads) -> np.ndarray:
-        """[chunks]: what one layer holds from F to B, K and V of cut documents apart."""
+        """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""
         return self._bytes(self.profile.saved_bytes[letter], loads)
 
     def end_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: what the first and the last stage hold besides from F to B."""
-        held = np.zeros((self.stages, loads.chunks))
+        held = self._last_bytes(loads)
         held[0] += self._bytes(self.profile.first_bytes, loads)
+        return held
+
+    def _last_bytes(self, loads: Loads) -> np.ndarray:
+        held = np.zeros((self.stages, loads.chunks))
         held[-1] += self._bytes(self.profile.last_bytes, loads)
         return held
 
@@ -228,8 +232,13 @@ class Cost:
         return np.ceil(held)
 
     def kv_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, documents]: K and V of a document, should it be cut; its gradients as much."""
-        layer = self.profile.kv_bytes_per_token * loads.lengths / self.spread
+        """[stages, documents]: K and V of a cut document's context; 0 of whole documents."""
+        layer = self.profile.kv_bytes_per_token * loads.context_tokens / self.spread
+        return np.ceil(np.outer(self.layers, layer))
+
+    def kv_gradient_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, documents]: their gradients."""
+        layer = self.profile.kv_gradient_bytes_per_token * loads.context_tokens / self.spread
         return np.ceil(np.outer(self.layers, layer))
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
@@ -247,6 +256,28 @@ class Cost:
         """[chunks]: of the layer that lives again while its B or I runs."""
         return np.ceil(self._bytes(self.profile.recompute_workspace_bytes[letter], loads))
 
+    def backward_workspace_bytes(
+        self, loads: Loads, layers: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
+    ) -> np.ndarray:
+        """[stages, chunks]: peak of a B beyond all that its chunk holds from F to B, and beyond
+        the gradients of K and V that a last slice's B makes. At most 0 where no layer is
+        recomputed: what the last layer held is gone before the first makes its gradients.
+
+        ``layers`` come in the order of backward: grids [stages, chunks] of how many layers, of
+        bytes that each holds from F to B, and of bytes that live again while it is recomputed.
+        """
+        loose = (loads.document >= 0) & (loads.later < 0)
+        context_C = np.where(loose, loads.context_tokens[np.maximum(loads.document, 0)], 0.0)
+        gradient_C = self.profile.kv_gradient_bytes_per_token * context_C / self.spread
+        held = -self._last_bytes(loads)  # the output layer's backward comes first
+        peak = np.zeros_like(held)
+        for count, saved, again in layers:
+            shrinks = saved - gradient_C
+            most = again + np.maximum(held, held - (count - 1) * shrinks)
+            held = held - count * shrinks
+            peak = np.maximum(peak, np.where(count > 0, np.maximum(most, held), 0.0))
+        return np.ceil(peak - np.outer(self.layers, gradient_C))
+
     # --- plans -----------------------------------------------------------------------------------
 
     def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:
@@ -255,16 +286,52 @@ class Cost:
     def table(self, plan: Plan) -> Table:
         """Seconds and bytes of every op of ``plan``, as the simulator wants them."""
         loads = loads_of(plan.chunks, plan.documents, slices_of(plan))
-        return self.table_of(loads, letter_counts(plan), plan.forward_only)
+        layers = list(self._layers_backward(plan, loads))
+        return self._table(loads, letter_counts(plan), layers)
 
-    def table_of(
-        self, loads: Loads, counts: Mapping[str, np.ndarray], forward_only: bool = False
-    ) -> Table:
+    def table_of(self, loads: Loads, counts: Mapping[str, np.ndarray]) -> Table:
         """As :meth:`table`, for planners: counts[letter][stage, chunk] layers have that choice.
 
-        The I of a chunk turns activations into weight inputs layer by layer, so that it never
-        holds both: what they have in common is taken off its workspace. A plan of forwards only
-        keeps nothing: one layer's activations at a time, and the ends' while they run.
+        The layers of a stage are taken to stand in the order of ``counts``, kept ones last.
+        """
+        order = [letter for letter in counts if letter != KEEP]
+        order += [KEEP] if KEEP in counts else []
+        shape = (self.stages, loads.chunks)
+        layers = [
+            (
+                np.broadcast_to(counts[letter], shape),
+                np.broadcast_to(self.saved_bytes(letter, loads), shape),
+                np.broadcast_to(self._again_bytes(letter, loads), shape),
+            )
+            for letter in reversed(order)
+        ]
+        return self._table(loads, counts, layers)
+
+    def _again_bytes(self, letter: str, loads: Loads) -> np.ndarray:
+        if letter == KEEP:
+            return np.zeros(loads.chunks)
+        return self.recompute_workspace_bytes(letter, loads)
+
+    def _layers_backward(
+        self, plan: Plan, loads: Loads
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """One layer of every stage and chunk at a time, last layers first."""
+        letters = sorted({letter for stage in plan.recompute for c in stage for letter in c})
+        saved = np.stack([self.saved_bytes(letter, loads) for letter in letters])
+        again = np.stack([self._again_bytes(letter, loads) for letter in letters])
+        number = {letter: index for index, letter in enumerate(letters)}
+        chunk = np.arange(loads.chunks)
+        for behind in range(max(self.layers)):
+            which = np.zeros((self.stages, loads.chunks), np.int64)
+            for stage, choices in enumerate(plan.recompute):
+                if behind < self.layers[stage]:
+                    which[stage] = [number[choice[-1 - behind]] for choice in choices]
+            there = (behind < np.array(self.layers))[:, None] + np.zeros(loads.chunks)
+            yield there, saved[which, chunk], again[which, chunk]
+
+    def _table(self, loads: Loads, counts: Mapping[str, np.ndarray], layers: Sequence) -> Table:
+        """The I of a chunk turns activations into weight inputs layer by layer, so that it never
+        holds both: what they have in common is taken off its workspace.
         """
         recompute = np.zeros((self.stages, loads.chunks))
         again = np.zeros((self.stages, loads.chunks))
@@ -272,18 +339,12 @@ class Cost:
             if letter == KEEP:
                 continue
             recompute += count * self.recompute_seconds(letter, loads)
-            living = np.where(count > 0, self.recompute_workspace_bytes(letter, loads), 0.0)
-            again = np.maximum(again, living)
+            again = np.maximum(again, np.where(count > 0, self._again_bytes(letter, loads), 0.0))
         activations = self.activation_bytes(loads, counts)
         weight_inputs = self.weight_input_bytes(loads)
-        kv = self.kv_bytes(loads)
         workspace = {kind: self.workspace_bytes(kind, loads) for kind in COMPUTE}
-        for kind in BACKWARDS:
-            workspace[kind] = workspace[kind] + again
-        workspace[Kind.INPUT] = workspace[Kind.INPUT] - np.minimum(activations, weight_inputs)
-        if forward_only:
-            passing = self.end_bytes(loads) + self.saved_bytes(KEEP, loads)
-            workspace[Kind.FORWARD] = workspace[Kind.FORWARD] + np.ceil(passing)
+        workspace[Kind.BACKWARD] += self.backward_workspace_bytes(loads, layers)
+        workspace[Kind.INPUT] += again - np.minimum(activations, weight_inputs)
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
         return Table(
             seconds={kind: self.seconds(kind, loads) for kind in COMPUTE},
@@ -293,8 +354,8 @@ class Cost:
             link_latency_seconds=self.profile.link_latency_seconds,
             held_bytes={
                 Item.ACTIVATIONS: activations,
-                Item.KV: kv,
-                Item.KV_GRADIENTS: kv,
+                Item.KV: self.kv_bytes(loads),
+                Item.KV_GRADIENTS: self.kv_gradient_bytes(loads),
                 Item.WEIGHT_INPUTS: weight_inputs,
             },
             workspace_bytes=workspace,

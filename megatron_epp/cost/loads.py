@@ -31,6 +31,22 @@ class Loads:
     def chunks(self) -> int:
         return len(self.tokens)
 
+    @property
+    def kept_tokens(self) -> np.ndarray:
+        """[C] inputs whose K and V lie in their document's buffer and are not saved besides: of
+        lone slices but the last. What else is in the chunk is saved with the chunk."""
+        return np.where((self.later >= 0) & (self.tokens == self.cut_tokens), self.cut_tokens, 0.0)
+
+    @property
+    def context_tokens(self) -> np.ndarray:
+        """[D] inputs of a cut document that a later slice attends to: all but its last slice; 0
+        for a whole document."""
+        context = np.zeros(len(self.lengths))
+        last = (self.document >= 0) & (self.later < 0)
+        documents = self.document[last]
+        context[documents] = self.lengths[documents] - self.cut_tokens[last]
+        return context
+
 
 @dataclass(frozen=True, slots=True)
 class _Chunked:

@@ -51,9 +51,9 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Bytes of some tensors: ``per_token`` of a whole document, ``per_cut_token`` of a slice.
+    """Bytes of some tensors: ``per_token``, ``per_cut_token`` of a slice whose K and V are kept.
 
-    They differ because the K and V of a cut document lie in the document's own buffer.
+    They differ because the K and V that later slices attend to lie in the document's own buffer.
     """
 
     per_token: float = 0.0
@@ -63,7 +63,7 @@ class Bytes:
         _check_numbers(self)
 
     def __call__(self, tokens: float, cut_tokens: float) -> float:
-        """Of a chunk of ``tokens``, ``cut_tokens`` of which are a slice."""
+        """Of a chunk of ``tokens``, ``cut_tokens`` of which have their K and V kept."""
         return self.per_token * (tokens - cut_tokens) + self.per_cut_token * cut_tokens
 
 
@@ -123,7 +123,8 @@ class Profile:
     gather_seconds[kind]          of one layer and chunk under ZeRO 3: parameter gathers
     saved_bytes[letter]           one layer holds from F to B, K and V of cut documents apart
     first_bytes, last_bytes       besides, on the first and last stage, from F to B (logits)
-    kv_bytes_per_token            K and V of one layer of a cut document; its gradients as much
+    kv_bytes_per_token            K and V of one layer, of a cut document's context
+    kv_gradient_bytes_per_token   their gradients, which add up in float32
     weight_input_bytes            one layer holds from I to W
     workspace_bytes[kind]         while an op runs, on any stage, whatever its layers
     last_workspace_bytes[kind]    besides, on the last stage
@@ -152,6 +153,7 @@ class Profile:
     first_bytes: Bytes
     last_bytes: Bytes
     kv_bytes_per_token: float
+    kv_gradient_bytes_per_token: float
     weight_input_bytes: Bytes
     workspace_bytes: Mapping[Kind, Bytes]
     last_workspace_bytes: Mapping[Kind, Bytes]

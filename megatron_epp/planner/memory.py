@@ -13,21 +13,22 @@ _MANY = 1_000_000
 
 
 def _alone(cost: Cost, tokens: float, cut: bool) -> np.ndarray:
-    """[stages]: bytes beside residents where one chunk of ``tokens`` runs alone, all recomputed."""
+    """[stages]: bytes beside residents where one document runs alone, all recomputed: whole, or
+    cut so finely that all of it is context of its last slice."""
+    sizes = [tokens, 0.0] if cut else [tokens]
     loads = Loads(
-        tokens=np.array([tokens]),
-        pairs=np.array([0.0]),
-        cut_tokens=np.array([tokens if cut else 0.0]),
-        document=np.array([0 if cut else -1]),
-        earlier=np.array([-1]),
-        later=np.array([-1]),
+        tokens=np.array(sizes),
+        pairs=np.zeros(len(sizes)),
+        cut_tokens=np.array(sizes if cut else [0.0]),
+        document=np.array([0, 0] if cut else [-1]),
+        earlier=np.array([-1, 0] if cut else [-1]),
+        later=np.array([1, -1] if cut else [-1]),
         lengths=np.array([tokens]),
     )
-    layers = np.array(cost.layers, dtype=np.float64)[:, None]
-    held = moves(cost.table_of(loads, {FULL: layers}), loads, WHOLE)[..., 0]
-    forward = held[0, 0]
-    backward = forward - held[0, 1] + held[1, 0]
-    return np.maximum(forward, backward)
+    layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, len(sizes)))
+    made, freed = moves(cost.table_of(loads, {FULL: layers}), loads, WHOLE).swapaxes(0, 1)
+    forward, last = made[0].sum(axis=1), (made[0] - freed[0]).sum(axis=1)
+    return np.maximum(forward, last + made[1][:, -1])
 
 
 def most_tokens(cost: Cost) -> int:
