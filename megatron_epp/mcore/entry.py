@@ -1,56 +1,53 @@
-"""Megatron's ``pretrain`` from the command line: its own schedule and data path, or, with --epp,
-ours.
+"""Megatron's ``pretrain`` from the command line, with its own schedule and data or with ours.
 
 The wheel of megatron-core holds the trainer but not the script that calls it. This is that script's
 work: read the flags, build the configuration, hand over data, forward step and loss (stock.py),
 train. Without ``--epp`` it computes the same numbers as Megatron-LM's own script, bit for bit
 (scripts/compare_upstream.py).
 
-A user's mistake ends every rank with status 2 and prints one line on one rank. It is told from a
-bug by where it was raised: anything refused while flags are read, and afterwards a ValueError that
-comes out of this package.
+A user's mistake ends every rank with status 2 and one line (ending.py). Whatever Megatron raises
+while it reads the flags counts as one.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import linecache
-import logging
 import os
-import sys
 import time
 import traceback
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import NoReturn
 
-from megatron_epp.mcore import host, seams
-
-logger = logging.getLogger(__name__)
-
-BAD_INPUT = 2
+from megatron_epp.mcore import ending, host, seams
 
 
 def main(program_start: float | None = None) -> None:
-    """Train as the command line says. ``program_start``: seconds since the epoch when the program
-    started.
+    """Train as the command line says; a user's mistake ends the process with status 2.
+
+    ``program_start``: seconds since the epoch when the program started.
     """
-    started = time.time() if program_start is None else program_start
     try:
-        train(started)
+        train(time.time() if program_start is None else program_start)
     except Exception as error:
-        if not is_users_mistake(error):
+        if not ending.is_users_mistake(error):
             raise
-        logger.debug("where the refusal came from", exc_info=True)
-        stop_with(str(error))
+        ending.refuse(error)
+    ending.finish()
 
 
 def train(program_start: float) -> None:
-    """Read the command line and train. ValueError: the command line, or what it names, cannot be
-    used.
+    """Read the command line and train.
+
+    ValueError: the command line, or a file that it names, cannot be used.
     """
+    if _rank() != 0:
+        # One rank's word is enough, as Megatron-LM's script has it.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
     host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     seams.check_seams()
@@ -71,13 +68,14 @@ def train(program_start: float) -> None:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     with refusals_as_value_errors():
         model = gpt_config_from_args(args)
-        configuration = pretrain_cfg_container_from_args(args, model)
     forward_step, datasets = stock.forward_step, stock.datasets
     if getattr(args, "epp", False):
         from megatron_epp.mcore import elastic
 
         seams.install(seams.EPP_SEAMS)
         forward_step, datasets = elastic.setup(args, model)
+    with refusals_as_value_errors():
+        configuration = pretrain_cfg_container_from_args(args, model)
     pretrain(
         configuration,
         datasets,
@@ -176,58 +174,6 @@ def _reason(error: BaseException) -> str:
     return (
         f"Megatron refuses the flags at {os.path.basename(frame.filename)}:{frame.lineno}: {source}"
     )
-
-
-# ------------------------------------------------------------------ mistakes
-
-
-def is_users_mistake(error: Exception) -> bool:
-    """Whether ``error`` is about what the user gave, and not a bug: a ValueError raised by this
-    package's code.
-    """
-    if not isinstance(error, ValueError) and not type(error).__module__.startswith("megatron_epp."):
-        return False
-    innermost = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        innermost = frame
-    return innermost is not None and str(innermost.f_globals.get("__name__", "")).startswith(
-        "megatron_epp"
-    )
-
-
-def stop_with(message: str) -> NoReturn:
-    """End this rank with status 2; of all ranks that end so, one prints the line, rank 0 if it is
-    among them.
-    """
-    if _may_speak():
-        print(f"megatron_epp: error: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    sys.exit(BAD_INPUT)
-
-
-def _may_speak(patience: timedelta = timedelta(seconds=2)) -> bool:
-    """Whether this rank prints: rank 0 always, another only if rank 0 stays silent and it is the
-    first.
-
-    Before the process group exists every rank reads the same flags and rank 0 speaks. Afterwards
-    the group's store, which needs no other rank's cooperation, tells who has spoken.
-    """
-    rank = _rank()
-    torch_distributed = sys.modules.get("torch.distributed")
-    if torch_distributed is None or not torch_distributed.is_initialized():
-        return rank == 0
-    store = torch_distributed.distributed_c10d._get_default_store()
-    if rank == 0:
-        store.set("megatron_epp/spoken", "rank 0")
-        return True
-    try:
-        store.wait(["megatron_epp/spoken"], patience)
-    except Exception:  # the wait ran out, or the store went with rank 0
-        try:
-            return store.add("megatron_epp/speakers", 1) == 1
-        except Exception:
-            return False
-    return False
 
 
 def _rank() -> int:

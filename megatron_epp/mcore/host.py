@@ -121,19 +121,28 @@ def cpu_defaults() -> dict[str, Any]:
     They are defaults: a user need not type them. ``refuse_gpu_flags`` names the flag that
     contradicts one.
     """
-    return {
-        "distributed_backend": "gloo",
-        "transformer_impl": "local",
-        "no_persist_layer_norm": True,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_gelu_fusion": False,
-        "bias_swiglu_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        # A worker process per loader costs more than it saves with toy batches on two cores.
-        "num_workers": 0,
-    }
+    return {destination: value for destination, (value, _) in _CPU_DEFAULTS.items()}
+
+
+def cpu_flags() -> list[str]:
+    """The same as flags, for a script of Megatron's own that runs on such a host."""
+    return [word for _, flag in _CPU_DEFAULTS.values() for word in flag.split()]
+
+
+# destination: (value, flag)
+_CPU_DEFAULTS: dict[str, tuple[Any, str]] = {
+    "distributed_backend": ("gloo", "--distributed-backend gloo"),
+    "transformer_impl": ("local", "--transformer-impl local"),
+    "no_persist_layer_norm": (True, "--no-persist-layer-norm"),
+    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
+    "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
+    "bias_gelu_fusion": (False, "--no-bias-gelu-fusion"),
+    "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion"),
+    "bias_dropout_fusion": (False, "--no-bias-dropout-fusion"),
+    "apply_rope_fusion": (False, "--no-rope-fusion"),
+    # A worker process per loader costs more than it saves with toy batches on two cores.
+    "num_workers": (0, "--num-workers 0"),
+}
 
 
 def refuse_gpu_flags(args: argparse.Namespace) -> None:
@@ -452,21 +461,23 @@ def _keep_random_state_in_data_loaders() -> None:
 
 
 class _NotOnThisHost(logging.Filter):
-    """Drops Megatron's remark that the CPU's generator moved inside a fork of CUDA's: here they are
-    one.
-    """
+    """Drops remarks about a GPU that is not there, and about the CPU's generator being CUDA's."""
+
+    REMARKS = ("CPU RNG state changed within GPU RNG context", "No CUDA runtime is found")
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+        message = record.getMessage()
+        return not any(remark in message for remark in self.REMARKS)
 
 
 def _quieten() -> None:
-    """Silence what Megatron says at start about packages that a CPU cannot use anyway."""
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_NotOnThisHost())
+    """Silence what is said at start about packages that a CPU cannot use anyway."""
+    for name in ("megatron.core.tensor_parallel.random", "torch.utils.cpp_extension"):
+        logging.getLogger(name).addFilter(_NotOnThisHost())
     for message in (
-        r".*[Tt]ransformer[ _]?[Ee]ngine.*",
+        r".*[Tt]ransformer[ _-]?[Ee]ngine.*",
         r".*[Aa]pex.*",
-        r".*flash.attn.*",
+        r".*absl.logging is not installed.*",
         r".*'pin_memory' argument is set as true but no accelerator is found.*",
     ):
         warnings.filterwarnings("ignore", message=message)

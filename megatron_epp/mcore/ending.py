@@ -1,0 +1,116 @@
+"""How a job ends: done, or refused for what the user gave.
+
+Refused means: one line from one rank, and status 2 from every rank. torchrun ends the other ranks
+as soon as one has failed, so the ranks meet before they leave; the meeting place is the key-value
+store, which needs nobody's cooperation, unlike a collective, which a rank that is busy elsewhere
+would never join.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+BAD_INPUT = 2
+PATIENCE_SECONDS = 5.0  # for the other ranks to arrive; those in mid-collective never will
+_REFUSED, _SPOKEN = "megatron_epp/refused", "megatron_epp/spoken"
+
+
+def finish() -> None:
+    """Leave the process groups together, after the last collective of a job that is done.
+
+    A gloo worker thread that is still clearing away its last operation when Python shuts down wants
+    the interpreter's lock, gets its thread ended instead, and aborts the process: one run of some
+    fifteen ended with status -6 after everything was trained and saved.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    distributed.barrier()
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None:
+        parallel_state.destroy_model_parallel()
+    distributed.destroy_process_group()
+    # Modules and optimizers hold groups in cycles; a group joins its threads when it goes.
+    gc.collect()
+
+
+def is_users_mistake(error: BaseException) -> bool:
+    """Whether ``error`` is about what the user gave, and not a bug.
+
+    It is if this package's own code raised it as a ValueError or as one of this package's errors;
+    a ValueError that comes out of torch or Megatron keeps its traceback.
+    """
+    ours = type(error).__module__.startswith("megatron_epp.")
+    if not (ours or isinstance(error, ValueError)):
+        return False
+    innermost = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        innermost = frame
+    name = innermost.f_globals.get("__name__", "") if innermost is not None else ""
+    return str(name).startswith("megatron_epp.")
+
+
+def refuse(error: BaseException) -> NoReturn:
+    """End this rank with status 2; one rank of those that end so prints the line.
+
+    The process ends here and now: whoever waits in a collective would keep an orderly shutdown
+    waiting.
+    """
+    logger.debug("where the refusal came from", exc_info=error)
+    if _may_speak():
+        print(f"megatron_epp: error: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(BAD_INPUT)
+
+
+def _may_speak() -> bool:
+    """Wait for the ranks that are refused too; true on rank 0, or, if it is not among them, on the
+    first.
+    """
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        return True
+    try:
+        store = _meeting_place()
+        order = store.add(_REFUSED, 1)
+        if rank == 0:
+            store.set(_SPOKEN, "by rank 0")
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while store.add(_REFUSED, 0) < ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return rank == 0 or (order == 1 and not store.check([_SPOKEN]))
+    except (RuntimeError, ValueError, KeyError):
+        # No store, or it went with rank 0, which then has spoken.
+        return rank == 0
+
+
+def _meeting_place() -> Any:
+    """The process group's store; before there is one, a connection to the store that torchrun
+    keeps.
+    """
+    distributed = torch.distributed
+    if distributed.is_initialized():
+        return distributed.distributed_c10d._get_default_store()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RuntimeError("not started by torchrun: there is no store yet")
+    store = distributed.TCPStore(
+        host_name=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        world_size=None,
+        is_master=False,
+        timeout=timedelta(seconds=PATIENCE_SECONDS),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return distributed.PrefixStore(f"megatron_epp/{attempt}", store)

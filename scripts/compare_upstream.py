@@ -1,0 +1,245 @@
+"""Without --epp, this package trains as Megatron-LM's own pretrain_gpt.py does: bit for bit.
+
+    python scripts/compare_upstream.py --megatron PATH [flags of Megatron's, after --]
+
+PATH is a Megatron-LM checkout at tag core_v0.19.0. Its pretrain_gpt.py and ours each train a tiny
+model with the same flags and the same seed, dropout included, with mock data and with a .bin/.idx
+corpus, over one and over two pipeline stages. Compared are every iteration's loss and gradient norm
+as the trainer hands them to its log, in full precision, and every tensor of the checkpoint that the
+run saves: weights, optimizer, random states. Exit status 1 where anything differs.
+
+Both sides import megatron.core and megatron.training from the installed wheel, because what is
+compared is the script: the tag's trainer and the wheel's are the same sources, which this script
+checks file by file and says. From PATH come pretrain_gpt.py and the modules beside it. Both run
+under the same CPU host where there is no GPU; with GPUs, both use them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+ITERATIONS = 10
+MODEL = (  # noqa: SIM905 (a command line reads better than a list of its words)
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "
+    "--group-query-attention --num-query-groups 2 --position-embedding-type rope --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --seq-length 64 --max-position-embeddings 64 "
+    "--attention-dropout 0.1 --hidden-dropout 0.1"
+).split()
+TRAINING = (
+    f"--micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} "
+    "--lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0 "
+    "--seed 1234 --log-interval 1 --eval-interval 5 --eval-iters 1 --ckpt-format torch "
+    "--save-interval 1000 --tokenizer-type NullTokenizer --vocab-size 255"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one training run left: (loss, gradient norm) of each iteration, and its saved
+    tensors.
+    """
+
+    steps: tuple[tuple[float, float], ...]
+    tensors: dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--megatron", type=Path, required=True, help="Megatron-LM at core_v0.19.0")
+    parser.add_argument("flags", nargs="*", help="more flags for Megatron, after --")
+    options = parser.parse_args()
+    upstream = options.megatron.resolve()
+    if not (upstream / "pretrain_gpt.py").is_file():
+        parser.error(f"--megatron {upstream}: no pretrain_gpt.py there")
+    print(f"upstream: {upstream / 'pretrain_gpt.py'} (sources: {same_sources(upstream)})")
+    print(f"ours:     {ROOT / 'megatron_epp' / 'pretrain_gpt.py'}\n")
+    print("data      PP iterations  first and last loss  differ  tensors  differ")
+    different = False
+    with tempfile.TemporaryDirectory(prefix="compare_upstream.") as folder:
+        scratch = Path(folder)
+        corpus = write_corpus(scratch / "corpus")
+        for name, data in (("mock", ["--mock-data"]), (".bin/.idx", corpus)):
+            for stages in (1, 2):
+                flags = [*MODEL, *TRAINING, *data, *options.flags]
+                flags += ["--pipeline-model-parallel-size", str(stages)]
+                outcomes = []
+                for side in ("upstream", "ours"):
+                    place = scratch / f"{name.replace('/', '')}.{stages}.{side}"
+                    outcomes.append(train(side, upstream, place, flags, stages))
+                theirs, ours = outcomes
+                steps = sum(a != b for a, b in zip(theirs.steps, ours.steps, strict=True))
+                tensors = differing(theirs.tensors, ours.tensors)
+                losses = f"{ours.steps[0][0]:.5f} to {ours.steps[-1][0]:.5f}"
+                print(
+                    f"{name:9} {stages:>2} {len(ours.steps):>10}  {losses:>19}  {steps:>6}  "
+                    f"{len(ours.tensors):>7}  {len(tensors):>6}",
+                    flush=True,
+                )
+                for tensor in tensors[:5]:
+                    print(f"    differs: {tensor}")
+                different |= bool(steps or tensors)
+    print("\ndifferent" if different else "\nidentical, to the last bit")
+    return int(different)
+
+
+# ------------------------------------------------------------------ the two sides
+
+
+def train(side: str, upstream: Path, place: Path, flags: list[str], processes: int) -> Outcome:
+    """Train one side in processes of its own; its log goes to ``place``/log."""
+    import torch
+
+    place.mkdir()
+    gpu_flags = ["--use-distributed-optimizer"] if torch.cuda.is_available() else []
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
+        *("--master-port", str(free_port()), __file__, "--side", side, str(upstream), str(place)),
+        *(*flags, *gpu_flags, "--save", str(place / "saved")),
+        *("--data-cache-path", str(place / "cache")),
+    ]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    with (place / "log").open("w") as log:
+        status = subprocess.run(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment
+        ).returncode
+    if status != 0:
+        raise SystemExit(
+            f"{side} failed with status {status}:\n{(place / 'log').read_text()[-4000:]}"
+        )
+    return Outcome(
+        steps=tuple(map(tuple, json.loads((place / "steps.json").read_text()))),
+        tensors=dict(saved_tensors(place / "saved" / f"iter_{ITERATIONS:07d}")),
+    )
+
+
+def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
+    """One process of one side: watch what the trainer logs, and run the script as if from the
+    shell.
+    """
+    from megatron_epp.mcore import ending, host, seams
+
+    if host.install_cpu_host():
+        flags = [*flags, *host.cpu_flags()]
+    seams.install(seams.ALWAYS_SEAMS)
+    from megatron.training import training
+
+    plain_log, steps = training.training_log, []
+
+    def training_log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if loss_dict:
+            # JSON keeps a double exactly, and a float32 is one.
+            norm = kwargs["grad_norm"] if "grad_norm" in kwargs else args[6]
+            steps.append((float(loss_dict["lm loss"]), float(norm)))
+            (Path(place) / "steps.json").write_text(json.dumps(steps))
+        return plain_log(loss_dict, *args, **kwargs)
+
+    training.training_log = training_log
+    # The wheel comes first on the path; from the checkout only what the wheel lacks is found.
+    sys.path.append(upstream)
+    if side == "ours":
+        sys.argv = ["pretrain_gpt.py", *flags]
+        runpy.run_module("megatron_epp.pretrain_gpt", run_name="__main__")
+    else:
+        sys.argv = [str(Path(upstream) / "pretrain_gpt.py"), *flags]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        ending.finish()  # ours does it itself
+
+
+# ------------------------------------------------------------------ what they are compared by
+
+
+def saved_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Every tensor of a checkpoint in Megatron's torch format, by file and path within it."""
+    import numpy
+    import torch
+
+    def walk(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                yield from walk(inner, f"{path}/{key}")
+        elif isinstance(value, list | tuple):
+            for index, inner in enumerate(value):
+                yield from walk(inner, f"{path}/{index}")
+        elif isinstance(value, numpy.ndarray):
+            yield path, torch.from_numpy(value.astype(numpy.int64))
+        elif isinstance(value, torch.Tensor):
+            yield path, value
+
+    for file in sorted(folder.glob("mp_rank_*/*.pt")):
+        state = torch.load(file, map_location="cpu", weights_only=False)
+        yield from walk(state, f"{file.parent.name}/{file.name}")
+
+
+def differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """The names of tensors that one side lacks or that differ in any bit."""
+    import torch
+
+    missing = sorted(theirs.keys() ^ ours.keys())
+    return missing + [
+        name
+        for name in sorted(theirs.keys() & ours.keys())
+        if not torch.equal(theirs[name], ours[name])
+    ]
+
+
+def same_sources(upstream: Path) -> str:
+    """How the checkout's trainer and core compare with the installed wheel's, in a few words."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.submodule_search_locations is not None
+    wheel = Path(next(iter(spec.submodule_search_locations))).parent
+    changed = [
+        str(file.relative_to(wheel))
+        for part in ("core", "training")
+        for file in sorted((wheel / part).rglob("*.py"))
+        if not (upstream / "megatron" / file.relative_to(wheel)).is_file()
+        or (upstream / "megatron" / file.relative_to(wheel)).read_bytes() != file.read_bytes()
+    ]
+    changed = [name for name in changed if not name.endswith("package_info.py")]
+    if not changed:
+        return "identical to the wheel's but for the version number"
+    return f"{len(changed)} files differ from the wheel's: {', '.join(changed[:3])}"
+
+
+def write_corpus(prefix: Path) -> list[str]:
+    """A corpus of 400 random documents of 2 to 300 tokens; returns the flags that name it."""
+    import numpy
+    import torch
+
+    from megatron_epp.mcore import host
+
+    host.install_cpu_host()
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    random = numpy.random.default_rng(0)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for length in random.integers(2, 300, size=400):
+        builder.add_document(torch.from_numpy(random.integers(0, 255, size=length)), [int(length)])
+    builder.finalize(f"{prefix}.idx")
+    return ["--data-path", str(prefix), "--split", "90,5,5"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    if sys.argv[1:2] == ["--side"]:
+        run_side(sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5:])
+    else:
+        sys.exit(main())
