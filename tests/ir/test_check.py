@@ -1,0 +1,131 @@
+"""What check accepts, and the one line that it refuses with."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.ir import Deadlock, Kind, Op, Plan, PlanError, check, slices_of, walk
+from tests.plans import EXAMPLE, evaluation, plans
+
+
+@given(plans())
+def test_arbitrary_plans_run(plan: Plan) -> None:
+    check(plan)
+    check(evaluation(plan))
+
+
+@given(plans())
+def test_walk_visits_every_op_once_in_each_stage_order(plan: Plan) -> None:
+    visited: list[list[Op]] = [[] for _ in plan.orders]
+    for stage, op in walk(plan, slices_of(plan)):
+        visited[stage].append(op)
+    assert tuple(map(tuple, visited)) == plan.orders
+
+
+@given(plans(), st.data())
+def test_an_op_that_is_lost_or_doubled_is_found(plan: Plan, data: st.DataObject) -> None:
+    stage = data.draw(st.integers(0, plan.stages - 1))
+    order = plan.orders[stage]
+    at = data.draw(st.integers(0, len(order) - 1))
+    for changed in (order[:at] + order[at + 1 :], (*order, order[at])):
+        orders = (*plan.orders[:stage], changed, *plan.orders[stage + 1 :])
+        damaged = Plan(plan.documents, plan.layers, plan.chunks, plan.recompute, orders)
+        if damaged.forward_only:  # the only backward is gone: a plan for evaluation
+            continue
+        with pytest.raises(PlanError) as caught:
+            check(damaged)
+        assert str(caught.value).startswith(f"stage {stage}: ")
+
+
+HEAD = "plan v1\ndocuments 9 4\nlayers 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "chunk 0: 0[0:5]\nchunk 1: 0[6:9] 1[0:4]\nstage 0: F0 F1 B1 B0\n",
+            "document 0: inputs [5:6] are computed never (chunk 1 holds 0[6:9])",
+        ),
+        (
+            "chunk 0: 0[0:5]\nchunk 1: 0[4:9] 1[0:4]\nstage 0: F0 F1 B1 B0\n",
+            "document 0: inputs [4:5] are computed twice (chunk 1 holds 0[4:9])",
+        ),
+        (
+            "chunk 0: 0[0:5]\nchunk 1: 0[5:9]\nstage 0: F0 F1 B1 B0\n",
+            "document 1: inputs [0:4] are never computed",
+        ),
+        (
+            "chunk 0: 0[0:9]\nchunk 1: 0[0:9] 1[0:4]\nstage 0: F0 F1 B1 B0\n",
+            "document 0: inputs [0:9] are computed twice (chunk 1 holds 0[0:9])",
+        ),
+        (
+            "chunk 0: 0[0:5] 1[0:2]\nchunk 1: 0[5:9] 1[2:4]\nstage 0: F0 F1 B1 B0\n",
+            "chunk 0: holds slices of documents 0 and 1; expected at most one cut document",
+        ),
+        (
+            "chunk 0: 0[0:9] 1[0:4]\nstage 0: F0 B0 B0\n",
+            "stage 0: B0 stands 2 times; expected once",
+        ),
+        (
+            "chunk 0: 0[0:9] 1[0:4]\nstage 0: F0 I0\n",
+            "stage 0: chunk 0 has ops F I; expected F B or F I W",
+        ),
+        (
+            "chunk 0: 0[0:9]\nchunk 1: 1[0:4]\nstage 0: F0\n",
+            "stage 0: chunk 1 has ops none; expected F",
+        ),
+    ],
+)
+def test_what_is_computed_never_or_twice(text: str, error: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        check(Plan.parse(HEAD + text))
+    assert str(caught.value).startswith(error)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_order_is_drawn() -> None:
+    with pytest.raises(PlanError) as caught:
+        check(Plan.parse(EXAMPLE.replace("F0 F1 F2 B1 B0 B2", "F0 F1 F2 B0 B1 B2")))
+    assert str(caught.value) == (
+        "stage 0 at B0: lacks B1 of stage 0 (the gradients of its K and V from the slice after)\n"
+        "  stage 0: F0 F1 F2 >B0 B1 B2\n"
+        "  stage 1: F0 F1 B1 B0 F2 B2"
+    )
+
+
+def test_a_deadlock_names_every_stage_that_waits() -> None:
+    with pytest.raises(Deadlock) as caught:
+        check(
+            Plan.parse(
+                EXAMPLE.replace("stage 1: F0 F1 B1 B0 F2 B2", "stage 1: F2 B2 F0 F1 B1 B0").replace(
+                    "stage 0: F0 F1 F2 B1 B0 B2", "stage 0: F0 F1 B1 B0 F2 B2"
+                )
+            )
+        )
+    assert str(caught.value) == (
+        "stage 0 at B1: lacks B1 of stage 1 (the gradient of its output); "
+        "stage 1 at F2: lacks F2 of stage 0 (its input)\n"
+        "  stage 0: F0 F1 >B1 B0 F2 B2\n"
+        "  stage 1: >F2 B2 F0 F1 B1 B0"
+    )
+
+
+def test_a_long_order_is_shown_around_where_it_stands() -> None:
+    chunks = "".join(f"chunk {c}: {c}[0:1]\n" for c in range(200))
+    order = " ".join(f"F{c}" for c in range(200)) + " B0 B1 W2 "
+    rest = " ".join(f"B{c}" for c in range(3, 200))
+    text = f"plan v1\ndocuments {'1 ' * 200}\nlayers 1\n{chunks}stage 0: {order} I2 {rest}\n"
+    with pytest.raises(PlanError) as caught:
+        check(Plan.parse(text))
+    line, drawn = str(caught.value).splitlines()
+    assert line == "stage 0 at W2: lacks I2 of stage 0 (what its I left for it)"
+    assert drawn.startswith("  stage 0: ... F172 ") and " >W2 " in drawn and len(drawn) < 400
+
+
+def test_kinds_of_backward() -> None:
+    plan = Plan.parse(EXAMPLE)
+    assert plan.backward_kind(0, 1) is Kind.BACKWARD
+    assert not plan.forward_only and not plan.splits_backward
+    assert evaluation(plan).forward_only
+    assert evaluation(plan).backward_kind(0, 1) is None

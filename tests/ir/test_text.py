@@ -1,0 +1,228 @@
+"""Everything in the language prints as text that parses back to itself."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.ir import (
+    Chunk,
+    Kind,
+    Message,
+    Op,
+    Payload,
+    Plan,
+    PlanError,
+    Prediction,
+    Span,
+    Step,
+    Timed,
+    Transfer,
+    format_records,
+    parse_records,
+    recompute_first,
+)
+from megatron_epp.ir.recompute import LETTERS, format_recompute, parse_recompute
+from megatron_epp.planner.arbitrary import arbitrary_plan
+from tests.plans import EXAMPLE, plans
+
+finite = st.floats(0, allow_nan=False, allow_infinity=False)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,20}", fullmatch=True)
+
+
+def test_the_example_prints_as_itself() -> None:
+    plan = Plan.parse(EXAMPLE)
+    assert str(plan) == EXAMPLE
+    assert plan.tokens == 11400
+    assert plan.stages == 2
+    assert plan.digest == Plan.parse(EXAMPLE).digest
+    assert plan.chunks[1].spans == (Span(0, 5000, 9000), Span(1, 0, 1500))
+
+
+@given(plans(), st.data())
+def test_plans_go_to_text_and_back(plan: Plan, data: st.DataObject) -> None:
+    peaks = st.lists(finite, min_size=plan.stages, max_size=plan.stages).map(tuple)
+    predicted = data.draw(st.none() | st.builds(Prediction, finite, peaks, names))
+    plan = Plan(
+        plan.documents, plan.layers, plan.chunks, plan.recompute, plan.orders, 2, 5, predicted
+    )
+    assert Plan.parse(str(plan)) == plan
+    assert str(Plan.parse(str(plan))) == str(plan)
+    assert Plan.parse(str(plan)).digest == plan.digest
+
+
+@given(plans())
+def test_a_digest_tells_plans_apart(plan: Plan) -> None:
+    other = Plan(plan.documents, plan.layers, plan.chunks, plan.recompute, plan.orders, 1, 2)
+    assert plan.digest != other.digest
+
+
+def test_blanks_comments_and_defaults() -> None:
+    text = """
+      # by hand
+      plan   v1
+
+      documents 3\t2      # two short ones
+      layers 1
+      chunk 0: 0[0:3]  1[0:2]
+      stage 0: F0   B0 # all of it
+    """
+    plan = Plan.parse(text)
+    assert (plan.replica, plan.replicas, plan.predicted) == (0, 1, None)
+    assert plan.recompute == (("k",),)
+    assert Plan.parse(str(plan)) == plan
+
+
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=8), st.integers(0, 2**32), st.data())
+def test_steps_go_to_text_and_back(lengths: list[int], seed: int, data: st.DataObject) -> None:
+    dealt = data.draw(st.permutations(range(len(lengths))))
+    border = data.draw(st.integers(1, len(lengths) - 1))
+    deals = (tuple(dealt[:border]), tuple(dealt[border:]))
+    step = Step(
+        deals,
+        tuple(
+            arbitrary_plan(
+                [lengths[d] for d in deal], (2, 1), Random(seed), replica=replica, replicas=2
+            )
+            for replica, deal in enumerate(deals)
+        ),
+    )
+    assert Step.parse(str(step)) == step
+    assert step.lengths == tuple(lengths)
+
+
+def test_a_plan_alone_is_a_step() -> None:
+    step = Step.parse(EXAMPLE)
+    assert step.deals == ((0, 1, 2),)
+    assert step.lengths == (9000, 1500, 900)
+    assert Step.parse(str(step)) == step
+
+
+@given(st.text(LETTERS, max_size=40))
+def test_recompute_choices_go_to_text_and_back(choice: str) -> None:
+    assert parse_recompute(format_recompute(choice)) == choice
+
+
+def test_recompute_first() -> None:
+    assert recompute_first(4, 3) == "fffk"
+    assert format_recompute("fffk") == "3f1k"
+    assert format_recompute("") == "0k"
+
+
+def _records() -> st.SearchStrategy[Timed]:
+    chunk, stage = st.integers(0, 999), st.integers(0, 63)
+    ops = st.builds(Op, st.sampled_from((Kind.FORWARD, Kind.WEIGHT)), chunk)
+
+    def timed(stage: int, peer: int, op: Op, payload: Payload, what: int, *times) -> Timed:
+        ends = {0: (stage, peer), 1: (peer, stage)}
+        kind = Kind.SEND if what == 0 else Kind.RECEIVE
+        return Timed(
+            stage,
+            op if what == 2 else Transfer(kind, Message(payload, op.chunk, *ends[what])),
+            *times,
+        )
+
+    return st.builds(
+        timed,
+        stage,
+        stage,
+        ops,
+        st.sampled_from(Payload),
+        st.integers(0, 2),
+        finite,
+        finite,
+        st.integers(0, 10**15),
+    )
+
+
+@given(st.lists(_records(), max_size=20))
+def test_records_go_to_text_and_back(records: list[Timed]) -> None:
+    assert parse_records(format_records(records)) == tuple(records)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "error"),
+    [
+        (Span.parse, "0[5:5]", "span 0[5:5]: expected document >= 0 and 0 <= start < stop"),
+        (Span.parse, "0[00:5]", "'0[00:5]' is no span; expected DOCUMENT[START:STOP]"),
+        (Span.parse, "0[0:5]\n", "is no span"),
+        (Op.parse, "F-1", "'F-1' is no op; expected F, B, I or W and a chunk, as in F0"),
+        (Op.parse, "SEND0", "is no op"),
+        (parse_recompute, "1k1k", "'1k1k' is no recompute choice; expected runs of a count"),
+        (parse_recompute, "2z", "is no recompute choice"),
+        (lambda text: Chunk.parse(text.split()), "0[0:1] 0[1:2]", "a document appears twice"),
+        (lambda text: Chunk.parse(text.split()), "", "a chunk holds no span"),
+        (Timed.parse, "0 F0 0.0 nan 5", "is no timed record; expected STAGE OP START STOP"),
+        (Timed.parse, "0 F0 0.0 1_0.0 5", "is no timed record"),
+        (Timed.parse, "0 F0 0.0 1.0", "is no timed record"),
+        (Timed.parse, "0 SEND:F0<1 0.0 1.0 5", "is no timed record"),
+        (parse_records, "timed v2\n", "'timed v2': expected the line 'timed v1'"),
+        (Step.parse, "", "no 'plan v1' line"),
+    ],
+)
+def test_refusals_say_what_was_expected(parse, text: str, error: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        parse(text)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def _edited(old: str, new: str) -> str:
+    assert old in EXAMPLE
+    return EXAMPLE.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "plan ends too early: expected 'plan v1'"),
+        (_edited("plan v1", "plan v2"), "plan line 1 ('plan v2'): expected 'plan v1'"),
+        (_edited("0 of 1", "1 of 1"), "replica 1 of 1: expected one of them"),
+        (_edited("0 of 1", "0 to 1"), "plan line 2 ('replica 0 to 1'): expected 'replica N of M'"),
+        (_edited("900\n", "9e2\n"), "'9e2' is no whole number"),
+        (_edited("1500 900", "1500 0"), "a document of 0 inputs; expected at least 1"),
+        (_edited("layers 4 4", "layers 4 10000"), "expected at most 9999 layers on a stage"),
+        (_edited("layers 4 4", "layers"), "expected 'layers' and whole numbers"),
+        (_edited("chunk 1", "chunk 2"), "plan line 6 ("),
+        (_edited("2[0:900]", "3[0:900]"), "chunk 2: document 3; there are 3"),
+        (_edited("2[0:900]", "2[0:901]"), "chunk 2: 2[0:901] ends behind document 2 of 900 inputs"),
+        (_edited("3f1k 4k", "3f2k 4k"), "recompute 0, chunk 0: 3f2k speaks of 5 layers; stage 0"),
+        (_edited("3f1k 4k 2c2k", "3f1k 4k"), "recompute 0: 2 choices for 3 chunks"),
+        (_edited("recompute 1: 4k 4k 4k\n", ""), "1 have recompute choices"),
+        (_edited("B1 B0 B2\n", "B1 B0 B3\n"), "B3 names chunk 3; there are 3"),
+        (_edited("10.5 9.8", "10.5"), "predicted: 1 peaks for 2 stages"),
+        (_edited("1.234", "1e999"), "predicted inf: expected a finite number"),
+        (_edited("planner epp", "planner"), "expected 'predicted seconds S peak_gib G"),
+        (_edited("planner epp", "planner é"), "expected one word"),
+        (EXAMPLE + "stage 2: F0\n", "did not expect this line here"),
+        (EXAMPLE + EXAMPLE, "plan line 13 ('plan v1'): did not expect this line here"),
+    ],
+)
+def test_a_bad_plan_line_is_named(text: str, error: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("head", "error"),
+    [
+        ("", "expected the line 'step v1' before the plans of several replicas"),
+        ("step v1\ndeal 0: 0\ndeal 2: 1\n", "'deal 2: 1': expected 'deal 1: DOCUMENT ...'"),
+        ("step v1\ndeal 0: 0\ndeal 1: 0\n", "dealt twice or never"),
+        ("step v1\ndeal 0: 0 1\ndeal 1: 2\n", "replica 0 is dealt 2 documents"),
+        ("step v1\ndeal 0: 0\n", "2 plans for 1 replicas"),
+    ],
+)
+def test_a_bad_step_is_named(head: str, error: str) -> None:
+    body = "".join(
+        f"plan v1\nreplica {r} of 2\ndocuments 5\nlayers 1\nchunk 0: 0[0:5]\nstage 0: F0 B0\n"
+        for r in range(2)
+    )
+    assert Step.parse("step v1\ndeal 0: 1\ndeal 1: 0\n" + body).deals == ((1,), (0,))
+    with pytest.raises(PlanError) as caught:
+        Step.parse(head + body)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
