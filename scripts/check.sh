@@ -12,8 +12,8 @@ step() {
 }
 
 thinking=()
-for floor in ir cost sim planner show; do
-    [[ -d megatron_epp/$floor ]] && thinking+=("megatron_epp/$floor")
+for floor in ir cost sim planner show cli __main__.py; do
+    [[ -e megatron_epp/$floor ]] && thinking+=("megatron_epp/$floor")
 done
 step lint "$bin/ruff" check .
 step format "$bin/ruff" format --check .

@@ -1,0 +1,46 @@
+"""``python -m megatron_epp COMMAND``: plan simulate compare draw check serve profile certify.
+
+Bad input is one line on stderr and exit status 2, never a traceback.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from megatron_epp.cli.options import DOING, PROGRAM, parse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        chosen = parse(arguments)
+        if chosen.command in DOING:
+            return _doing(chosen.command, chosen.rest)
+        # Here, not above: solver and compiler take seconds to load, and check needs neither.
+        return import_module(f"megatron_epp.cli.{chosen.command}").run(chosen)
+    except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader (a pager, head) has seen enough. stdout must not be flushed once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        text = str(error).split("\n")[0] or type(error).__name__
+        print(f"{PROGRAM}: error: {text}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _doing(command: str, rest: Sequence[str]) -> int:
+    """The commands of the doing tower, which needs torch and Megatron."""
+    try:
+        entry = import_module(f"megatron_epp.mcore.{command}").main
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{command} needs {error.name}, which is not installed; "
+            "install the project's requirements.txt"
+        ) from error
+    return entry(list(rest)) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""``check``: whether a plan can run, and where a machine is named, whether it fits its memory."""
+
+import argparse
+import json
+
+from megatron_epp.cli import machine
+from megatron_epp.cli.files import read_text
+from megatron_epp.ir import Plan, PlanError, Step, check
+
+
+def run(arguments: argparse.Namespace) -> int:
+    text = read_text(arguments.plan, "plan")
+    alone = text.count("plan v1") == 1 and "step v1" not in text
+    plans = (Plan.parse(text),) if alone else Step.parse(text).plans
+    for plan in plans:
+        where = f"replica {plan.replica}: " if len(plans) > 1 else ""
+        try:
+            check(plan)
+        except PlanError as error:
+            line, *drawn = str(error).split("\n")
+            if drawn and not arguments.json:
+                print("\n".join(drawn))  # stderr has the one line
+            raise PlanError(where + line) from error
+        if machine.wanted(arguments):
+            _check_memory(arguments, plan, where)
+    if arguments.json:
+        print(json.dumps([_facts(plan) for plan in plans]))
+    else:
+        for plan in plans:
+            facts = _facts(plan)
+            print(
+                f"ok: {facts['documents']} documents, {facts['tokens']} tokens in "
+                f"{facts['chunks']} chunks on {facts['stages']} stages, {facts['ops']} ops; "
+                f"digest {facts['digest'][:16]}"
+            )
+    return 0
+
+
+def _facts(plan: Plan) -> dict:
+    return {
+        "ok": True,
+        "replica": plan.replica,
+        "documents": len(plan.documents),
+        "tokens": plan.tokens,
+        "chunks": len(plan.chunks),
+        "stages": plan.stages,
+        "ops": sum(map(len, plan.orders)),
+        "forward_only": plan.forward_only,
+        "digest": plan.digest,
+    }
+
+
+def _check_memory(arguments: argparse.Namespace, plan: Plan, where: str) -> None:
+    from megatron_epp.show.units import GIB
+    from megatron_epp.sim.play import play
+
+    cost = machine.plan_cost(arguments, plan)
+    played = play(plan, cost.table(plan))
+    for stage, (peak, budget) in enumerate(zip(played.peak_bytes, cost.budget_bytes, strict=True)):
+        if peak > budget:
+            record = next(
+                r for r in played.records if r.stage == stage and r.peak_bytes >= peak - 1
+            )
+            raise PlanError(
+                f"{where}stage {stage} at {record.op}: holds {peak / GIB:.3f} GiB, the budget is "
+                f"{budget / GIB:.3f} GiB; recompute more, or use smaller chunks"
+            )

@@ -1,0 +1,104 @@
+"""``draw``: a picture of a plan, predicted, measured, or both."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_epp.cli import machine
+from megatron_epp.cli.files import read_plan, read_records, write
+from megatron_epp.cli.options import Refused
+from megatron_epp.cli.units import unit_table
+from megatron_epp.ir import Plan, check
+from megatron_epp.show.paint import draw_comparison, draw_timeline
+from megatron_epp.show.shapes import Drawing
+from megatron_epp.show.text import text_gantt
+from megatron_epp.show.timeline import Timeline, timeline, timeline_of
+from megatron_epp.show.torch_csv import to_torch_csv
+from megatron_epp.sim.play import play
+
+Runs = list[Timeline]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = read_plan(arguments.plan, arguments.replica)
+    check(plan)
+    runs = _runs(arguments, plan)
+    if arguments.output is None:
+        for one in runs:
+            sys.stdout.write(text_gantt(one, arguments.width, colour=sys.stdout.isatty()))
+        return 0
+    suffix = Path(arguments.output).suffix.lower()
+    if suffix not in _WRITERS:
+        raise Refused(
+            f"-o {arguments.output}: unknown ending {suffix or '(none)'!r}; "
+            f"expected one of {', '.join(_WRITERS)}"
+        )
+    write(arguments.output, _WRITERS[suffix](runs, arguments))
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def _runs(arguments: argparse.Namespace, plan: Plan) -> Runs:
+    """Predicted first where a machine is named or nothing was measured; then what was measured."""
+    title = arguments.title or Path(arguments.plan).name
+    runs = []
+    if machine.wanted(arguments):
+        cost = machine.plan_cost(arguments, plan)
+        played = play(plan, cost.table(plan))
+        runs.append(timeline_of(played, f"{title}, predicted", cost.budget_bytes))
+    elif arguments.records is None:
+        runs.append(timeline_of(play(plan, unit_table(plan)), title, unit="units"))
+    if arguments.records is not None:
+        budget = runs[0].budget_bytes if runs else ()
+        records = read_records(arguments.records)
+        runs.append(timeline(plan, records, f"{title}, measured", budget_bytes=budget))
+    return runs
+
+
+def _picture(runs: Runs, arguments: argparse.Namespace) -> Drawing:
+    if len(runs) == 2:
+        return draw_comparison(runs[0], runs[1], arguments.width)
+    return draw_timeline(runs[0], arguments.width)
+
+
+def _svg(runs: Runs, arguments: argparse.Namespace) -> str:
+    from megatron_epp.show.svg import to_svg
+
+    return to_svg(_picture(runs, arguments))
+
+
+def _png(runs: Runs, arguments: argparse.Namespace) -> bytes:
+    from megatron_epp.show.png import to_png
+
+    return to_png(_picture(runs, arguments))
+
+
+def _html(runs: Runs, arguments: argparse.Namespace) -> str:
+    from megatron_epp.show.page import to_html
+
+    return to_html(*runs, title=arguments.title or Path(arguments.plan).name)
+
+
+def _text(runs: Runs, arguments: argparse.Namespace) -> str:
+    return "\n".join(text_gantt(one, arguments.width or 120) for one in runs)
+
+
+def _json(runs: Runs, arguments: argparse.Namespace) -> str:
+    from megatron_epp.show.trace import to_trace
+
+    return to_trace(runs[-1])
+
+
+def _csv(runs: Runs, arguments: argparse.Namespace) -> str:
+    return to_torch_csv(runs[0].plan)
+
+
+_WRITERS: dict[str, Callable[[Runs, argparse.Namespace], str | bytes]] = {
+    ".svg": _svg,
+    ".png": _png,
+    ".html": _html,
+    ".txt": _text,
+    ".json": _json,
+    ".csv": _csv,
+}

@@ -1,0 +1,64 @@
+"""Plans, steps and records, read from files and written to them."""
+
+import sys
+from pathlib import Path
+
+from megatron_epp.ir import Plan, PlanError, Step, Timed, parse_records
+
+# A plan of a million chunks is longer than this by nobody's hand.
+_MOST_BYTES = 1 << 30
+
+
+def read_text(path: str, what: str) -> str:
+    """The text of the file at ``path``, or of stdin for ``-``; a ValueError in one line."""
+    try:
+        if path == "-":
+            data = sys.stdin.buffer.read()
+        else:
+            data = Path(path).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{what} {path}: is no text ({error.reason} at byte {error.start})"
+        ) from error
+
+
+def read_step(path: str) -> Step:
+    """The step in the file; a single plan is a step of one replica."""
+    return Step.parse(read_text(path, "plan"))
+
+
+def read_plan(path: str, replica: int) -> Plan:
+    """One replica's plan of the file at ``path``; a plan on its own may be of any replica."""
+    text = read_text(path, "plan")
+    if text.count("plan v1") == 1 and "step v1" not in text:
+        return Plan.parse(text)
+    plans = Step.parse(text).plans
+    if replica >= len(plans):
+        raise ValueError(f"--replica {replica}: {path} holds {len(plans)} replicas, from 0")
+    return plans[replica]
+
+
+def read_records(path: str) -> tuple[Timed, ...]:
+    try:
+        records = parse_records(read_text(path, "records"))
+    except PlanError as error:
+        raise ValueError(f"records {path}: {error}") from error
+    if not records:
+        raise ValueError(f"records {path}: holds no record; expected the records of a run")
+    return records
+
+
+def write(path: str, data: str | bytes) -> None:
+    """Through a file beside it, so that what stands at ``path`` is always whole."""
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"{path}: is a folder; expected a file name")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.write_bytes(data.encode() if isinstance(data, str) else data)
+        partial.replace(target)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,72 @@
+"""``--pp auto`` and ``--cp auto``: the split of the devices that the first batch likes best."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from megatron_epp.cli import machine
+from megatron_epp.cli.options import AUTO, Refused
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner import Options, plan_step
+from megatron_epp.show.units import seconds_text
+
+
+def layout_cost(
+    arguments: argparse.Namespace, lengths: Sequence[int], options: Options, planner: str
+) -> Cost:
+    """The cost in the layout that the options name, or that ``planner`` likes best for
+    ``lengths``; then what was tried is said on stderr."""
+    if AUTO not in (arguments.pp, arguments.cp):
+        return machine.planning_cost(arguments)
+    cost, tried = choose(arguments, lengths, options, planner)
+    for pp, cp, seconds, why in tried:
+        shown = why or (seconds_text(seconds) if seconds is not None else "")
+        mark = " <- chosen" if (pp, cp) == (cost.stages, cost.cp) else ""
+        print(f"tried pp {pp} x cp {cp}: {shown}{mark}", file=sys.stderr)
+    return cost
+
+
+def choose(
+    arguments: argparse.Namespace, lengths: Sequence[int], options: Options, planner: str
+) -> tuple[Cost, list[tuple[int, int, float | None, str]]]:
+    """The fastest layout's cost, and what was tried: (pp, cp, seconds or None, why not)."""
+    tried: list[tuple[int, int, float | None, str]] = []
+    best: tuple[float, Cost] | None = None
+    for pp, cp in _splits(arguments):
+        arguments_here = argparse.Namespace(**{**vars(arguments), "pp": pp, "cp": cp})
+        try:
+            cost = machine.planning_cost(arguments_here)
+            step = plan_step(lengths, cost, options, planner, arguments.dp)
+        except ValueError as error:
+            tried.append((pp, cp, None, str(error).split("\n")[0]))
+            continue
+        if not all(found.fits for found in step.planned):
+            tried.append((pp, cp, step.seconds, "does not fit the budget"))
+            continue
+        tried.append((pp, cp, step.seconds, ""))
+        if best is None or step.seconds < best[0]:
+            best = step.seconds, cost
+    if not tried:
+        raise Refused(
+            f"--devices {arguments.devices}: no pp x cp fills them with what --pp and --cp say"
+        )
+    if best is None:
+        reasons = "; ".join(f"pp {pp} cp {cp}: {why}" for pp, cp, _, why in tried[:3])
+        raise ValueError(f"no split of the devices works ({reasons})")
+    return best[1], tried
+
+
+def _splits(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Every pp x cp that fills the devices and agrees with what was named."""
+    if arguments.pp is None:
+        raise Refused("--pp is missing; expected the number of pipeline stages, or auto")
+    if arguments.devices is None:
+        raise Refused("--devices is missing; expected how many devices auto is to split")
+    group = arguments.tp * arguments.dp
+    if arguments.devices % group:
+        raise Refused(f"--devices {arguments.devices}: expected a multiple of tp x dp = {group}")
+    free = arguments.devices // group
+    for pp in range(1, free + 1):
+        cp = free // pp
+        if free % pp == 0 and arguments.pp in (AUTO, pp) and arguments.cp in (AUTO, cp):
+            yield pp, cp

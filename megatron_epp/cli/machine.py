@@ -1,0 +1,105 @@
+"""From options to a cost: model, device, layout, budget."""
+
+import argparse
+import dataclasses
+
+from megatron_epp.cli.options import Refused
+from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.devices import DEVICES, GIB, device
+from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.profile import Profile
+from megatron_epp.ir import Plan
+
+_ASSUMPTIONS = ("b1_divisor", "head_seconds", "link_seconds", "logits_held")
+
+
+def wanted(arguments: argparse.Namespace) -> bool:
+    """Whether the options name a machine at all."""
+    return bool(arguments.model or arguments.device or arguments.cost_model)
+
+
+def cost_of(
+    arguments: argparse.Namespace, *, pp: int, cp: int, dp: int, layers: tuple[int, ...] | None
+) -> Cost:
+    """The cost of the model and machine that the options name, in that layout.
+
+    A profile file alone is enough where the layers of every stage and a budget are given.
+    """
+    profile = Profile.load(arguments.cost_model) if arguments.cost_model else None
+    zero = int(arguments.zero) if arguments.zero else None
+    given = {
+        name: value for name in _ASSUMPTIONS if (value := getattr(arguments, name)) is not None
+    }
+    if profile is not None and given:
+        flag = "--" + next(iter(given)).replace("_", "-")
+        raise Refused(f"{flag}: an assumption of the analytic cost model; not with --cost-model")
+    if layers is not None and len(layers) != pp:
+        raise Refused(f"--layers: {len(layers)} numbers for {pp} stages")
+    budgets = arguments.memory_budget_gib
+    if budgets is not None and len(budgets) not in (1, pp):
+        raise Refused(f"--memory-budget-gib: {len(budgets)} numbers; expected 1, or {pp}")
+    if profile is not None and arguments.model is None:
+        cost = _measured_cost(arguments, profile, pp, cp, dp, layers, zero)
+    else:
+        for name, known in (("model", MODELS), ("device", DEVICES)):
+            if getattr(arguments, name) is None:
+                raise Refused(
+                    f"--{name} is missing; expected one of {', '.join(known)}, or a JSON file"
+                )
+        cost = named_cost(
+            arguments.model,
+            arguments.device,
+            pp=pp,
+            tp=arguments.tp,
+            cp=cp,
+            dp=dp,
+            zero=zero,
+            memory_budget_gib=None if budgets is None else max(budgets),
+            layers=layers,
+            profile=profile,
+            **given,
+        )
+    if budgets is not None and len(budgets) > 1:
+        cost = dataclasses.replace(cost, budget_bytes=tuple(gib * GIB for gib in budgets))
+    cost.require_states_fit()
+    return cost
+
+
+def _measured_cost(
+    arguments: argparse.Namespace,
+    profile: Profile,
+    pp: int,
+    cp: int,
+    dp: int,
+    layers: tuple[int, ...] | None,
+    zero: int | None,
+) -> Cost:
+    """From a profile file alone."""
+    if layers is None:
+        raise Refused("--layers is missing: a profile file does not say how many layers there are")
+    if arguments.memory_budget_gib is not None:
+        budget = max(arguments.memory_budget_gib) * GIB
+    elif arguments.device is not None:
+        budget = device(arguments.device).budget_bytes
+    else:
+        raise Refused("--memory-budget-gib is missing (or a --device, for its own)")
+    return Cost(profile, layers, (budget,) * pp, arguments.tp, cp, dp, zero or 1)
+
+
+def planning_cost(arguments: argparse.Namespace) -> Cost:
+    """For a plan that is still to be made; nothing is auto here."""
+    layers = tuple(arguments.layers) if arguments.layers else None
+    if arguments.pp is None and layers is not None:
+        return cost_of(arguments, pp=len(layers), cp=arguments.cp, dp=arguments.dp, layers=layers)
+    if arguments.pp is None:
+        raise Refused("--pp is missing; expected the number of pipeline stages")
+    return cost_of(arguments, pp=arguments.pp, cp=arguments.cp, dp=arguments.dp, layers=layers)
+
+
+def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
+    """For a plan that exists: it says how many stages, layers and replicas there are."""
+    if arguments.layers and tuple(arguments.layers) != plan.layers:
+        named = " ".join(map(str, plan.layers))
+        raise Refused(f"--layers: the plan is for layers {named}; leave the option out")
+    dp = plan.replicas if arguments.dp is None else arguments.dp
+    return cost_of(arguments, pp=plan.stages, cp=arguments.cp, dp=dp, layers=plan.layers)

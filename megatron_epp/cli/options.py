@@ -1,0 +1,465 @@
+"""Every option of every command, with its unit and its default."""
+
+import argparse
+import difflib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from megatron_epp.planner.batches import DEFAULT_SEED, OVERLONG, distribution_names
+
+PROGRAM = "megatron_epp"
+COMMANDS = {
+    "plan": "plan one batch of documents, and print the plan",
+    "compare": "every planner on the same batches, in a table",
+    "simulate": "play a plan on a machine: seconds, bubbles and why they are there, bytes",
+    "draw": "a picture of a plan: text, SVG, PNG, HTML, Perfetto trace, torch's CSV",
+    "check": "whether a plan computes everything once and never deadlocks",
+    "serve": "the planner process of a training job: requests on stdin, plans on stdout",
+    "profile": "measure this host or GPU and write a cost-model file",
+    "certify": "gradients of random plans against the plain model",
+}
+# They import torch and Megatron, and read their own options.
+DOING = ("profile", "certify")
+
+
+AUTO = 0  # in the place of a degree that the planner is to choose
+
+
+class Refused(ValueError):
+    """Options that do not fit together; the parser prints it as its own."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One line on stderr and exit status 2, with the near matches of what it does not know."""
+
+    def __init__(self, *arguments, **keywords):
+        keywords.setdefault("allow_abbrev", False)
+        super().__init__(*arguments, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        raise Refused(message)
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = [name for action in self.flags(found.command) for name in action]
+            self.error(_unknown(unknown[0], known, found.command))
+        return found
+
+    def flags(self, command: str | None) -> list[Sequence[str]]:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+                return [option.option_strings for option in action.choices[command]._actions]
+        return [option.option_strings for option in self._actions]
+
+
+def parser() -> Parser:
+    root = Parser(
+        prog=PROGRAM,
+        description="Elastic Pipeline Parallelism: plan, compare, simulate, draw and check.",
+        epilog="Each command explains itself: python -m megatron_epp plan --help",
+    )
+    root.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
+    # Not required here: the refusal below names the commands and the near ones.
+    commands = root.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        if name in DOING:
+            commands.add_parser(name, help=text, add_help=False)
+            continue
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _OPTIONS[name](command)
+    return root
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        raise Refused(f"no command; expected one of {', '.join(COMMANDS)}")
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        raise Refused(_unknown(words[0], list(COMMANDS), None))
+    if words[0] in DOING:
+        return argparse.Namespace(command=words[0], rest=words[1:])
+    return parser().parse_args(words)
+
+
+def _unknown(word: str, known: Sequence[str], command: str | None) -> str:
+    what = "option" if word.startswith("-") else "argument" if command else "command"
+    near = difflib.get_close_matches(word.split("=")[0], known, n=2)
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    elif what == "command":
+        hint = f"expected one of {', '.join(known)}"
+    else:
+        hint = f"see {PROGRAM} {command or ''} --help".replace("  ", " ")
+    return f"unknown {what} {word!r}; {hint}"
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("megatron-epp")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+# ------------------------------------------------------------------ types
+
+
+def whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or len(text) > 15:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected a whole number of at least {least}"
+            )
+        return value
+
+    return read
+
+
+def whole_or_auto(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    try:
+        return whole(1)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+
+
+def positive(unit: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0, in {unit}")
+        return value
+
+    return read
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a share from 0 to below 1, as 0.05")
+    return value
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Instead of argparse's choices, whose refusal shows no near match."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            near = difflib.get_close_matches(text, names, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise argparse.ArgumentTypeError(f"{text!r}: {hint}expected {', '.join(names)}")
+        return text
+
+    return read
+
+
+# ------------------------------------------------------------------ options by theme
+
+
+def _batch(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("documents")
+    group.add_argument(
+        "--lengths",
+        required=True,
+        metavar="FILE|NAME",
+        help="a text file with the inputs of one document on each line (.gz too), a Megatron "
+        f".idx, or a shipped distribution: {', '.join(distribution_names())}",
+    )
+    group.add_argument(
+        "--context",
+        type=whole(1),
+        default=0,
+        metavar="TOKENS",
+        help="the most inputs of a document (default: no limit)",
+    )
+    group.add_argument(
+        "--overlong",
+        type=one_of(*OVERLONG),
+        default="truncate",
+        metavar="HOW",
+        help="documents longer than the context: truncate (default), drop, or split",
+    )
+    group.add_argument(
+        "--global-batch-size",
+        type=whole(1),
+        metavar="N",
+        help="documents in a batch, over all replicas (default: 512; all of a text file of at "
+        "most 16384 lengths, in the order of the file, where one batch is asked for)",
+    )
+    group.add_argument(
+        "--seed",
+        type=whole(0),
+        default=DEFAULT_SEED,
+        help=f"of the shuffle, as in training (default: {DEFAULT_SEED}, Megatron's)",
+    )
+
+
+def _machine(command: argparse.ArgumentParser, *, pp: bool, required: bool) -> None:
+    group = command.add_argument_group("model and machine")
+    note = "" if required else " (without: every op takes a round number of units)"
+    group.add_argument(
+        "--model",
+        metavar="NAME|FILE",
+        help=f"gpt-7b, gpt-13b, gpt-30b, llama3-8b, llama3-70b, or a JSON file{note}",
+    )
+    group.add_argument(
+        "--device",
+        metavar="NAME|FILE",
+        help="a100-40g, a100-80g, h100-80g, h200-141g, cpu, or a JSON file",
+    )
+    group.add_argument(
+        "--cost-model",
+        metavar="FILE",
+        help="a measured profile (from the profile command) instead of the analytic one",
+    )
+    if pp:
+        group.add_argument("--pp", type=whole_or_auto, metavar="N", help="pipeline stages, or auto")
+        group.add_argument(
+            "--cp",
+            type=whole_or_auto,
+            default=1,
+            metavar="N",
+            help="context-parallel (Ulysses) degree, or auto (default: 1)",
+        )
+        group.add_argument(
+            "--devices",
+            type=whole(1),
+            metavar="N",
+            help="all devices of the job; for --pp auto and --cp auto",
+        )
+    else:
+        group.add_argument(
+            "--cp",
+            type=whole(1),
+            default=1,
+            metavar="N",
+            help="context-parallel (Ulysses) degree (default: 1)",
+        )
+    group.add_argument(
+        "--tp", type=whole(1), default=1, metavar="N", help="tensor-parallel degree (default: 1)"
+    )
+    group.add_argument(
+        "--dp",
+        type=whole(1),
+        default=None if not pp else 1,
+        metavar="N",
+        help="data-parallel replicas (default: 1)" if pp else "replicas (default: the plan's)",
+    )
+    group.add_argument(
+        "--layers",
+        type=whole(0),
+        nargs="+",
+        metavar="N",
+        help="transformer layers of every stage (default: even"
+        + (")" if pp else "; a plan names its own)"),
+    )
+    group.add_argument(
+        "--memory-budget-gib",
+        type=positive("GiB"),
+        nargs="+",
+        metavar="X",
+        help="of one device, model states included; one number, or one for every stage "
+        "(default: the device's own)",
+    )
+    group.add_argument(
+        "--zero",
+        type=one_of("1", "3"),
+        metavar="1|3",
+        help="1: weights stay on every device; 3: states are spread and layers gathered for every "
+        "chunk (default: 3 for gpt-*, else 1)",
+    )
+    assumed = command.add_argument_group("assumptions of the analytic cost model")
+    assumed.add_argument(
+        "--b1-divisor",
+        type=positive("times"),
+        metavar="X",
+        help="of the papers' constant per chunk (default: 5)",
+    )
+    for flag, text in (
+        ("head-seconds", "whether the output layer costs time"),
+        ("link-seconds", "whether messages between stages cost time"),
+        ("logits-held", "whether logits live from forward to backward"),
+    ):
+        assumed.add_argument(
+            f"--{flag}", action=argparse.BooleanOptionalAction, default=None, help=text
+        )
+
+
+def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None) -> None:
+    group = command.add_argument_group("planner")
+    if names == "one":
+        group.add_argument(
+            "--planner",
+            default="epp",
+            metavar="NAME",
+            help="epp (default), infinipipe, packing, ...",
+        )
+    elif names == "many":
+        group.add_argument(
+            "--planner", nargs="+", metavar="NAME", help="which to compare (default: all)"
+        )
+    group.add_argument(
+        "--levers",
+        default=levers,
+        metavar="LIST",
+        help="what the epp planner may use: all, default (what training can run), none, or names "
+        f"joined by commas; -NAME takes one away (default: {levers})",
+    )
+    group.add_argument(
+        "--effort",
+        type=whole(0),
+        metavar="N",
+        help="how much work the search may do, in proportion; 0 takes the first good plan",
+    )
+    group.add_argument(
+        "--multiple",
+        type=whole(1),
+        default=1,
+        metavar="TOKENS",
+        help="chunks are padded to a multiple of this (default: 1)",
+    )
+
+
+def _plan_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument("plan", metavar="PLAN", help="a plan or step file; - for stdin")
+
+
+def _replica(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--replica",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="which replica of a step of several (default: 0)",
+    )
+
+
+def _json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+# ------------------------------------------------------------------ commands
+
+
+def _plan(command: Parser) -> None:
+    _batch(command)
+    command.add_argument(
+        "--batch",
+        type=whole(0),
+        default=0,
+        metavar="I",
+        help="which batch, from 0 (default: 0)",
+    )
+    _machine(command, pp=True, required=True)
+    _planner(command, levers="all", names="one")
+    command.add_argument(
+        "--forward-only", action="store_true", help="a plan of forwards alone, for evaluation"
+    )
+    command.add_argument(
+        "-o", "--output", metavar="PLAN", help="write the plan here instead of to stdout"
+    )
+    _json(command)
+
+
+def _compare(command: Parser) -> None:
+    _batch(command)
+    command.add_argument(
+        "--batches", type=whole(1), default=1, metavar="N", help="how many batches (default: 1)"
+    )
+    command.add_argument(
+        "--first-batch",
+        type=whole(0),
+        default=0,
+        metavar="I",
+        help="number of the first one (default: 0)",
+    )
+    _machine(command, pp=True, required=True)
+    _planner(command, levers="all", names="many")
+    _json(command)
+
+
+def _simulate(command: Parser) -> None:
+    _plan_file(command)
+    _machine(command, pp=False, required=True)
+    command.add_argument(
+        "--noise",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="standard deviation of every duration, as a share of it (default: 0)",
+    )
+    command.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the noise")
+    command.add_argument(
+        "-o", "--output", metavar="RECORDS", help="write the timed records here, for draw"
+    )
+    _replica(command)
+    _json(command)
+
+
+def _draw(command: Parser) -> None:
+    _plan_file(command)
+    command.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="x.svg, x.png, x.html, x.txt, x.json (Chrome trace, for ui.perfetto.dev) or x.csv "
+        "(torch.distributed.pipelining); without it, text on stdout",
+    )
+    command.add_argument(
+        "--records",
+        metavar="FILE",
+        help="timed records of a run of this plan; with a model, drawn below the prediction",
+    )
+    command.add_argument("--title", metavar="TEXT", help="heading (default: the file's name)")
+    command.add_argument(
+        "--width",
+        type=whole(40),
+        metavar="N",
+        help="columns of text (default: the terminal's), or pixels of a picture",
+    )
+    _replica(command)
+    _machine(command, pp=False, required=False)
+
+
+def _check(command: Parser) -> None:
+    _plan_file(command)
+    _machine(command, pp=False, required=False)
+    _json(command)
+
+
+def _serve(command: Parser) -> None:
+    _machine(command, pp=True, required=True)
+    _planner(command, levers="default", names=None)
+    command.add_argument(
+        "--context", type=whole(1), default=0, metavar="TOKENS", help="what packing packs to"
+    )
+
+
+_OPTIONS: dict[str, Callable[[Parser], None]] = {
+    "plan": _plan,
+    "compare": _compare,
+    "simulate": _simulate,
+    "draw": _draw,
+    "check": _check,
+    "serve": _serve,
+}

@@ -1,0 +1,121 @@
+"""What a planner made of one batch, over all replicas, as numbers for tables and JSON."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Step
+from megatron_epp.planner import (
+    GROUPS,
+    PIPELINES,
+    PLANNERS,
+    Options,
+    Planned,
+    PlannedGroups,
+    deal,
+    evaluation_plan,
+    plan_step,
+)
+from megatron_epp.planner.bound import lower_bound_seconds
+from megatron_epp.planner.registry import unknown_planner
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """slowest: of the replicas, whose plan the iteration waits for. step: None without pipeline."""
+
+    batch: int
+    planner: str
+    slowest: Planned | PlannedGroups
+    replicas: tuple[Planned | PlannedGroups, ...]
+    lower_bound_seconds: float
+    plan_seconds: float
+    step: Step | None
+
+    @property
+    def seconds(self) -> float:
+        return self.slowest.seconds
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
+
+    @property
+    def fits(self) -> bool:
+        return all(found.fits for found in self.replicas)
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """Per stage the highest of all replicas; per device group where there is no pipeline."""
+        if isinstance(self.slowest, PlannedGroups):
+            return [int(peak) for found in self.replicas for peak in found.peak_bytes]
+        return [
+            int(max(peaks)) for peaks in zip(*(r.peak_bytes for r in self.replicas), strict=True)
+        ]
+
+    def facts(self) -> dict:
+        """The fields that ``compare --json`` promises."""
+        found = self.slowest
+        return {
+            "batch": self.batch,
+            "planner": self.planner,
+            "levers": list(found.levers) if self.planner == "epp" else [],
+            "seconds": float(self.seconds),
+            "lower_bound_seconds": float(self.lower_bound_seconds),
+            "gap": float(self.gap),
+            "bubble_ratio": float(found.bubble_ratio),
+            "recompute_ratio": float(found.recompute_ratio),
+            "comm_ratio": float(found.comm_ratio),
+            "peak_bytes": self.peak_bytes,
+            "plan_seconds": float(self.plan_seconds),
+            "chunks": int(found.chunks),
+            "pipelines": int(found.pipelines),
+            "fits": bool(self.fits),
+            "note": found.note,
+        }
+
+
+def outcome(
+    batch: int, lengths: Sequence[int], cost: Cost, options: Options, planner: str, replicas: int
+) -> Outcome:
+    """Plan one batch with the planner of that name; a ValueError where it cannot."""
+    found: tuple[Planned | PlannedGroups, ...]
+    if planner in PIPELINES:
+        planned = plan_step(lengths, cost, options, planner, replicas)
+        found, step, took = planned.planned, planned.step, planned.plan_seconds
+    else:
+        deals = deal(lengths, cost, replicas)
+        found = tuple(GROUPS[planner]([lengths[d] for d in held], cost, options) for held in deals)
+        step, took = None, sum(each.plan_seconds for each in found)
+    slowest = max(found, key=lambda each: each.seconds)
+    bound = slowest.lower_bound_seconds
+    if replicas > 1:
+        # Of any dealing: some replica has at least its share of the work, and the longest
+        # document is in one of them.
+        longest = lower_bound_seconds(np.array([max(lengths)]), cost)
+        share = lower_bound_seconds(np.array(sorted(lengths, reverse=True)), cost) / replicas
+        bound = min(bound, max(longest, share))
+    return Outcome(batch, planner, slowest, found, bound, took, step)
+
+
+def evaluation_step(lengths: Sequence[int], cost: Cost, options: Options, replicas: int) -> Step:
+    """A step of forwards alone."""
+    deals = deal(lengths, cost, replicas)
+    plans = (evaluation_plan([lengths[d] for d in held], cost, options) for held in deals)
+    return Step(
+        deals,
+        tuple(
+            dataclasses.replace(plan, replica=replica, replicas=replicas)
+            for replica, plan in enumerate(plans)
+        ),
+    )
+
+
+def known_planner(name: str) -> str:
+    """``name``; a ValueError with the near matches where no planner is called so."""
+    if name not in PLANNERS:
+        raise ValueError(unknown_planner(name, PLANNERS))
+    return name

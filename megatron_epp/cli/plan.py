@@ -1,0 +1,107 @@
+"""``plan``: one batch's plan, and what it promises."""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from megatron_epp.cli.documents import Batches, open_batches
+from megatron_epp.cli.files import write
+from megatron_epp.cli.layout import layout_cost
+from megatron_epp.cli.options import Refused
+from megatron_epp.cli.outcome import Outcome, evaluation_step, known_planner, outcome
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Step
+from megatron_epp.planner import ALL, Options, parse_levers
+from megatron_epp.planner.options import TRAINING
+from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
+
+
+def run(arguments: argparse.Namespace) -> int:
+    planner = known_planner(arguments.planner)
+    options = options_of(arguments)
+    batches = open_batches(arguments, [arguments.batch])
+    lengths = batches[arguments.batch]
+    cost = layout_cost(arguments, lengths, options, planner)
+    if arguments.forward_only:
+        return _evaluation(arguments, lengths, cost, options)
+    made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp)
+    text = _text(made.step)
+    if arguments.output is not None:
+        if text is None:
+            raise Refused(
+                f"-o: planner {planner} makes no pipeline plan, so there is none to write"
+            )
+        write(arguments.output, text)
+    if arguments.json:
+        facts = made.facts()
+        facts["tokens"] = sum(lengths)
+        facts["documents"] = len(lengths)
+        facts["read"] = dataclasses.asdict(batches.corpus.counts)
+        facts["plan"] = text
+        print(json.dumps(facts))
+        return 0
+    # The plan itself goes to stdout where no file is named, so that it can be piped.
+    report = sys.stderr if arguments.output is None and text is not None else sys.stdout
+    if arguments.output is None and text is not None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    print(_summary(made, batches, lengths, cost), end="", file=report)
+    if arguments.output is not None:
+        print(f"wrote {arguments.output}", file=report)
+    return 0
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    options = Options(
+        context=arguments.context,
+        levers=parse_levers(arguments.levers, ALL if arguments.levers == "all" else TRAINING),
+        multiple=arguments.multiple,
+    )
+    if arguments.effort is not None:
+        options = dataclasses.replace(options, effort=arguments.effort)
+    return options
+
+
+def _text(step: Step | None) -> str | None:
+    """A plan's text where there is one replica, else the step's."""
+    if step is None:
+        return None
+    return str(step.plans[0]) if len(step.plans) == 1 else str(step)
+
+
+def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Cost) -> str:
+    found = made.slowest
+    peaks = " ".join(f"{peak / GIB:.2f}" for peak in made.peak_bytes)
+    budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.budget_bytes))
+    lines = [
+        f"lengths     {batches}",
+        f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
+        f"machine     {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
+        f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
+        f"dp {cost.dp}, zero {cost.zero}",
+        f"planner     {made.planner}{f' ({found.note})' if found.note else ''}, planned in "
+        f"{seconds_text(made.plan_seconds)}",
+        f"iteration   {seconds_text(made.seconds)}; lower bound "
+        f"{seconds_text(made.lower_bound_seconds)}, gap {share_text(made.gap)}",
+        f"of the time bubbles {share_text(found.bubble_ratio)}, recompute "
+        f"{share_text(found.recompute_ratio)}, communication {share_text(found.comm_ratio)}",
+        f"chunks      {found.chunks}"
+        + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
+        f"peak GiB    {peaks} of {budgets}" + ("" if made.fits else "  OVER THE BUDGET"),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _evaluation(
+    arguments: argparse.Namespace, lengths: tuple[int, ...], cost: Cost, options: Options
+) -> int:
+    step = evaluation_step(lengths, cost, options, arguments.dp)
+    text = _text(step)
+    assert text is not None
+    if arguments.output is not None:
+        write(arguments.output, text)
+        print(f"wrote {arguments.output}")
+    else:
+        sys.stdout.write(text)
+    return 0

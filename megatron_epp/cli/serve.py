@@ -1,0 +1,125 @@
+r"""``serve``: the planner process of a training job.
+
+Started by the trainer as a subprocess; one line in, one line out, in the order of the requests;
+ends when stdin ends. Cost model, levers and effort are options, so a reply depends on the request
+alone. A request that cannot be planned is answered with an error, and the process lives on.
+
+    request   {"id": 7, "lengths": [900, 41], "replicas": 1, "planner": "epp",
+               "forward_only": false}
+              id: any JSON value, given back; planner and forward_only may be left out
+    reply     {"id": 7, "step": "step v1\ndeal 0: ...", "seconds": 0.031,
+               "predicted": {"seconds": 1.9, "bubble_ratio": 0.03, "peak_bytes": [...], ...},
+               "lower_bound_seconds": 1.8, "error": null}
+              step: the text of ir.Step, also for one replica; seconds: of planning
+              predicted: of the slowest replica; null for a plan of forwards alone
+              error: null, or one line of text; then step and the others are null
+
+Only replies are written to stdout; whatever else prints goes to stderr.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from megatron_epp.cli import machine
+from megatron_epp.cli.options import AUTO, Refused
+from megatron_epp.cli.outcome import evaluation_step, outcome
+from megatron_epp.cli.plan import options_of
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner import Options, planner_of
+
+_REQUEST = {"id", "lengths", "replicas", "planner", "forward_only"}
+_PREDICTED = (
+    *("planner", "seconds", "gap", "bubble_ratio", "recompute_ratio", "comm_ratio"),
+    *("peak_bytes", "chunks", "pipelines", "fits", "plan_seconds"),
+)
+_WARM_UP = (4096, 1024, 512, 256)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if AUTO in (arguments.pp, arguments.cp):
+        raise Refused("--pp auto, --cp auto: a job that runs has its degrees; expected numbers")
+    cost = machine.planning_cost(arguments)
+    options = options_of(arguments)
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _warm_up(cost, options)
+    serve(sys.stdin, replies, lambda request: answer(request, cost, options))
+    return 0
+
+
+def serve(
+    requests: TextIO, replies: TextIO, answered: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> None:
+    """Answer every line until the requests end or nobody reads the replies."""
+    for line in iter(requests.readline, ""):
+        if not line.strip():
+            continue
+        began = time.perf_counter()
+        name = None
+        try:
+            request = _request(line)
+            name = request.get("id")
+            reply = answered(request)
+        except Exception as error:
+            # Whatever went wrong, the job must go on: it has a plan of its own to fall back on.
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            text = kind + (str(error).split("\n")[0] or "no reason given")
+            reply = dict.fromkeys(("step", "predicted", "lower_bound_seconds")) | {"error": text}
+        seconds = time.perf_counter() - began
+        frame = {"id": name, "seconds": seconds, "error": None} | reply
+        try:
+            replies.write(json.dumps(frame) + "\n")
+            replies.flush()
+        except BrokenPipeError:
+            return
+
+
+def _request(line: str) -> Mapping[str, Any]:
+    try:
+        request = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"request: no JSON ({error})") from error
+    if not isinstance(request, dict):
+        raise ValueError("request: expected a JSON object with lengths and replicas")
+    if unknown := sorted(set(request) - _REQUEST):
+        raise ValueError(f"request: unknown field {unknown[0]!r}; known: {sorted(_REQUEST)}")
+    return request
+
+
+def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str, Any]:
+    """The step for one request, and what it promises."""
+    lengths, replicas = request.get("lengths"), request.get("replicas", 1)
+    planner, forward_only = request.get("planner", "epp"), request.get("forward_only", False)
+    if not isinstance(lengths, list) or not all(
+        isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        for length in lengths
+    ):
+        raise ValueError("request: lengths: expected a list of whole numbers of at least 1")
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise ValueError(f"request: replicas {replicas!r}: expected a whole number of at least 1")
+    if not isinstance(forward_only, bool):
+        raise ValueError(f"request: forward_only {forward_only!r}: expected true or false")
+    if forward_only:
+        step = evaluation_step(lengths, cost, options, replicas)
+        return {"step": str(step), "predicted": None, "lower_bound_seconds": None}
+    planner_of(planner)  # refuses what no pipeline can run
+    made = outcome(0, lengths, cost, options, planner, replicas)
+    facts = made.facts()
+    return {
+        "step": str(made.step),
+        "predicted": {name: facts[name] for name in _PREDICTED},
+        "lower_bound_seconds": made.lower_bound_seconds,
+    }
+
+
+def _warm_up(cost: Cost, options: Options) -> None:
+    """Load solver and compiled code before the first request comes."""
+    try:
+        answer({"lengths": list(_WARM_UP)}, cost, options)
+    except ValueError:
+        return  # a budget too small for these: the requests will tell

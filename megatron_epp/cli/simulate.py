@@ -1,0 +1,141 @@
+"""``simulate``: what a plan does on a machine."""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cli import machine
+from megatron_epp.cli.files import read_plan, write
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Plan, check, format_records
+from megatron_epp.planner.bound import lower_bound_seconds
+from megatron_epp.show.table import plain
+from megatron_epp.show.units import GIB, seconds_text, share_text
+from megatron_epp.sim.play import Played, Rest, Wait, play
+
+_MOST_BUBBLES = 8
+_MOST_PARTS = 8
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = read_plan(arguments.plan, arguments.replica)
+    check(plan)
+    cost = machine.plan_cost(arguments, plan)
+    played = play(plan, cost.table(plan), noise=arguments.noise, seed=arguments.seed)
+    if arguments.output is not None:
+        write(arguments.output, format_records(played.records))
+    facts = _facts(plan, cost, played)
+    print(json.dumps(facts) if arguments.json else _report(played, cost, facts), end="")
+    if arguments.json:
+        print()
+    return 0
+
+
+def _facts(plan: Plan, cost: Cost, played: Played) -> dict:
+    facts = {
+        "seconds": played.seconds,
+        "bubble_ratio": played.bubble_ratio,
+        "recompute_ratio": played.recompute_ratio,
+        "comm_ratio": played.comm_ratio,
+        "peak_bytes": list(played.peak_bytes),
+        "budget_bytes": list(cost.budget_bytes),
+        "states_bytes": list(cost.states_bytes),
+        "idle_seconds": list(played.idle_seconds),
+        "chunks": len(plan.chunks),
+        "fits": all(p <= b for p, b in zip(played.peak_bytes, cost.budget_bytes, strict=True)),
+        "bubbles": [_bubble(bubble) for bubble in played.bubbles],
+        "critical_path": [
+            {
+                "stage": step.stage,
+                "op": str(step.op),
+                "start": step.start,
+                "stop": step.stop,
+                "why": step.why,
+            }
+            for step in played.critical_path
+        ],
+    }
+    if not plan.forward_only:
+        bound = lower_bound_seconds(np.array(plan.documents), cost)
+        facts["lower_bound_seconds"] = bound
+        facts["gap"] = max(0.0, 1 - bound / played.seconds) if played.seconds else 0.0
+    if plan.predicted is not None:
+        facts["predicted_seconds"] = plan.predicted.seconds
+    return facts
+
+
+def _bubble(bubble: Wait | Rest) -> dict:
+    facts = {"stage": bubble.stage, "start": bubble.start, "stop": bubble.stop}
+    if isinstance(bubble, Wait):
+        return {
+            **facts,
+            "before": str(bubble.op),
+            "waits_for": f"{bubble.awaited} of stage {bubble.source}",
+            "why": bubble.why,
+        }
+    return {**facts, "why": "the stage has finished"}
+
+
+def _report(played: Played, cost: Cost, facts: dict) -> str:
+    lines = [
+        f"iteration   {seconds_text(played.seconds)}",
+        f"idle        {share_text(played.bubble_ratio)} of stages x time",
+        f"recompute   {share_text(played.recompute_ratio)}",
+        f"exposed communication  {share_text(played.comm_ratio)}",
+    ]
+    if "gap" in facts:
+        lines.append(
+            f"lower bound {seconds_text(facts['lower_bound_seconds'])}, "
+            f"gap {share_text(facts['gap'])}"
+        )
+    if "predicted_seconds" in facts:
+        lines.append(f"the plan says {seconds_text(facts['predicted_seconds'])}")
+    rows = [
+        [
+            str(stage),
+            str(cost.layers[stage]),
+            seconds_text(idle),
+            share_text(idle / played.seconds if played.seconds else 0.0),
+            f"{peak / GIB:.3f}",
+            f"{budget / GIB:.3f}",
+            f"{states / GIB:.3f}",
+            "" if peak <= budget else "OVER THE BUDGET",
+        ]
+        for stage, (idle, peak, budget, states) in enumerate(
+            zip(
+                played.idle_seconds,
+                played.peak_bytes,
+                cost.budget_bytes,
+                cost.states_bytes,
+                strict=True,
+            )
+        )
+    ]
+    headers = ["stage", "layers", "idle", "idle %", "peak GiB", "budget GiB", "states GiB", ""]
+    lines += ["", plain(headers, rows).rstrip(), "", *_path(played), "", *_longest(played.bubbles)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _path(played: Played) -> list[str]:
+    """The critical path, summed by what it was made of."""
+    spent: dict[str, float] = defaultdict(float)
+    for step in played.critical_path:
+        spent[f"{step.op.kind.value} on stage {step.stage}"] += step.stop - step.start
+    between = played.seconds - sum(spent.values())
+    if between > 1e-9 * played.seconds:
+        spent["messages"] = between
+    most = sorted(spent.items(), key=lambda entry: -entry[1])[:_MOST_PARTS]
+    parts = [f"{what} {seconds_text(seconds)}" for what, seconds in most]
+    return [f"critical path: {len(played.critical_path)} ops", *(f"  {part}" for part in parts)]
+
+
+def _longest(bubbles: Sequence[Wait | Rest]) -> list[str]:
+    """The longest bubbles with their reasons."""
+    if not bubbles:
+        return ["no bubbles"]
+    ordered = sorted(bubbles, key=lambda bubble: bubble.start - bubble.stop)
+    lines = [f"longest of {len(bubbles)} bubbles:", *(f"  {b}" for b in ordered[:_MOST_BUBBLES])]
+    return lines
