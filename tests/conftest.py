@@ -1,10 +1,15 @@
-"""Skips what needs a GPU where there is none, and says how many tests that were."""
+"""GPU tests are skipped, and counted, where there is none; properties are tested unhurried."""
 
 from functools import cache
 
 import pytest
+from hypothesis import settings
 
 NO_GPU = "needs a GPU"
+
+# A shared host has slow moments; a property is not a benchmark.
+settings.register_profile("shared host", deadline=None)
+settings.load_profile("shared host")
 
 
 @cache

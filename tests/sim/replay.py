@@ -1,0 +1,183 @@
+"""An independent replay: slow, obvious, event by event, from the rules as prose.
+
+It shares nothing with the simulator but the plan and the table: it neither reads the rule table
+nor walks the orders in topological order. Time advances from event to event; a set of tensors is
+alive on every stage.
+"""
+
+import heapq
+from collections import deque
+
+from megatron_epp.ir import Item, Kind, Op, Payload, Plan, Table
+
+
+class Replay:
+    """start, stop and peak by (stage, op); peak and left bytes by stage."""
+
+    def __init__(self, plan: Plan, table: Table):
+        self.plan, self.table = plan, table
+        self.slices: dict[int, list[int]] = {}  # cut document -> its chunks in token order
+        for document in range(len(plan.documents)):
+            spans = sorted(
+                (span.start, chunk)
+                for chunk, c in enumerate(plan.chunks)
+                for span in c.spans
+                if span.document == document
+            )
+            if len(spans) > 1:
+                self.slices[document] = [chunk for _, chunk in spans]
+        self.document = {c: d for d, chunks in self.slices.items() for c in chunks}
+        self.start: dict[tuple[int, Op], float] = {}
+        self.stop: dict[tuple[int, Op], float] = {}
+        self.op_peak: dict[tuple[int, Op], float] = {}
+        self.alive = [dict[tuple, float]() for _ in plan.layers]
+        self.peak = [float(resident) for resident in table.resident_bytes]
+        self.sent: list[tuple] = []  # (payload, chunk, source, ready, depart, arrive)
+        self._run()
+
+    # --- what the rules say ----------------------------------------------------------------------
+
+    def _neighbour(self, chunk: int, step: int) -> int | None:
+        """The chunk with the slice before (step -1) or after (+1)."""
+        document = self.document.get(chunk)
+        if document is None:
+            return None
+        order = self.slices[document]
+        at = order.index(chunk) + step
+        return order[at] if 0 <= at < len(order) else None
+
+    def _done(self, stage: int, letters: str, chunk: int) -> bool:
+        return any((stage, Op(Kind(letter), chunk)) in self.stop for letter in letters)
+
+    def _may_start(self, stage: int, op: Op, inbox: set) -> bool:
+        chunk = op.chunk
+        match op.kind:
+            case Kind.FORWARD:
+                before = self._neighbour(chunk, -1)
+                return (stage == 0 or (Payload.ACTIVATION, chunk) in inbox) and (
+                    before is None or self._done(stage, "F", before)
+                )
+            case Kind.BACKWARD | Kind.INPUT:
+                if self.plan.forward_only:
+                    raise AssertionError("a backward in a plan of forwards")
+                last = stage == self.plan.stages - 1
+                after = self._neighbour(chunk, +1)
+                return (
+                    self._done(stage, "F", chunk)
+                    and (last or (Payload.GRADIENT, chunk) in inbox)
+                    and (after is None or self._done(stage, "BI", after))
+                )
+            case _:
+                return self._done(stage, "I", chunk)
+
+    def _seconds(self, stage: int, op: Op) -> float:
+        seconds = self.table.seconds[op.kind][stage][op.chunk]
+        if op.kind in (Kind.BACKWARD, Kind.INPUT):
+            seconds += self.table.recompute_seconds[stage][op.chunk]
+        return seconds
+
+    def _begin(self, stage: int, op: Op) -> None:
+        held, chunk, alive = self.table.held_bytes, op.chunk, self.alive[stage]
+        document = self.document.get(chunk)
+        first = document is not None and self.slices[document][0] == chunk
+        last = document is not None and self.slices[document][-1] == chunk
+        new: dict[tuple, float] = {
+            ("workspace",): self.table.workspace_bytes[op.kind][stage][chunk]
+        }
+        if op.kind is Kind.FORWARD:
+            if not self.plan.forward_only:
+                new["activations", chunk] = held[Item.ACTIVATIONS][stage][chunk]
+            if first:
+                new["kv", document] = held[Item.KV][stage][document]
+        elif op.kind is not Kind.WEIGHT:
+            if last:
+                new["kv grads", document] = held[Item.KV_GRADIENTS][stage][document]
+            if op.kind is Kind.INPUT:
+                new["weight inputs", chunk] = held[Item.WEIGHT_INPUTS][stage][chunk]
+        assert not new.keys() & alive.keys(), "made twice"
+        alive |= new
+        bytes_now = sum(alive.values()) + self.table.resident_bytes[stage]
+        self.op_peak[stage, op] = bytes_now
+        self.peak[stage] = max(self.peak[stage], bytes_now)
+
+    def _end(self, stage: int, op: Op) -> None:
+        chunk, alive = op.chunk, self.alive[stage]
+        document = self.document.get(chunk)
+        gone: list[tuple] = [("workspace",)]
+        if op.kind in (Kind.BACKWARD, Kind.INPUT):
+            gone.append(("activations", chunk))
+            if document is not None and self.slices[document][0] == chunk:
+                gone += [("kv", document), ("kv grads", document)]
+        elif op.kind is Kind.WEIGHT:
+            gone.append(("weight inputs", chunk))
+        elif self.plan.forward_only and document is not None and self.slices[document][-1] == chunk:
+            gone.append(("kv", document))
+        for tensor in gone:
+            del alive[tensor]  # a KeyError: freed before it was made
+
+    def _message(self, stage: int, op: Op) -> tuple[int, Payload] | None:
+        if op.kind is Kind.FORWARD and stage + 1 < self.plan.stages:
+            return stage + 1, Payload.ACTIVATION
+        if op.kind in (Kind.BACKWARD, Kind.INPUT) and stage > 0:
+            return stage - 1, Payload.GRADIENT
+        return None
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        plan, table = self.plan, self.table
+        waiting = [deque(order) for order in plan.orders]
+        running: list[Op | None] = [None] * plan.stages
+        inbox: list[set] = [set() for _ in plan.layers]
+        links: dict[tuple[int, int], deque] = {}
+        busy: set[tuple[int, int]] = set()
+        events: list[tuple] = []  # (time, number, what, ...)
+        number = 0
+        now = 0.0
+
+        def at(time: float, *what) -> None:
+            nonlocal number
+            number += 1
+            heapq.heappush(events, (time, number, *what))
+
+        while True:
+            for stage in range(plan.stages):
+                if running[stage] is None and waiting[stage]:
+                    op = waiting[stage][0]
+                    if self._may_start(stage, op, inbox[stage]):
+                        waiting[stage].popleft()
+                        running[stage] = op
+                        self.start[stage, op] = now
+                        self._begin(stage, op)
+                        at(now + self._seconds(stage, op), "stop", stage, op)
+            for link, queue in links.items():
+                if queue and link not in busy:
+                    payload, chunk, ready = queue.popleft()
+                    busy.add(link)
+                    seconds = table.link_seconds[payload][min(link)][chunk]
+                    at(now + seconds, "free", link)
+                    arrive = now + seconds + table.link_latency_seconds
+                    at(arrive, "arrive", link[1], payload, chunk)
+                    self.sent.append((payload, chunk, link[0], ready, now, arrive))
+            if not events:
+                break
+            # One event at a time: what it allows starts before the next is looked at.
+            now, _, what, *rest = heapq.heappop(events)
+            if what == "stop":
+                stage, op = rest
+                self.stop[stage, op] = now
+                running[stage] = None
+                self._end(stage, op)
+                if (message := self._message(stage, op)) is not None:
+                    target, payload = message
+                    links.setdefault((stage, target), deque()).append((payload, op.chunk, now))
+            elif what == "free":
+                busy.discard(rest[0])
+            else:
+                stage, payload, chunk = rest
+                inbox[stage].add((payload, chunk))
+        assert not any(waiting), "some ops never started"
+
+    @property
+    def seconds(self) -> float:
+        return max(self.stop.values())

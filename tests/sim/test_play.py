@@ -1,0 +1,416 @@
+"""The simulator against an independent replay, closed forms, and its own promises."""
+
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_epp.ir import (
+    COMPUTE,
+    Chunk,
+    Deadlock,
+    Item,
+    Kind,
+    Op,
+    Payload,
+    Plan,
+    PlanError,
+    Span,
+    Table,
+    check,
+    format_records,
+    parse_records,
+    slices_of,
+)
+from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.sim.board import board_of, ops_of, orders_of
+from megatron_epp.sim.core import score
+from megatron_epp.sim.play import BUSY, START, Rest, Wait, play
+from megatron_epp.sim.rows import rows_for, training_rows
+from tests.plans import EXAMPLE, evaluation, plans, random_table
+from tests.sim.replay import Replay
+
+
+def agrees(plan: Plan, table: Table) -> None:
+    played, replay = play(plan, table), Replay(plan, table)
+    assert {(r.stage, r.op): r.start for r in played.records} == replay.start
+    assert {(r.stage, r.op): r.stop for r in played.records} == replay.stop
+    assert {(r.stage, r.op): r.peak_bytes for r in played.records} == replay.op_peak
+    assert played.seconds == replay.seconds
+    assert played.peak_bytes == tuple(replay.peak)
+    assert played.left_bytes == (0.0,) * plan.stages
+    assert not any(replay.alive)
+    flights = {
+        (f.message.payload, f.message.chunk, f.message.source, f.ready, f.depart, f.arrive)
+        for f in played.flights
+    }
+    assert flights == set(replay.sent)
+    assert len(flights) == len(played.flights)
+
+
+@given(plans(), st.integers(0, 2**32), st.booleans(), st.booleans())
+@settings(max_examples=200)
+def test_agrees_with_the_replay_exactly(plan: Plan, seed: int, links: bool, whole: bool) -> None:
+    """Times to the last bit, peaks to the byte; ties (whole seconds, zeros) included."""
+    agrees(plan, random_table(plan, seed, links, whole))
+
+
+@given(plans(), st.integers(0, 2**32))
+def test_evaluation_agrees_with_the_replay(plan: Plan, seed: int) -> None:
+    agrees(evaluation(plan), random_table(plan, seed))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_agrees_on_larger_plans(seed: int) -> None:
+    random = Random(seed)
+    lengths = [random.choice((3, 20, 400)) for _ in range(40)]
+    plan = arbitrary_plan(lengths, (2,) * (2 + seed), random, split_backward=seed / 5)
+    agrees(plan, random_table(plan, seed))
+
+
+@given(plans(), st.integers(0, 2**32), st.data())
+def test_play_refuses_what_check_refuses(plan: Plan, seed: int, data: st.DataObject) -> None:
+    """A shuffled order either runs in both or is refused by both in the same words."""
+    stage = data.draw(st.integers(0, plan.stages - 1))
+    order = tuple(data.draw(st.permutations(plan.orders[stage])))
+    if data.draw(st.booleans()):
+        order = order[1:]
+    orders = (*plan.orders[:stage], order, *plan.orders[stage + 1 :])
+    plan = Plan(plan.documents, plan.layers, plan.chunks, plan.recompute, orders)
+    try:
+        check(plan)
+    except PlanError as error:
+        with pytest.raises(type(error)) as caught:
+            play(plan, random_table(plan, seed))
+        assert str(caught.value) == str(error)
+    else:
+        agrees(plan, random_table(plan, seed))
+
+
+# --- closed forms ---------------------------------------------------------------------------------
+
+
+def even_table(plan: Plan, forward: float, backward: float, recompute=None) -> Table:
+    """Chunks of equal time, links of none; one byte of activations a chunk."""
+    shape = (plan.stages, len(plan.chunks))
+    ones = np.ones(shape)
+    seconds = {
+        Kind.FORWARD: forward * ones,
+        Kind.BACKWARD: backward * ones,
+        Kind.INPUT: backward / 2 * ones,
+        Kind.WEIGHT: backward / 2 * ones,
+    }
+    none = np.zeros(shape)
+    documents = np.zeros((plan.stages, len(plan.documents)))
+    return Table(
+        seconds=seconds,
+        recompute_seconds=none if recompute is None else recompute,
+        comm_seconds=dict.fromkeys(COMPUTE, none),
+        link_seconds=dict.fromkeys(Payload, none[1:]),
+        link_latency_seconds=0.0,
+        held_bytes={
+            Item.ACTIVATIONS: ones,
+            Item.WEIGHT_INPUTS: none,
+            Item.KV: documents,
+            Item.KV_GRADIENTS: documents,
+        },
+        workspace_bytes=dict.fromkeys(COMPUTE, none),
+        resident_bytes=[0.0] * plan.stages,
+    )
+
+
+def one_f_one_b(stages: int, slices: list[int], window: int | None = None) -> Plan:
+    """1F1B over chunks of one token; slices[d] of document d; longest first.
+
+    Stage p (from 1) holds d_p - p + N_split chunks: InfiniPipe's eq. 7.
+    """
+    assert slices == sorted(slices, reverse=True)
+    chunks, backward, first = [], [], 0
+    for document, count in enumerate(slices):
+        chunks += [Chunk((Span(document, i, i + 1),)) for i in range(count)]
+        backward += range(first + count - 1, first - 1, -1)
+        first += count
+    orders = []
+    for stage in range(1, stages + 1):
+        held = min(len(chunks), stages - stage + (max(slices) if window is None else window))
+        forwards = iter(range(len(chunks)))
+        order = [Op(Kind.FORWARD, next(forwards)) for _ in range(held)]
+        for chunk in backward:
+            order.append(Op(Kind.BACKWARD, chunk))
+            order += [Op(Kind.FORWARD, c) for c in [next(forwards, None)] if c is not None]
+        orders.append(tuple(order))
+    recompute = tuple(("k",) * len(chunks) for _ in range(stages))
+    return Plan(tuple(slices), (1,) * stages, tuple(chunks), recompute, tuple(orders))
+
+
+shapes = st.lists(st.integers(1, 6), min_size=1, max_size=12).map(
+    lambda slices: sorted(slices, reverse=True)
+)
+
+
+@given(st.integers(1, 8), shapes, st.integers(1, 5), st.integers(1, 5))
+def test_makespan_of_1f1b(stages: int, slices: list[int], forward: int, backward: int) -> None:
+    """(n + p - 1)(F + B), and each stage idles delta = (p - 1)(F + B): systems.md 1.7."""
+    plan = one_f_one_b(stages, slices)
+    played = play(plan, even_table(plan, forward, backward))
+    n = sum(slices)
+    assert played.seconds == (n + stages - 1) * (forward + backward)
+    assert played.idle_seconds == ((stages - 1) * (forward + backward),) * stages
+    assert played.bubble_ratio == pytest.approx((stages - 1) / (n + stages - 1), abs=1e-12)
+
+
+@given(st.integers(1, 8), shapes)
+def test_window_law(stages: int, slices: list[int]) -> None:
+    """Stage p = 1.. holds d_p - p + N_split chunks at most: eq. 7, where there are that many."""
+    plan = one_f_one_b(stages, slices)
+    peaks = play(plan, even_table(plan, 1, 2)).peak_bytes
+    longest = slices[0]
+    assert peaks == tuple(
+        min(sum(slices), stages - stage + longest) for stage in range(1, stages + 1)
+    )
+
+
+def test_a_window_that_is_too_small_cannot_run() -> None:
+    plan = one_f_one_b(2, [3, 1], window=2)
+    with pytest.raises(PlanError, match="stage 1 at B2: lacks F2 of stage 1"):
+        play(plan, even_table(plan, 1, 2))
+    with pytest.raises(Deadlock):
+        plan = Plan.parse(
+            "plan v1\ndocuments 1 1\nlayers 1 1\nchunk 0: 0[0:1]\nchunk 1: 1[0:1]\n"
+            "stage 0: F0 B0 F1 B1\nstage 1: F1 B1 F0 B0\n"
+        )
+        play(plan, even_table(plan, 1, 2))
+
+
+@given(st.integers(2, 6), shapes, st.integers(0, 2**32))
+def test_recompute_law(stages: int, slices: list[int], seed: int) -> None:
+    """Under the diagonal rule ckpt'(p, k) = C[k + d_p - p], the time added is F_hat * sum C."""
+    random = Random(seed)
+    plan = one_f_one_b(stages, slices)
+    n = sum(slices)
+    diagonal = [random.randint(0, 4) for _ in range(n + stages - 1)]
+    backwards = [op.chunk for op in plan.orders[0] if op.kind is Kind.BACKWARD]
+    layer_forward = 0.25
+    recompute = np.zeros((stages, n))
+    for stage in range(stages):
+        for k, chunk in enumerate(backwards):
+            recompute[stage, chunk] = layer_forward * diagonal[k + stages - (stage + 1)]
+    # A forward is long enough to hide what is recomputed: balanced chunks of at most 4 layers.
+    played = play(plan, even_table(plan, 1, 2, recompute))
+    plain = play(plan, even_table(plan, 1, 2))
+    assert played.seconds - plain.seconds == layer_forward * sum(diagonal)
+    share = recompute.sum() / (stages * played.seconds)
+    assert played.recompute_ratio == pytest.approx(share, abs=1e-12)
+
+
+def test_w_fills_the_bubble() -> None:
+    """ZB-H1 on two stages: the bubble is (p - 1)(F + I - W) = F with F = I = W;
+    1F1B idles (p - 1)(F + B) = 3 F."""
+    plan = Plan.parse(
+        "plan v1\ndocuments 1 1 1\nlayers 1 1\n"
+        "chunk 0: 0[0:1]\nchunk 1: 1[0:1]\nchunk 2: 2[0:1]\n"
+        "stage 0: F0 F1 I0 F2 I1 W0 W1 I2 W2\nstage 1: F0 I0 F1 I1 W0 F2 I2 W1 W2\n"
+    )
+    played = play(plan, even_table(plan, 1, 2))
+    assert played.seconds == 10
+    assert played.idle_seconds == (1, 1)
+
+
+# --- what a played plan tells --------------------------------------------------------------------
+
+
+def test_the_example_in_numbers() -> None:
+    plan = Plan.parse(EXAMPLE)
+    played = play(plan, even_table(plan, 1, 2))
+    assert played.seconds == 12
+    # stage 0: F0 F1 F2 . . B1 . B0 . . B2     stage 1: . F0 F1 B1 B0 F2 B2
+    assert [str(b) for b in played.bubbles] == [
+        "stage 0 idles 2 s before B1: waits for B1 of stage 1 (the gradient of its output)",
+        "stage 0 idles 1 s before B2: waits for B2 of stage 1 (the gradient of its output)",
+        "stage 1 idles 1 s before F0: waits for F0 of stage 0 (its input)",
+        "stage 1 is done 2 s before the iteration ends",
+    ]
+    assert [f"{step.op}@{step.stage} {step.why}" for step in played.critical_path] == [
+        f"F0@0 {START}",
+        "F0@1 its input",
+        f"F1@1 {BUSY}",
+        f"B1@1 {BUSY}",
+        f"B0@1 {BUSY}",
+        f"F2@1 {BUSY}",
+        f"B2@1 {BUSY}",
+        "B2@0 the gradient of its output",
+    ]
+    assert played.idle_seconds == (3, 3)
+    assert played.bubble_ratio == 0.25
+    assert played.peak_bytes == (3, 2)
+    assert played.memory_curve(1) == (
+        (1, 1), (2, 1), (2, 2), (3, 2), (3, 2), (5, 1), (5, 1), (7, 0), (7, 1), (8, 1), (8, 1),
+        (10, 0),
+    )  # fmt: skip
+
+
+@given(plans(), st.integers(0, 2**32), st.booleans())
+def test_idle_time_is_explained(plan: Plan, seed: int, links: bool) -> None:
+    """Bubbles and ops tile every stage; a critical path has no gap but messages in flight."""
+    table = random_table(plan, seed, links)
+    played = play(plan, table)
+    for stage in range(plan.stages):
+        pieces = [(r.start, r.stop) for r in played.records if r.stage == stage]
+        pieces += [(b.start, b.stop) for b in played.bubbles if b.stage == stage]
+        pieces = sorted(p for p in pieces if p[1] > p[0])
+        assert pieces[0][0] == 0.0
+        assert pieces[-1][1] == played.seconds
+        assert all(a[1] == b[0] for a, b in pairwise(pieces))
+        idle = sum(b.stop - b.start for b in played.bubbles if b.stage == stage)
+        assert idle == pytest.approx(played.idle_seconds[stage], abs=1e-9)
+    stops = {(r.stage, r.op): r.stop for r in played.records}
+    for bubble in played.bubbles:
+        if isinstance(bubble, Wait):
+            assert stops[bubble.source, bubble.awaited] <= bubble.stop
+        else:
+            assert isinstance(bubble, Rest)
+    path = played.critical_path
+    assert path[0].start == 0.0 and path[0].why == START
+    assert path[-1].stop == played.seconds
+    for before, after in pairwise(path):
+        if before.stage == after.stage or not links:
+            assert before.stop == after.start
+        else:
+            assert before.stop <= after.start
+
+
+@given(plans(), st.integers(0, 2**32))
+def test_the_critical_path_is_critical(plan: Plan, seed: int) -> None:
+    """Without links, its ops fill the whole iteration; making one of them longer lengthens it."""
+    table = random_table(plan, seed, links=False)
+    played = play(plan, table)
+    path = played.critical_path
+    assert sum(s.stop - s.start for s in path) == pytest.approx(played.seconds, rel=1e-12)
+    step = path[seed % len(path)]
+    table.seconds[step.op.kind][step.stage][step.op.chunk] += 1.0
+    assert play(plan, table).seconds == pytest.approx(played.seconds + 1, rel=1e-12)
+
+
+def test_a_message_that_waits_for_its_link() -> None:
+    """Two messages made at 1 and 2 on a link that each occupies for 5."""
+    plan = Plan.parse(
+        "plan v1\ndocuments 1 1\nlayers 1 1\nchunk 0: 0[0:1]\nchunk 1: 1[0:1]\n"
+        "stage 0: F0 F1\nstage 1: F0 F1\n"
+    )
+    table = even_table(plan, 1, 2)
+    slow = [[5.0, 5.0]]
+    table = Table(
+        table.seconds,
+        table.recompute_seconds,
+        table.comm_seconds,
+        dict.fromkeys(Payload, slow),
+        0.5,
+        table.held_bytes,
+        table.workspace_bytes,
+        table.resident_bytes,
+    )
+    played = play(plan, table)
+    assert [(f.ready, f.depart, f.arrive) for f in played.flights] == [(1, 1, 6.5), (2, 6, 11.5)]
+    assert played.seconds == 12.5
+    # F1 of stage 1 was held up by the message before its own, hence by F0 of stage 0.
+    assert [f"{s.op}@{s.stage}" for s in played.critical_path] == ["F0@0", "F1@1"]
+
+
+def test_ratios_and_records() -> None:
+    plan = Plan.parse(EXAMPLE)
+    table = even_table(plan, 1, 2, recompute=np.full((2, 3), 0.5))
+    table.comm_seconds[Kind.FORWARD] = np.full((2, 3), 0.25)
+    played = play(plan, table)
+    assert played.recompute_ratio == pytest.approx(6 * 0.5 / (2 * played.seconds))
+    assert played.comm_ratio == pytest.approx(6 * 0.25 / (2 * played.seconds))
+    busy = 6 * (1 + 2.5) / (2 * played.seconds)
+    assert played.bubble_ratio == pytest.approx(1 - busy)
+    assert parse_records(format_records(played.records)) == played.records
+
+
+def test_noise_is_drawn_from_its_seed() -> None:
+    plan = one_f_one_b(4, [3] * 20)
+    table = even_table(plan, 1, 2)
+    still = play(plan, table).seconds
+    noisy = [play(plan, table, noise=0.05, seed=seed).seconds for seed in range(20)]
+    assert noisy[3] == play(plan, table, noise=0.05, seed=3).seconds
+    assert len(set(noisy)) == 20
+    assert still < np.mean(noisy) < 1.1 * still  # waiting for the slowest costs
+    chunkwise = [
+        play(plan, table, noise=0.05, seed=seed, noise_per_chunk=True).seconds for seed in range(20)
+    ]
+    assert set(chunkwise).isdisjoint(noisy)
+    # Alike on all stages, noise averages less over the critical path.
+    assert np.std(chunkwise) > np.std(noisy)
+
+
+def test_a_table_without_numbers_is_refused() -> None:
+    plan = Plan.parse(EXAMPLE)
+    table = even_table(plan, 1, 2)
+    table.seconds[Kind.FORWARD][0, 0] = np.inf
+    with pytest.raises(PlanError, match="no finite number"):
+        play(plan, table)
+
+
+# --- for planners ---------------------------------------------------------------------------------
+
+
+@given(plans())
+def test_orders_go_to_arrays_and_back(plan: Plan) -> None:
+    assert ops_of(orders_of(plan.orders)) == plan.orders
+
+
+@given(plans(), st.integers(0, 2**32))
+def test_score_is_play(plan: Plan, seed: int) -> None:
+    table, slices = random_table(plan, seed), slices_of(plan)
+    board = board_of(table, slices.document, slices.earlier, slices.later)
+    seconds, peak = score(orders_of(plan.orders), board, rows_for(plan))
+    played = play(plan, table)
+    assert (seconds, tuple(peak)) == (played.seconds, played.peak_bytes)
+
+
+def test_a_stuck_order_scores_infinity() -> None:
+    plan = one_f_one_b(2, [3, 1], window=2)
+    table = even_table(plan, 1, 2)
+    slices = slices_of(plan)
+    board = board_of(table, slices.document, slices.earlier, slices.later)
+    assert score(orders_of(plan.orders), board, training_rows())[0] == np.inf
+
+
+def test_it_is_fast() -> None:
+    """16 stages x 512 chunks in at most 0.1 s, warm: the best of five, as the host is shared."""
+    plan = one_f_one_b(16, [8] * 64)
+    table = even_table(plan, 1, 2)
+    play(plan, table)
+    best = np.inf
+    for _ in range(5):
+        begin = time.perf_counter()
+        play(plan, table)
+        best = min(best, time.perf_counter() - begin)
+    assert best <= 0.1
+
+
+def test_it_answers_without_torch() -> None:
+    program = """
+import sys
+for absent in ("torch", "megatron", "transformer_engine", "triton"):
+    sys.modules[absent] = None
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.ir import Plan
+from megatron_epp.sim.play import play
+from tests.plans import EXAMPLE
+plan = Plan.parse(EXAMPLE.replace("layers 4 4", "layers 20 20").replace("4k", "20k")
+                  .replace("3f1k", "15f5k").replace("2c2k", "10c10k"))
+cost = named_cost("gpt-13b", "a100-80g", pp=2, cp=8)
+print(play(plan, cost.table(plan)).seconds)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) > 0
