@@ -68,30 +68,41 @@ def _alg1(tail_seconds, tail_tokens, short_seconds, short_tokens, target, most_t
 
 
 def longest_first(
-    cuts: Cuts, rates: Rates, bins: int, most_tokens: float
+    cuts: Cuts,
+    rates: Rates,
+    bins: int,
+    most_tokens: float,
+    loaded_seconds: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int]:
     """The bin of every tail and every short document: each to the bin that is done first.
 
     ``bins`` is a wish: there are at least as many as tails, and more where no bin has room for the
-    tokens. Tail t opens bin t.
+    tokens. Tail t opens bin t. ``loaded_seconds`` of the last bins count as taken from the
+    start, so that those bins stay smaller.
     """
+    start = np.zeros(max(bins, len(cuts.tails)))
+    if loaded_seconds is not None and len(loaded_seconds):
+        room = min(len(loaded_seconds), len(start) - len(cuts.tails))
+        if room:
+            start[len(start) - room :] = loaded_seconds[len(loaded_seconds) - room :]
     return _longest_first(
         rates.seconds(cuts.tails.tokens, cuts.tails.pairs),
         cuts.tails.tokens.astype(np.float64),
         rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs),
         cuts.shorts.tokens.astype(np.float64),
-        bins,
+        start,
         float(most_tokens),
     )
 
 
 @njit(cache=True)
-def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, bins, most_tokens):
+def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start, most_tokens):
     tails, shorts = len(tail_seconds), len(short_seconds)
-    seconds = np.zeros(max(bins, tails) + shorts)
-    tokens = np.zeros(max(bins, tails) + shorts)
+    count = len(start)
+    seconds = np.zeros(count + shorts)
+    tokens = np.zeros(count + shorts)
     bucket = np.empty(tails + shorts, dtype=np.int64)
-    count = max(bins, tails)
+    seconds[:count] = start
     for t in range(tails):
         seconds[t], tokens[t], bucket[t] = tail_seconds[t], tail_tokens[t], t
     for q in range(shorts):

@@ -31,6 +31,11 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
+    return finish("chunkflow", batch, draft(batch, cost, options).draft, cost, options, began)
+
+
+def draft(batch: Batch, cost: Cost, options: Options) -> Played:
+    """As :func:`plan`, before it is checked and played."""
     context = max(options.context, int(batch.lengths[0]))
     drafts = []
     for size in sizes(context, options.multiple):
@@ -42,9 +47,14 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
             counts = discarded(cost, chunking, kept)
             listed = list_schedule(work_of(cost, chunking, loads, counts), strict(law))
             note = f"size {size}, K {kept}"
-            draft = Draft(chunking, counts, listed.kinds, listed.chunks, note=note)
-            drafts.append(Played(listed.seconds, listed.over_bytes, draft))
-    return finish("chunkflow", batch, fastest(drafts), cost, options, began)
+            drafts.append(
+                Played(
+                    listed.seconds,
+                    listed.over_bytes,
+                    Draft(chunking, counts, listed.kinds, listed.chunks, note=note),
+                )
+            )
+    return fastest(drafts)
 
 
 def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:

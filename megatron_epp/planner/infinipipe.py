@@ -27,7 +27,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.paper_memory import paper_freed, paper_moves
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.slicing import Rates, cut_at, equal_points
-from megatron_epp.planner.uniform import strict
+from megatron_epp.planner.uniform import Played, strict
 from megatron_epp.planner.windows import pipelines
 from megatron_epp.planner.work import Work, loads_of, rates_of, work_of
 
@@ -58,22 +58,31 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
-    budget = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
-    chosen, draft = None, None
+    return finish("infinipipe", batch, draft(batch, cost, options).draft, cost, options, began)
+
+
+def draft(batch: Batch, cost: Cost, options: Options) -> Played:
+    """As :func:`plan`, before it is checked and played."""
+    budget = _room(cost)
+    chosen = None
     for _ in range(TIGHTENINGS):
         found = best_candidate(batch, cost, options, budget)
         if found is None:
             break
         chosen = found
-        draft, over = _draft(chosen, cost, budget)
-        if draft is None:
+        played = _played(chosen, cost, budget)
+        if played is None:
             break
-        if not (over > 0).any():
-            return finish("infinipipe", batch, draft, cost, options, began)
-        budget = budget - np.maximum(over, 0.0) * 1.01
-    # Nothing fits by the paper's rules: the finest slices, everything recomputed, as it is.
-    last = _everything_recomputed(batch, cost, options, chosen)
-    return finish("infinipipe", batch, last, cost, options, began)
+        drafted, peak_bytes = played
+        if drafted.over_bytes <= 0:
+            return drafted
+        budget = budget - np.maximum(peak_bytes - _room(cost), 0.0) * 1.01
+    # Nothing fits by the paper's rules: everything recomputed, as it is.
+    return _everything_recomputed(batch, cost, options, chosen)
+
+
+def _room(cost: Cost) -> np.ndarray:
+    return np.array(cost.budget_bytes) - np.array(cost.states_bytes)
 
 
 def chunkings(
@@ -203,22 +212,23 @@ def _layer_seconds(cost: Cost, loads: Loads) -> float:
     return float(cost.seconds(Kind.FORWARD, loads).sum() / sum(cost.layers) / loads.chunks)
 
 
-def _draft(candidate: Candidate, cost: Cost, budget: np.ndarray) -> tuple[Draft | None, np.ndarray]:
-    """The plan of ``candidate`` with integer recompute, and bytes above the budget by stage."""
+def _played(
+    candidate: Candidate, cost: Cost, budget: np.ndarray
+) -> tuple[Played, np.ndarray] | None:
+    """The plan of ``candidate`` with integer recompute, and its exact peaks by stage."""
     chunking, loads = candidate.chunking, candidate.loads
     edges = [0, *candidate.cuts, chunking.groups]
     grid = np.zeros((cost.stages, chunking.count))
     for first, stop in itertools.pairwise(edges):
         layers = recompute_layers(chunking, loads, cost, budget, first, stop, integer=True)
         if layers is None:
-            return None, np.zeros(cost.stages)
+            return None
         begin, end = chunking.starts[first], chunking.starts[stop]
         backward = chunking.backward[begin:end] - begin
         grid[:, begin:end] = diagonal.spread(layers, backward, cost.stages)
     counts = {FULL: grid} if grid.any() else {}
-    work = work_of(cost, chunking, loads, counts)
-    listed = _listed(chunking, candidate.cuts, work)
-    draft = Draft(
+    listed = _listed(chunking, candidate.cuts, work_of(cost, chunking, loads, counts))
+    made = Draft(
         chunking,
         counts,
         listed.kinds,
@@ -226,7 +236,7 @@ def _draft(candidate: Candidate, cost: Cost, budget: np.ndarray) -> tuple[Draft 
         pipelines=len(edges) - 1,
         note=f"{candidate.note}, predicted {candidate.seconds:.6g} s",
     )
-    return draft, listed.peak_bytes - work.budget_bytes
+    return Played(listed.seconds, listed.over_bytes, made), listed.peak_bytes
 
 
 def _listed(chunking: Chunking, cuts: Sequence[int], work: Work) -> Listed:
@@ -235,7 +245,7 @@ def _listed(chunking: Chunking, cuts: Sequence[int], work: Work) -> Listed:
 
 def _everything_recomputed(
     batch: Batch, cost: Cost, options: Options, chosen: Candidate | None
-) -> Draft:
+) -> Played:
     if chosen is None:
         *_, (chunking, note) = chunkings(batch, cost, options, rates_of(cost))
         cuts: Sequence[int] = range(1, chunking.groups)
@@ -244,7 +254,7 @@ def _everything_recomputed(
     loads = loads_of(chunking, batch.lengths, options.multiple)
     counts = {FULL: np.tile(np.array(cost.layers, float)[:, None], (1, chunking.count))}
     listed = _listed(chunking, cuts, work_of(cost, chunking, loads, counts))
-    return Draft(
+    made = Draft(
         chunking,
         counts,
         listed.kinds,
@@ -252,3 +262,4 @@ def _everything_recomputed(
         pipelines=len(cuts) + 1,
         note=f"{note}, everything recomputed",
     )
+    return Played(listed.seconds, listed.over_bytes, made)

@@ -17,7 +17,7 @@ from megatron_epp.planner.memory import require_fit
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.slicing import cut_at
-from megatron_epp.planner.uniform import uniform_draft
+from megatron_epp.planner.uniform import Played, uniform_draft
 from megatron_epp.planner.windows import constant
 from megatron_epp.planner.work import rates_of
 
@@ -27,6 +27,11 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
+    return finish("packing", batch, draft(batch, cost, options).draft, cost, options, began)
+
+
+def draft(batch: Batch, cost: Cost, options: Options) -> Played:
+    """As :func:`plan`, before it is checked and played."""
     longest = int(batch.lengths[0])
     context = max(options.context, longest)
     whole = cut_at(batch.lengths, np.array([0, longest]))
@@ -35,4 +40,4 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     played = uniform_draft(
         batch, chunking, constant(chunking.sizes, cost.stages), cost, options, f"context {context}"
     )
-    return finish("packing", batch, played.draft, cost, options, began)
+    return played

@@ -14,7 +14,7 @@ from megatron_epp.planner.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.memory import require_fit
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
-from megatron_epp.planner.uniform import fastest, uniform_draft
+from megatron_epp.planner.uniform import Played, fastest, uniform_draft
 from megatron_epp.planner.windows import constant
 from megatron_epp.planner.work import rates_of
 
@@ -24,10 +24,15 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
+    return finish("seq1f1b", batch, draft(batch, cost, options).draft, cost, options, began)
+
+
+def draft(batch: Batch, cost: Cost, options: Options) -> Played:
+    """As :func:`plan`, before it is checked and played."""
     context = max(options.context, int(batch.lengths[0]))
     drafts = []
     for size in sizes(context, options.multiple):
         chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
         law = constant(chunking.sizes, cost.stages)
         drafts.append(uniform_draft(batch, chunking, law, cost, options, f"size {size}"))
-    return finish("seq1f1b", batch, fastest(drafts), cost, options, began)
+    return fastest(drafts)

@@ -28,9 +28,9 @@ class Played:
         return self.over_bytes, self.seconds
 
 
-def fastest(drafts: Iterable[Played]) -> Draft:
+def fastest(drafts: Iterable[Played]) -> Played:
     """The first of the best."""
-    return min(drafts, key=lambda played: played.rank).draft
+    return min(drafts, key=lambda played: played.rank)
 
 
 def strict(least: np.ndarray) -> Policy:

@@ -1,0 +1,79 @@
+"""Recipes for chunks: a handful of numbers that a search can turn."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.planner.buckets import longest_first
+from megatron_epp.planner.chunking import Chunking, assemble
+from megatron_epp.planner.slicing import Rates, cut_each
+
+# Sizes of the packs at an end of the iteration, as shares of the others'. Small packs first fill
+# the pipeline sooner; small packs last drain it sooner.
+TAPERS: tuple[tuple[float, ...], ...] = (
+    (),
+    (0.5,),
+    (0.25,),
+    (0.25, 0.5),
+    (0.2, 0.4, 0.6, 0.8),
+    (0.1, 0.2, 0.3, 0.45, 0.6, 0.8),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a batch becomes chunks.
+
+    chunks        about how many there shall be
+    cut           documents are cut into slices of this share of a chunk's time
+    extra_bins    more packs (or fewer) than even filling asks for
+    front, back   numbers of TAPERS
+    reverse       shortest documents first
+    """
+
+    chunks: float
+    cut: float = 1.0
+    extra_bins: int = 0
+    front: int = 0
+    back: int = 0
+    reverse: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"about {self.chunks:.4g} chunks"]
+        if self.cut != 1.0:
+            parts.append(f"slices of {self.cut:.3g} chunks")
+        if self.extra_bins:
+            parts.append(f"{self.extra_bins:+d} bins")
+        parts += [f"small packs {end}" for end in ("front", "back") if getattr(self, end)]
+        if self.reverse:
+            parts.append("shortest first")
+        return ", ".join(parts)
+
+
+def cook(
+    recipe: Recipe, lengths: np.ndarray, rates: Rates, most_tokens: int, multiple: int = 1
+) -> Chunking:
+    """The chunks of ``recipe``: documents cut each for itself, the rest packed longest first.
+
+    lengths   sorted, longest first
+    """
+    total = float(rates.document_seconds(lengths).sum())
+    target = total / recipe.chunks
+    cuts = cut_each(lengths, target * recipe.cut, rates, most_tokens, multiple)
+    loose = float(
+        rates.seconds(cuts.tails.tokens, cuts.tails.pairs).sum()
+        + rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs).sum()
+    )
+    front, back = TAPERS[recipe.front], TAPERS[recipe.back]
+    missing = np.array([1 - share for share in front + back])
+    bins = max(1, round(loose / target + missing.sum()) + recipe.extra_bins)
+    level = loose / max(0.5, bins - missing.sum())
+    bucket, count = longest_first(cuts, rates, bins, most_tokens, missing * level)
+    chunking = assemble(cuts, bucket, count, rates)
+    tails, groups = len(cuts.tails), chunking.groups
+    order = np.arange(groups)
+    if recipe.reverse:
+        order = order[::-1]
+    # Packs stand longest first, so the small ones are the last: bring them to the front.
+    small = np.arange(groups - 1, groups - 1 - min(len(front), groups - tails), -1)
+    return chunking.arranged(np.concatenate((small, order[~np.isin(order, small)])))

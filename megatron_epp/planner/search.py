@@ -1,0 +1,222 @@
+"""The search of `epp`: chunks by recipe, played in several styles, improved step by step."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
+from megatron_epp.planner.budget import Budget
+from megatron_epp.planner.chunking import Chunking
+from megatron_epp.planner.finish import Batch, Draft
+from megatron_epp.planner.infinipipe import chunkings as alg1_chunkings
+from megatron_epp.planner.listing import Listed, list_schedule
+from megatron_epp.planner.memory import most_tokens
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.recipe import TAPERS, Recipe, cook
+from megatron_epp.planner.recompute import diagonal_counts
+from megatron_epp.planner.slicing import ideal_chunks
+from megatron_epp.planner.styles import Style, policy, styles, window_law
+from megatron_epp.planner.work import Counts, Work, loads_of, rates_of, work_of
+
+# What making a chunking and solving a program are worth, in simulated ops.
+CHUNKING_OPS = 15_000
+PROGRAM_OPS = 60_000
+
+GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
+CLIMBERS = 2  # recipes of the grid that are improved
+GRID_SHARE = 0.35
+CLIMB_SHARE = 0.7  # of the effort, with the grid's
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A chunking with its recompute choices, ready to be played."""
+
+    chunking: Chunking
+    loads: Loads
+    counts: Counts
+    work: Work
+    law: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A table played in one style."""
+
+    seconds: float
+    over_bytes: float
+    table: Table
+    style: Style
+    listed: Listed
+    name: str
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return self.over_bytes, self.seconds
+
+    def draft(self) -> Draft:
+        return Draft(
+            self.table.chunking,
+            self.table.counts,
+            self.listed.kinds,
+            self.listed.chunks,
+            self.style.split,
+            note=f"{self.name}; {self.style}",
+        )
+
+
+class Search:
+    """One batch on one machine, with the levers that are on."""
+
+    def __init__(self, batch: Batch, cost: Cost, options: Options):
+        self.batch, self.cost, self.options = batch, cost, options
+        self.rates = rates_of(cost)
+        self.most = most_tokens(cost)
+        self.budget = Budget(options.effort)
+        self.split = "wsplit" in options.levers
+        self.known: dict[Recipe, Found | None] = {}
+
+    def table(self, chunking: Chunking) -> Table | None:
+        """``chunking`` with just enough recompute for its window law; None where none is."""
+        loads = loads_of(chunking, self.batch.lengths, self.options.multiple)
+        law = window_law(chunking.sizes, self.cost.stages, shrinks="window" in self.options.levers)
+        work = work_of(self.cost, chunking, loads, {})
+        self.budget.spend(CHUNKING_OPS)
+        counts = diagonal_counts(self.cost, loads, work, law, integer=False)
+        if counts is None:
+            return None
+        if counts:
+            self.budget.spend(PROGRAM_OPS)
+            work = work_of(self.cost, chunking, loads, counts)
+        return Table(chunking, loads, counts, work, law)
+
+    def play(self, table: Table, style: Style, name: str) -> Found:
+        self.budget.spend(table.work.stages * table.work.chunks * (3 if style.split else 2))
+        sizes = table.chunking.sizes
+        listed = list_schedule(table.work, policy(style, table.work, sizes, table.law))
+        return Found(listed.seconds, listed.over_bytes, table, style, listed, name)
+
+    def best_style(self, table: Table, name: str, *, many: bool = False) -> Found:
+        played = [self.play(table, style, name) for style in styles(self.split, many=many)]
+        return min(played, key=lambda found: found.rank)
+
+    def try_recipe(self, recipe: Recipe) -> Found | None:
+        if recipe not in self.known:
+            chunking = cook(
+                recipe, self.batch.lengths, self.rates, self.most, self.options.multiple
+            )
+            table = self.table(chunking)
+            self.known[recipe] = None if table is None else self.best_style(table, str(recipe))
+        return self.known[recipe]
+
+    def run(self) -> Found | None:
+        """The best plan of our own, None where no chunking fits."""
+        if "bins" in self.options.levers:
+            found = self._recipes()
+        else:
+            found = self._alg1()
+        if found is None:
+            return None
+        return min(
+            (found, self.best_style(found.table, found.name, many=True)),
+            key=lambda option: option.rank,
+        )
+
+    def _alg1(self) -> Found | None:
+        """Alg. 1's chunkings; all are played where K is chosen by simulation."""
+        options = []
+        for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates):
+            table = self.table(chunking)
+            if table is not None:
+                options.append((table, note))
+        if not options:
+            return None
+        if "chunks" not in self.options.levers:
+            options = [min(options, key=lambda option: self._predicted(option[0]))]
+        played = [self.best_style(table, note) for table, note in options]
+        return min(played, key=lambda found: found.rank)
+
+    def _predicted(self, table: Table) -> float:
+        """Eq. 13 with the work itself: what the paper chooses K by."""
+        work = table.work.forward_seconds + table.work.backward_seconds
+        total = float(work.mean(axis=0).sum())
+        return total * (1 + (self.cost.stages - 1) / table.work.chunks)
+
+    def _recipes(self) -> Found | None:
+        total = float(self.rates.document_seconds(self.batch.lengths).sum())
+        ideal = ideal_chunks(total, self.rates, self.cost.stages)
+        factors = GRID if "chunks" in self.options.levers else (1.0,)
+        whole = self.budget.left
+        grid = []
+        # From the middle outwards, so that a small effort sees the likely ones.
+        for factor in sorted(factors, key=lambda factor: abs(np.log(factor / 0.85))):
+            found = self.try_recipe(Recipe(max(1.0, ideal * factor)))
+            if found is not None:
+                grid.append(found)
+                recipe_of = Recipe(max(1.0, ideal * factor))
+                grid[-1] = dataclasses.replace(found, name=str(recipe_of))
+            if self.budget.left < whole * (1 - GRID_SHARE) and grid:
+                break
+        if not grid:
+            return None
+        if "search" not in self.options.levers:
+            return min(grid, key=lambda found: found.rank)
+        return self._climb(whole)
+
+    def _climb(self, whole: float) -> Found:
+        """From the best recipes of the grid, the best neighbour, and so on."""
+
+        def fits() -> list[tuple[tuple[float, float], Recipe]]:
+            known = ((f.rank, r) for r, f in self.known.items() if f is not None)
+            return sorted(known, key=lambda entry: entry[0])
+
+        for _, recipe in fits()[:CLIMBERS]:
+            at = recipe
+            while self.budget.left > whole * (1 - CLIMB_SHARE):
+                better = self._best_neighbour(at, whole)
+                if better is None:
+                    break
+                at = better
+        _, recipe = fits()[0]
+        found = self.known[recipe]
+        assert found is not None
+        return found
+
+    def _best_neighbour(self, recipe: Recipe, whole: float) -> Recipe | None:
+        here = self.known[recipe]
+        assert here is not None
+        best, best_rank = None, here.rank
+        for neighbour in neighbours(recipe, fixed_count="chunks" not in self.options.levers):
+            if self.budget.left <= whole * (1 - CLIMB_SHARE):
+                break
+            found = self.try_recipe(neighbour)
+            if found is not None and found.rank < best_rank:
+                best, best_rank = neighbour, found.rank
+        return best
+
+
+def neighbours(recipe: Recipe, *, fixed_count: bool) -> Iterator[Recipe]:
+    """Recipes that differ in one number."""
+
+    def changed(**fields: Any) -> Recipe:
+        return dataclasses.replace(recipe, **fields)
+
+    def near(index: int) -> Iterable[int]:
+        return (at for at in (index + 1, index + 2, index - 1) if 0 <= at < len(TAPERS))
+
+    for at in near(recipe.front):
+        yield changed(front=at)
+    for at in near(recipe.back):
+        yield changed(back=at)
+    if not fixed_count:
+        for factor in (1.08, 1 / 1.08, 1.2, 1 / 1.2):
+            yield changed(chunks=max(1.0, recipe.chunks * factor))
+        for extra in (1, -1, 2, -2):
+            yield changed(extra_bins=recipe.extra_bins + extra)
+    for cut in (0.8, 1.25, 1.5):
+        yield changed(cut=recipe.cut * cut)
+    yield changed(reverse=not recipe.reverse)
