@@ -31,6 +31,11 @@ const idles = data.runs.map((run, r) => {
   for (const [stage, start, stop, reason] of run.bubbles) rows[stage].push({ run: r, stage, start, stop, reason });
   return rows;
 });
+const transfers = data.runs.map((run) => {
+  const rows = data.stages.map(() => []);
+  for (const [stage, name, colour, start, stop] of run.transfers) rows[stage].push({ name, colour, start, stop });
+  return rows;
+});
 const byOp = bars.map((rows) => new Map(rows.flat().map((bar) => [`${bar.stage} ${bar.op}`, bar])));
 
 let view = { start: 0, stop: end };
@@ -155,6 +160,11 @@ function paintBars(row) {
       context.fillStyle = "#fbe3df";
       context.fillRect(x(hovered.start), row.y, x(hovered.stop) - x(hovered.start), row.height);
     }
+    for (const { colour, start, stop } of transfers[row.run][row.stage]) {
+      if (stop < view.start || start > view.stop) continue;
+      context.fillStyle = colour;
+      context.fillRect(x(start), row.y + row.height * 0.35, Math.max(0.5, x(stop) - x(start)), row.height * 0.3);
+    }
     const marked = [];
     for (let i = firstVisible(list); i < list.length && list[i].start <= view.stop; i += 1) {
       const bar = list[i], left = x(bar.start), wide = x(bar.stop) - left, chunk = data.chunks[bar.chunk];
@@ -268,7 +278,9 @@ function needs(bar) {
 function shortText(thing) {
   if (thing.op === undefined) return thing.reason === undefined
     ? `stage ${thing.stage} at ${time(thing.at)}: ${bytes(thing.bytes)}`
-    : `stage ${thing.stage} idle ${time(thing.stop - thing.start)}\n${thing.reason}`;
+    : `stage ${thing.stage} idle ${time(thing.stop - thing.start)}\n${thing.reason}`
+      + transfers[thing.run][thing.stage].filter((t) => t.start < thing.stop && t.stop > thing.start)
+        .map((t) => `\n${t.name}: ${time(t.stop - t.start)}`).join("");
   const chunk = data.chunks[thing.chunk], again = recomputed(thing);
   return `${thing.op} on stage ${thing.stage}: ${data.kinds[thing.kind].name}, ${time(thing.stop - thing.start)}\n`
     + `${chunk.tokens} tokens: ${chunk.name}` + (again ? `\nrecomputes in ${share(again)} of the layers` : "")

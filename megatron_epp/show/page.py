@@ -10,7 +10,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from megatron_epp.ir import BACKWARDS, COMPUTE, PlanError, Relation, rules_of, slices_of
+from megatron_epp.ir import BACKWARDS, COMPUTE, Kind, PlanError, Relation, rules_of, slices_of
 from megatron_epp.ir.recompute import format_recompute
 from megatron_epp.show import colours
 from megatron_epp.show.colours import FAMILIES, palette
@@ -43,14 +43,14 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
     plan = runs[0].plan
     names, paints, slices = chunk_names(plan), palette(plan), slices_of(plan)
     rules = rules_of(plan)
-    used = {op_of(record).kind for run in runs for record in run.records}
+    used = {r.op.kind for run in runs for r in (*run.records, *run.transfers)}
     return {
         "title": title,
         "unit": runs[0].unit,
         "summary": f"{plan.stages} stages, {len(plan.chunks)} chunks, {len(plan.documents)} "
         f"documents, {tokens_text(plan.tokens)} tokens",
         "legend": [
-            *((FAMILIES[kind].plain, FAMILIES[kind].name) for kind in COMPUTE if kind in used),
+            *((FAMILIES[kind].plain, FAMILIES[kind].name) for kind in Kind if kind in used),
             (colours.RECOMPUTE, "recompute (share of layers)"),
             (colours.ACCENTS[0], "slices of one document"),
             (colours.IDLE, "idle"),
@@ -110,6 +110,16 @@ def _run(run: Timeline) -> dict[str, Any]:
                 record.peak_bytes,
             ]
             for record in run.records
+        ],
+        "transfers": [
+            [
+                record.stage,
+                str(record.op),
+                FAMILIES[record.op.kind].plain,
+                _short(record.start),
+                _short(record.stop),
+            ]
+            for record in run.transfers
         ],
         "bubbles": [[b.stage, _short(b.start), _short(b.stop), b.reason] for b in run.bubbles],
         "critical": [[stage, str(op)] for stage, op in run.critical],

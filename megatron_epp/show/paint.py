@@ -11,7 +11,7 @@ memory of each stage against its budget, on the same time axis
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_epp.ir import COMPUTE, Kind, Timed
+from megatron_epp.ir import KEEP, Kind, Timed
 from megatron_epp.show import colours
 from megatron_epp.show.colours import FAMILIES, Palette, palette
 from megatron_epp.show.reasons import op_of
@@ -25,6 +25,7 @@ _LEFT, _RIGHT = 92.0, 132.0
 _TITLE, _TEXT, _SMALL = 17.0, 12.0, 10.5
 _ROW_GAP = 5.0
 _CRITICAL = 2.5
+_TRANSFER = 0.3  # of a row's height: ops of the stage lie above
 _ACCENT = 3.0
 
 
@@ -123,6 +124,12 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
                 x = axis.x(bubble.start)
                 text = f"idle {timeline.time_text(bubble.seconds)}: {bubble.reason}"
                 yield Rect(x, y, axis.x(bubble.stop) - x, row, colours.IDLE, title=text)
+    for record in timeline.transfers:
+        x, right = axis.x(record.start), axis.x(record.stop)
+        y = top + (record.stage * (row + _ROW_GAP)) + row * (0.5 - _TRANSFER / 2)
+        text = f"{record.op} on stage {record.stage}: {timeline.time_text(record.seconds)}"
+        colour = FAMILIES[record.op.kind].plain
+        yield Rect(x, y, max(right - x, 0.5), row * _TRANSFER, colour, title=text)
     for record in timeline.records:
         y = top + record.stage * (row + _ROW_GAP)
         yield from _bar(timeline, axis, paints, names, record, y, row)
@@ -188,13 +195,17 @@ def _recomputes(timeline: Timeline, record: Timed) -> float:
 
 def _legend(timelines: list[Timeline], width: float, y: float) -> list[Shape]:
     """One line: what every colour and mark means, of those that occur."""
-    kinds = {record.op.kind for timeline in timelines for record in timeline.records}
+    kinds = {
+        record.op.kind
+        for timeline in timelines
+        for record in (*timeline.records, *timeline.transfers)
+    }
     entries: list[tuple[str, str]] = [
         (FAMILIES[kind].plain, f"{kind.value} {FAMILIES[kind].name}")
-        for kind in COMPUTE
+        for kind in Kind
         if kind in kinds
     ]
-    if any(set("".join(choices)) - {"k"} for t in timelines for choices in t.plan.recompute):
+    if any(set("".join(choices)) - {KEEP} for t in timelines for choices in t.plan.recompute):
         entries.append((colours.RECOMPUTE, "recompute: layers' share"))
     if any(accent for t in timelines for accent in palette(t.plan).accent):
         entries.append((colours.ACCENTS[0], "slices of one document"))

@@ -30,6 +30,7 @@ _LEGEND = (
     "F forward  B backward  I its input-gradient half  W its weight-gradient half  "
     "* recomputes  . idle"
 )
+_TRANSFERS = "  < waits for a message  > sends"
 
 
 def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
@@ -61,7 +62,7 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
             cells = row.cells[start:stop]
             painted = _painted(cells) if colour else "".join(char for char, _ in cells)
             lines.append(f"{name:<{margin - 1}}|{painted}|")
-    lines.append(_LEGEND)
+    lines.append(_LEGEND + (_TRANSFERS if timeline.transfers else ""))
     if lost:
         lines.append(f"{lost} ops are too short for this width; draw an svg or html to see them")
     idle = [
@@ -111,6 +112,11 @@ def _row(timeline: Timeline, stage: int, columns: int) -> _Row:
             letter = record.op.kind.value
             text = (letter if number % 2 == 0 else letter.lower()) * (stop - start)
         row.cells[start:stop] = [(char, record.op.kind) for char in text]
+    # Waits for messages fill idle columns only: ops of the stage may run meanwhile.
+    for record in (r for r in timeline.transfers if r.stage == stage):
+        for column in range(round(record.start * scale), round(record.stop * scale)):
+            if column < columns and row.cells[column][1] is None:
+                row.cells[column] = (FILL[record.op.kind], record.op.kind)
     return row
 
 

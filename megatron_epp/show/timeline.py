@@ -154,6 +154,7 @@ def timeline_of(
 ) -> Timeline:
     """A picture's content from what the simulator played."""
     bubbles = []
+    stages = range(played.plan.stages)
     for bubble in played.bubbles:
         reason = FINISHED
         if isinstance(bubble, Wait):
@@ -165,12 +166,21 @@ def timeline_of(
         title,
         bubbles=bubbles,
         critical=[(step.stage, step.op) for step in played.critical_path],
-        curves=[played.memory_curve(stage) for stage in range(played.plan.stages)]
+        curves=[_whole(played.memory_curve(stage), played.seconds) for stage in stages]
         if any(played.peak_bytes)
         else (),
         budget_bytes=budget_bytes,
         unit=unit,
     )
+
+
+def _whole(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
+    """``curve`` from the beginning to the end: before its first op and after its last one a stage
+    holds what stays all iteration long."""
+    if not curve:
+        return [(0.0, 0.0), (seconds, 0.0)]
+    resident = curve[-1][1]
+    return [(0.0, resident), *curve, (seconds, resident)]
 
 
 def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
