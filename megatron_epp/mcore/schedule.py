@@ -15,6 +15,7 @@ from megatron_epp.ir import Plan, PlanError, Step, check, lower, slices_of
 from megatron_epp.layers.chunk import context_tokens
 from megatron_epp.layers.recompute import EXECUTABLE
 from megatron_epp.mcore.batches import Batch, Documents
+from megatron_epp.mcore.deferred import refuse_split
 from megatron_epp.mcore.feed import Feed
 from megatron_epp.mcore.groups import Groups
 from megatron_epp.mcore.report import (
@@ -111,6 +112,8 @@ class ElasticSchedule:
 
         replica = self.groups.replica
         plan, samples = step.plans[replica], batch.samples[list(step.deals[replica])]
+        if any(other.splits_backward for other in step.plans):
+            refuse_split(model)
         if config.timers is not None:
             timers = config.timers("forward-backward", log_level=1)
             timers.start(barrier=config.barrier_with_L1_time)
@@ -176,8 +179,6 @@ class ElasticSchedule:
         if plan.forward_only != forward_only:
             kind = "evaluation" if plan.forward_only else "training"
             raise PlanError(f"the plan is for {kind} only")
-        if plan.splits_backward:
-            raise PlanError("the plan splits backward into I and W, which training cannot run yet")
         odd_letters = {x for stage in plan.recompute for c in stage for x in c} - set(EXECUTABLE)
         if odd_letters:
             raise PlanError(

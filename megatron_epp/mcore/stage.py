@@ -1,7 +1,7 @@
-"""One stage of the model as the executor sees it: what F and B compute."""
+"""One stage of the model as the executor sees it: what F, B, I and W compute."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +11,13 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, Kind, Op, Plan
+from megatron_epp.layers.deferred import Aside
+from megatron_epp.mcore.deferred import Deferral
 from megatron_epp.mcore.feed import ChunkBatch, Feed
+from megatron_epp.mcore.ready import ReadyOrder
 from megatron_epp.runtime.store import Store
 
 # forward_step(iterator over one ChunkBatch, model) -> (output, loss_of(output)); the last stage's
@@ -21,13 +25,12 @@ from megatron_epp.runtime.store import Store
 ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]]
 
 
-
 class ModelStage:
     """Runs chunks of one plan through Megatron's model; honours what its schedules honour.
 
-    Gradients accumulate without reduction until the last backward of the stage, whose hooks start
-    the overlapped reduction; the loss is scaled as the optimizer wants it; outputs are freed as
-    soon as they are sent.
+    Gradients accumulate without reduction until the last op that makes some, whose hooks start the
+    overlapped reduction; the loss is scaled as the optimizer wants it; outputs are freed as soon as
+    they are sent.
     """
 
     def __init__(
@@ -47,25 +50,32 @@ class ModelStage:
         self.tokens: Tensor | int = 0
         self.reports: list[dict[str, Tensor]] = []
         self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
-        self._last_backward = self._find_last_backward(plan.orders[self.stage])
+        order = plan.orders[self.stage]
+        self._last_gradients = _last(order, (*BACKWARDS, Kind.WEIGHT))
+        self._last_backward = _last(order, BACKWARDS)
         self._no_sync = ExitStack()
-
-    @staticmethod
-    def _find_last_backward(order: tuple[Op, ...]) -> Op | None:
-        kinds = (*BACKWARDS, Kind.WEIGHT)
-        return next((op for op in reversed(order) if op.kind in kinds), None)
+        self._patched = ExitStack()
+        self._aside = {op.chunk: Aside(self._set_aside) for op in order if op.kind is Kind.INPUT}
+        self._deferral = Deferral(model) if self._aside else None
+        self._ready: ReadyOrder | None = None
 
     # -------------------------------------------------------------- an iteration
 
     def __enter__(self) -> "ModelStage":
         if self.training and self.config.no_sync_func is not None:
             self._no_sync.enter_context(self.config.no_sync_func())
+            if self._hooks_reduce and self._last_gradients != self._last_backward:
+                self._ready = ReadyOrder(self.model, self._report_ready)
+        if self._deferral is not None:
+            self._patched.enter_context(self._deferral)
         return self
 
     def __exit__(self, *error: Any):
         self._no_sync.close()
+        self._patched.close()
         if error[0] is None and self.training:
             assert not self._saved, "a chunk's forward has no backward"
+            assert not self._aside, "a chunk's I has no W"
             # Megatron's overlapped reduction by hooks runs on the first stage only when gradient
             # reduction is aligned over the stages (schedules.py: grad_sync_func).
             if self.config.grad_sync_func is not None and self.stage > 0:
@@ -78,7 +88,8 @@ class ModelStage:
             received.requires_grad_()
         get_attr_wrapped_model(self.model, "set_input_tensor")([received])
         batch = self.feed.batch(chunk, self.store, self.training)
-        output, loss_of = self.forward_step(iter((batch,)), self.model)
+        with self._deferring(chunk):
+            output, loss_of = self.forward_step(iter((batch,)), self.model)
         if self.is_last:
             loss, tokens, report = loss_of(output)
             self.tokens = self.tokens + tokens
@@ -94,20 +105,58 @@ class ModelStage:
         return sent
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        self._before(Op(Kind.BACKWARD, chunk))
-        received, output = self._saved.pop(chunk)
-        return backward_step(received, output, gradient, self.config)
+        self._reduce_from(Op(Kind.BACKWARD, chunk))
+        return self._run_backward(Op(Kind.BACKWARD, chunk), gradient)
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        raise NotImplementedError("refused when the plan was accepted")
+        return self._run_backward(Op(Kind.INPUT, chunk), gradient)
 
     def weight_backward(self, chunk: int) -> None:
-        raise NotImplementedError("refused when the plan was accepted")
+        op, aside = Op(Kind.WEIGHT, chunk), self._aside.pop(chunk)
+        self._reduce_from(op)
+        if op == self._last_gradients and self._ready is not None:
+            self._ready.finish(aside)
+        else:
+            aside.accumulate_all()
 
-    def _before(self, op: Op):
-        """Let the last backward's hooks start the overlapped gradient reduction."""
-        if op == self._last_backward and (self.config.grad_sync_func is None or self.stage == 0):
+    def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
+        received, output = self._saved.pop(op.chunk)
+        noting = self._ready is not None and op == self._last_backward
+        # A recomputed forward runs in here: it defers as the forward did.
+        with self._deferring(op.chunk), self._ready.noting() if noting else nullcontext():
+            return backward_step(received, output, gradient, self.config)
+
+    # -------------------------------------------------------------- weight gradients
+
+    def _deferring(self, chunk: int) -> AbstractContextManager:
+        if self._deferral is None:
+            return nullcontext()
+        return self._deferral.into(self._aside.get(chunk))
+
+    def _set_aside(self, weight: Parameter):
+        if self._ready is not None:
+            self._ready.note(weight)
+
+    # -------------------------------------------------------------- overlapped reduction
+
+    @property
+    def _hooks_reduce(self) -> bool:
+        """Whether DDP's hooks start the reduction here. When it is aligned over the stages
+        (grad_sync_func) they do so on the first stage only, as in Megatron's schedules."""
+        return self.config.grad_sync_func is None or self.stage == 0
+
+    def _reduce_from(self, op: Op):
+        """Wake DDP's hooks for the stage's last op that makes gradients."""
+        if op == self._last_gradients and self._hooks_reduce:
             self._no_sync.close()
+
+    def _report_ready(self, parameter: Parameter):
+        groups = self.model.param_to_bucket_group
+        groups[parameter].register_grad_ready(parameter, self.model.force_all_reduce)
+
+
+def _last(order: tuple[Op, ...], kinds: tuple[Kind, ...]) -> Op | None:
+    return next((op for op in reversed(order) if op.kind in kinds), None)
 
 
 def sum_reports(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

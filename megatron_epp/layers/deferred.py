@@ -1,0 +1,152 @@
+"""Linear layers whose weight gradients wait for an op of their own.
+
+    op   computes             graph
+    F    Y  = X A^T (+ b)     autograd knows X and b of the chunk, not A
+    I    dX = dY A, db        a root per linear is set aside: it holds X and dY, and leads to A
+    W    dA = dY^T X          backward from those roots, in the order in which I set them aside
+
+A root is a graph of autograd's own. So what I holds for W is counted by whoever counts what
+autograd saves, a weight's gradient adds up as after any backward, and hooks on it fire once per W.
+
+T rows of the chunk (t on this rank, where sequence parallelism shards them), K inputs and N outputs
+of the linear on this rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """How one linear layer is spread over its tensor-parallel ``group``.
+
+    gathers   sequence parallelism: forward gathers the rows of the input, backward scatters theirs
+    reduces   backward adds up the input's gradient over the group
+    """
+
+    weight_NK: Parameter
+    group: dist.ProcessGroup | None = None
+    gathers: bool = False
+    reduces: bool = False
+
+    def __post_init__(self):
+        assert not (self.gathers and self.reduces), "a scatter of sums has added them up"
+
+
+class Aside:
+    """What one chunk's I leaves for its W: a root per linear, in the order of backward.
+
+    ``noticed`` is called with every weight whose gradient is set aside.
+    """
+
+    def __init__(self, noticed: Callable[[Parameter], None] | None = None):
+        self._noticed = noticed
+        self._roots: dict[Parameter, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+    def __contains__(self, weight: Parameter) -> bool:
+        return weight in self._roots
+
+    @property
+    def weights(self) -> tuple[Parameter, ...]:
+        return tuple(self._roots)
+
+    def add(self, linear: Linear, input_tK: Tensor, grad_TN: Tensor):
+        """Hold what the gradient of ``linear``'s weight follows from."""
+        weight = linear.weight_NK
+        assert weight not in self._roots, "a linear runs once per chunk"
+        # Detached: with its history the input would keep the chunk's whole graph alive until W.
+        with torch.enable_grad():
+            self._roots[weight] = _WeightGradient.apply(
+                weight, input_tK.detach(), grad_TN.detach(), linear
+            )
+        if self._noticed is not None:
+            self._noticed(weight)
+
+    def accumulate(self, weight: Parameter):
+        """Compute the gradient of ``weight``, add it to its ``grad``, free what it needed."""
+        root = self._roots.pop(weight)
+        # The root has no value and its gradient no meaning: what is given spares a fill with ones.
+        torch.autograd.backward(root, root.detach())
+
+    def accumulate_all(self):
+        for weight in self.weights:
+            self.accumulate(weight)
+
+
+def deferred_linear(input_tK: Tensor, bias_N: Tensor | None, linear: Linear, aside: Aside):
+    """``input`` through ``linear``, [T, ..., N]; its backward leaves the weight's gradient to
+    ``aside``. The input must take part in autograd, or there is no backward to leave anything.
+    """
+    return _DeferredLinear.apply(input_tK, bias_N, linear, aside)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input_tK: Tensor, bias_N: Tensor | None, linear: Linear, aside: Aside
+    ) -> Tensor:
+        ctx.save_for_backward(input_tK)
+        ctx.linear, ctx.aside, ctx.biased = linear, aside, bias_N is not None
+        input_TK = _gather(input_tK, linear) if linear.gathers else input_tK
+        output_TN = torch.matmul(input_TK, linear.weight_NK.t())
+        return output_TN if bias_N is None else output_TN + bias_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor):
+        (input_tK,) = ctx.saved_tensors
+        linear = ctx.linear
+        ctx.aside.add(linear, input_tK, grad_TN)
+        dinput_tK = dinput_TK = grad_TN.matmul(linear.weight_NK)
+        work = None
+        if linear.reduces:
+            work = dist.all_reduce(dinput_TK, group=linear.group, async_op=True)
+        elif linear.gathers:
+            dinput_tK = torch.empty_like(input_tK, memory_format=torch.contiguous_format)
+            work = dist.reduce_scatter_tensor(
+                dinput_tK, dinput_TK.contiguous(), group=linear.group, async_op=True
+            )
+        dbias_N = _rows(grad_TN).sum(0) if ctx.biased else None
+        if work is not None:
+            work.wait()
+        return dinput_tK, dbias_N, None, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    """Forward holds, backward computes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight_NK: Parameter, input_tK: Tensor, grad_TN: Tensor, linear: Linear
+    ) -> Tensor:
+        # This rank's rows only: W gathers the others', as the whole backward would have.
+        ctx.save_for_backward(input_tK, grad_TN)
+        ctx.linear = linear
+        return weight_NK.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor):
+        input_tK, grad_TN = ctx.saved_tensors
+        input_TK = _gather(input_tK, ctx.linear) if ctx.linear.gathers else input_tK
+        return _rows(grad_TN).t().matmul(_rows(input_TK)), None, None, None
+
+
+def _gather(shard_tK: Tensor, linear: Linear) -> Tensor:
+    """The rows of all ranks of the group, one rank's behind the other's."""
+    rows, *others = shard_tK.shape
+    whole_TK = shard_tK.new_empty(rows * dist.get_world_size(linear.group), *others)
+    dist.all_gather_into_tensor(whole_TK, shard_tK.contiguous(), group=linear.group)
+    return whole_TK
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[T, 1, N] as [T, N]: one plain matrix product."""
+    return tensor.reshape(-1, tensor.shape[-1])
