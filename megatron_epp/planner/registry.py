@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import chunkflow, epp, infinipipe, packing, seq1f1b
+from megatron_epp.planner import chunkflow, epp, flexsp, hybrid_cp, infinipipe, packing, seq1f1b
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned, PlannedGroups
 
@@ -19,7 +19,10 @@ PIPELINES: Mapping[str, PlanFunction] = {
     "packing": packing.plan,
 }
 # Methods without a pipeline, for comparison.
-GROUPS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedGroups]] = {}
+GROUPS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedGroups]] = {
+    "flexsp": flexsp.plan,
+    "megatron-hybrid-cp": hybrid_cp.plan,
+}
 PLANNERS: Mapping[str, Callable[[Sequence[int], Cost, Options], Planned | PlannedGroups]] = {
     **PIPELINES,
     **GROUPS,
