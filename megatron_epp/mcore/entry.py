@@ -11,7 +11,6 @@ while it reads the flags counts as one.
 
 from __future__ import annotations
 
-import importlib.util
 import linecache
 import os
 import time
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from megatron_epp.mcore import ending, host, seams
+from megatron_epp.mcore import config, ending, host, seams
 
 
 def main(program_start: float | None = None) -> None:
@@ -69,7 +68,7 @@ def train(program_start: float) -> None:
     with refusals_as_value_errors():
         model = gpt_config_from_args(args)
     forward_step, datasets = stock.forward_step, stock.datasets
-    if getattr(args, "epp", False):
+    if args.epp:
         from megatron_epp.mcore import elastic
 
         seams.install(seams.EPP_SEAMS)
@@ -99,8 +98,7 @@ def read_flags() -> Namespace:
     from megatron_epp.mcore import stock
 
     with refusals_as_value_errors():
-        # Once to look, before Megatron's own checks, so that a flag the CPU cannot do is named as
-        # such.
+        # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
         wanted = parse_args(prepare_parser)
         if host.is_cpu_host():
             host.refuse_gpu_flags(wanted)
@@ -108,25 +106,18 @@ def read_flags() -> Namespace:
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)
-            if getattr(wanted, "epp", False):
-                from megatron_epp.mcore.config import elastic_defaults
-
-                parser.set_defaults(**elastic_defaults(wanted))
+            if wanted.epp:
+                parser.set_defaults(**config.elastic_defaults(wanted))
             return parser
 
-        return parse_and_validate_args(
-            prepare, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
-        )
+        # Megatron warns of a default that is overridden, so only where it will be used.
+        defaults = {} if wanted.tokenizer_type else {"tokenizer_type": "GPT2BPETokenizer"}
+        return parse_and_validate_args(prepare, args_defaults=defaults)
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
-    """Add --epp's flags and this host's defaults to Megatron's parser, and make it raise where it
-    would exit.
-    """
-    if importlib.util.find_spec("megatron_epp.mcore.config") is not None:
-        from megatron_epp.mcore import config
-
-        config.add_arguments(parser)
+    """Add --epp's flags and this host's defaults to Megatron's parser; it raises, never exits."""
+    config.add_arguments(parser)
     # Megatron divides by --eval-interval even where nothing is evaluated (training.py:4481).
     parser.set_defaults(eval_interval=1000)
     if host.is_cpu_host():

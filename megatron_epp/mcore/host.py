@@ -89,17 +89,18 @@ def is_cpu_host() -> bool:
 def install_cpu_host() -> bool:
     """Make Megatron run without a GPU; returns whether the stand-ins are in place.
 
-    Call it before the first import of megatron. A second call changes nothing, and on a machine
-    with a CUDA GPU no call does. ValueError: megatron was imported before.
+    Call it before the first import of megatron: it keeps Transformer Engine and apex out, and
+    torch.compile from compiling. A second call changes nothing, and on a machine with a CUDA GPU no
+    call does. ValueError: megatron was imported before and uses Transformer Engine.
     """
     if has_gpu():
         return False
     if is_cpu_host():
         return True
-    if "megatron.core" in sys.modules:
+    if "megatron.core" in sys.modules and sys.modules.get("transformer_engine") is not None:
         raise ValueError(
-            "install_cpu_host() came after `import megatron.core`, which has looked for "
-            "Transformer Engine already: call it before the first import of megatron"
+            "install_cpu_host() came after `import megatron.core`, which has taken Transformer "
+            "Engine into use: call it before the first import of megatron"
         )
     _prepare_environment()
     _replace_factories()
@@ -218,6 +219,9 @@ def _prepare_environment() -> None:
     # only to decorate the functions it would import inductor. The variable is for what captured the
     # plain compile.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None:
+        dynamo.disable = True  # type: ignore[attr-defined]
     torch.compile = _no_compile  # type: ignore[assignment]
     # arguments.py asserts it for tensor parallelism on all devices older than Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -18,7 +18,7 @@ that it was not made for.
     schedule             epp        megatron.training.training.get_forward_backward_func
 
 A Megatron-LM checkout that has the patches of ``patches/`` applied carries a marker in each patched
-function; such a seam counts as in place and is left alone.
+function. Such a seam counts as in place and is left alone; the schedule is then registered instead.
 """
 
 from __future__ import annotations
@@ -413,6 +413,12 @@ def apply_schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., An
     ``check_seams``.
     """
     seam = schedule_seam(factory)
+    if is_patched(seam):
+        from megatron.core.pipeline_parallel import schedules
+
+        check_seams([])  # the version
+        schedules.choose_schedule(factory)
+        return
     remove([seam])
     install([seam])
 

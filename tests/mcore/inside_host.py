@@ -1,0 +1,343 @@
+"""What holds inside a process that has become a host without a GPU; test_host.py runs it in one.
+
+Not collected by itself: the host changes torch for the whole process.
+"""
+
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.mcore import ending, entry, host, seams
+
+assert host.install_cpu_host()
+
+
+# ------------------------------------------------------------------ torch
+
+
+def test_a_second_install_changes_nothing():
+    before = torch.zeros, torch.Tensor.to, torch.cuda.current_stream
+    assert host.install_cpu_host()
+    assert before == (torch.zeros, torch.Tensor.to, torch.cuda.current_stream)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
+def test_tensors_for_a_gpu_are_made_on_the_cpu(device):
+    made = [
+        torch.zeros(2, device=device),
+        torch.tensor([1.0], device=device),
+        torch.empty(2, pin_memory=True),
+        torch.ones(2).new_zeros(3, device=device),
+        torch.arange(3).to(device),
+        torch.arange(3).to(device=device, dtype=torch.float64),
+        torch.ones(2).cuda(non_blocking=True),
+        torch.ones(2).pin_memory(),
+        torch.ones(2, device=torch.cuda.current_device()),
+        torch.nn.Linear(2, 2).to(device).cuda(torch.cuda.current_device()).weight,
+    ]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+    assert made[5].dtype == torch.float64
+
+
+def test_other_devices_are_left_alone():
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    with torch.device("meta"):
+        assert torch.zeros(2).device.type == "meta"
+
+
+def test_type_strings_are_those_that_megatron_compares():
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+    assert torch.ones(1).type("torch.cuda.DoubleTensor").dtype == torch.float64
+    assert torch.ones(1).type(torch.int64).dtype == torch.int64
+
+
+def test_scripts_with_factories_still_compile():
+    @torch.jit.script
+    def three(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros([3], dtype=torch.float32)
+
+    assert three(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_nothing_is_compiled():
+    def twice(x):
+        return 2 * x
+
+    assert torch.compile(twice) is twice
+    assert torch.compile(dynamic=True)(twice) is twice
+
+
+def test_streams_and_events_do_nothing_and_the_truth_about_gpus_is_kept():
+    assert not torch.cuda.is_available()
+    assert not host.has_gpu()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.current_stream())
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    stop.record()
+    assert start.elapsed_time(stop) >= 0
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+    assert torch.cuda.get_device_properties(0).total_memory > 0
+
+
+def test_starting_a_data_loader_draws_no_random_numbers():
+    state = torch.get_rng_state()
+    loader = torch.utils.data.DataLoader([torch.zeros(1)] * 3)
+    assert len(list(loader)) == 3
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_double_precision_keeps_float64_through_a_cast_and_ends():
+    with host.double_precision():
+        made = torch.ones(2)
+        assert made.dtype == made.float().dtype == torch.float64
+        assert torch.ones(2, dtype=torch.bfloat16).float().dtype == torch.float32
+    assert torch.ones(2).dtype == torch.float32
+    assert torch.ones(2, dtype=torch.float64).float().dtype == torch.float32
+
+
+# ------------------------------------------------------------------ Megatron on it
+
+
+def test_the_random_number_tracker_forks_the_cpus_generator(caplog):
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    torch.manual_seed(1)
+    tracker.add("other", 2)
+    before = torch.get_rng_state()
+    with caplog.at_level(logging.WARNING), tracker.fork("other"):
+        first = torch.rand(3)
+    assert torch.equal(before, torch.get_rng_state())
+    with tracker.fork("other"):
+        second = torch.rand(3)
+    torch.manual_seed(2)
+    assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))
+    assert not caplog.records
+
+
+def test_the_index_builder_is_not_made_where_it_is_there(monkeypatch):
+    from megatron.core.datasets import utils
+
+    seams.install([seams.INDEX_BUILDER])
+    monkeypatch.setattr(subprocess, "run", lambda *args: pytest.fail("make was run"))
+    utils.compile_helpers()
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_norm_for_sequence_parallelism_marks_its_weights(kind):
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = SimpleNamespace(
+        sequence_parallel=True,
+        normalization=kind,
+        layernorm_zero_centered_gamma=False,
+        persist_layer_norm=False,
+        memory_efficient_layer_norm=False,
+    )
+    norm = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
+    assert all(parameter.sequence_parallel for parameter in norm.parameters())
+    assert config.sequence_parallel
+    config.sequence_parallel = False
+    plain = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
+    assert not any(hasattr(parameter, "sequence_parallel") for parameter in plain.parameters())
+    x = torch.randn(4, 8)
+    assert torch.equal(norm(x), plain(x))
+
+
+def test_split_sizes_of_an_expert_exchange_become_numbers():
+    from megatron.core.transformer.moe import token_dispatcher
+
+    sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3, 1]), as_numpy=True)
+    assert sizes.tolist() == [3, 1]
+    assert not torch.is_tensor(sizes)
+
+
+# ------------------------------------------------------------------ flags
+
+
+def parsed(monkeypatch, *words):
+    from megatron.training.arguments import parse_args
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+    return parse_args
+
+
+def test_the_defaults_are_what_the_flags_would_set(monkeypatch):
+    plain = vars(parsed(monkeypatch)())
+    typed = vars(parsed(monkeypatch, *host.cpu_flags())())
+    changed = {name: typed[name] for name in typed if typed[name] != plain[name]}
+    assert changed == host.cpu_defaults()
+    ours = vars(parsed(monkeypatch)(entry.prepare_parser))
+    assert changed.items() <= ours.items()
+    assert ours["eval_interval"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--distributed-backend nccl",
+            "--distributed-backend nccl: this host has no CUDA GPU; "
+            "leave the flag out (gloo is taken)",
+        ),
+        (
+            "--transformer-impl transformer_engine",
+            "--transformer-impl transformer_engine: this host has no CUDA GPU; "
+            "leave the flag out (local is taken)",
+        ),
+        ("--fp16", "--fp16: this host has no CUDA GPU; train in --bf16 or float32"),
+        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+        (
+            "--num-layers x",
+            "argument --num-layers: invalid int value: 'x'",
+        ),
+    ],
+)
+def test_what_cannot_be_parsed_or_done_is_said_in_one_line(monkeypatch, words, line):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
+    with pytest.raises(ValueError) as refusal:
+        entry.read_flags()
+    assert str(refusal.value) == line
+    assert ending.is_users_mistake(refusal.value)
+
+
+def test_a_bare_assert_of_megatrons_is_shown_with_its_condition(monkeypatch):
+    words = (
+        "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
+        "--max-position-embeddings 8 --micro-batch-size 1 --tokenizer-type NullTokenizer "
+        "--vocab-size 10 --mock-data --save somewhere"
+    )
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
+    with pytest.raises(ValueError, match=r"arguments\.py:\d+: .*args\.save_interval"):
+        entry.read_flags()
+
+
+# ------------------------------------------------------------------ mistakes and bugs
+
+
+def test_a_mistake_is_a_value_error_of_ours():
+    with pytest.raises(ValueError) as ours:
+        seams.install([seams.schedule_seam(lambda original: original), _gone()])
+    assert ending.is_users_mistake(ours.value)
+    with pytest.raises(ValueError) as torchs:
+        torch.optim.SGD([], lr=1.0)
+    assert not ending.is_users_mistake(torchs.value)
+    with pytest.raises(TypeError) as bug:
+        host.install_cpu_host("bug")  # type: ignore[call-arg]
+    assert not ending.is_users_mistake(bug.value)
+
+
+# ------------------------------------------------------------------ seams
+
+
+def _gone():
+    return seams.Seam(
+        name="gone",
+        target="megatron.core.datasets.utils.no_such_function",
+        when="always",
+        reason="",
+        fingerprint="",
+        replacement=lambda original: original,
+    )
+
+
+def test_the_installed_megatron_is_the_expected_one():
+    seams.check_seams()
+
+
+def test_names_and_targets_are_told_apart():
+    assert len({seam.name for seam in seams.ALL_SEAMS}) == len(seams.ALL_SEAMS)
+    assert len({seam.target for seam in seams.ALL_SEAMS}) == len(seams.ALL_SEAMS)
+    assert all(seam.reason for seam in seams.ALL_SEAMS)
+
+
+def test_a_missing_target_is_named():
+    with pytest.raises(ValueError, match=r"datasets\.utils\.no_such_function does not"):
+        seams.check_seams([_gone()])
+
+
+def _changed(tmp_path, monkeypatch, name: str):
+    """A function ``name`` of another source than Megatron's."""
+    (tmp_path / "elsewhere.py").write_text(f"def {name}():\n    return 'changed'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "elsewhere", raising=False)
+    import elsewhere
+
+    return getattr(elsewhere, name)
+
+
+def test_a_changed_function_is_noticed(tmp_path, monkeypatch):
+    from megatron.core.datasets import utils
+
+    changed = _changed(tmp_path, monkeypatch, "compile_helpers")
+    monkeypatch.setattr(utils, "compile_helpers", changed)
+    with pytest.raises(ValueError) as drift:
+        seams.install([seams.INDEX_BUILDER])
+    assert "seam 'index builder'" in str(drift.value)
+    assert "megatron.core.datasets.utils.compile_helpers" in str(drift.value)
+    assert utils.compile_helpers is changed
+
+
+def test_a_change_in_what_a_seam_relies_on_is_noticed(tmp_path, monkeypatch):
+    from megatron.training import initialize
+
+    changed = _changed(tmp_path, monkeypatch, "set_jit_fusion_options")
+    monkeypatch.setattr(initialize, "set_jit_fusion_options", changed)
+    with pytest.raises(ValueError, match=r"seam 'fusion warm-up'.*set_jit_fusion_options"):
+        seams.check_seams()
+
+
+def test_every_seam_notices_any_change():
+    """The fingerprints differ from one another and from that of an empty source."""
+    prints = [seam.fingerprint for seam in seams.ALL_SEAMS]
+    assert len(set(prints)) == len(prints)
+    for seam in seams.ALL_SEAMS:
+        assert all(seams._source(name) for name in (seam.target, *seam.relies_on)), seam
+
+
+def test_another_version_is_refused(monkeypatch):
+    import megatron.core
+
+    monkeypatch.setattr(megatron.core, "__version__", "0.20.1")
+    with pytest.raises(ValueError, match=r"megatron-core 0\.20\.1 is installed.*0\.19\.0"):
+        seams.check_seams()
+
+
+def test_installing_is_idempotent_and_can_be_taken_back():
+    from megatron.training import initialize
+
+    original = initialize._warmup_jit_function
+    seams.install(seams.EPP_SEAMS)
+    replaced = initialize._warmup_jit_function
+    seams.install(seams.EPP_SEAMS)
+    assert replaced is initialize._warmup_jit_function is not original
+    assert seams.is_installed(seams.FUSION_WARM_UP)
+    initialize._warmup_jit_function(tp_size=1)  # without any arguments of Megatron's set
+    seams.remove(seams.EPP_SEAMS)
+    assert initialize._warmup_jit_function is original
+    assert not seams.is_installed(seams.FUSION_WARM_UP)
+
+
+def test_the_schedule_starts_from_megatrons_own_each_time():
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import training
+
+    given = []
+
+    def factory(original):
+        given.append(original)
+        return lambda **kwargs: len(given)
+
+    seams.apply_schedule_seam(factory)
+    seams.apply_schedule_seam(factory)
+    assert given == [schedules.get_forward_backward_func] * 2
+    assert training.get_forward_backward_func() == 2
+    seams.remove([seams.schedule_seam(factory)])
+    assert training.get_forward_backward_func is schedules.get_forward_backward_func

@@ -1,0 +1,93 @@
+"""The seams as patches: they apply to the installed Megatron, and the seams see that they did."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATCHES = sorted((ROOT / "patches").glob("*.patch"))
+# Megatron's packages in the order of this test: the patched one before the installed one.
+LOOK = """
+from megatron_epp.mcore import host, seams
+assert host.install_cpu_host()
+import megatron.core
+assert megatron.core.__file__.startswith({patched!r}), megatron.core.__file__
+seams.check_seams()
+seams.install(seams.ALL_SEAMS)
+for seam in seams.ALL_SEAMS:
+    print(seam.name, "|", seam.when, "|", seams.is_patched(seam))
+
+from megatron.core.pipeline_parallel import schedules
+from megatron.training import training
+
+def factory(original):
+    assert original is schedules.stock_forward_backward_func
+    return lambda **asked: sorted(asked)
+
+seams.apply_schedule_seam(factory)
+assert training.get_forward_backward_func is schedules.get_forward_backward_func
+assert training.get_forward_backward_func() == ["pp_size", "schedule_pg_collection", "vp_size"]
+schedules.choose_schedule(None)
+assert schedules.get_forward_backward_func(1, None) is schedules.forward_backward_no_pipelining
+"""
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """A copy of the installed Megatron, as a checkout has it: its packages in ``megatron/``."""
+    spec = importlib.util.find_spec("megatron")
+    installed = Path(next(iter(spec.submodule_search_locations)))
+    for part in ("core", "training"):
+        shutil.copytree(
+            installed / part,
+            tmp_path / "megatron" / part,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    return tmp_path
+
+
+def git_apply(tree: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["git", "apply", *words], cwd=tree, capture_output=True, text=True, check=False
+    )
+
+
+def test_there_are_patches_and_the_readme_names_each():
+    assert PATCHES
+    readme = (ROOT / "patches" / "README.md").read_text()
+    assert [patch.stem for patch in PATCHES if patch.stem not in readme] == []
+
+
+def test_the_patches_apply_alone_and_together_and_not_twice(tree):
+    for patch in PATCHES:
+        done = git_apply(tree, "--check", str(patch))
+        assert done.returncode == 0, done.stderr
+    assert git_apply(tree, *map(str, PATCHES)).returncode == 0
+    for patch in PATCHES:
+        assert git_apply(tree, "--check", str(patch)).returncode != 0
+
+
+def test_where_the_patches_are_applied_nothing_is_replaced(tree):
+    assert git_apply(tree, *map(str, PATCHES)).returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK.format(patched=str(tree))],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seams = [line.split(" | ") for line in done.stdout.splitlines() if " | " in line]
+    assert seams
+    for name, when, patched in seams:
+        assert patched == str(when != "cpu host"), name
