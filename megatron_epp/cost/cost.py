@@ -287,9 +287,11 @@ class Cost:
         """Seconds and bytes of every op of ``plan``, as the simulator wants them."""
         loads = loads_of(plan.chunks, plan.documents, slices_of(plan))
         layers = list(self._layers_backward(plan, loads))
-        return self._table(loads, letter_counts(plan), layers)
+        return self._table(loads, letter_counts(plan), layers, plan.forward_only)
 
-    def table_of(self, loads: Loads, counts: Mapping[str, np.ndarray]) -> Table:
+    def table_of(
+        self, loads: Loads, counts: Mapping[str, np.ndarray], forward_only: bool = False
+    ) -> Table:
         """As :meth:`table`, for planners: counts[letter][stage, chunk] layers have that choice.
 
         The layers of a stage are taken to stand in the order of ``counts``, kept ones last.
@@ -305,7 +307,7 @@ class Cost:
             )
             for letter in reversed(order)
         ]
-        return self._table(loads, counts, layers)
+        return self._table(loads, counts, layers, forward_only)
 
     def _again_bytes(self, letter: str, loads: Loads) -> np.ndarray:
         if letter == KEEP:
@@ -317,6 +319,8 @@ class Cost:
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """One layer of every stage and chunk at a time, last layers first."""
         letters = sorted({letter for stage in plan.recompute for c in stage for letter in c})
+        if not letters:  # no stage has a layer
+            return
         saved = np.stack([self.saved_bytes(letter, loads) for letter in letters])
         again = np.stack([self._again_bytes(letter, loads) for letter in letters])
         number = {letter: index for index, letter in enumerate(letters)}
@@ -329,9 +333,16 @@ class Cost:
             there = (behind < np.array(self.layers))[:, None] + np.zeros(loads.chunks)
             yield there, saved[which, chunk], again[which, chunk]
 
-    def _table(self, loads: Loads, counts: Mapping[str, np.ndarray], layers: Sequence) -> Table:
+    def _table(
+        self,
+        loads: Loads,
+        counts: Mapping[str, np.ndarray],
+        layers: Sequence,
+        forward_only: bool,
+    ) -> Table:
         """The I of a chunk turns activations into weight inputs layer by layer, so that it never
-        holds both: what they have in common is taken off its workspace.
+        holds both: what they have in common is taken off its workspace. A plan of forwards only
+        keeps nothing: one layer's activations at a time, and the ends' while they run.
         """
         recompute = np.zeros((self.stages, loads.chunks))
         again = np.zeros((self.stages, loads.chunks))
@@ -345,6 +356,9 @@ class Cost:
         workspace = {kind: self.workspace_bytes(kind, loads) for kind in COMPUTE}
         workspace[Kind.BACKWARD] += self.backward_workspace_bytes(loads, layers)
         workspace[Kind.INPUT] += again - np.minimum(activations, weight_inputs)
+        if forward_only:
+            passing = self.end_bytes(loads) + self.saved_bytes(KEEP, loads)
+            workspace[Kind.FORWARD] += np.ceil(passing)
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
         return Table(
             seconds={kind: self.seconds(kind, loads) for kind in COMPUTE},

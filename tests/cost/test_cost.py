@@ -1,0 +1,349 @@
+"""The cost model against the published formulas, and against a slow sum over layers."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.cost import Cost, even_layers, letter_counts, named_cost
+from megatron_epp.cost.devices import DEVICES, GIB
+from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.published import PUBLISHED
+from megatron_epp.ir import COMPUTE, FULL, KEEP, Chunk, Item, Kind, Plan, Span
+from megatron_epp.sim.play import play
+from tests.plans import EXAMPLE, evaluation, plans
+
+F, B, I, W = COMPUTE  # noqa: E741
+GPT = sorted(PUBLISHED)
+
+
+def loads(cost: Cost, *spans: tuple[int, int], length: int | None = None):
+    """Chunks of one span each, of one document (or its whole)."""
+    stop = max(s[1] for s in spans) if length is None else length
+    return cost.loads([Chunk((Span(0, *span),)) for span in spans], [stop])
+
+
+# --- the papers' formulas -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GPT)
+@pytest.mark.parametrize("tokens", [1, 1000, 98_304])
+def test_equation_1(name: str, tokens: int) -> None:
+    """Forward plus backward of the whole model on one device, without what b1 stands for."""
+    known = PUBLISHED[name]
+    cost = named_cost(name, "a100-80g", pp=1, zero=1, memory_budget_gib=10_000)
+    load = loads(cost, (0, tokens))
+    seconds = sum(cost.seconds(kind, load).sum() for kind in (F, B))
+    a1, a2 = known.a1_ms_per_square_token, known.a2_ms_per_token
+    assert seconds == pytest.approx((a1 * tokens**2 + a2 * tokens) / 1e3, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", GPT)
+def test_equation_1_of_a_slice(name: str) -> None:
+    """a1 ((C + s)^2 - C^2) + a2 s over N devices, and b1 / d_p: a fifth of the published one."""
+    known = PUBLISHED[name]
+    cost = named_cost(name, "a100-80g", pp=4, cp=8)
+    load = loads(cost, (0, 30_000), (30_000, 50_000))
+    seconds = sum(cost.compute_seconds(kind, load) for kind in (F, B))
+    a1, a2 = known.a1_ms_per_square_token / 1e3, known.a2_ms_per_token / 1e3
+    slice_ = (a1 * (50_000**2 - 30_000**2) + a2 * 20_000) / 32
+    assert seconds[:, 1] == pytest.approx([slice_] * 4, rel=1e-12)
+    gather = sum(cost.comm_seconds_per(kind)[:, 2] for kind in (F, B))
+    assert gather == pytest.approx([known.b1_ms / 1e3 / 5 / 4] * 4, rel=1e-12)
+    published = named_cost(name, "a100-80g", pp=4, cp=8, b1_divisor=1)
+    gather = sum(published.comm_seconds_per(kind)[:, 2] for kind in (F, B))
+    assert gather.sum() == pytest.approx(known.b1_ms / 1e3, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", GPT)
+def test_equation_3(name: str) -> None:
+    """FlexSP's 4 * 2 * L * h * tokens * 2 bytes / SP / bandwidth, forward and backward."""
+    cost = named_cost(name, "a100-80g", pp=4, cp=8)
+    shape = MODELS[name]
+    tokens = 10_000
+    moved = 4 * 2 * shape.layers * shape.hidden * tokens * 2 / 8 / 96.5e9
+    per_token = sum(cost.comm_seconds_per(kind)[:, 0].sum() for kind in (F, B))
+    assert per_token * tokens == pytest.approx(moved, rel=1e-12)
+    # Inside a node against across nodes; one device exchanges nothing.
+    far = named_cost(name, "a100-80g", pp=4, cp=16)
+    near_token, far_token = (c.comm_seconds_per(F)[0, 0] for c in (cost, far))
+    assert far_token / near_token == pytest.approx(8 / 16 * 96.5 / 10.33, rel=1e-12)
+    alone = named_cost(name, "a100-80g", pp=4, cp=1, memory_budget_gib=1000)
+    assert alone.comm_seconds_per(F)[0, 0] == 0
+
+
+@pytest.mark.parametrize("name", GPT)
+def test_halves_of_the_backward(name: str) -> None:
+    """W is a third of the linears' forward plus backward, attention has none; I is the rest."""
+    cost = named_cost(name, "a100-80g", pp=4, cp=8)
+    linear = cost.seconds_per(F)[:, 0] + cost.seconds_per(B)[:, 0]
+    linear -= cost.comm_seconds_per(F)[:, 0] + cost.comm_seconds_per(B)[:, 0]
+    assert cost.seconds_per(W)[:, 0] == pytest.approx(linear / 3, rel=1e-12)
+    assert (cost.seconds_per(W)[:, 1] == 0).all()
+    halves = cost.seconds_per(I) + cost.seconds_per(W)
+    assert halves == pytest.approx(cost.seconds_per(B), rel=1e-12)
+    # Backward to forward: 2 for linears, 2.5 for attention.
+    assert cost.seconds_per(B)[:, 1] == pytest.approx(2.5 * cost.seconds_per(F)[:, 1])
+
+
+def test_a_recomputed_layer_costs_its_forward() -> None:
+    """Eq. 17: F_hat, all-to-all included, gathers not."""
+    cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
+    load = loads(cost, (0, 30_000), (30_000, 50_000))
+    forward = cost.seconds(F, load)[0] - cost.comm_seconds_per(F)[0, 2]
+    assert cost.recompute_seconds(FULL, load) == pytest.approx(forward / 10, rel=1e-12)
+    assert (cost.recompute_seconds(KEEP, load) == 0).all()
+
+
+def test_memory_of_a_whole_document() -> None:
+    """Eqs 5 and 10 with 34 h bytes per token and layer; logits on the last stage."""
+    cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
+    load = loads(cost, (0, 8000))
+    layers = np.full((4, 1), 10.0)
+    held = cost.activation_bytes(load, {KEEP: layers})[:, 0]
+    layer_bytes = 34 * 5120 * 8000 / 8
+    assert held[:3] == pytest.approx([10 * layer_bytes] * 3)
+    assert held[3] == pytest.approx(10 * layer_bytes + 6 * 128_256 * 8000 / 8)
+    # Recomputed in full, a layer keeps its input.
+    held = cost.activation_bytes(load, {KEEP: layers - 4, FULL: layers * 0 + 4})[:, 0]
+    assert held[0] == pytest.approx(6 * layer_bytes + 4 * 2 * 5120 * 8000 / 8)
+    transient = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, logits_held=False)
+    held = transient.activation_bytes(load, {KEEP: layers})[:, 0]
+    assert held[3] == held[0]
+    assert transient.workspace_bytes(F, load)[3, 0] == 6 * 128_256 * 8000 / 8
+
+
+def test_memory_of_a_cut_document() -> None:
+    """K and V of what later slices attend to once for the document; eqs 5 and 9 without the last
+    slice, which needs neither, and without whole documents."""
+    cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
+    load = loads(cost, (0, 5000), (5000, 8000))
+    layers = np.full((4, 2), 10.0)
+    kv = 2 * 2 * 5120 / 8  # of one token and layer
+    held = cost.activation_bytes(load, {KEEP: layers})[0]
+    assert held == pytest.approx([10 * (34 * 5120 / 8 - kv) * 5000, 10 * 34 * 5120 / 8 * 3000])
+    assert cost.kv_bytes(load)[0] == pytest.approx([10 * kv * 5000])
+    assert cost.kv_gradient_bytes(load)[0] == pytest.approx([10 * kv * 5000])  # as in the paper
+    # What is kept of a slice and its K/V is what a whole document keeps.
+    whole = cost.activation_bytes(loads(cost, (0, 8000)), {KEEP: layers[:, :1]})[0, 0]
+    assert held.sum() + cost.kv_bytes(load)[0, 0] == pytest.approx(whole)
+    # Checkpointing a split chunk cannot free its K and V: e (D + 2 D_kv) are left.
+    full = cost.activation_bytes(load, {FULL: layers})[0].sum() + cost.kv_bytes(load)[0, 0]
+    assert full == pytest.approx(10 * 2 * (5120 * 8000 + 2 * 5120 * 5000) / 8)
+
+
+def test_a_backward_frees_while_it_makes() -> None:
+    """Layer by layer from the last: what it held goes, its K/V gradients come."""
+    cost = named_cost("llama3-8b", "h100-80g", pp=1, cp=1, memory_budget_gib=1000)
+    load = loads(cost, (0, 5000), (5000, 8000))
+    layers = np.full((1, 2), 32.0)
+    table = cost.table_of(load, {KEEP: layers})
+    gradients = np.asarray(table.held_bytes[Item.KV_GRADIENTS])[0, 0]
+    assert gradients == 32 * 5000 * 2 * 4 * 1024  # float32, of 5000 tokens
+    # Without recompute it never holds more than its forward left.
+    assert np.asarray(table.workspace_bytes[B])[0].tolist() == [0, -gradients]
+
+
+def test_states() -> None:
+    """16 bytes a parameter over the stage's devices and three gathered layers; Megatron's 6 + 12
+    with embedding and output layer at the ends."""
+    shape = MODELS["gpt-13b"]
+    stage = 10 * shape.layer_parameters
+    buffers = 3 * 2 * shape.layer_parameters
+    zero3 = named_cost("gpt-13b", "a100-80g", pp=4, cp=8).states_bytes
+    assert zero3[1] == math.ceil(16 * stage / 8 + buffers)
+    ends = 16 * (stage + shape.vocabulary_parameters) / 8 + buffers
+    assert zero3[0] == zero3[3] == math.ceil(ends)
+    zero1 = named_cost("gpt-13b", "a100-80g", pp=4, cp=4, dp=2, tp=2, zero=1).states_bytes
+    assert zero1[1] == math.ceil(6 * stage / 2 + 12 * stage / 2 / 8)
+
+
+def test_zero_1_gathers_nothing() -> None:
+    for kind in COMPUTE:
+        resident = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, zero=1)
+        assert (resident.comm_seconds_per(kind)[:, 2] == 0).all()
+    assert named_cost("llama3-8b", "h100-80g", pp=4).zero == 1
+    assert named_cost("gpt-7b", "a100-80g", pp=4, cp=8).zero == 3
+
+
+def test_defaults_of_the_papers_world() -> None:
+    cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
+    assert cost.budget_bytes == (74 * GIB,) * 4
+    assert cost.devices == 32
+    assert cost.link_seconds(loads(cost, (0, 100))).sum() == 0
+    assert (cost.seconds_per(F)[3] == cost.seconds_per(F)[0]).all()  # no head
+    head = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, head_seconds=True, link_seconds=True)
+    extra = head.seconds_per(F)[3, 0] - head.seconds_per(F)[0, 0]
+    assert extra == pytest.approx(2 * 5120 * 128_256 / 212e12 / 8)
+    assert head.link_seconds(loads(head, (0, 100)))[0] == pytest.approx(100 * 2 * 5120 / 50e9)
+
+
+def test_even_layers() -> None:
+    assert even_layers(40, 4) == (10, 10, 10, 10)
+    assert even_layers(32, 6) == (6, 6, 5, 5, 5, 5)
+    with pytest.raises(ValueError, match="pp 0: expected 1 to 32"):
+        even_layers(32, 0)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def costs() -> st.SearchStrategy[Cost]:
+    def make(name: str, on: str, zero: int, tp: int, cp: int, held: bool) -> Cost:
+        made = profile(MODELS[name], DEVICES[on], logits_held=held)
+        return Cost(made, (1,), (1e12,), tp, cp, 1, zero)
+
+    return st.builds(
+        make,
+        st.sampled_from(sorted(MODELS)),
+        st.sampled_from(sorted(DEVICES)),
+        st.sampled_from((1, 3)),
+        st.sampled_from((1, 2, 4)),
+        st.sampled_from((1, 2, 8)),
+        st.booleans(),
+    )
+
+
+def on_layers(cost: Cost, plan: Plan) -> Cost:
+    return Cost(
+        cost.profile, plan.layers, (1e12,) * plan.stages, cost.tp, cost.cp, cost.dp, cost.zero
+    )
+
+
+@given(costs(), plans())
+def test_a_table_is_a_sum_over_layers(cost: Cost, plan: Plan) -> None:
+    """The vectorised grids against one call per layer."""
+    cost = on_layers(cost, plan)
+    table = cost.table(plan)
+    made, spread = cost.profile, cost.tp * cost.cp
+    cut = {
+        (c, span.document): span.tokens
+        for c, chunk in enumerate(plan.chunks)
+        for span in chunk.spans
+        if span.tokens < plan.documents[span.document]
+    }
+    for stage, layers in enumerate(plan.layers):
+        for c, chunk in enumerate(plan.chunks):
+            # K and V lie in the document's buffer, where the chunk is a slice with a successor.
+            cut_tokens = sum(
+                tokens
+                for (at, document), tokens in cut.items()
+                if at == c
+                and tokens == chunk.tokens
+                and chunk.spans[0].stop < plan.documents[document]
+            )
+            for kind in COMPUTE:
+                seconds = 0.0
+                parts = [made.layer_seconds[kind]] * layers
+                parts += [made.first_seconds[kind]] * (stage == 0)
+                parts += [made.last_seconds[kind]] * (stage == plan.stages - 1)
+                for part in parts:
+                    seconds += (
+                        part.per_token * chunk.tokens + part.per_pair * chunk.pairs
+                    ) / spread + part.per_chunk
+                seconds += table.comm_seconds[kind][stage][c]
+                assert table.seconds[kind][stage][c] == pytest.approx(seconds, rel=1e-9)
+            held = sum(
+                made.saved_bytes[letter](chunk.tokens, cut_tokens)
+                for letter in plan.recompute[stage][c]
+            )
+            held += made.first_bytes(chunk.tokens, cut_tokens) * (stage == 0)
+            held += made.last_bytes(chunk.tokens, cut_tokens) * (stage == plan.stages - 1)
+            activations = table.held_bytes[Item.ACTIVATIONS][stage][c]
+            assert activations == pytest.approx(held / spread, rel=1e-9, abs=1.01)
+
+
+@given(costs(), plans())
+def test_the_peak_of_a_backward(cost: Cost, plan: Plan) -> None:
+    """One layer at a time: while it runs, what it recomputes lives beside what it held."""
+    cost = on_layers(cost, plan)
+    made, spread = cost.profile, cost.tp * cost.cp
+    load, table = cost.loads(plan.chunks, plan.documents), cost.table(plan)
+    for stage in range(plan.stages):
+        for c, chunk in enumerate(plan.chunks):
+            kept, gradients = load.kept_tokens[c], 0.0
+            if load.document[c] >= 0 and load.later[c] < 0:
+                context = plan.documents[load.document[c]] - load.cut_tokens[c]
+                gradients = made.kv_gradient_bytes_per_token * context / spread
+            held = peak = 0.0
+            if stage == plan.stages - 1:
+                held -= made.last_bytes(chunk.tokens, kept) / spread
+            for letter in reversed(plan.recompute[stage][c]):
+                again = made.recompute_workspace_bytes[letter](chunk.tokens, kept) / spread
+                peak = max(peak, held + (again if letter != KEEP else 0))
+                held += gradients - made.saved_bytes[letter](chunk.tokens, kept) / spread
+                peak = max(peak, held)
+            peak -= plan.layers[stage] * gradients
+            peak += made.workspace_bytes[B](chunk.tokens, kept) / spread
+            if stage == plan.stages - 1:
+                peak += made.last_workspace_bytes[B](chunk.tokens, kept) / spread
+            assert table.workspace_bytes[B][stage][c] == pytest.approx(peak, rel=1e-9, abs=2.01)
+
+
+@given(costs(), plans())
+def test_ledgers_end_at_zero(cost: Cost, plan: Plan) -> None:
+    """Bytes are whole, so sums are exact: nothing is left, whatever was made."""
+    cost = on_layers(cost, plan)
+    for each in (plan, evaluation(plan)):
+        table = cost.table(each)
+        for grid in (*table.held_bytes.values(), *table.workspace_bytes.values()):
+            assert (np.asarray(grid) == np.rint(grid)).all()
+        played = play(each, table)
+        assert played.left_bytes == (0.0,) * plan.stages
+        assert min(played.peak_bytes) >= 0
+        assert 0 <= played.bubble_ratio < 1
+        assert 0 <= played.recompute_ratio + played.comm_ratio <= 1
+
+
+def test_an_i_never_holds_activations_and_weight_inputs_at_once() -> None:
+    cost = named_cost("gpt-13b", "a100-80g", pp=1, cp=8, memory_budget_gib=1000)
+    text = EXAMPLE.split("predicted")[0].replace("layers 4 4", "layers 40")
+    text = text.replace("recompute 0: 3f1k 4k 2c2k\nrecompute 1: 4k 4k 4k\n", "")
+    plan = Plan.parse(text.split("stage 0")[0] + "stage 0: F2 I2 W2 F0 F1 I1 W1 I0 W0\n")
+    played = play(plan, cost.table(plan))
+    at = {str(record.op): record.peak_bytes - cost.states_bytes[0] for record in played.records}
+    kept = at["F2"]
+    assert kept == pytest.approx(900 / 8 * (40 * 34 * 5120 + 6 * 128_256), rel=1e-6)
+    assert at["I2"] == kept
+    assert at["W2"] == pytest.approx(900 / 8 * 40 * 34 * 5120, rel=1e-6)
+
+
+@given(plans())
+def test_letters_are_counted(plan: Plan) -> None:
+    counts = letter_counts(plan)
+    assert (sum(counts.values()) == np.array(plan.layers)[:, None]).all()
+    for letter, grid in counts.items():
+        expected = [[choice.count(letter) for choice in stage] for stage in plan.recompute]
+        assert grid.tolist() == expected
+
+
+@given(plans())
+def test_loads(plan: Plan) -> None:
+    cost = Cost(profile(MODELS["gpt-7b"], DEVICES["a100-80g"]), (1,), (1e12,))
+    load = cost.loads(plan.chunks, plan.documents)
+    assert load.tokens.tolist() == [chunk.tokens for chunk in plan.chunks]
+    assert load.pairs.sum() == sum(n * (n + 1) / 2 for n in plan.documents)
+    for c, chunk in enumerate(plan.chunks):
+        slices = [s for s in chunk.spans if s.tokens < plan.documents[s.document]]
+        assert load.cut_tokens[c] == sum(s.tokens for s in slices)
+        assert load.document[c] == (slices[0].document if slices else -1)
+        if load.earlier[c] >= 0:
+            assert load.later[load.earlier[c]] == c
+
+
+def test_the_profiles_own_layout_scales() -> None:
+    """A profile measured under tp 2 says the same under tp 2, and half of it on twice as many."""
+    made = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
+    import dataclasses
+
+    measured = dataclasses.replace(made, tp=2)
+    same = Cost(measured, (8,), (1e12,), tp=2)
+    load = loads(same, (0, 4096))
+    alone = Cost(made, (8,), (1e12,)).compute_seconds(F, load)
+    assert same.compute_seconds(F, load) == pytest.approx(alone)
+    twice = Cost(measured, (8,), (1e12,), tp=2, cp=2)
+    constant = 8 * made.layer_seconds[Kind.FORWARD].per_chunk
+    assert twice.compute_seconds(F, load) - constant == pytest.approx((alone - constant) / 2)

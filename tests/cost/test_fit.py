@@ -1,0 +1,203 @@
+"""Fits find what was put in, from clean rows and from noisy ones, and say how well."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import scipy.optimize
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.fit import Sample, fit_profile
+from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds
+from megatron_epp.cost.regression import fit, nnls
+from megatron_epp.ir import BACKWARDS, COMPUTE, Kind
+
+TRUTH = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
+TEMPLATE = profile(MODELS["gpt-7b"], DEVICES["cpu"])
+WHERE = Provenance("llama3-8b", "h100-80g", "bf16", "2026-11-21", "measured: a test")
+
+
+@given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 8))
+def test_nnls_is_scipys(seed: int, rows: int, columns: int) -> None:
+    random = np.random.default_rng(seed)
+    matrix, target = random.normal(size=(rows, columns)), random.normal(size=rows)
+    ours, (theirs, norm) = nnls(matrix, target), scipy.optimize.nnls(matrix, target)
+    assert (ours >= 0).all()
+    assert np.linalg.norm(matrix @ ours - target) == pytest.approx(norm, abs=1e-9)
+    if rows >= columns:  # or the solution is not unique
+        assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+def test_a_fit_is_judged_on_rows_it_has_not_seen() -> None:
+    random = np.random.default_rng(0)
+    features = random.uniform(1, 100, (40, 3))
+    clean = features @ (2.0, 0.0, 0.5)
+    result = fit(features, clean)
+    assert result.coefficients == pytest.approx((2.0, 0.0, 0.5), abs=1e-9)
+    assert result.quality.judged == 10
+    assert result.quality.worst < 1e-9
+    # A model that is wrong is found out.
+    wrong = fit(features[:, :1], clean)
+    assert wrong.quality.median > 0.05
+    assert str(wrong.quality).endswith("on 10 held-out of 40 rows")
+    # Four rows, three columns: none to spare.
+    assert fit(features[:4], clean[:4]).quality.judged == 0
+
+
+def test_a_fit_survives_outliers() -> None:
+    random = np.random.default_rng(1)
+    features = np.column_stack([random.uniform(100, 10_000, 60), np.ones(60)])
+    seconds = features @ (1e-5, 2e-3) * random.normal(1, 0.01, 60)
+    seconds[::12] *= 4  # a busy machine
+    assert fit(features, seconds).coefficients == pytest.approx((1e-5, 2e-3), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("features", "values"), [([[1.0]], [0.0]), ([[np.nan]], [1.0]), ([[1.0]], []), ([], [])]
+)
+def test_rows_that_cannot_be_fitted(features: list, values: list) -> None:
+    with pytest.raises(ValueError, match="measurements"):
+        fit(features, values)
+
+
+def samples(random: np.random.Generator, count: int, letters: str = "k") -> list[Sample]:
+    """Stages and chunks of many shapes, without values."""
+    made = []
+    for _ in range(count):
+        layers = int(random.integers(1, 9))
+        tokens = int(random.integers(16, 16_384))
+        cut = int(random.integers(0, tokens + 1)) if random.random() < 0.5 else 0
+        pairs = int(tokens * random.uniform(0.5, 4.0) * tokens)
+        choice = "".join(random.choice(list(letters), layers))
+        first, last = random.random(2) < 0.3
+        made.append(Sample(choice, bool(first), bool(last), tokens, pairs, cut, 0.0))
+    return made
+
+
+def seconds_of(made: Profile, kind: Kind, sample: Sample) -> float:
+    load = (sample.tokens, sample.pairs)
+    value = sample.layers * made.layer_seconds[kind](*load)
+    value += sample.first * made.first_seconds[kind](*load)
+    value += sample.last * made.last_seconds[kind](*load)
+    if kind in BACKWARDS:
+        value += sum(made.recompute_seconds[letter](*load) for letter in sample.choice)
+    return value
+
+
+def held_of(made: Profile, sample: Sample) -> float:
+    load = (sample.tokens, sample.cut_tokens)
+    value = sum(made.saved_bytes[letter](*load) for letter in sample.choice)
+    return value + sample.first * made.first_bytes(*load) + sample.last * made.last_bytes(*load)
+
+
+def valued(rows: list[Sample], values: list[float]) -> list[Sample]:
+    pairs = zip(rows, values, strict=True)
+    return [dataclasses.replace(row, value=value) for row, value in pairs]
+
+
+def measured(noise: float) -> dict:
+    random = np.random.default_rng(5)
+    truth = dataclasses.replace(
+        TRUTH,
+        first_seconds={kind: Seconds(3e-7, 0, 1e-4) for kind in COMPUTE},
+        first_bytes=Bytes(4000.0, 4000.0),
+        workspace_bytes={kind: Bytes(9000.0, 9000.0) for kind in COMPUTE},
+    )
+
+    def with_noise(rows: list[Sample], value) -> list[Sample]:
+        return valued(rows, [value(row) * random.normal(1, noise) for row in rows])
+
+    def workspace(kind: Kind):
+        def value(row: Sample) -> float:
+            load = (row.tokens, row.cut_tokens)
+            again = max(truth.recompute_workspace_bytes[x](*load) for x in row.choice)
+            return truth.workspace_bytes[kind](*load) + (again if kind in BACKWARDS else 0)
+
+        return value
+
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return {
+        "truth": truth,
+        "seconds": {
+            kind: with_noise(
+                samples(random, 240, "kfm"), lambda row, kind=kind: seconds_of(truth, kind, row)
+            )
+            for kind in kinds
+        },
+        "held_bytes": with_noise(samples(random, 240, "kfm"), lambda row: held_of(truth, row)),
+        "workspace_bytes": {
+            kind: with_noise(samples(random, 60, letters), workspace(kind))
+            for kind, letters in ((Kind.FORWARD, "k"), (Kind.BACKWARD, "kf"))
+        },
+        "link_seconds": [
+            (t, (2e-6 * t + 3e-4) * random.normal(1, noise)) for t in range(9, 999, 9)
+        ],
+    }
+
+
+def test_a_profile_is_found_again() -> None:
+    """Everything measured is found; what was not stays the template's."""
+    rows = measured(noise=0.0)
+    truth = rows.pop("truth")
+    fitted = fit_profile(TEMPLATE, WHERE, tp=2, cp=1, **rows)
+    found = fitted.profile
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for row in rows["seconds"][kind]:
+            assert seconds_of(found, kind, row) == pytest.approx(row.value, rel=1e-3)
+    for row in rows["held_bytes"]:
+        assert held_of(found, row) == pytest.approx(row.value, rel=1e-3)
+    near = pytest.approx
+    assert found.saved_bytes["f"].per_token == near(truth.saved_bytes["f"].per_token, rel=1e-2)
+    assert found.recompute_seconds["f"].per_pair == near(
+        truth.recompute_seconds["f"].per_pair, rel=1e-2
+    )
+    assert found.first_bytes.per_token == near(4000, rel=1e-2)
+    assert found.workspace_bytes[Kind.FORWARD].per_token == near(9000, rel=1e-2)
+    assert found.link_seconds_per_token == near(2e-6)
+    assert found.link_latency_seconds == near(3e-4)
+    assert found.saved_bytes["c"] == TEMPLATE.saved_bytes["c"]
+    assert found.kv_bytes_per_token == TEMPLATE.kv_bytes_per_token
+    # I and W were not measured: they share B as the template's do.
+    assert found.layer_seconds[Kind.WEIGHT].per_token == near(
+        found.layer_seconds[Kind.BACKWARD].per_token / 2
+    )
+    assert found.layer_seconds[Kind.WEIGHT].per_pair == 0
+    # Communication is inside what was measured.
+    assert (found.tp, found.tensor_bytes_per_token) == (2, 0.0)
+    assert found.provenance == WHERE
+    assert Profile.from_json(found.to_json()) == found
+
+
+def test_noise_is_seen_in_the_quality() -> None:
+    rows = measured(noise=0.05)
+    rows.pop("truth")
+    fitted = fit_profile(TEMPLATE, WHERE, **rows)
+    for what in ("seconds of F", "seconds of B", "held bytes"):
+        quality = fitted.quality[what]
+        assert quality.judged == 60
+        assert 0.02 < quality.median < 0.05  # of |normal(0, 5%)| the median is 3.4%
+    assert "seconds of F: error median" in str(fitted)
+
+
+def test_a_fitted_profile_makes_a_cost() -> None:
+    rows = measured(noise=0.0)
+    rows.pop("truth")
+    cost = Cost(fit_profile(TEMPLATE, WHERE, **rows).profile, (4, 4), (1e12, 1e12))
+    row = rows["seconds"][Kind.FORWARD][0]
+    load = np.array([row.tokens, row.pairs, 1.0])
+    expected = seconds_of(
+        cost.profile, Kind.FORWARD, dataclasses.replace(row, choice="kkkk", first=True, last=False)
+    )
+    assert cost.seconds_per(Kind.FORWARD)[0] @ load == pytest.approx(expected)
+
+
+def test_bad_samples() -> None:
+    with pytest.raises(ValueError, match="recompute choice 'kz': expected of k f c m n a b"):
+        Sample("kz", True, False, 5, 5, 0, 1.0)
+    with pytest.raises(ValueError, match="5 tokens, 6 of a cut document"):
+        Sample("k", True, False, 5, 5, 6, 1.0)

@@ -1,0 +1,154 @@
+"""Names, near names and files of models, devices and profiles."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.cost.analytic import profile, without_states
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.devices import DEVICES, device
+from megatron_epp.cost.models import MODELS, Model, model
+from megatron_epp.cost.profile import Profile
+
+PROFILE = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
+
+
+def test_the_promised_names() -> None:
+    assert set(MODELS) == {"gpt-7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b"}
+    assert set(DEVICES) == {"a100-40g", "a100-80g", "h100-80g", "h200-141g", "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("gpt-7b", 7.5), ("gpt-13b", 13.9), ("gpt-30b", 33.6), ("llama3-8b", 8.0), ("llama3-70b", 70)],
+)
+def test_shapes_have_the_size_of_their_name(name: str, billions: float) -> None:
+    known = model(name)
+    parameters = known.layers * known.layer_parameters + 2 * known.vocabulary_parameters
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: model("gpt-14b"), "unknown model 'gpt-14b'; did you mean gpt-13b"),
+        (lambda: model("xyz"), "unknown model 'xyz'; known: gpt-7b, gpt-13b, gpt-30b"),
+        (lambda: device("h100"), "unknown device 'h100'; did you mean h100-80g or"),
+        (lambda: model("no/such.json"), "model file no/such.json: No such file or directory"),
+        (
+            lambda: named_cost("gpt-13b", "a100-80g", pp=41),
+            "pp 41: expected 1 to 40, the layers of the model",
+        ),
+        (
+            lambda: named_cost("gpt-13b", "a100-80g", pp=2, layers=(20, 21)),
+            "layers 20 21: expected 2 numbers that add up to 40",
+        ),
+        (
+            lambda: named_cost("gpt-13b", "a100-80g", pp=4, cp=8, memory_budget_gib=8),
+            "memory budget 8 GiB: stage 0 needs more than 8.841 GiB for its model states alone; "
+            "raise the budget, or use more stages or devices",
+        ),
+        (lambda: named_cost("gpt-13b", "a100-80g", pp=4, zero=2), "zero 2: expected 1 or 3"),
+        (lambda: named_cost("gpt-13b", "a100-80g", pp=4, cp=0), "cp 0: expected at least 1"),
+    ],
+)
+def test_one_clear_line(call, error: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value).startswith(error)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    shape = dataclasses.asdict(MODELS["llama3-8b"]) | {"name": "mine", "layers": 6}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(shape))
+    assert model(str(file)) == Model(**shape)
+    assert named_cost(str(file), "h100-80g", pp=4).layers == (2, 2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"layers": 0}, "layers 0: expected a whole number of at least 1"),
+        ({"layers": "6"}, "layers '6': expected a whole number"),
+        ({"kv_heads": 5}, "kv_heads 5: expected a divisor of heads, 32"),
+        ({"gated": 1}, "gated 1: expected true or false"),
+        ({"hiden": 5}, "unknown field 'hiden'; did you mean hidden?"),
+    ],
+)
+def test_a_bad_model_file(tmp_path: Path, change: dict, error: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(dataclasses.asdict(MODELS["llama3-8b"]) | change))
+    with pytest.raises(ValueError) as caught:
+        model(str(file))
+    assert str(caught.value).startswith(f"model file {file}: {error}")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"name": NaN}', '{"name": "x"}', "\udcff"])
+def test_a_file_that_is_no_model(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError) as caught:
+        model(str(file))
+    assert str(caught.value).startswith(f"model file {file}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_device_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    shape = dataclasses.asdict(DEVICES["h100-80g"]) | {"name": "mine", "budget_gib": 50}
+    file.write_text(json.dumps(shape))
+    assert device(str(file)).group_bytes_per_second == DEVICES["h100-80g"].group_bytes_per_second
+    file.write_text(json.dumps(shape | {"linear_flops": 0}))
+    with pytest.raises(ValueError, match="linear_flops 0: expected a number above 0"):
+        device(str(file))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("on", DEVICES)
+def test_profiles_go_to_text_and_back(name: str, on: str, tmp_path: Path) -> None:
+    made = profile(MODELS[name], DEVICES[on])
+    assert Profile.from_json(made.to_json()) == made
+    made.save(str(tmp_path / "p.json"))
+    assert Profile.load(str(tmp_path / "p.json")) == made
+    assert without_states(made) != made
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ('"profile": 1', '"profile": 2', "version 2; this program reads 1: measure again"),
+        ('"profile": 1', '"version": 1', "expected an object with 'profile': 1"),
+        ('"tp": 1', '"tp": 0', "tp: 0: expected a whole number of at least 1"),
+        ('"tp": 1,', "", "lacks tp"),
+        ('"tp": 1', '"tq": 1, "tp": 1', "unknown tq"),
+        ('"per_pair"', '"per_par"', "layer_seconds: expected an object with per_chunk, per_pair"),
+        ('"F": {', '"G": {', "expected an object with F, B, I, W"),
+        ('"kv_bytes_per_token": ', '"kv_bytes_per_token": -', "expected a number of at least 0"),
+        ('"kv_bytes_per_token": ', '"kv_bytes_per_token": 1e999, "x": ', "unknown x"),
+        ('"2":', '"two":', "expected an object from degree to bytes per second"),
+        ("{", "", "no JSON"),
+    ],
+)
+def test_a_bad_profile_is_refused(old: str, new: str, error: str) -> None:
+    text = PROFILE.to_json()
+    assert old in text
+    with pytest.raises(ValueError) as caught:
+        Profile.from_json(text.replace(old, new, 1), "p.json")
+    assert str(caught.value).startswith("profile file p.json: ")
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_are_none() -> None:
+    text = PROFILE.to_json()
+    for bad in ("1e999", "NaN", '"1"', "true", "null"):
+        with pytest.raises(ValueError):
+            Profile.from_json(
+                text.replace('"layer_parameters": ', f'"layer_parameters": {bad}, "x": ').replace(
+                    ', "x": 218112000', ""
+                )
+            )
