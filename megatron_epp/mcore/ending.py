@@ -22,7 +22,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 BAD_INPUT = 2
-PATIENCE_SECONDS = 5.0  # for the other ranks to arrive; those in mid-collective never will
+# How long to wait for the other ranks. Before there is a process group all read the same flags, so
+# all will come, as slowly as they import; afterwards those in mid-collective never will.
+PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
 _REFUSED, _SPOKEN = "megatron_epp/refused", "megatron_epp/spoken"
 
 
@@ -87,7 +89,9 @@ def _may_speak() -> bool:
         order = store.add(_REFUSED, 1)
         if rank == 0:
             store.set(_SPOKEN, "by rank 0")
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        started = torch.distributed.is_initialized()
+        patience = PATIENCE_SECONDS if started else PATIENCE_AT_START_SECONDS
+        deadline = time.monotonic() + patience
         while store.add(_REFUSED, 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.02)
         return rank == 0 or (order == 1 and not store.check([_SPOKEN]))
@@ -110,7 +114,7 @@ def _meeting_place() -> Any:
         port=int(os.environ["MASTER_PORT"]),
         world_size=None,
         is_master=False,
-        timeout=timedelta(seconds=PATIENCE_SECONDS),
+        timeout=timedelta(seconds=PATIENCE_AT_START_SECONDS),
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"megatron_epp/{attempt}", store)

@@ -1,0 +1,66 @@
+"""Refused jobs end together: status 2 on every rank that is refused, one line from one of them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REFUSE = """
+import os, sys, time
+import torch
+from megatron_epp.mcore import ending
+rank = int(os.environ["RANK"])
+if {group}:
+    torch.distributed.init_process_group("gloo")
+time.sleep(0.3 * {late}[rank])
+if rank in {refused}:
+    ending.refuse(ValueError("rank %d was given a bad plan" % rank))
+time.sleep(60)
+"""
+
+
+def start(tmp_path: Path, program: str) -> str:
+    """Run ``program`` on two ranks under torchrun; returns what was said."""
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            file,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode != 0
+    return done.stdout
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_refused_ranks_all_leave_with_status_2_and_rank_0_speaks(tmp_path, group):
+    said = start(tmp_path, REFUSE.format(group=group, late=(1, 0), refused=(0, 1)))
+    assert re.findall("megatron_epp: error: .*", said) == [
+        "megatron_epp: error: rank 0 was given a bad plan"
+    ]
+    assert re.findall(r"exitcode +: (-?\d+)", said) == ["2", "2"]
+
+
+def test_a_rank_that_is_refused_alone_speaks_for_itself(tmp_path):
+    said = start(tmp_path, REFUSE.format(group=True, late=(0, 0), refused=(1,)))
+    assert re.findall("megatron_epp: error: .*", said) == [
+        "megatron_epp: error: rank 1 was given a bad plan"
+    ]
+    assert "2" in re.findall(r"exitcode +: (-?\d+)", said)
