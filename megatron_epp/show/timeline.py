@@ -205,15 +205,16 @@ def memory_curve(
 ) -> list[tuple[float, float]]:
     """(seconds, bytes) of one stage, from the peaks of its ops in the order they ran.
 
-    During an op the curve stands at the op's peak. Between two ops it stands at the lower of
-    their peaks: both held what was alive there, so the truth is at most that.
+    During an op the curve stands at the op's peak, as it was recorded. Between two ops it stands
+    at the lower of their peaks: both held what was alive there, so the truth is at most that.
+    Before the first op and after the last it stands at ``resident_bytes``.
     """
     points = [(0.0, resident_bytes)]
     for before, record in zip([None, *records], records, strict=False):
         if before is not None and record.start > before.stop:
             held = min(before.peak_bytes, record.peak_bytes)
-            points.append((before.stop, resident_bytes + held))
-        points.append((record.start, resident_bytes + record.peak_bytes))
+            points.append((before.stop, held))
+        points.append((record.start, record.peak_bytes))
     if records:
         points.append((records[-1].stop, resident_bytes))
     points.append((seconds, resident_bytes))

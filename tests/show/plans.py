@@ -1,0 +1,72 @@
+"""Plans and runs that the tests of the pictures share."""
+
+import dataclasses
+import random
+
+from megatron_epp.cli.units import unit_table
+from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, Table
+from megatron_epp.sim.play import Played, play
+
+# The design's example: a document cut in two, a hybrid chunk, a pack.
+EXAMPLE = """plan v1
+documents 9000 1500 900
+layers 4 4
+chunk 0: 0[0:5000]
+chunk 1: 0[5000:9000] 1[0:1500]
+chunk 2: 2[0:900]
+recompute 0: 3f1k 4k 2c2k
+recompute 1: 4k 4k 4k
+stage 0: F0 F1 F2 B1 B0 B2
+stage 1: F0 F1 B1 B0 F2 B2
+"""
+
+
+def example() -> Plan:
+    return Plan.parse(EXAMPLE)
+
+
+def split_example() -> Plan:
+    """The example with every backward in halves, so that it holds all kinds of work."""
+    text = EXAMPLE.replace("B1 B0 B2", "I1 W1 B0 I2 W2").replace("B1 B0 F2 B2", "B1 I0 F2 W0 B2")
+    return Plan.parse(text)
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Plan:
+    """Uniform 1F1B: equal packs, ``stages - s`` in flight on stage s."""
+    orders = []
+    for stage in range(stages):
+        window = min(stages - stage, microbatches)
+        order = [Op(Kind.FORWARD, chunk) for chunk in range(window)]
+        for chunk in range(microbatches):
+            order.append(Op(Kind.BACKWARD, chunk))
+            if chunk + window < microbatches:
+                order.append(Op(Kind.FORWARD, chunk + window))
+        orders.append(tuple(order))
+    return Plan(
+        documents=(100,) * microbatches,
+        layers=(2,) * stages,
+        chunks=tuple(Chunk((Span(document, 0, 100),)) for document in range(microbatches)),
+        recompute=(("kk",) * microbatches,) * stages,
+        orders=tuple(orders),
+    )
+
+
+def table(plan: Plan, seed: int = 0, split: bool = False) -> Table:
+    """Random durations and bytes; links cost nothing, so that records tell every reason."""
+    chance = random.Random(seed)
+    made = unit_table(plan)
+    seconds = {
+        kind: [[chance.uniform(0.5, 2.0) for _ in plan.chunks] for _ in plan.layers]
+        for kind in made.seconds
+    }
+    held = {
+        item: [[chance.randint(1, 9) * 1e8 for _ in row] for row in grid]
+        for item, grid in made.held_bytes.items()
+    }
+    return dataclasses.replace(
+        made, seconds=seconds, held_bytes=held, resident_bytes=(1e9,) * plan.stages
+    )
+
+
+def played(plan: Plan, seed: int = 0) -> Played:
+    return play(plan, table(plan, seed))

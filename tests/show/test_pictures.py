@@ -1,0 +1,205 @@
+"""Every kind of op has a picture, in every format; pictures hold what happened."""
+
+import json
+import struct
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from megatron_epp.cli.units import unit_table
+from megatron_epp.ir import (
+    COMPUTE,
+    Kind,
+    Message,
+    Payload,
+    PlanError,
+    Timed,
+    Transfer,
+    rules_of,
+    slices_of,
+)
+from megatron_epp.show.colours import FAMILIES, palette
+from megatron_epp.show.page import to_html
+from megatron_epp.show.paint import draw_comparison, draw_timeline
+from megatron_epp.show.png import to_png
+from megatron_epp.show.svg import to_svg
+from megatron_epp.show.text import FILL, text_gantt
+from megatron_epp.show.timeline import timeline, timeline_of
+from megatron_epp.show.trace import to_trace
+from megatron_epp.sim.play import play
+from tests.show.plans import example, one_f_one_b, played, split_example
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def everything():
+    """A run with every kind of op and of transfer."""
+    run = played(split_example())
+    message = Message(Payload.ACTIVATION, 0, 0, 1)
+    transfers = [
+        Timed(0, Transfer(Kind.SEND, message), 1.0, 1.1),
+        Timed(1, Transfer(Kind.RECEIVE, message), 0.0, 1.0),
+    ]
+    return timeline(run.plan, [*run.records, *transfers], "run", budget_bytes=(4e9, 4e9))
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_has_a_picture(kind):
+    content = everything()
+    assert kind in {record.op.kind for record in (*content.records, *content.transfers)}
+    family = FAMILIES[kind]
+    drawn = to_svg(draw_timeline(content))
+    assert family.plain in drawn  # the legend
+    assert f"{kind.value} {family.name}" in drawn
+    assert FILL[kind] in text_gantt(content, 120)
+    assert family.name in to_trace(content)
+    assert family.name in to_html(content)
+
+
+def test_families_and_fills_are_all_different():
+    assert len({family.plain for family in FAMILIES.values()}) == len(Kind)
+    assert len(set(FILL.values())) == len(Kind)
+
+
+def test_a_small_plan_in_characters():
+    """Unit times: forwards take 1, backwards 2."""
+    plan = example()
+    content = timeline_of(play(plan, unit_table(plan)), "example", unit="units")
+    assert text_gantt(content, 60) == (
+        "example: 2 stages, 3 chunks, 12 units, bubbles 25.0%\n"
+        "         |0 units             |5                   |10\n"
+        "stage 0 |F0--F1--F2--.........B1======B0*======....B2*=====|\n"
+        "stage 1 |....F0--F1--B1=======B0======F2--B2=======........|\n"
+        "F forward  B backward  I its input-gradient half  W its weight-gradient half  "
+        "* recomputes  . idle\n"
+        "idle  0: 25.0%  1: 25.0%\n"
+    )
+
+
+def test_the_chart_keeps_its_width_and_shows_long_plans_in_blocks():
+    plan = one_f_one_b(8, 40)
+    content = timeline_of(play(plan, unit_table(plan)), unit="units")
+    chart = text_gantt(content, 100)
+    rows = [line for line in chart.splitlines() if line.startswith("stage ")]
+    assert all(len(line) <= 100 for line in rows)
+    assert len(rows) > 8 and len(rows) % 8 == 0
+    for stage in range(8):
+        ops = "".join(row[9:-1] for row in rows if row.startswith(f"stage {stage}"))
+        for op in plan.orders[stage]:
+            assert str(op) in ops
+    with pytest.raises(ValueError, match="expected at least 40 columns"):
+        text_gantt(content, 10)
+
+
+def test_colour_is_asked_for():
+    content = everything()
+    assert "\x1b[" not in text_gantt(content, 80)
+    assert "\x1b[" in text_gantt(content, 80, colour=True)
+
+
+def test_svg_holds_every_op_at_its_time():
+    run = played(split_example())
+    content = timeline_of(run, "a & b <c>", (4e9, 4e9))
+    root = ElementTree.fromstring(to_svg(draw_timeline(content, 1400)))
+    titles = {}
+    for rect in root.iter(f"{SVG}rect"):
+        title = rect.find(f"{SVG}title")
+        if title is not None and " on stage " in title.text:
+            titles[title.text.split(":")[0]] = rect
+    assert len(titles) == len(run.records)
+    starts = []
+    for record in run.records:
+        rect = titles[f"{record.op} on stage {record.stage}"]
+        starts.append((record.start, float(rect.get("x")), float(rect.get("width"))))
+    # One scale for all: pixels are an affine function of seconds.
+    (s0, x0, _), (s1, x1, _) = min(starts), max(starts)
+    for second, x, _ in starts:
+        assert x == pytest.approx(x0 + (second - s0) * (x1 - x0) / (s1 - s0), abs=0.02)
+
+
+def test_slices_share_an_accent_and_darken():
+    paints = palette(example())
+    assert paints.accent[0] == paints.accent[1] != ""
+    assert paints.accent[2] == ""
+    assert paints.lightness[0] > paints.lightness[1]
+
+
+def test_predicted_and_measured_share_an_axis():
+    fast, slow = played(example(), 0), played(example(), 1)
+    longer = max(fast.seconds, slow.seconds)
+    drawing = draw_comparison(timeline_of(fast, "predicted"), timeline_of(slow, "measured"), 1400)
+    root = ElementTree.fromstring(to_svg(drawing))
+    ends = []
+    for run in (fast, slow):
+        last = max(run.records, key=lambda record: record.stop)
+        ends.append((run.seconds, f"{last.op} on stage {last.stage}"))
+    rights = []
+    for rect in root.iter(f"{SVG}rect"):
+        title = rect.find(f"{SVG}title")
+        if title is not None and any(title.text.startswith(f"{name}:") for _, name in ends):
+            rights.append(float(rect.get("x")) + float(rect.get("width")))
+    left, right = 92.0, 1400 - 132.0
+    for seconds, _ in ends:
+        expected = left + (right - left) * seconds / longer
+        assert any(x == pytest.approx(expected, abs=1.0) for x in rights)
+
+
+def test_png_is_one():
+    data = to_png(draw_timeline(timeline_of(played(example())), 1400), scale=1.0)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width == 1400 and height > 150
+
+
+def page_data(html):
+    return json.loads(html.split('id="data">')[1].split("</script>")[0])
+
+
+def test_the_page_stands_alone_and_holds_everything():
+    run = played(split_example())
+    content = timeline_of(run, "</script><script>alert(1)</script>", (4e9, 4e9))
+    html = to_html(content)
+    assert "http://" not in html and "https://" not in html  # no network
+    assert html.count("<script") == 2 and html.count("</script>") == 2
+    assert "$" not in html.split("<script>")[0]
+    data = page_data(html)
+    (shown,) = data["runs"]
+    assert len(shown["records"]) == len(run.records)
+    assert [b[3] for b in shown["bubbles"]] == [b.reason for b in content.bubbles]
+    assert len(shown["critical"]) == len(run.critical_path)
+    assert shown["budget"] == [4e9, 4e9]
+    assert [chunk["spans"] for chunk in data["chunks"]] == list(map(str, run.plan.chunks))
+    assert data["recompute"][0] == ["3f1k", "4k", "2c2k"]
+    letters = [kind["letter"] for kind in data["kinds"]]
+    assert letters == [kind.value for kind in COMPUTE]
+
+
+def test_the_page_shows_two_runs_of_one_plan_only():
+    run, other = timeline_of(played(example())), timeline_of(played(one_f_one_b(2, 3)))
+    assert len(page_data(to_html(run, run))["runs"]) == 2
+    with pytest.raises(PlanError, match="different plans"):
+        to_html(run, other)
+
+
+def test_the_trace_has_every_op_and_an_arrow_for_every_message():
+    run = played(split_example())
+    events = json.loads(to_trace(timeline_of(run)))["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X" and "chunk" in e.get("args", ())]
+    assert {(e["pid"], e["name"]) for e in spans} == {(r.stage, str(r.op)) for r in run.records}
+    for event in spans:
+        record = next(
+            r for r in run.records if (r.stage, str(r.op)) == (event["pid"], event["name"])
+        )
+        assert event["ts"] == pytest.approx(record.start * 1e6, abs=1e-2)
+        assert event["dur"] == pytest.approx(record.seconds * 1e6, abs=1e-2)
+    rules, slices = rules_of(run.plan), slices_of(run.plan)
+    messages = sum(
+        need.stage != 0
+        and 0 <= stage + need.stage < run.plan.stages
+        and slices.related(op.chunk, need.chunk) >= 0
+        for stage, order in enumerate(run.plan.orders)
+        for op in order
+        for need in rules[op.kind].needs
+    )
+    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == messages
+    assert any(e["ph"] == "C" for e in events)

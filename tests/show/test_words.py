@@ -1,0 +1,87 @@
+"""Units, axes, tables and curves."""
+
+import math
+
+import pytest
+
+from megatron_epp.show.curve import draw_curves
+from megatron_epp.show.shapes import Label, Path
+from megatron_epp.show.table import markdown, plain
+from megatron_epp.show.units import (
+    bytes_text,
+    seconds_text,
+    share_text,
+    ticks,
+    time_ticks,
+    tokens_text,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (1.2344, "1.234 s"),
+        (12.344, "12.34 s"),
+        (255.8, "255.8 s"),
+        (0.4942, "494 ms"),
+        (0.0123, "12.3 ms"),
+        (4.2e-5, "42.0 us"),
+    ],
+)
+def test_seconds(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def test_other_units():
+    assert bytes_text(10.5 * 2**30) == "10.50 GiB"
+    assert bytes_text(3.25 * 2**20) == "3.25 MiB"
+    assert share_text(0.1234) == "12.3%"
+    assert [tokens_text(n) for n in (12, 9000, 1_550_000)] == ["12", "9.0K", "1.55M"]
+
+
+@pytest.mark.parametrize("stop", [1e-7, 0.3, 1.0, 7.77, 12, 255.8, 1e6])
+@pytest.mark.parametrize("most", [1, 3, 10])
+def test_ticks_are_round_few_and_inside(stop, most):
+    places = ticks(stop, most)
+    assert places[0] == 0 and places[-1] <= stop * (1 + 1e-9)
+    assert len(places) <= most + 1
+    if len(places) > 1:
+        step = places[1]
+        mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
+        assert any(mantissa == pytest.approx(n) for n in (1, 2, 5))
+
+
+def test_time_ticks_name_their_unit_once():
+    assert time_ticks(0.25, 5) == [
+        (0.0, "0 ms"),
+        *((n / 1000, f"{n}") for n in (50, 100, 150, 200, 250)),
+    ]
+
+
+def test_a_plain_table():
+    assert plain(["planner", "seconds"], [["epp", "1.5"], ["infinipipe", "12.25"]]) == (
+        "planner     seconds\n----------  -------\nepp             1.5\ninfinipipe    12.25\n"
+    )
+    with pytest.raises(ValueError, match="a row of 1 cells; expected 2"):
+        plain(["a", "b"], [["1"]])
+
+
+def test_a_markdown_table():
+    assert markdown(["planner", "gap"], [["epp", "0.5%"]]) == (
+        "| planner |  gap |\n| ------- | ---: |\n| epp     | 0.5% |\n"
+    )
+
+
+def test_curves_go_where_their_values_are():
+    drawing = draw_curves([("stock", [4.0, 3.0, 2.0]), ("epp", [4.0, math.nan, 2.0])], "Loss")
+    lines = [s for s in drawing.shapes if isinstance(s, Path) and s.stroke_width == 1.8]
+    whole, *parts = lines
+    xs, ys = zip(*whole.points, strict=True)
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1])
+    assert ys[1] - ys[0] == pytest.approx(ys[2] - ys[1]) and ys[0] < ys[2]  # y grows downwards
+    assert len(parts) == 2 and all(part.dashed for part in parts)  # a gap in the second
+    names = {shape.text for shape in drawing.shapes if isinstance(shape, Label)}
+    assert {"Loss", "stock", "epp", "iteration", "loss"} <= names
+    with pytest.raises(ValueError, match="no finite value to draw"):
+        draw_curves([("x", [math.nan])])
