@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,14 @@ from megatron_epp.mcore.groups import Groups
 from megatron_epp.mcore.packed import install_in_model
 from megatron_epp.mcore.planning import make_planning
 from megatron_epp.mcore.report import Recorder
-from megatron_epp.mcore.schedule import ElasticSchedule
+from megatron_epp.mcore.schedule import ElasticSchedule, Planning
 from megatron_epp.mcore.watch import speak_when_terminated
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.meter import AllocatorMeter, SavedBytesMeter
 
 logger = logging.getLogger(__name__)
+
+MakePlanning = Callable[[Any, Config, tuple[int, ...], int, Groups], Planning]
 
 
 def setup(args: Any, model_config: Any) -> tuple[Any, Any]:
@@ -55,10 +57,13 @@ def setup(args: Any, model_config: Any) -> tuple[Any, Any]:
 
 
 class Job:
-    """This rank's part of the job: filled when the model is built."""
+    """This rank's part of the job: filled when the model is built.
 
-    def __init__(self, args: Any, config: Config):
-        self.args, self.config = args, config
+    ``plan_with`` makes the planning; the certificate brings plans of its own.
+    """
+
+    def __init__(self, args: Any, config: Config, plan_with: MakePlanning = make_planning):
+        self.args, self.config, self.plan_with = args, config, plan_with
         self.schedule: ElasticSchedule | None = None
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
 
@@ -80,7 +85,7 @@ class Job:
         self.schedule = ElasticSchedule(
             groups=groups,
             layers=tuple(layers),
-            planning=make_planning(args, self.config, tuple(layers), multiple, groups),
+            planning=self.plan_with(args, self.config, tuple(layers), multiple, groups),
             multiple=multiple,
             meter=AllocatorMeter() if on_gpu else SavedBytesMeter(model.parameters()),
             waiting=waiting,

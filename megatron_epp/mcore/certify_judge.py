@@ -1,0 +1,78 @@
+"""Compares gradients of parts of the model with the plain model's: largest error, and coverage."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy
+
+# Below this share of the largest gradient a reference is rounding noise around an exact zero (the
+# bias of normed keys: softmax does not feel a constant), and has no relative error of its own.
+NOISE = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """``values`` stand at ``where`` of the whole model's tensor ``key`` of shape ``shape``.
+
+    Leading whole numbers in ``where`` count layers, whose tensors share one key.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    where: tuple[int | slice, ...]
+    values: numpy.ndarray
+
+    @property
+    def layer(self) -> tuple[int, ...]:
+        return tuple(place for place in self.where if isinstance(place, int))
+
+    @property
+    def name(self) -> str:
+        """The key with the layer's number, as the user's checkpoint would call it."""
+        if not self.layer:
+            return self.key
+        return self.key.replace("layers.", f"layers.{'.'.join(map(str, self.layer))}.", 1)
+
+
+def whole(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
+    """The whole tensors that ``shards`` make up; every element is there, or it is our own bug."""
+    tensors: dict[str, numpy.ndarray] = {}
+    for shard in shards:
+        tensor = tensors.setdefault(shard.key, numpy.full(shard.shape, numpy.nan))
+        tensor[shard.where] = shard.values
+    for key, tensor in tensors.items():
+        assert not numpy.isnan(tensor).any(), f"{key} is not whole"
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The largest error of all parameters, and whose it is."""
+
+    error: float
+    name: str
+
+
+def worst_gradient(parts: Iterable[Shard], reference: Mapping[str, numpy.ndarray]) -> Worst:
+    """max |difference| / max |reference| of each parameter, the largest of all.
+
+    Every copy is judged: those of data-parallel replicas, and of tied embeddings on two stages. A
+    gradient that is not finite, or that no rank has computed, counts as infinitely wrong.
+    """
+    largest = max(float(abs(tensor).max()) for tensor in reference.values())
+    seen = {key: numpy.zeros(tensor.shape, dtype=bool) for key, tensor in reference.items()}
+    worst = Worst(0.0, "")
+    for part in parts:
+        seen[part.key][part.where] = True
+        expected = reference[part.key][part.where]
+        scale = float(abs(reference[part.key][part.layer]).max())
+        if scale < NOISE * largest:
+            scale = largest
+        difference = float(abs(part.values - expected).max(initial=0.0))
+        error = difference / scale if numpy.isfinite(difference) else numpy.inf
+        if error >= worst.error:
+            worst = Worst(error, part.name)
+    for key, found in seen.items():
+        if not found.all():
+            return Worst(numpy.inf, f"{key} (computed by no rank)")
+    return worst

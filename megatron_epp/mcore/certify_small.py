@@ -1,0 +1,157 @@
+"""A model of the user's structure, small enough to be compared to the last bit.
+
+Kept: attention heads per key/value head, head size over hidden size, feed-forward over hidden size
+(at most 4), norms, activation, biases, ties, position embeddings, the layout over the stages, the
+degrees of parallelism. Scaled down: heads, head size, vocabulary, context, layers of a stage.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+CONTEXT = 64  # inputs of the longest document
+HEAD_SIZE = 8
+VOCABULARY = 61  # about: every tensor-parallel rank gets the same share
+GROUPS_PER_RANK = 2  # key/value heads, and as many as make
+LEAST_HEADS_PER_RANK = 4  # query heads
+MOST_HEADS_PER_GROUP = 8
+UNEVEN_LAYERS = 3  # at most, of a stage where the stages differ; else 2
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Pipeline stages, tensor-parallel ranks, data-parallel replicas."""
+
+    pp: int
+    tp: int
+    dp: int
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    def __str__(self) -> str:
+        return f"PP {self.pp}, TP {self.tp}, DP {self.dp}"
+
+
+def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:
+    """Transformer layers of every stage, as Megatron's flags place them.
+
+    ``layout``: --pipeline-model-parallel-layout as letters per stage, t for a transformer layer.
+    """
+    layers = args.num_layers
+    if layout is not None:
+        if len(layout) != pp:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout: {len(layout)} stages where --pp is {pp}; "
+                "expected one stage each"
+            )
+        return [list(stage).count("t") for stage in layout]
+    if layers < pp:
+        raise ValueError(
+            f"--pp {pp}: more stages than the {layers} layers; expected at most one stage per layer"
+        )
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is not None or last is not None:
+        ends = [count for count in (first, last) if count is not None]
+        middle = pp - len(ends)
+        rest = layers - sum(ends)
+        if pp < 2 or rest < 0 or (rest % middle if middle else rest):
+            raise ValueError(
+                f"--num-layers {layers}: {rest} layers are left for {middle} stages after those of "
+                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers; "
+                "expected the same number for each"
+            )
+        inner = [rest // middle] * middle if middle else []
+        return [*([first] * (first is not None)), *inner, *([last] * (last is not None))]
+    before = int(bool(args.account_for_embedding_in_pipeline_split))
+    behind = int(bool(args.account_for_loss_in_pipeline_split))
+    counted = layers + before + behind
+    if counted % pp:
+        raise ValueError(
+            f"--num-layers {layers}: does not divide over --pp {pp}; "
+            "expected a multiple, or flags that place the layers"
+        )
+    counts = [counted // pp] * pp
+    counts[0] -= before
+    counts[-1] -= behind
+    return counts
+
+
+def fewer(counts: Sequence[int]) -> list[int]:
+    """Few layers for every stage: stages that differ stay different, empty ones stay empty."""
+    sizes = sorted({count for count in counts if count})
+    if len(sizes) == 1:
+        return [min(count, 2) for count in counts]
+    return [min(1 + sizes.index(count), UNEVEN_LAYERS) if count else 0 for count in counts]
+
+
+def heads(query: int, key: int, tp: int) -> tuple[int, int]:
+    """(query heads, key/value heads): few of both, in the same ratio up to 8."""
+    if query < 1 or key < 1 or query % key:
+        raise ValueError(f"--num-attention-heads {query}: no multiple of --num-query-groups {key}")
+    ratio = min(query // key, MOST_HEADS_PER_GROUP)
+    if key < tp:  # ranks share a key/value head
+        ratio = max(ratio, tp // gcd(key, tp))
+        return key * ratio, key
+    wanted = max(GROUPS_PER_RANK, LEAST_HEADS_PER_RANK // ratio)
+    groups = tp * min(wanted, key // tp)
+    return groups * ratio, groups
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """Layers of every stage, and the values by destination that make Megatron's ``args`` small."""
+
+    layers: tuple[int, ...]
+    values: dict[str, Any]
+
+
+def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | None) -> Small:
+    """The model of Megatron's parsed ``args``, scaled down. ValueError: one line."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} is missing among the model flags; expected at least {flag} 1")
+    tp = degrees.tp
+    counts = fewer(stage_layers(args, degrees.pp, layout))
+    wanted = args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else wanted
+    query, key = heads(wanted, groups, tp)
+    width = args.kv_channels * wanted / args.hidden_size if args.kv_channels else 1.0
+    hidden = max(1, round(query / width / tp)) * tp * HEAD_SIZE
+    ffn = 4.0 if args.ffn_hidden_size is None else args.ffn_hidden_size / args.hidden_size
+    if args.ffn_hidden_size is None and args.swiglu:
+        ffn = 8 / 3  # what Megatron takes by default
+    vocabulary = -(-VOCABULARY // tp) * tp
+    changed = {
+        "num_layers": sum(counts),
+        "encoder_num_layers": None,
+        "hidden_size": hidden,
+        "ffn_hidden_size": max(1, round(min(ffn, 4.0) * hidden / (8 * tp))) * 8 * tp,
+        "num_attention_heads": query,
+        "num_query_groups": key if args.group_query_attention else 1,
+        "kv_channels": HEAD_SIZE,
+        "seq_length": CONTEXT,
+        "encoder_seq_length": None,
+        "max_position_embeddings": CONTEXT,
+        "vocab_size": vocabulary,
+        "padded_vocab_size": vocabulary,
+        # Queries and keys of about unit size: a softmax that is neither flat nor a maximum.
+        "init_method_std": hidden**-0.5,
+        "pipeline_model_parallel_size": degrees.pp,
+        "tensor_model_parallel_size": tp,
+    }
+    if args.decoder_first_pipeline_num_layers is not None:
+        changed["decoder_first_pipeline_num_layers"] = counts[0]
+    if args.decoder_last_pipeline_num_layers is not None:
+        changed["decoder_last_pipeline_num_layers"] = counts[-1]
+    if layout is not None:
+        stages = zip(layout, counts, strict=True)
+        changed["pipeline_model_parallel_layout"] = "|".join(
+            "E" * list(stage).count("E") + "t" * count + "L" * list(stage).count("L")
+            for stage, count in stages
+        )
+    return Small(tuple(counts), changed)

@@ -1,0 +1,109 @@
+"""The list of collectives that an iteration may issue, by name, with the reason for each.
+
+Point-to-point messages between stages are exactly the planned ones; everything else that goes over
+a process group is on this list, or it is a bug: a collective that one rank issues more often than
+another hangs the job.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_epp.runtime.traffic import Collective
+
+_MCORE = "megatron.core."
+_FINALIZE = _MCORE + "distributed.finalize_model_grads."
+_BUCKETS = _MCORE + "distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
+_DATA = "DATA_PARALLEL_GROUP_WITH_CP"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """``group`` and ``callers`` are patterns for all of the group's description and of the
+    function's dotted name.
+    """
+
+    name: str
+    group: str
+    callers: str
+    why: str
+
+    def covers(self, collective: Collective) -> bool:
+        return bool(
+            re.fullmatch(self.group, collective.group)
+            and re.fullmatch(self.callers, collective.caller)
+        )
+
+
+def _from(*names: str) -> str:
+    """The functions of these names, and what is nested in them."""
+    return "(" + "|".join(re.escape(name) + r"(\..*)?" for name in names) + ")"
+
+
+SCHEDULE = (
+    Listed(
+        "plan text",
+        "epp_control",
+        _from("megatron_epp.runtime.agree.share"),
+        "rank 0 plans, all ranks get its text or its refusal",
+    ),
+    Listed(
+        "plan digest",
+        "epp_control",
+        _from("megatron_epp.runtime.agree.agree"),
+        "no rank runs a plan that another does not run",
+    ),
+    Listed(
+        "report",
+        "epp_control",
+        _from("megatron_epp.mcore.report.gather_report"),
+        "seconds and bytes of all stages, for the log line",
+    ),
+    Listed(
+        "records",
+        "epp_control",
+        _from("megatron_epp.mcore.report.gather_records"),
+        "every timed op, with --epp-record only",
+    ),
+    Listed(
+        "gradient reduction",
+        _DATA,
+        _from(_BUCKETS + "start_grad_sync"),
+        "over the replicas, once per bucket, after the stage's last backward has begun",
+    ),
+    Listed(
+        "parameter gather",
+        _DATA,
+        _from(_BUCKETS + "start_param_sync"),
+        "what the distributed optimizer updated in parts",
+    ),
+    Listed(
+        "tied embeddings",
+        "(POSITION_)?EMBEDDING_GROUP",
+        _from(_FINALIZE + "_allreduce_embedding_grad"),
+        "first and last stage hold a copy each",
+    ),
+    Listed(
+        "norm gradients",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        _from(_FINALIZE + "_allreduce_non_tensor_model_parallel_grads"),
+        "with sequence parallelism every rank normalises its own rows",
+    ),
+    Listed(
+        "token count",
+        f"PIPELINE_MODEL_PARALLEL_GROUP|{_DATA}",
+        _from(_FINALIZE + "finalize_model_grads"),
+        "the divisor of loss and gradients: from the last stage, over the replicas",
+    ),
+    Listed(
+        "tensor parallelism",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        _MCORE + r"tensor_parallel\..*",
+        "inside layers, embedding and loss; once per layer run, recomputed ones again",
+    ),
+)
+
+
+def name_of(collective: Collective, listed: Iterable[Listed] = SCHEDULE) -> str | None:
+    """The collective's name on the list; None: it is not there."""
+    return next((entry.name for entry in listed if entry.covers(collective)), None)

@@ -1,0 +1,107 @@
+"""What goes over process groups while one watches: every collective and every message."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+MESSAGES = {"send": "send", "recv": "receive"}
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """``operation`` was asked of the group described as ``group`` by the function ``caller``."""
+
+    operation: str
+    group: str
+    caller: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} over {self.group or 'a group without a name'} by {self.caller}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """A message as the process group saw it: "send" or "receive", the peer's rank in the group."""
+
+    way: str
+    group: str
+    peer: int
+    elements: int
+
+
+class Traffic:
+    """A context that notes what this process asks of its process groups.
+
+    All of torch.distributed's functions, also those that somebody imported by name long before, end
+    in a method of ProcessGroup: these methods are wrapped while the context is open.
+    """
+
+    def __init__(self) -> None:
+        self.collectives: list[Collective] = []
+        self.messages: list[Transferred] = []
+        self._plain: dict[str, Callable[..., Any]] = {}
+
+    def __enter__(self) -> "Traffic":
+        for name in (*COLLECTIVES, *MESSAGES):
+            self._plain[name] = getattr(ProcessGroup, name)
+            setattr(ProcessGroup, name, self._noting(name, self._plain[name]))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for name, plain in self._plain.items():
+            setattr(ProcessGroup, name, plain)
+        self._plain.clear()
+
+    def _noting(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(plain)
+        def noting(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if name in MESSAGES:
+                (tensor,), peer = args[0], args[1]
+                self.messages.append(
+                    Transferred(MESSAGES[name], group.group_desc, peer, tensor.numel())
+                )
+            else:
+                caller = _caller(sys._getframe(1))
+                self.collectives.append(Collective(name.strip("_"), group.group_desc, caller))
+            return plain(group, *args, **kwargs)
+
+        return noting
+
+
+def _caller(frame: FrameType | None) -> str:
+    """The function that asked: the innermost one outside torch and contextlib."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in ("torch", "contextlib") and module != __name__:
+            return f"{module}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "an unknown function"
