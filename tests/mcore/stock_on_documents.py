@@ -1,0 +1,53 @@
+"""Megatron's own schedule and loss, fed with whole documents in the order of our dataset.
+
+What the test compares ``--epp`` with: documents of one length, one per micro-batch.
+"""
+
+from functools import partial
+
+from megatron_epp.mcore import host
+
+host.install_cpu_host()
+
+import numpy  # noqa: E402
+import torch  # noqa: E402
+
+from megatron_epp.mcore import entry, stock  # noqa: E402
+from megatron_epp.mcore.batches import Documents, build_documents  # noqa: E402
+from megatron_epp.mcore.documents import config_from_args  # noqa: E402
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, documents: Documents):
+        self.documents = documents
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, sample: int) -> dict[str, numpy.ndarray]:
+        length = int(self.documents.lengths([sample])[0])
+        labels, loss_mask = self.documents.targets(sample, 0, length)
+        return {
+            "tokens": self.documents.inputs(sample, 0, length),
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "position_ids": numpy.arange(length),
+        }
+
+
+def datasets(samples, vp_stage=None):
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training import get_args
+
+    args = get_args()
+    config = config_from_args(args, build_tokenizer(args), "truncate", args.padded_vocab_size)
+    train = build_documents(config, samples)[0]
+    return Samples(train), None, None
+
+
+datasets.is_distributed = True
+
+if __name__ == "__main__":
+    stock.datasets = datasets
+    stock.forward_step = partial(stock.forward_step)
+    entry.main()
