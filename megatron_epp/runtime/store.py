@@ -1,6 +1,6 @@
 """Keys and values of cut documents, and the gradients that later slices leave for earlier ones."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,11 @@ class Store:
         kept = self._kept[layer, document]
         assert kept.filled >= stop, f"document {document}: {kept.filled} kept, {stop} wanted"
         return kept.key_CGD[start:stop], kept.value_CGD[start:stop]
+
+    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(layer, document, its whole buffer of K) of everything kept."""
+        for (layer, document), kept in self._kept.items():
+            yield layer, document, kept.key_CGD
 
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
         """Add what a slice with P inputs before it contributes to their gradients."""

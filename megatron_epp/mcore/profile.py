@@ -1,0 +1,320 @@
+"""The cost model's file: made by measuring, kept beside the checkpoint, refused for another model.
+
+    python -m megatron_epp profile [--pp N] [--tp N] [-o FILE] <Megatron model flags>
+
+starts its own processes (gloo without GPUs), one per rank, measures and writes the file. Training
+without --epp-cost-model measures once at its start (``obtain``).
+"""
+
+import argparse
+import datetime
+import logging
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_epp.cost.profile import Profile, Provenance
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "epp-cost-model.json"
+_WORKER = "megatron_epp.mcore.profile"
+
+
+# ------------------------------------------------------------------ whose profile it is
+
+
+def provenance_of(args: Any) -> Provenance:
+    """What a profile of this job must say of its model, its device and its number format."""
+    sizes = f"hidden {args.hidden_size} ffn {args.ffn_hidden_size}"
+    heads = f"heads {args.num_attention_heads} x {args.kv_channels}"
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    words = [
+        sizes,
+        f"{heads} in {groups} groups",
+        f"vocabulary {args.padded_vocab_size}",
+        "swiglu" if args.swiglu else "gelu",
+        args.normalization,
+        f"positions {args.position_embedding_type}",
+        "tied" if not args.untie_embeddings_and_output_weights else "untied",
+        f"layers by {args.transformer_impl}",
+    ]
+    if args.add_bias_linear:
+        words.append("biases")
+    if args.hidden_dropout > 0:
+        words.append("dropout")
+    if args.tensor_model_parallel_size > 1:
+        words.append(f"tp {args.tensor_model_parallel_size}")
+    if args.sequence_parallel:
+        words.append("sequence parallel")
+    return Provenance(
+        model=", ".join(words),
+        device=device_text(),
+        dtype=str(args.params_dtype).removeprefix("torch."),
+        date=datetime.date.today().isoformat(),
+        source="measured",
+    )
+
+
+def device_text() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"cpu: {_processor()}, {torch.get_num_threads()} threads a rank"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
+    """``profile``, or a ValueError that says what it was measured for instead.
+
+    An analytic profile was measured on nothing: whoever names one knows what he does.
+    """
+    made = profile.provenance
+    if not made.source.startswith("measured"):
+        return profile
+    for what in ("model", "device", "dtype"):
+        mine, theirs = getattr(wanted, what), getattr(made, what)
+        if mine != theirs:
+            raise ValueError(
+                f"cost model {where} is of another {what}: it says {theirs!r}, this job has "
+                f"{mine!r}; measure again with `python -m megatron_epp profile`, or leave "
+                "--epp-cost-model out"
+            )
+    return profile
+
+
+# ------------------------------------------------------------------ for the trainer
+
+
+def obtain(args: Any, config: Any, model: Any, groups: Any, multiple: int) -> Profile:
+    """The profile of this job; every rank calls it with its wrapped model, all get the same.
+
+    --epp-cost-model where given; else the file beside the checkpoint that is resumed from, as the
+    plans of the iterations before were made with it; else measured now and saved there.
+    """
+    from megatron.core.utils import unwrap_model
+
+    from megatron_epp.mcore.calibrate import calibrate
+    from megatron_epp.mcore.elastic import forward_step
+    from megatron_epp.mcore.planning import model_shape
+    from megatron_epp.mcore.probe import Probe
+    from megatron_epp.runtime.agree import share
+
+    wanted = provenance_of(args)
+    text = error = None
+    if groups.control.rank() == 0:
+        try:
+            text = _kept(args, config, wanted)
+        except ValueError as refusal:
+            error = str(refusal)
+    text = share(text, error, groups.control)
+    if text:
+        return Profile.from_json(text)
+    began = time.perf_counter()
+    device = torch.device("cuda", torch.cuda.current_device()) if args.distributed_backend == (
+        "nccl"
+    ) else torch.device("cpu")  # fmt: skip
+    probe = Probe(unwrap_model(model), forward_step, multiple, device)
+    profile = calibrate(probe, groups, model_shape(args), args.seq_length, wanted)
+    if groups.control.rank() == 0:
+        places = [folder for folder in (args.save, config.epp_record) if folder]
+        for folder in places:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            profile.save(str(Path(folder) / FILE_NAME))
+        logger.info(
+            "measured this device in %.1f s%s: %s",
+            time.perf_counter() - began,
+            f", kept in {places[0]}/{FILE_NAME}" if places else "",
+            profile.provenance.source,
+        )
+    return profile
+
+
+def _kept(args: Any, config: Any, wanted: Provenance) -> str:
+    """The text of the profile to use, or nothing where none was kept."""
+    if config.epp_cost_model is not None:
+        path = config.epp_cost_model
+    elif args.load and (Path(args.load) / FILE_NAME).exists():
+        path = str(Path(args.load) / FILE_NAME)
+    else:
+        return ""
+    return require(Profile.load(path), wanted, path).to_json()
+
+
+# ------------------------------------------------------------------ the command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """``python -m megatron_epp profile``. ValueError: one line on what cannot be measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_epp profile",
+        description="Measure this host or GPU with a Megatron model's flags and write a "
+        "cost-model file for --epp-cost-model. All other flags are Megatron's: --hidden-size, "
+        "--num-attention-heads, --swiglu, --bf16, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--pp", type=int, default=2, help="pipeline stages side by side, as in "
+                        "training (default: 2, or as many as there are GPUs)")  # fmt: skip
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree (default: 1)")
+    parser.add_argument("-o", "--output", default=FILE_NAME, metavar="FILE",
+                        help=f"where to write it (default: {FILE_NAME})")  # fmt: skip
+    wanted, flags = parser.parse_known_args(argv)
+    for name in ("pp", "tp"):
+        if getattr(wanted, name) < 1:
+            raise ValueError(f"--{name} {getattr(wanted, name)}: expected at least 1")
+    if torch.cuda.is_available() and wanted.pp * wanted.tp > torch.cuda.device_count():
+        wanted.pp = max(1, torch.cuda.device_count() // wanted.tp)
+    output = Path(wanted.output)
+    if not output.resolve().parent.is_dir():
+        raise ValueError(f"-o {wanted.output}: no folder {output.resolve().parent}")
+    processes = wanted.pp * wanted.tp
+    print(f"measuring with {processes} process(es) ...", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = [
+            sys.executable, "-m", "torch.distributed.run",
+            "--nproc-per-node", str(processes), "--master-port", str(_free_port()),
+            "-m", _WORKER, str(output.resolve()), str(wanted.pp), str(wanted.tp), *flags,
+        ]  # fmt: skip
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with log.open("w") as file:
+            status = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+            ).returncode
+        if status:
+            raise ValueError(_why(log.read_text(errors="replace")))
+    print(summary(Profile.load(str(output))))
+    print(f"written to {output}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _why(log: str) -> str:
+    """The line that a worker refused with, or the end of what it said."""
+    mark = "megatron_epp: error: "
+    for line in log.splitlines():
+        if mark in line:
+            return line.split(mark, 1)[1]
+    said = [line for line in log.splitlines() if re.match(r"(\[rank\d+\]: )?[\w.]*Error\b", line)]
+    return f"the measuring processes failed: {said[0] if said else log.strip()[-500:]}"
+
+
+def summary(profile: Profile) -> str:
+    """A profile in a few lines, for a person."""
+    from megatron_epp.ir import FULL, KEEP, Kind
+
+    forward, backward = (profile.layer_seconds[kind] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    made = profile.provenance
+    lines = [
+        f"model   {made.model}",
+        f"device  {made.device}, {made.dtype}",
+        f"layer   F {forward.per_token * 1e6:.4g} us per token, {forward.per_pair * 1e9:.4g} ns "
+        f"per query-key pair, {forward.per_chunk * 1e3:.3g} ms per chunk",
+        f"        B {backward.per_token * 1e6:.4g} us per token, {backward.per_pair * 1e9:.4g} ns "
+        f"per query-key pair, {backward.per_chunk * 1e3:.3g} ms per chunk",
+        f"        holds {profile.saved_bytes[KEEP].per_token:.0f} bytes per token from F to B, "
+        f"{profile.saved_bytes[FULL].per_token:.0f} recomputed in full, "
+        f"K/V of a context {profile.kv_bytes_per_token:.0f}",
+        f"ends    output layer and loss hold {profile.last_bytes.per_token:.0f} bytes per token",
+        f"link    {profile.link_latency_seconds * 1e6:.3g} us, "
+        f"{profile.link_seconds_per_token * 1e9:.3g} ns per token",
+        *(f"errors  {part}" for part in made.source.split("; ")[1:]),
+    ]
+    return "\n".join(lines)
+
+
+def worker(argv: Sequence[str]) -> None:
+    """One measuring process: builds a stage of one layer as the trainer would, and calibrates."""
+    output, pp, tp, *flags = argv
+    from megatron_epp.mcore import ending, host, seams
+
+    host.install_cpu_host()
+    seams.install(seams.ALWAYS_SEAMS)
+    try:
+        _measure(output, int(pp), int(tp), flags)
+    except Exception as error:
+        if not ending.is_users_mistake(error):
+            raise
+        ending.refuse(error)
+    ending.finish()
+
+
+def _measure(output: str, pp: int, tp: int, flags: Sequence[str]) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import get_args
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.initialize import initialize_megatron
+
+    from megatron_epp.mcore import entry, host, seams, stock, support
+    from megatron_epp.mcore.config import Config
+    from megatron_epp.mcore.groups import Groups
+    from megatron_epp.mcore.packed import install_in_model
+
+    sys.argv = ["profile", *_with_defaults(flags), "--epp", "--num-layers", str(pp),
+                "--pipeline-model-parallel-size", str(pp),
+                "--tensor-model-parallel-size", str(tp)]  # fmt: skip
+    entry.read_flags()
+    args = get_args()
+    support.refuse(args)
+    with entry.refusals_as_value_errors():
+        model_config = gpt_config_from_args(args)
+    seams.install(seams.EPP_SEAMS)
+    initialize_megatron(get_embedding_ranks=stock.embedding_ranks, allow_no_cuda=not host.has_gpu())
+    model_config.pre_wrap_hooks.append(
+        lambda models: [install_in_model(models[0], args.seq_length), models][1]
+    )
+    builder = model_config.get_builder_cls()(model_config)
+    (model,) = builder.build_distributed_models(
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
+    )
+    groups = Groups.make()
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    config = Config.of(args)
+    profile = obtain(args, config, model, groups, multiple)
+    if groups.control.rank() == 0:
+        profile.save(output)
+
+
+def _with_defaults(flags: Sequence[str]) -> list[str]:
+    """What Megatron asks for besides a model's shape, and measuring does not depend on."""
+    fillers = {
+        "--micro-batch-size": "1",
+        "--global-batch-size": "8",
+        "--train-iters": "1",
+        "--lr": "1e-4",
+        "--tokenizer-type": "NullTokenizer",
+        "--attention-dropout": "0",
+        "--seq-length": "16384",
+        "--max-position-embeddings": "1000000",
+    }
+    given = {word.split("=")[0] for word in flags}
+    missing = [word for flag in fillers.items() if flag[0] not in given for word in flag]
+    if "--tokenizer-model" not in given and "--vocab-size" not in given:
+        missing += ["--vocab-size", "32767"]
+    return [*missing, *flags]
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1:])
