@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from megatron_epp.planner.batches import DEFAULT_SEED, OVERLONG, distribution_names
-
 PROGRAM = "megatron_epp"
 COMMANDS = {
     "plan": "plan one batch of documents, and print the plan",
@@ -55,7 +53,8 @@ class Parser(argparse.ArgumentParser):
         return [option.option_strings for option in self._actions]
 
 
-def parser() -> Parser:
+def parser(chosen: str | None = None) -> Parser:
+    """All commands by name; the options of the ``chosen`` one."""
     root = Parser(
         prog=PROGRAM,
         description="Elastic Pipeline Parallelism: plan, compare, simulate, draw and check.",
@@ -65,7 +64,7 @@ def parser() -> Parser:
     # Not required here: the refusal below names the commands and the near ones.
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
-        if name in DOING:
+        if name != chosen:
             commands.add_parser(name, help=text, add_help=False)
             continue
         command = commands.add_parser(
@@ -86,7 +85,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise Refused(_unknown(words[0], list(COMMANDS), None))
     if words[0] in DOING:
         return argparse.Namespace(command=words[0], rest=words[1:])
-    return parser().parse_args(words)
+    return parser(words[0]).parse_args(words)
 
 
 def _unknown(word: str, known: Sequence[str], command: str | None) -> str:
@@ -177,6 +176,9 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 
 def _batch(command: argparse.ArgumentParser) -> None:
+    # Here, because the planners load a compiler and a solver, which half of the commands never use.
+    from megatron_epp.planner.batches import DEFAULT_SEED, OVERLONG, distribution_names
+
     group = command.add_argument_group("documents")
     group.add_argument(
         "--lengths",

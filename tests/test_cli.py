@@ -1,0 +1,502 @@
+"""The command line: what it prints, what it refuses, and that it never shows a traceback."""
+
+import io
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.__main__ import main
+from megatron_epp.cli.options import COMMANDS
+from megatron_epp.cli.serve import serve
+from megatron_epp.ir import Plan, Step, check, parse_records
+
+ROOT = Path(__file__).parents[1]
+# A small machine: plans in a blink.
+MACHINE = ["--model", "gpt-7b", "--device", "a100-80g", "--cp", "8"]
+PLAN = """plan v1
+documents 9000 1500 900
+layers 16 16
+chunk 0: 0[0:5000]
+chunk 1: 0[5000:9000] 1[0:1500]
+chunk 2: 2[0:900]
+stage 0: F0 F1 F2 B1 B0 B2
+stage 1: F0 F1 B1 B0 F2 B2
+"""
+LENGTHS = (9000, 1500, 900, 300, 12, 4000, 2500)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "a.plan"
+    path.write_text(PLAN)
+    return str(path)
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, LENGTHS)))
+    return str(path)
+
+
+def refused(capsys, *arguments):
+    """The one line of a refusal."""
+    assert main(list(map(str, arguments))) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("megatron_epp: error: ")
+    assert shown.err.count("\n") == 1 and shown.err.endswith("\n")
+    return shown.err
+
+
+def printed(capsys, *arguments):
+    assert main(list(map(str, arguments))) == 0
+    return capsys.readouterr()
+
+
+# ------------------------------------------------------------------ what it does
+
+
+def test_plan_prints_a_plan_that_passes(capsys, lengths):
+    shown = printed(capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE)
+    made = Plan.parse(shown.out)
+    check(made)
+    assert made.documents == LENGTHS  # all of the file, in its order
+    assert "lower bound" in shown.err and "gap" in shown.err
+
+
+def test_plan_writes_simulate_agrees_check_passes(capsys, lengths, tmp_path):
+    path, records = tmp_path / "x.plan", tmp_path / "x.timed"
+    shown = printed(capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE, "-o", path, "--json")
+    promised = json.loads(shown.out)
+    assert path.read_text() == promised["plan"]
+    assert "ok: 7 documents" in printed(capsys, "check", path).out
+    assert printed(capsys, "check", path, *MACHINE).out.startswith("ok: ")
+    shown = printed(capsys, "simulate", path, *MACHINE, "--json", "-o", records)
+    played = json.loads(shown.out)
+    for name in ("seconds", "bubble_ratio", "recompute_ratio", "comm_ratio", "gap"):
+        assert played[name] == pytest.approx(promised[name], rel=1e-9, abs=1e-12)
+    assert played["peak_bytes"] == promised["peak_bytes"]
+    assert played["fits"] is promised["fits"] is True
+    assert max(r.stop for r in parse_records(records.read_text())) == played["seconds"]
+
+
+def test_simulate_explains(capsys, plan):
+    text = printed(capsys, "simulate", plan, *MACHINE).out
+    assert "critical path" in text and "waits for" in text and "peak GiB" in text
+    noisy = printed(capsys, "simulate", plan, *MACHINE, "--noise", "0.05", "--json").out
+    quiet = printed(capsys, "simulate", plan, *MACHINE, "--json").out
+    assert json.loads(noisy)["seconds"] != json.loads(quiet)["seconds"]
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "html", "txt", "json", "csv"])
+def test_draw_writes_every_format(capsys, plan, tmp_path, ending):
+    path = tmp_path / f"x.{ending}"
+    beginnings = {
+        "svg": b"<svg ",
+        "png": b"\x89PNG",
+        "html": b"<!doctype html>",
+        "txt": b"a.plan",
+        "json": b'{"displayTimeUnit"',
+        "csv": b"0F0,0F1,0F2,0B1,0B0,0B2\n",
+    }
+    for machine in ([], MACHINE):
+        printed(capsys, "draw", plan, "-o", path, *machine)
+        assert path.read_bytes().startswith(beginnings[ending])
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+def test_draw_without_a_file_draws_on_the_terminal(capsys, plan):
+    text = printed(capsys, "draw", plan).out
+    assert "stage 0 |F0" in text and "12 units" in text
+    assert "ms" in printed(capsys, "draw", plan, *MACHINE).out
+
+
+def test_draw_puts_what_was_measured_below_the_prediction(capsys, plan, tmp_path):
+    records, page = tmp_path / "x.timed", tmp_path / "x.html"
+    printed(capsys, "simulate", plan, *MACHINE, "--noise", "0.1", "-o", records)
+    printed(capsys, "draw", plan, *MACHINE, "--records", records, "-o", page)
+    data = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+    predicted, measured = data["runs"]
+    assert predicted["title"].endswith("predicted") and measured["title"].endswith("measured")
+    assert predicted["seconds"] != measured["seconds"]
+    printed(capsys, "draw", plan, "--records", records, "-o", page)
+    data = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+    assert len(data["runs"]) == 1
+
+
+FIELDS = {
+    "batch": int,
+    "planner": str,
+    "levers": list,
+    "seconds": float,
+    "lower_bound_seconds": float,
+    "gap": float,
+    "bubble_ratio": float,
+    "recompute_ratio": float,
+    "comm_ratio": float,
+    "peak_bytes": list,
+    "plan_seconds": float,
+    "chunks": int,
+    "pipelines": int,
+    "fits": bool,
+}
+
+
+def test_compare_lists_what_it_promises(capsys):
+    common = ["--lengths", "wikipedia", "--context", 8192, "--global-batch-size", 40, "--pp", 2]
+    found = json.loads(printed(capsys, "compare", *common, *MACHINE, "--batches", 2, "--json").out)
+    for each in found:
+        assert {name: type(each[name]) for name in FIELDS} == FIELDS
+        assert each["seconds"] >= each["lower_bound_seconds"] > 0
+        assert each["gap"] == pytest.approx(1 - each["lower_bound_seconds"] / each["seconds"])
+    assert {each["batch"] for each in found} == {0, 1}
+    planners = {each["planner"] for each in found}
+    assert {"epp", "packing"} <= planners
+    for batch in (0, 1):
+        mine = {e["planner"]: e["seconds"] for e in found if e["batch"] == batch and e["fits"]}
+        assert len({e["planner"] for e in found if e["batch"] == batch}) == len(planners)
+        pipelines = {p: s for p, s in mine.items() if p not in ("flexsp", "megatron-hybrid-cp")}
+        assert mine["epp"] <= min(pipelines.values()) * (1 + 1e-9)
+
+
+def test_compare_says_where_epp_does_not_pay(capsys, tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("64\n")  # one short document on one stage: nothing to cut or to balance
+    text = printed(
+        capsys, "compare", "--lengths", path, "--pp", 1, *MACHINE, "--planner", "epp", "packing"
+    ).out
+    assert "batch 0: epp does not pay" in text
+    assert "it pays on 0 of 1 batches" in text
+
+
+def test_overlong_documents_are_counted(capsys, lengths):
+    for policy, words in (
+        ("truncate", "2 overlong truncated"),
+        ("drop", "2 overlong dropped"),
+        ("split", "2 overlong split"),
+    ):
+        shown = printed(
+            capsys,
+            *("plan", "--lengths", lengths, "--pp", 2, *MACHINE),
+            *("--context", 3000, "--overlong", policy),
+        )
+        assert words in shown.err
+        assert max(Plan.parse(shown.out).documents) <= 3000
+
+
+def test_replicas_make_a_step(capsys, lengths, tmp_path):
+    path = tmp_path / "x.step"
+    printed(capsys, "plan", "--lengths", lengths, "--pp", 2, "--dp", 2, *MACHINE, "-o", path)
+    step = Step.parse(path.read_text())
+    assert len(step.plans) == 2 and sorted(step.lengths) == sorted(LENGTHS)
+    assert printed(capsys, "check", path).out.count("ok: ") == 2
+    assert "stage 1" in printed(capsys, "draw", path, "--replica", 1).out
+    assert "--replica 2" in refused(capsys, "draw", path, "--replica", 2)
+
+
+def test_layouts_are_chosen(capsys, lengths):
+    shown = printed(
+        capsys,
+        *("plan", "--lengths", lengths, "--model", "gpt-7b", "--device", "a100-80g"),
+        *("--pp", "auto", "--cp", "auto", "--devices", 8, "--planner", "packing"),
+    )
+    assert shown.err.count("tried pp") == 4 and shown.err.count("<- chosen") == 1
+
+
+def test_plans_for_evaluation_hold_forwards_only(capsys, lengths):
+    shown = printed(capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE, "--forward-only")
+    made = Plan.parse(shown.out)
+    check(made)
+    assert made.forward_only
+
+
+def test_the_same_inputs_give_the_same_plan(capsys):
+    common = ["plan", "--lengths", "prolong", "--global-batch-size", 24, "--context", 16384]
+    first, again = (printed(capsys, *common, "--pp", 2, *MACHINE).out for _ in range(2))
+    assert first == again
+    assert first != printed(capsys, *common, "--pp", 2, *MACHINE, "--batch", 1).out
+    assert first != printed(capsys, *common, "--pp", 2, *MACHINE, "--seed", 1).out
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("profile", "certify")])
+def test_every_command_explains_itself(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert "usage: megatron_epp" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ what it refuses
+
+
+COMMON = ("--pp", 2, *MACHINE)
+
+
+@pytest.mark.parametrize("text", ["", "0\n", "12\n-3\n", "1.5\n", "seven\n", "\x00\x01"])
+def test_bad_lengths(capsys, tmp_path, text):
+    path = tmp_path / "bad.txt"
+    path.write_text(text)
+    line = refused(capsys, "plan", "--lengths", path, *COMMON)
+    assert str(path) in line and "expected" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "--lengths", "wikpedia", *COMMON), ["did you mean wikipedia?"]),
+        (("plan", "--lengths", "wlb", "--pp", 33, *MACHINE), ["pp 33", "1 to 32, the layers"]),
+        (("plan", "--lengths", "wlb", "--pp", 0, *MACHINE), ["--pp", "at least 1"]),
+        (("plan", "--lengths", "wlb", *MACHINE), ["--pp is missing"]),
+        (("plan", "--lengths", "wlb", "--pp", 2), ["--model is missing", "gpt-13b"]),
+        (
+            ("plan", "--lengths", "wlb", *COMMON, "--memory-budget-gib", 0.5),
+            ["0.5 GiB", "stage 0 needs more than", "for its model states"],
+        ),
+        (("plan", "--lengths", "wlb", *COMMON, "--memory-budget-gib", -1), ["above 0, in GiB"]),
+        (("plan", "--lengths", "wlb", *COMMON, "--planner", "infinpipe"), ["infinipipe"]),
+        (("plan", "--lengths", "wlb", *COMMON, "--levers", "wspilt"), ["wsplit"]),
+        (("plan", "--lengths", "wlb", *COMMON, "--overlong", "splt"), ["did you mean split?"]),
+        (("plan", "--lengths", "wlb", *COMMON, "--contxt", 5), ["--contxt", "--context"]),
+        (("plan", "--lengths", "wlb", *COMMON, "--zero", 2), ["--zero", "1, 3"]),
+        (
+            ("plan", "--lengths", "wlb", "--pp", 2, "--model", "gpt-7", "--device", "cpu"),
+            ["unknown model 'gpt-7'", "gpt-7b"],
+        ),
+        (
+            ("plan", "--lengths", "wlb", "--pp", 2, "--model", "gpt-7b", "--device", "a100"),
+            ["unknown device 'a100'", "a100-80g"],
+        ),
+        (("plan", "--lengths", "wlb", *COMMON, "--layers", 8, 8, 16), ["3 numbers for 2 stages"]),
+        (("plan", "--lengths", "wlb", *COMMON, "--layers", 8, 8), ["add up to 32"]),
+        (
+            ("plan", "--lengths", "wlb", *COMMON, "--cost-model", "no/such.json"),
+            ["no/such.json", "No such file"],
+        ),
+        (("plan", "--lengths", "wlb", *COMMON, "--dp", 9999), ["512 documents for 9999 replicas"]),
+        (
+            ("plan", "--lengths", "wlb", *MACHINE, "--pp", "auto"),
+            ["--devices is missing"],
+        ),
+        (("compare", "--lengths", "wlb", *COMMON, "--batches", "many"), ["--batches", "'many'"]),
+        (("compare", "--lengths", "wlb", *COMMON, "--planner", "epp", "pakcing"), ["packing"]),
+        (("check", "no.plan"), ["no.plan", "No such file"]),
+        (("check",), ["PLAN"]),
+        (("serve", "--pp", 2), ["--model is missing"]),
+        (("chck",), ["unknown command 'chck'; did you mean check?"]),
+        (("--help-me",), ["--help-me"]),
+        ((), ["no command; expected one of plan, compare"]),
+    ],
+)
+def test_bad_options(capsys, arguments, words):
+    line = refused(capsys, *arguments)
+    for word in words:
+        assert word in line
+
+
+def test_bad_plans(capsys, tmp_path, plan):
+    path = tmp_path / "bad.plan"
+    for change, words in (
+        (lambda text: "", ["plan v1"]),
+        (lambda text: text.replace("F0 F1 F2 B1 B0 B2", "F0 F1 F2 B0 B1 B2"), ["lacks B1"]),
+        (lambda text: text.replace("chunk 2: 2[0:900]", "chunk 2: 2[0:800]"), ["[800:900]"]),
+        (lambda text: text.replace("layers 16 16", "layers 16 x"), ["line 3", "'x'"]),
+    ):
+        path.write_text(change(PLAN))
+        for command in ("check", "draw"):
+            line = refused(capsys, command, path)
+            for word in words:
+                assert word in line
+        refused(capsys, "simulate", path, *MACHINE)
+    path.write_bytes(b"\xff\xfe\x00plan")
+    assert "is no text" in refused(capsys, "check", path)
+    (tmp_path / "d.svg").mkdir()
+    assert "is a folder" in refused(capsys, "draw", plan, "-o", tmp_path / "d.svg")
+    assert "unknown ending '.gif'" in refused(capsys, "draw", plan, "-o", tmp_path / "x.gif")
+    assert "cannot write" in refused(capsys, "draw", plan, "-o", tmp_path / "no" / "x.svg")
+
+
+def test_a_plan_over_the_budget_is_found(capsys, plan):
+    line = refused(capsys, "check", plan, *MACHINE, "--memory-budget-gib", 9)
+    assert "holds" in line and "the budget is 9.000 GiB" in line
+    shown = printed(capsys, "simulate", plan, *MACHINE, "--memory-budget-gib", 9)
+    assert "OVER THE BUDGET" in shown.out
+
+
+def test_bad_records(capsys, plan, tmp_path):
+    path = tmp_path / "bad.timed"
+    for text, words in (
+        ("", "expected the line 'timed v1'"),
+        ("timed v1\n", "holds no record"),
+        ("timed v1\n0 F0 x 1.0 5\n", "is no timed record"),
+        ("timed v1\n7 F0 0.0 1.0 5\n", "the plan has 2 stages"),
+        ("timed v1\n0 W0 0.0 1.0 5\n", "does not hold"),
+    ):
+        path.write_text(text)
+        assert words in refused(capsys, "draw", plan, "--records", path)
+
+
+def test_damaged_plans_never_show_a_traceback(capsys, tmp_path):
+    """A byte changed, removed, doubled or moved: refused in one line, or a plan that prints as
+    itself. (The language's own tests do this ten thousand times.)"""
+    chance = random.Random(0)
+    path = tmp_path / "damaged.plan"
+    outcomes = {0: 0, 2: 0}
+    for _ in range(400):
+        text = list(PLAN)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(text))
+            match chance.randrange(4):
+                case 0:
+                    text[at] = chr(chance.randrange(32, 127))
+                case 1:
+                    del text[at]
+                case 2:
+                    text.insert(at, text[at])
+                case 3:
+                    text.insert(at, text.pop(chance.randrange(len(text))))
+        path.write_text("".join(text))
+        status = main(["check", str(path)])
+        shown = capsys.readouterr()
+        outcomes[status] += 1
+        if status == 2:
+            assert shown.err.startswith("megatron_epp: error: ") and shown.err.count("\n") == 1
+        else:
+            made = Plan.parse(path.read_text())
+            assert Plan.parse(str(made)) == made
+    assert min(outcomes.values()) > 0
+
+
+def test_a_deadlock_is_drawn_beside_its_line(capsys, tmp_path):
+    path = tmp_path / "stuck.plan"
+    path.write_text(
+        PLAN.replace("F0 F1 B1 B0 F2 B2", "F2 F0 F1 B1 B0 B2")
+        .replace("F0 F1 F2", "F0 F1", 1)
+        .replace("B1 B0 B2\n", "B1 B0 F2 B2\n", 1)
+    )
+    assert main(["check", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1 and "lacks" in shown.err
+    assert "  stage 0: " in shown.out and ">" in shown.out
+
+
+# ------------------------------------------------------------------ processes
+
+
+def run(*arguments, stdin=None, code=None):
+    """In a process of its own: ``code`` runs first."""
+    program = ["-m", "megatron_epp"]
+    if code is not None:
+        start = "import sys; from megatron_epp.__main__ import main; sys.exit(main())"
+        program = ["-c", f"{code}\n{start}"]
+    return subprocess.run(
+        [sys.executable, *program, *map(str, arguments)],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_it_answers_where_torch_is_not_installed(tmp_path, lengths):
+    code = "import sys\nfor name in ('torch', 'megatron', 'triton'): sys.modules[name] = None"
+    path = tmp_path / "x.plan"
+    found = run("plan", "--lengths", lengths, "--pp", 2, *MACHINE, "-o", path, code=code)
+    assert found.returncode == 0, found.stderr
+    for arguments in (
+        ("check", path),
+        ("simulate", path, *MACHINE),
+        ("draw", path, "-o", tmp_path / "x.html"),
+        ("draw", path, "-o", tmp_path / "x.png"),
+    ):
+        found = run(*arguments, code=code)
+        assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("command", ["profile", "certify"])
+def test_commands_that_need_torch_say_so(monkeypatch, capsys, command):
+    monkeypatch.setitem(sys.modules, f"megatron_epp.mcore.{command}", None)
+    assert "is not installed" in refused(capsys, command)
+
+
+def test_a_closed_pipe_is_no_error(plan):
+    reader = (
+        f"{sys.executable} -m megatron_epp draw {plan} --width 4000 | true; echo ${{PIPESTATUS[0]}}"
+    )
+    found = subprocess.run(
+        ["bash", "-c", reader], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert found.stdout.strip() == "0" and found.stderr == ""
+
+
+def test_serve_answers_every_line_and_ends_with_its_input():
+    requests = [
+        {"id": 7, "lengths": [900, 4000, 20, 7000], "replicas": 1},
+        "junk",
+        {"id": "eval", "lengths": [900, 41], "replicas": 2, "forward_only": True},
+        {"id": 8, "lengths": [9], "replicas": 4},
+        {"id": 9, "lengths": [9, 0]},
+        {"id": 10, "lengths": [9, 50], "planner": "pakcing"},
+        {"id": 11, "lengths": [9, 50], "planner": "packing", "surprise": 1},
+        {"id": 12, "lengths": [9, 50], "planner": "packing"},
+    ]
+    lines = [each if isinstance(each, str) else json.dumps(each) for each in requests]
+    found = run("serve", "--pp", 2, *MACHINE, stdin="".join(f"{line}\n" for line in lines))
+    assert found.returncode == 0, found.stderr
+    replies = [json.loads(line) for line in found.stdout.splitlines()]
+    assert len(replies) == len(requests)
+    for reply in replies:
+        assert set(reply) == {"id", "step", "seconds", "predicted", "lower_bound_seconds", "error"}
+        assert (reply["step"] is None) == (reply["error"] is not None)
+        assert reply["error"] is None or "\n" not in reply["error"]
+    first, _, evaluation, *errors, last = replies
+    step = Step.parse(first["step"])
+    assert first["id"] == 7 and step.lengths == (900, 4000, 20, 7000)
+    assert first["predicted"]["seconds"] == step.plans[0].predicted.seconds
+    assert first["lower_bound_seconds"] <= first["predicted"]["seconds"]
+    assert all(plan.forward_only for plan in Step.parse(evaluation["step"]).plans)
+    for reply, words in zip(
+        errors, ("1 documents for 4", "lengths", "packing", "'surprise'"), strict=True
+    ):
+        assert words in reply["error"]
+    assert last["error"] is None and Step.parse(last["step"]).lengths == (9, 50)
+    for reply in (first, last):
+        for plan in Step.parse(reply["step"]).plans:
+            check(plan)
+
+
+def test_serve_survives_a_crash():
+    """Whatever a planner raises becomes an error reply."""
+
+    def crash(request):
+        if request["id"] == 1:
+            raise ZeroDivisionError("a bug\nwith two lines")
+        return {"step": "fine"}
+
+    replies = io.StringIO()
+    serve(io.StringIO('{"id": 1}\n\n{"id": 2}\n'), replies, crash)
+    first, second = map(json.loads, replies.getvalue().splitlines())
+    assert first["error"] == "ZeroDivisionError: a bug" and first["id"] == 1
+    assert second["step"] == "fine" and second["error"] is None
+
+
+def test_serve_and_plan_agree(capsys, lengths):
+    """The same batch and options give the same plan in both."""
+    shown = printed(
+        capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE, "--levers", "default"
+    ).out
+    request = json.dumps({"id": 0, "lengths": list(LENGTHS)})
+    found = run("serve", "--pp", 2, *MACHINE, stdin=f"{request}\n")
+    assert Step.parse(json.loads(found.stdout)["step"]).plans[0] == Plan.parse(shown)
+
+
+def test_main_imports_no_solver(plan):
+    """check answers at once: neither solver nor compiler is loaded for it."""
+    code = "import sys\nfor name in ('numba', 'highspy', 'matplotlib'): sys.modules[name] = None"
+    found = run("check", plan, code=code)
+    assert found.returncode == 0, found.stderr
