@@ -23,7 +23,8 @@ class Table:
     link_latency_seconds                   added to every message, occupying nothing
     held_bytes[item][stage][owner]         what the rule table's items hold per device; owner is a
                                            chunk, or a document for Item.KV and Item.KV_GRADIENTS
-    workspace_bytes[kind][stage][chunk]    while the op runs
+    workspace_bytes[kind][stage][chunk]    while the op runs; below 0 where it frees as it goes, so
+                                           that it never holds all it makes and all it frees
     resident_bytes[stage]                  all iteration long: states, buffers
     """
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -143,12 +144,29 @@ def test_a_bad_profile_is_refused(old: str, new: str, error: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_numbers_that_are_none() -> None:
+@pytest.mark.parametrize("bad", ["1e999", "NaN", "-1", '"1"', "true", "null", "[]", "{}"])
+def test_numbers_that_are_none(bad: str) -> None:
     text = PROFILE.to_json()
-    for bad in ("1e999", "NaN", '"1"', "true", "null"):
-        with pytest.raises(ValueError):
-            Profile.from_json(
-                text.replace('"layer_parameters": ', f'"layer_parameters": {bad}, "x": ').replace(
-                    ', "x": 218112000', ""
-                )
-            )
+    figure = json.dumps(PROFILE.layer_parameters)
+    assert f'"layer_parameters": {figure}' in text
+    with pytest.raises(ValueError, match=r"layer_parameters: .*expected a number of at least 0"):
+        Profile.from_json(
+            text.replace(f'"layer_parameters": {figure}', f'"layer_parameters": {bad}')
+        )
+
+
+def test_damaged_profiles() -> None:
+    """Each is refused in one line, or is a profile that prints as itself."""
+    random, text, accepted = Random(0), PROFILE.to_json(), 0
+    for _ in range(2000):
+        at = random.randrange(len(text))
+        to = at + random.choice((0, 1, 1, 5, 40))
+        damaged = text[:at] + random.choice(("", "0", "9", "-", "}", '"', "e", ",")) + text[to:]
+        try:
+            found = Profile.from_json(damaged)
+        except ValueError as error:
+            assert "\n" not in str(error), damaged
+        else:
+            accepted += 1
+            assert Profile.from_json(found.to_json()) == found
+    assert 100 < accepted < 1900

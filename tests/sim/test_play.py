@@ -375,6 +375,25 @@ def test_score_is_play(plan: Plan, seed: int) -> None:
     assert (seconds, tuple(peak)) == (played.seconds, played.peak_bytes)
 
 
+@pytest.mark.parametrize("kind", COMPUTE)
+def test_every_kind_is_simulated(kind: Kind) -> None:
+    """It has rows, seconds that count, and bytes that count."""
+    orders = "F0 B0" if kind is Kind.BACKWARD else "F0 I0 W0"
+    plan = Plan.parse(f"plan v1\ndocuments 3\nlayers 1\nchunk 0: 0[0:3]\nstage 0: {orders}\n")
+    code = COMPUTE.index(kind)
+    assert code in training_rows().effects[:, 0]
+    table = even_table(plan, 1, 2)
+    before = play(plan, table)
+    table.seconds[kind] = table.seconds[kind] + 0.5
+    table.workspace_bytes[kind] = table.workspace_bytes[kind] + 7
+    after = play(plan, table)
+    assert after.seconds == before.seconds + 0.5
+    grown = [
+        b.peak_bytes - a.peak_bytes for a, b in zip(before.records, after.records, strict=True)
+    ]
+    assert grown == [7 * (record.op.kind is kind) for record in after.records]
+
+
 def test_a_stuck_order_scores_infinity() -> None:
     plan = one_f_one_b(2, [3, 1], window=2)
     table = even_table(plan, 1, 2)
