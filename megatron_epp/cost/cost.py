@@ -21,6 +21,7 @@ from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.loads import Loads, loads_of
 from megatron_epp.cost.models import model
 from megatron_epp.cost.profile import Bytes, Profile, Seconds
+from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
     COMPUTE,
     FULL,
@@ -435,7 +436,7 @@ def named_cost(
     """
     the_model, the_device = model(model_name), device(device_name)
     if zero is None:
-        zero = 3 if the_model.name.startswith("gpt-") else 1
+        zero = 3 if the_model.name in PUBLISHED else 1
     stage_layers = even_layers(the_model.layers, pp) if layers is None else tuple(layers)
     if len(stage_layers) != pp or sum(stage_layers) != the_model.layers:
         raise ValueError(

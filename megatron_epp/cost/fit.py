@@ -22,8 +22,9 @@ from megatron_epp.ir import BACKWARDS, KEEP, Kind
 class Sample:
     """One measurement on one stage: ``value`` seconds, or bytes, of an op on a chunk.
 
-    choice   the stage's recompute letters, one a layer
-    first    whether it is the pipeline's first stage, ``last`` whether its last
+    choice       the stage's recompute letters, one a layer
+    first, last  whether it is the pipeline's first stage, its last
+    cut_tokens   inputs whose K and V later slices attend to (Loads.kept_tokens)
     """
 
     choice: str
