@@ -212,22 +212,26 @@ def _batch(command: argparse.ArgumentParser) -> None:
         "--seed",
         type=whole(0),
         default=DEFAULT_SEED,
+        metavar="N",
         help=f"of the shuffle, as in training (default: {DEFAULT_SEED}, Megatron's)",
     )
 
 
 def _machine(command: argparse.ArgumentParser, *, pp: bool, required: bool) -> None:
+    from megatron_epp.cost.devices import DEVICES
+    from megatron_epp.cost.models import MODELS
+
     group = command.add_argument_group("model and machine")
     note = "" if required else " (without: every op takes a round number of units)"
     group.add_argument(
         "--model",
         metavar="NAME|FILE",
-        help=f"gpt-7b, gpt-13b, gpt-30b, llama3-8b, llama3-70b, or a JSON file{note}",
+        help=f"{', '.join(MODELS)}, or a JSON file{note}",
     )
     group.add_argument(
         "--device",
         metavar="NAME|FILE",
-        help="a100-40g, a100-80g, h100-80g, h200-141g, cpu, or a JSON file",
+        help=f"{', '.join(DEVICES)}, or a JSON file",
     )
     group.add_argument(
         "--cost-model",
@@ -308,6 +312,8 @@ def _machine(command: argparse.ArgumentParser, *, pp: bool, required: bool) -> N
 
 
 def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None) -> None:
+    from megatron_epp.planner import LEVERS, PLANNERS, Options
+
     group = command.add_argument_group("planner")
     if names == "one":
         group.add_argument(
@@ -318,7 +324,10 @@ def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None
         )
     elif names == "many":
         group.add_argument(
-            "--planner", nargs="+", metavar="NAME", help="which to compare (default: all)"
+            "--planner",
+            nargs="+",
+            metavar="NAME",
+            help=f"which to compare (default: all of {', '.join(PLANNERS)})",
         )
     group.add_argument(
         "--levers",
@@ -331,7 +340,8 @@ def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None
         "--effort",
         type=whole(0),
         metavar="N",
-        help="how much work the search may do, in proportion; 0 takes the first good plan",
+        help="how much work the search may do, in proportion; 0 takes the first good plan "
+        f"(default: {Options().effort})",
     )
     group.add_argument(
         "--multiple",
@@ -340,6 +350,9 @@ def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None
         metavar="TOKENS",
         help="chunks are padded to a multiple of this (default: 1)",
     )
+    width = max(map(len, LEVERS))
+    lines = (f"  {name:<{width}}  {text}" for name, text in LEVERS.items())
+    command.epilog = "\n".join(["levers of the epp planner:", *lines])
 
 
 def _plan_file(command: argparse.ArgumentParser) -> None:
