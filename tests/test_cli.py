@@ -454,6 +454,8 @@ def test_serve_answers_every_line_and_ends_with_its_input():
         assert set(reply) == {"id", "step", "seconds", "predicted", "lower_bound_seconds", "error"}
         assert (reply["step"] is None) == (reply["error"] is not None)
         assert reply["error"] is None or "\n" not in reply["error"]
+    ids = [None if isinstance(each, str) else each["id"] for each in requests]
+    assert [reply["id"] for reply in replies] == ids
     first, _, evaluation, *errors, last = replies
     step = Step.parse(first["step"])
     assert first["id"] == 7 and step.lengths == (900, 4000, 20, 7000)

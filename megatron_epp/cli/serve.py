@@ -64,6 +64,9 @@ def serve(
         try:
             request = _request(line)
             name = request.get("id")
+            if unknown := sorted(set(request) - _REQUEST):
+                known = ", ".join(sorted(_REQUEST))
+                raise ValueError(f"request: unknown field {unknown[0]!r}; known: {known}")
             reply = answered(request)
         except Exception as error:
             # Whatever went wrong, the job must go on: it has a plan of its own to fall back on.
@@ -86,8 +89,6 @@ def _request(line: str) -> Mapping[str, Any]:
         raise ValueError(f"request: no JSON ({error})") from error
     if not isinstance(request, dict):
         raise ValueError("request: expected a JSON object with lengths and replicas")
-    if unknown := sorted(set(request) - _REQUEST):
-        raise ValueError(f"request: unknown field {unknown[0]!r}; known: {sorted(_REQUEST)}")
     return request
 
 
