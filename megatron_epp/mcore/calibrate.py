@@ -21,7 +21,7 @@ from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
 from megatron_epp.layers.recompute import EXECUTABLE
 from megatron_epp.mcore.groups import Groups
-from megatron_epp.mcore.probe import Measured, Probe, Shape, undisturbed
+from megatron_epp.mcore.probe import Measured, Probe, Shape
 from megatron_epp.runtime.agree import share
 
 logger = logging.getLogger(__name__)
@@ -111,17 +111,16 @@ class Readings:
 def calibrate(
     probe: Probe, groups: Groups, model: Model, context: int, provenance: Provenance
 ) -> Profile:
-    """Measure and fit; collective, and the same profile on every rank.
+    """Measure and fit; collective, and the same profile on every rank. Gradients add up in the
+    model and random numbers are drawn: see ``probe.undisturbed``.
 
     What the errors are on rows that the fit has not seen is added to ``provenance.source``.
     """
     flops = GPU_FLOPS if probe.device.type == "cuda" else CPU_FLOPS
     readings = Readings()
-    with undisturbed(probe.model):
-        _measure_bytes(probe, readings)
-        shapes = grid(model, context, flops)
-        _measure_seconds(probe, groups, shapes, readings)
-        _measure_links(probe, groups, readings)
+    _measure_bytes(probe, readings)
+    _measure_seconds(probe, groups, grid(model, context, flops), readings)
+    _measure_links(probe, groups, readings)
     every: list = [None] * groups.control.size()
     dist.all_gather_object(every, readings, group=groups.control)
     text = error = None

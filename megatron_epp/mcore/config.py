@@ -42,8 +42,9 @@ class Config:
     )
     epp_cost_model: str | None = _flag(
         None,
-        "Cost-model file (JSON) as `python -m megatron_epp profile` writes it; default: analytic, "
-        "from the model's shape and the device's name.",
+        "Cost-model file (JSON) as `python -m megatron_epp profile` writes it, or `analytic`: from "
+        "the model's shape and the device's name. Default: the file kept beside the checkpoint "
+        "that is loaded, else measured at start, which takes seconds, and kept with --save.",
         metavar="FILE",
         type=str,
     )

@@ -19,9 +19,11 @@ from megatron_epp.mcore.batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.documents import config_from_args
 from megatron_epp.mcore.feed import ChunkBatch
+from megatron_epp.mcore.fixed import FixedSteps
 from megatron_epp.mcore.groups import Groups
 from megatron_epp.mcore.packed import install_in_model
 from megatron_epp.mcore.planning import make_planning
+from megatron_epp.mcore.profile import obtain
 from megatron_epp.mcore.report import Recorder
 from megatron_epp.mcore.schedule import ElasticSchedule, Planning
 from megatron_epp.mcore.watch import speak_when_terminated
@@ -50,6 +52,7 @@ def setup(args: Any, model_config: Any) -> tuple[Any, Any]:
         )
     job = Job(args, config)
     model_config.pre_wrap_hooks.append(job.attach)
+    model_config.post_wrap_hooks.append(job.prepare)
     seams.apply_schedule_seam(job.choose_schedule)
     datasets = partial(_datasets, config)
     datasets.is_distributed = True  # every rank reads lengths, and its own tokens
@@ -62,7 +65,7 @@ class Job:
     ``plan_with`` makes the planning; the certificate brings plans of its own.
     """
 
-    def __init__(self, args: Any, config: Config, plan_with: MakePlanning = make_planning):
+    def __init__(self, args: Any, config: Config, plan_with: MakePlanning | None = None):
         self.args, self.config, self.plan_with = args, config, plan_with
         self.schedule: ElasticSchedule | None = None
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
@@ -85,7 +88,9 @@ class Job:
         self.schedule = ElasticSchedule(
             groups=groups,
             layers=tuple(layers),
-            planning=self.plan_with(args, self.config, tuple(layers), multiple, groups),
+            planning=None
+            if self.plan_with is None
+            else self.plan_with(args, self.config, tuple(layers), multiple, groups),
             multiple=multiple,
             meter=AllocatorMeter() if on_gpu else SavedBytesMeter(model.parameters()),
             waiting=waiting,
@@ -94,6 +99,21 @@ class Job:
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
             speak_when_terminated(waiting, dist.get_rank())
+        return models
+
+    def prepare(self, models: list[Any]) -> list[Any]:
+        """Megatron's post-wrap hook: the model has its final number format, so it is measured, and
+        plans can be made."""
+        schedule, args, config = self.schedule, self.args, self.config
+        assert schedule is not None, "attach comes first"
+        if config.epp_plan is not None:
+            schedule.planning = FixedSteps(config.epp_plan)
+            return models
+        (model,) = models
+        profile = obtain(args, config, model, schedule.groups, schedule.multiple)
+        schedule.planning = make_planning(
+            args, config, schedule.layers, schedule.multiple, schedule.groups, profile
+        )
         return models
 
     def choose_schedule(self, original: Any) -> Any:
@@ -145,7 +165,8 @@ def _datasets(config: Config, samples: Sequence[int], vp_stage: int | None = Non
     args = get_args()
     print_rank_0("> building the documents of training, validation and test ...")
     documents = build_documents(
-        config_from_args(args, build_tokenizer(args), config.epp_overlong, args.padded_vocab_size), samples
+        config_from_args(args, build_tokenizer(args), config.epp_overlong, args.padded_vocab_size),
+        samples,
     )
     sizes = (args.global_batch_size, args.eval_global_batch_size, args.eval_global_batch_size)
     consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)

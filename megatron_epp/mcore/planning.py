@@ -73,7 +73,12 @@ def make_step(
 
 
 def make_planning(
-    args: Any, config: Config, layers: tuple[int, ...], multiple: int, groups: Groups
+    args: Any,
+    config: Config,
+    layers: tuple[int, ...],
+    multiple: int,
+    groups: Groups,
+    profile: Profile,
 ) -> FixedSteps | PlannedSteps:
     if config.epp_plan is not None:
         return FixedSteps(config.epp_plan)
@@ -86,7 +91,8 @@ def make_planning(
         effort=config.epp_effort,
         multiple=multiple,
     )
-    return PlannedSteps(training_cost(args, config, layers), options, config.epp_planner, groups)
+    cost = training_cost(args, config, layers, profile)
+    return PlannedSteps(cost, options, config.epp_planner, groups)
 
 
 # ------------------------------------------------------------------ cost
@@ -108,12 +114,13 @@ def model_shape(args: Any) -> Model:
     )
 
 
-def training_cost(args: Any, config: Config, layers: tuple[int, ...]) -> Cost:
-    """The cost of this job's chunks: from --epp-cost-model, or analytic for the device it is on."""
-    if config.epp_cost_model is not None:
-        profile = Profile.read(config.epp_cost_model)
-    else:
-        profile = analytic_profile(model_shape(args), device(device_name()))
+def analytic(args: Any) -> Profile:
+    """What --epp-cost-model analytic stands for: the model's shape on the device's name."""
+    return analytic_profile(model_shape(args), device(device_name()))
+
+
+def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:
+    """The cost of this job's chunks; on a CPU the budget covers what chunks hold and no states."""
     if not host.has_gpu():
         profile = without_states(profile)
     budget = config.epp_memory_budget_gib

@@ -28,6 +28,7 @@ from megatron_epp.cost.profile import Profile, Provenance
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "epp-cost-model.json"
+ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
 _WORKER = "megatron_epp.mcore.profile"
 
 
@@ -108,14 +109,18 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, multiple: int) -> Pr
     """The profile of this job; every rank calls it with its wrapped model, all get the same.
 
     --epp-cost-model where given; else the file beside the checkpoint that is resumed from, as the
-    plans of the iterations before were made with it; else measured now and saved there.
+    plans of the iterations before were made with it; else measured now and kept with --save.
     """
+    if config.epp_cost_model == ANALYTIC:
+        from megatron_epp.mcore.planning import analytic
+
+        return analytic(args)
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate import calibrate
     from megatron_epp.mcore.elastic import forward_step
     from megatron_epp.mcore.planning import model_shape
-    from megatron_epp.mcore.probe import Probe
+    from megatron_epp.mcore.probe import Probe, undisturbed
     from megatron_epp.runtime.agree import share
 
     wanted = provenance_of(args)
@@ -133,7 +138,8 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, multiple: int) -> Pr
         "nccl"
     ) else torch.device("cpu")  # fmt: skip
     probe = Probe(unwrap_model(model), forward_step, multiple, device)
-    profile = calibrate(probe, groups, model_shape(args), args.seq_length, wanted)
+    with undisturbed(model):
+        profile = calibrate(probe, groups, model_shape(args), args.seq_length, wanted)
     if groups.control.rank() == 0:
         places = [folder for folder in (args.save, config.epp_record) if folder]
         for folder in places:
@@ -152,11 +158,15 @@ def _kept(args: Any, config: Any, wanted: Provenance) -> str:
     """The text of the profile to use, or nothing where none was kept."""
     if config.epp_cost_model is not None:
         path = config.epp_cost_model
-    elif args.load and (Path(args.load) / FILE_NAME).exists():
-        path = str(Path(args.load) / FILE_NAME)
-    else:
+        return require(Profile.load(path), wanted, path).to_json()
+    path = str(Path(args.load or "") / FILE_NAME)
+    if not args.load or not Path(path).exists():
         return ""
-    return require(Profile.load(path), wanted, path).to_json()
+    try:
+        return require(Profile.load(path), wanted, path).to_json()
+    except ValueError as reason:
+        logger.warning("%s: measuring again", reason)
+        return ""
 
 
 # ------------------------------------------------------------------ the command

@@ -52,7 +52,7 @@ class ElasticSchedule:
         self,
         groups: Groups,
         layers: tuple[int, ...],
-        planning: Planning,
+        planning: Planning | None,  # comes later where it must be measured for
         multiple: int,
         meter: Meter,
         waiting: Waiting,

@@ -37,6 +37,8 @@ def flags(corpus: Path, **changes: object) -> list[str]:
         "tokenizer-type": "NullTokenizer",
         "vocab-size": VOCABULARY,
         "log-interval": 1,
+        # Measured ones differ from run to run, and plans with them.
+        "epp-cost-model": "analytic",
         **{key.replace("_", "-"): value for key, value in changes.items()},
     }
     words = list(MODEL)
