@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import socket
 import time
 import traceback
 import warnings
@@ -43,6 +44,8 @@ def train(program_start: float) -> None:
 
     ValueError: the command line, or a file that it names, cannot be used.
     """
+    if "RANK" not in os.environ:
+        _be_the_only_process()
     if _rank() != 0:
         # One rank's word is enough, as Megatron-LM's script has it.
         warnings.filterwarnings("ignore", category=UserWarning)
@@ -165,6 +168,16 @@ def _reason(error: BaseException) -> str:
     return (
         f"Megatron refuses the flags at {os.path.basename(frame.filename)}:{frame.lineno}: {source}"
     )
+
+
+def _be_the_only_process() -> None:
+    """What torchrun would say to a single process, for a start without it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (alone | {"MASTER_PORT": str(port)}).items():
+        os.environ.setdefault(name, value)
 
 
 def _rank() -> int:
