@@ -24,15 +24,12 @@ from megatron_epp.mcore.certify_small import Degrees
 
 BOUND = 1e-12
 # A run without model flags certifies both kinds.
-LLAMA = tuple(
-    "--num-layers 64 --hidden-size 1024 --num-attention-heads 16 --group-query-attention "
+LLAMA = (
+    "--hidden-size 1024 --num-attention-heads 16 --group-query-attention "
     "--num-query-groups 8 --swiglu --normalization RMSNorm --position-embedding-type rope "
-    "--disable-bias-linear --untie-embeddings-and-output-weights".split()
+    "--disable-bias-linear --untie-embeddings-and-output-weights"
 )
-GPT = tuple(
-    "--num-layers 64 --hidden-size 1024 --num-attention-heads 16 "
-    "--position-embedding-type learned_absolute".split()
-)
+GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type learned_absolute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class Trial:
     interfere: Path | None = None
 
     def __post_init__(self):
-        for name, least in (("batches", len(self.models)), ("seed", 0), ("patience_seconds", 1)):
+        for name, least in (("batches", 1), ("seed", 0), ("patience_seconds", 1)):
             value = getattr(self, name)
             if value < least:
                 flag = "--timeout" if name == "patience_seconds" else f"--{name}"
@@ -102,7 +99,7 @@ def certify(trial: Trial, show: Callable[[str], None] = lambda line: None) -> li
     judged: list[Judged] = []
     try:
         with Children(roles) as children:
-            for index, flags in enumerate(trial.models):
+            for index, flags in enumerate(trial.models[: trial.batches]):
                 prepared = _prepare(children, flags, trial)
                 show(f"{trial.degrees}: {prepared.description}")
                 if index == 0:
@@ -208,22 +205,30 @@ def row(judged: Judged) -> str:
 
 
 def verdict(judged: Sequence[Judged]) -> str:
-    """The last lines: which collectives were issued, and whether the plans are certified."""
+    """The last lines: what was run, and whether it is certified."""
     collectives = sum((batch.collectives for batch in judged), Counter())
     issued = ", ".join(f"{name} {count}" for name, count in sorted(collectives.items()))
+    every = [batch.coverage for batch in judged]
+    lines = [
+        f"chunks: {sum(c.packed for c in every)} packed, {sum(c.split for c in every)} split, "
+        f"{sum(c.hybrid for c in every)} hybrid; {sum(c.recomputed for c in every)} of "
+        f"{sum(c.layers for c in every)} layers recomputed; up to {max(c.window for c in every)} "
+        "chunks in flight on a stage",
+        f"collectives: {issued or 'none'}",
+    ]
     failed = [str(batch.number) for batch in judged if not batch.passed]
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in judged)
     if failed:
-        return (
-            f"collectives: {issued or 'none'}\n"
+        lines.append(
             f"not certified: batches {' '.join(failed)} of {len(judged)} differ from the plain "
             f"model (bound {BOUND:g}, worst {worst:.1e})"
         )
-    return (
-        f"collectives, all on the list: {issued}\n"
-        f"certified: {len(judged)} batches, worst error {worst:.1e} (bound {BOUND:g}); messages as "
-        "planned, nothing kept behind an iteration"
-    )
+    else:
+        lines.append(
+            f"certified: {len(judged)} batches, worst error {worst:.1e} (bound {BOUND:g}); "
+            "messages as planned, collectives all on the list, nothing kept behind an iteration"
+        )
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------ the command line
@@ -263,12 +268,16 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
     chosen, flags = parser.parse_known_args(arguments)
     own, _ = _degree_flags().parse_known_args(flags)
     degrees = Degrees(
-        chosen.pp or own.pipeline_model_parallel_size or (1 if flags else 2),
-        chosen.tp or own.tensor_model_parallel_size or 1,
+        _first(chosen.pp, own.pipeline_model_parallel_size, 1 if flags else 2),
+        _first(chosen.tp, own.tensor_model_parallel_size, 1),
         chosen.dp,
     )
     models = (tuple(flags),) if flags else _defaults(degrees)
     return Trial(degrees, models, chosen.batches, chosen.seed, chosen.overlap, chosen.timeout)
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
 
 
 def _degree_flags() -> _Parser:
@@ -280,6 +289,6 @@ def _degree_flags() -> _Parser:
 
 def _defaults(degrees: Degrees) -> tuple[tuple[str, ...], ...]:
     """Two models: with tensor parallelism one of them also splits the sequence."""
-    sequence = ("--sequence-parallel",) if degrees.tp > 1 else ()
-    layers = ("--num-layers", str(2 * degrees.pp))
-    return (*LLAMA, *layers, *sequence), (*GPT, *layers)
+    sequence = " --sequence-parallel" if degrees.tp > 1 else ""
+    layers = f" --num-layers {2 * degrees.pp}"
+    return tuple((LLAMA + layers + sequence).split()), tuple((GPT + layers).split())

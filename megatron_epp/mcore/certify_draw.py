@@ -93,8 +93,9 @@ def _lengths(number: int, random: Random, replicas: int) -> list[int]:
             return [round(2 * (LONGEST / 2) ** random.random()) for _ in range(count)]
         case 1:  # one long document beside short ones
             return [LONGEST - random.randint(0, 9), *(random.randint(1, 7) for _ in range(count))]
-        case 2:  # only short ones
-            return [random.randint(1, 7) for _ in range(count + 3)]
+        case 2:  # short ones and a few of medium length
+            short = [random.randint(1, 7) for _ in range(count)]
+            return [*short, *(random.randint(8, 24) for _ in range(3))]
         case _:  # only long ones
             return [random.randint(20, LONGEST) for _ in range(count)]
 

@@ -14,6 +14,8 @@ from megatron_epp.runtime.traffic import Collective
 _MCORE = "megatron.core."
 _FINALIZE = _MCORE + "distributed.finalize_model_grads."
 _BUCKETS = _MCORE + "distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
+_TRAINING = "megatron.training.training."
+_UTILS = "megatron.training.utils.common_utils."
 _DATA = "DATA_PARALLEL_GROUP_WITH_CP"
 
 
@@ -98,8 +100,55 @@ SCHEDULE = (
     Listed(
         "tensor parallelism",
         "TENSOR_MODEL_PARALLEL_GROUP",
-        _MCORE + r"tensor_parallel\..*",
+        r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.deferred)\..*",
         "inside layers, embedding and loss; once per layer run, recomputed ones again",
+    ),
+)
+
+# What Megatron's trainer adds around the schedule in an iteration.
+TRAINER = (
+    Listed(
+        "gradient norm",
+        "MODEL_PARALLEL_GROUP|INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        _from(
+            _MCORE + "optimizer.clip_grads",
+            _MCORE + "optimizer.optimizer",
+            _MCORE + "optimizer.distrib_optimizer",
+        ),
+        "clipping, zeros, gradients that are not finite: over the whole model",
+    ),
+    Listed(
+        "optimizer's outcome",
+        "MODEL_PARALLEL_GROUP",
+        _from(
+            _UTILS + "logical_and_across_model_parallel_group",
+            _UTILS + "reduce_max_stat_across_model_parallel_group",
+        ),
+        "whether the step was taken, the norm and the zeros for the log",
+    ),
+    Listed(
+        "loss for the log",
+        _DATA,
+        _from(_TRAINING + "train_step", _TRAINING + "evaluate"),
+        "loss and tokens over the replicas",
+    ),
+    Listed(
+        "tokens for the log",
+        "default_pg",
+        _from(_TRAINING + "consume_seqlen_stats_in_iteration"),
+        "true tokens and TFLOP/s of documents of many lengths",
+    ),
+    Listed(
+        "re-run machine",
+        "default_pg",
+        _from(_MCORE + "rerun_state_machine"),
+        "whether a rank wants the iteration again (--rerun-mode)",
+    ),
+    Listed(
+        "timers",
+        "default_pg",
+        _from(_MCORE + "timers", _TRAINING + "print_datetime"),
+        "barriers around what is timed, the slowest rank for the log",
     ),
 )
 
