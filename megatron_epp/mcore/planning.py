@@ -1,5 +1,6 @@
 """Where the trainer's steps come from: a planner on rank 0, or plans that somebody else made."""
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step
 from megatron_epp.mcore import host
+from megatron_epp.mcore.ahead import PlannerFailed, PlannerProcess
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.fixed import FixedSteps
 from megatron_epp.mcore.groups import Groups
@@ -26,28 +28,55 @@ logger = logging.getLogger(__name__)
 CPU_SHARE = 0.8  # of the available memory, for chunks
 
 
-class PlannedSteps:
-    """Rank 0 plans, all ranks get its text; a refusal on rank 0 is refused everywhere."""
+FALLBACK = "packing"  # whole documents side by side: needs no search
 
-    def __init__(self, cost: Cost, options: Any, planner: str, groups: Groups):
+
+class PlannedSteps:
+    """Rank 0 plans, all ranks get its text; a refusal on rank 0 is refused everywhere.
+
+    With ``ahead`` a process of its own plans, asked one iteration early. When it fails, training
+    goes on with the fallback planner for that iteration, which is logged.
+    """
+
+    def __init__(
+        self, cost: Cost, options: Any, planner: str, groups: Groups, ahead: PlannerProcess | None
+    ):
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
+        self.ahead = ahead
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
         text = error = None
         if self.groups.control.rank() == 0:
             try:
-                text = str(self._plan(lengths, forward_only))
+                text = str(self._plan(iteration, lengths, forward_only))
             except ValueError as refusal:
                 error = str(refusal)
         return Step.parse(share(text, error, self.groups.control))
 
-    def _plan(self, lengths: Sequence[int], forward_only: bool) -> Step:
-        return make_step(
-            lengths, self.cost, self.options, self.planner, self.groups.replicas, forward_only
-        )
+    def _plan(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
+        planner = self.planner
+        if self.ahead is not None:
+            name = _request_name(iteration, lengths, forward_only)
+            try:
+                self.ahead.ask(name, lengths, forward_only)
+                return Step.parse(self.ahead.reply(name)["step"])
+            except PlannerFailed as failure:
+                planner = FALLBACK
+                logger.warning(
+                    "iteration %d: the planner failed (%s); using %s", iteration, failure, planner
+                )
+        replicas = self.groups.replicas
+        return make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
-        """Planned when asked for."""
+        if self.ahead is not None:
+            self.ahead.ask(_request_name(iteration, lengths, False), lengths, False)
+
+
+def _request_name(iteration: int, lengths: Sequence[int], forward_only: bool) -> str:
+    """Names what a plan depends on, so that a reply is never used for another batch."""
+    digest = hashlib.sha256(repr(list(map(int, lengths))).encode()).hexdigest()[:16]
+    return f"{'evaluation' if forward_only else 'iteration'} {iteration} {digest}"
 
 
 def make_step(
@@ -92,7 +121,10 @@ def make_planning(
         multiple=multiple,
     )
     cost = training_cost(args, config, layers, profile)
-    return PlannedSteps(cost, options, config.epp_planner, groups)
+    ahead = None
+    if config.epp_plan_ahead and groups.control.rank() == 0:
+        ahead = PlannerProcess(cost, options, config.epp_planner, groups.replicas)
+    return PlannedSteps(cost, options, config.epp_planner, groups, ahead)
 
 
 # ------------------------------------------------------------------ cost
