@@ -13,6 +13,7 @@ from megatron_epp.__main__ import main
 from megatron_epp.cli.options import COMMANDS
 from megatron_epp.cli.serve import serve
 from megatron_epp.ir import Plan, Step, check, parse_records
+from tests.planner.test_batches import write_index
 
 ROOT = Path(__file__).parents[1]
 # A small machine: plans in a blink.
@@ -186,6 +187,20 @@ def test_overlong_documents_are_counted(capsys, lengths):
         )
         assert words in shown.err
         assert max(Plan.parse(shown.out).documents) <= 3000
+
+
+def test_an_index_gives_the_batches_of_training(capsys, tmp_path):
+    path = write_index(tmp_path / "corpus.idx", [101, 1, 51, 2001, 31])
+    common = ["plan", "--lengths", path, "--pp", 2, *MACHINE, "--context", 1000]
+    shown = printed(capsys, *common)
+    assert sorted(Plan.parse(shown.out).documents) == [30, 50, 100, 1000]
+    assert "1 of fewer than 2 tokens skipped, 1 overlong truncated" in shown.err
+    first = printed(capsys, *common, "--global-batch-size", 2).out
+    second = printed(capsys, *common, "--global-batch-size", 2, "--batch", 1).out
+    drawn = Plan.parse(first).documents + Plan.parse(second).documents
+    assert sorted(drawn) == [30, 50, 100, 1000]  # an epoch
+    path.write_bytes(path.read_bytes()[:-3])
+    assert "damaged or cut short" in refused(capsys, *common)
 
 
 def test_replicas_make_a_step(capsys, lengths, tmp_path):

@@ -12,8 +12,7 @@ from megatron_epp.cli.options import Refused
 from megatron_epp.cli.outcome import Outcome, evaluation_step, known_planner, outcome
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
-from megatron_epp.planner import ALL, Options, parse_levers
-from megatron_epp.planner.options import TRAINING
+from megatron_epp.planner import Options, parse_levers
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
 
 
@@ -53,11 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    options = Options(
-        context=arguments.context,
-        levers=parse_levers(arguments.levers, ALL if arguments.levers == "all" else TRAINING),
-        multiple=arguments.multiple,
-    )
+    levers = parse_levers(arguments.levers)
+    if arguments.layers:
+        levers -= {"uneven"}  # the user has said how many layers each stage has
+    options = Options(arguments.context, levers, multiple=arguments.multiple)
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
     return options

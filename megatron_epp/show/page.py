@@ -10,7 +10,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from megatron_epp.ir import BACKWARDS, COMPUTE, Kind, PlanError, Relation, rules_of, slices_of
+from megatron_epp.ir import BACKWARDS, COMPUTE, KEEP, Kind, PlanError, Relation, rules_of, slices_of
 from megatron_epp.ir.recompute import format_recompute
 from megatron_epp.show import colours
 from megatron_epp.show.colours import FAMILIES, palette
@@ -43,6 +43,7 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
     plan = runs[0].plan
     names, paints, slices = chunk_names(plan), palette(plan), slices_of(plan)
     rules = rules_of(plan)
+    recomputed = set("".join(letters for choices in plan.recompute for letters in choices)) - {KEEP}
     used = {r.op.kind for run in runs for r in (*run.records, *run.transfers)}
     return {
         "title": title,
@@ -51,8 +52,8 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
         f"documents, {tokens_text(plan.tokens)} tokens",
         "legend": [
             *((FAMILIES[kind].plain, FAMILIES[kind].name) for kind in Kind if kind in used),
-            (colours.RECOMPUTE, "recompute (share of layers)"),
-            (colours.ACCENTS[0], "slices of one document"),
+            *([(colours.RECOMPUTE, "recompute (share of layers)")] if recomputed else []),
+            *([(colours.ACCENTS[0], "slices of one document")] if any(paints.accent) else []),
             (colours.IDLE, "idle"),
             (colours.CRITICAL, "critical path"),
         ],

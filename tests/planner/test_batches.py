@@ -74,6 +74,19 @@ def test_an_index_counts_inputs_and_skips_the_too_short(tmp_path, modes):
     assert (corpus.counts.read, corpus.counts.skipped) == (5, 2)
 
 
+def test_megatrons_own_index_is_read(tmp_path):
+    """As its builder writes it, one sequence a document."""
+    datasets = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    builder = datasets.IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.uint16)
+    for length in (7, 300, 1, 42):
+        builder.add_document(torch.zeros(length, dtype=torch.int64), [length])
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    assert read_index(tmp_path / "corpus.idx").tolist() == [7, 300, 1, 42]
+    assert open_corpus(str(tmp_path / "corpus.idx")).in_order() == (6, 299, 41)
+
+
 def test_a_damaged_index_is_refused(tmp_path):
     path = write_index(tmp_path / "corpus.idx", [5, 6, 7])
     whole = path.read_bytes()
