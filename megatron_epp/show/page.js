@@ -356,8 +356,8 @@ function moveTo(start, span = view.stop - view.start) {
   view = { start: from, stop: from + span };
   paint();
 }
-function show(start, stop) {
-  const span = Math.min(end, Math.max((stop - start) * 6, end / 60));
+function show(start, stop, around = 6) {
+  const span = Math.min(end, Math.max((stop - start) * around, end / 60));
   moveTo((start + stop) / 2 - span / 2, span);
   canvas.scrollIntoView({ block: "nearest" });
 }
@@ -423,7 +423,7 @@ element("arrows").onchange = paint;
 element("find").oninput = (event) => {
   found = event.target.value.trim() === "" ? -1 : Number(event.target.value);
   const hits = bars[0].flat().filter((bar) => bar.chunk === found);
-  if (hits.length) show(Math.min(...hits.map((b) => b.start)), Math.max(...hits.map((b) => b.stop)));
+  if (hits.length) show(Math.min(...hits.map((b) => b.start)), Math.max(...hits.map((b) => b.stop)), 1.2);
   paint();
 };
 new ResizeObserver(layout).observe(canvas.parentElement);
