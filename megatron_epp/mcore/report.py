@@ -18,7 +18,7 @@ class StageReport:
 
     start, stop   of its first and last op
     busy          in F, B, I, W
-    waiting       in receives, sends and for the last message to leave
+    waiting       in receives and sends
     peak_bytes    the most held for chunks
     """
 

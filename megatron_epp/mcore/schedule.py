@@ -104,6 +104,7 @@ class ElasticSchedule:
         iteration = self._iteration(forward_only)
         self.waiting.iteration = iteration
 
+        self.waiting.enter("the plan that all ranks agree on")
         began = time.perf_counter()
         step = self._agreed_step(iteration, batch.lengths, forward_only)
         if not forward_only and (ahead := source.peek()) is not None:
@@ -120,6 +121,7 @@ class ElasticSchedule:
         if not forward_only:
             self._count_flops(plan)
         stage = self._run(plan, samples, source.documents, model, config, forward_step_func)
+        self.waiting.enter("gradients, optimizer and what else Megatron does between iterations")
         if not forward_only and config.finalize_model_grads_func is not None:
             tokens = torch.zeros([], dtype=torch.int, device=self.device) + stage.tokens
             config.finalize_model_grads_func(
@@ -143,8 +145,12 @@ class ElasticSchedule:
     def _agreed_step(self, iteration: int, lengths: numpy.ndarray, forward_only: bool) -> Step:
         """The step of this iteration, the same on all ranks, fit for these documents."""
         lengths = [int(length) for length in lengths]
-        step = self.planning.step(iteration, lengths, forward_only)
-        agree(f"{lengths}\n{step}", f"iteration {iteration}", self.groups.control)
+        try:
+            step = self.planning.step(iteration, lengths, forward_only)
+            agree(f"{lengths}\n{step}", f"iteration {iteration}", self.groups.control)
+        except RuntimeError as error:
+            logger.error("%s; a rank is lost: %s", self.waiting, str(error).splitlines()[0])
+            raise
         self._accept(step, lengths, forward_only)
         return step
 

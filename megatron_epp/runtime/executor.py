@@ -41,20 +41,25 @@ class LinkLost(RuntimeError):
 
 @dataclass
 class Waiting:
-    """What the executor is doing right now; read by the watchdog when the job is being killed."""
+    """What this rank is doing right now; read when a link is lost or the job is being killed.
+
+    An op or a transfer of the program, or the name of a step that all ranks take together.
+    """
 
     stage: int
     iteration: int = 0
-    op: Op | Transfer | None = None
+    what: Op | Transfer | str = "the first iteration"
     since: float = field(default_factory=time.monotonic)
 
+    def enter(self, what: Op | Transfer | str):
+        self.what, self.since = what, time.monotonic()
+
     def __str__(self) -> str:
-        if self.op is None:
-            return f"stage {self.stage}, iteration {self.iteration}: between iterations"
-        verb = "waited for" if self.op.kind in (Kind.RECEIVE, Kind.SEND) else "was in"
+        verb = "was in" if isinstance(self.what, Op) else "waited for"
         seconds = time.monotonic() - self.since
         return (
-            f"stage {self.stage}, iteration {self.iteration}: {verb} {self.op} for {seconds:.1f} s"
+            f"stage {self.stage}, iteration {self.iteration}: {verb} {self.what} for "
+            f"{seconds:.1f} s"
         )
 
 
@@ -92,7 +97,7 @@ class Executor:
         marks = []
         with self.meter.watch(self.store):
             for op in self.program:
-                self.waiting.op, self.waiting.since = op, time.monotonic()
+                self.waiting.enter(op)
                 start = self.clock.mark()
                 with record_function(str(op)):
                     self._do[op.kind](op)
@@ -144,12 +149,10 @@ class Executor:
         try:
             message = self.links.oldest_sending()
             if message is not None:
-                self.waiting.op = Transfer(Kind.SEND, message)
-                self.waiting.since = time.monotonic()
+                self.waiting.enter(Transfer(Kind.SEND, message))
             self.links.finish()
         except RuntimeError as error:
             raise self._lost(message, error) from error
-        self.waiting.op = None
 
     def _lost(self, message: Message | None, error: RuntimeError) -> LinkLost:
         reason = str(error).splitlines()[0]

@@ -19,7 +19,7 @@ MODEL = """
     --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear
     --position-embedding-type rope --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0
-""".split()
+"""
 
 
 def flags(corpus: Path, **changes: object) -> list[str]:
@@ -41,7 +41,7 @@ def flags(corpus: Path, **changes: object) -> list[str]:
         "epp-cost-model": "analytic",
         **{key.replace("_", "-"): value for key, value in changes.items()},
     }
-    words = list(MODEL)
+    words = MODEL.split()
     for key, value in named.items():
         if value is True:
             words.append(f"--{key}")

@@ -1,0 +1,235 @@
+"""Bad input: one clear line, status 2 on every rank, nothing left running."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.ir import Kind, Op, Plan, Span, Step
+from megatron_epp.ir.chunk import Chunk
+from megatron_epp.mcore.config import Config, add_arguments
+from megatron_epp.mcore.support import REFUSALS, refuse
+from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", [30, 40, 50, 60] * 5)
+
+
+def refused(words: list[str], *said: str, processes: int = 1, program=None) -> str:
+    """The one line with which a run is refused; ``said`` are parts of it."""
+    extra = {} if program is None else {"program": program}
+    run = train(words, processes=processes, seconds=120, **extra)
+    assert run.status == (2 if processes == 1 else 1), run.output
+    assert "exitcode  : 2" in run.output or processes == 1, run.output
+    assert len(run.errors) == 1, run.output
+    assert "Traceback" not in run.output or processes > 1, run.output
+    for part in said:
+        assert part in run.errors[0], run.errors[0]
+    return run.errors[0]
+
+
+class Wanted:
+    """Flags as Megatron's parser leaves them, where a refusal is only a look at one of them."""
+
+    def __init__(self, **changes):
+        self.__dict__.update(
+            virtual_pipeline_model_parallel_size=None,
+            num_layers_per_virtual_pipeline_stage=None,
+            num_virtual_stages_per_pipeline_rank=None,
+            attention_dropout=0.0,
+            context_parallel_size=1,
+            use_megatron_fsdp=False,
+            use_torch_fsdp2=False,
+            recompute_granularity=None,
+            position_embedding_type="rope",
+            micro_batch_size=1,
+            calculate_per_token_loss=True,
+            sft=False,
+            mock_data=False,
+            dataloader_type="external",
+        )
+        self.__dict__.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"virtual_pipeline_model_parallel_size": 2}, "interleaved"),
+        ({"num_experts": 4}, "mixture of experts"),
+        ({"mtp_num_layers": 1}, "multi-token prediction"),
+        ({"multi_latent_attention": True}, "multi-latent attention"),
+        ({"window_size": (128, 0)}, "sliding-window"),
+        ({"softmax_type": "learnable"}, "attention variants"),
+        ({"attention_dropout": 0.1}, "--attention-dropout 0"),
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+        ({"fp8": "hybrid"}, "fp8"),
+        ({"rampup_batch_size": ["1", "1", "10"]}, "ramp-up"),
+        ({"recompute_granularity": "full"}, "--epp-memory-budget-gib"),
+        ({"cpu_offloading_num_layers": 2}, "offloading"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"defer_embedding_wgrad_compute": True}, "deferred embedding"),
+        ({"position_embedding_type": "yarn"}, "position embeddings"),
+        ({"micro_batch_size": 4}, "--micro-batch-size"),
+        ({"calculate_per_token_loss": False}, "averaged per micro-batch"),
+        ({"mock_data": True}, "--data-path"),
+        ({"iterations_to_skip": [3]}, "skipped iterations"),
+        ({"dataloader_type": "cyclic"}, "data loader"),
+        ({"hybrid_layer_pattern": "M*"}, "GPT model"),
+    ],
+)
+def test_features_are_refused_by_name(change, named):
+    refuse(Wanted())
+    with pytest.raises(ValueError, match=r"^--epp does not run .+: .+") as refusal:
+        refuse(Wanted(**change))
+    assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_every_refusal_is_tested():
+    cases = test_features_are_refused_by_name.pytestmark[0].args[1]
+    refused_by = {
+        next(r.what for r in REFUSALS if r.asked(Wanted(**change))) for change, _ in cases
+    }
+    assert refused_by == {refusal.what for refusal in REFUSALS}
+
+
+def test_flags_are_the_fields_of_the_configuration():
+    import argparse
+
+    parser = add_arguments(argparse.ArgumentParser())
+    assert Config.of(parser.parse_args([])) == Config()
+    given = parser.parse_args(
+        ["--epp", "--epp-planner", "packing", "--epp-memory-budget-gib", "1.5"]
+        + ["--epp-effort", "0", "--epp-overlong", "drop", "--no-epp-plan-ahead"]
+        + ["--epp-plan", "x"]
+    )
+    assert Config.of(given) == Config(
+        epp=True,
+        epp_planner="packing",
+        epp_memory_budget_gib=1.5,
+        epp_effort=0,
+        epp_overlong="drop",
+        epp_plan_ahead=False,
+        epp_plan="x",
+    )
+    with pytest.raises(ValueError, match="--epp-memory-budget-gib -1"):
+        Config(epp_memory_budget_gib=-1.0)
+
+
+# ------------------------------------------------------------------ whole runs
+
+ONE = {"pipeline_model_parallel_size": 1, "epp": True}
+
+
+def test_a_missing_index(tmp_path):
+    refused(flags(tmp_path / "nothing", **ONE), "nothing.idx")
+
+
+def test_more_stages_than_layers(corpus):
+    words = flags(corpus, pipeline_model_parallel_size=2, num_layers=1, epp=True)
+    refused(words, "layers", processes=2)
+
+
+def test_a_batch_that_does_not_divide(corpus):
+    words = flags(corpus, pipeline_model_parallel_size=1, global_batch_size=5, epp=True)
+    refused(words, "divisible", processes=2)
+
+
+def test_a_vocabulary_smaller_than_the_tokens(corpus):
+    words = flags(corpus, vocab_size=50, make_vocab_size_divisible_by=1, **ONE)
+    refused(words, "vocab")
+
+
+def test_an_unknown_planner(corpus):
+    refused(flags(corpus, epp_planner="pakcing", **ONE), "pakcing", "packing")
+
+
+def test_a_plan_with_a_bad_line(corpus, tmp_path):
+    plan = tmp_path / "plan"
+    plan.write_text("plan v1\ndocuments 4 4\nlayers 4\nchunk 0: 0[0:4\n")
+    refused(flags(corpus, epp_plan=plan, **ONE), "line 4", "0[0:4")
+
+
+def test_a_budget_in_which_nothing_fits(corpus):
+    refused(flags(corpus, epp_memory_budget_gib=1e-6, **ONE), "GiB")
+
+
+def one_chunk_each(lengths: list[int], layers: tuple[int, ...]) -> Plan:
+    """Every document a chunk, forward and backward of one after the other."""
+    order = tuple(
+        Op(kind, chunk) for chunk in range(len(lengths)) for kind in (Kind.FORWARD, Kind.BACKWARD)
+    )
+    return Plan(
+        documents=tuple(lengths),
+        layers=layers,
+        chunks=tuple(Chunk((Span(d, 0, length),)) for d, length in enumerate(lengths)),
+        recompute=tuple(("k" * count,) * len(lengths) for count in layers),
+        orders=(order,) * len(layers),
+    )
+
+
+def test_a_plan_for_other_documents(corpus, tmp_path):
+    plan = tmp_path / "plan"
+    plan.write_text(str(one_chunk_each([7] * 6, (4,))))
+    refused(flags(corpus, epp_plan=plan, **ONE), "7 inputs in document 0")
+
+
+def test_ranks_that_hold_different_plans(corpus, tmp_path, monkeypatch):
+    for rank, length in enumerate((7, 8)):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        plan = one_chunk_each([length] * 6, (2, 2))
+        (folder / "plans").write_text(str(Step.parse(str(plan))))
+    monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
+    words = flags(corpus, epp_plan="plans", epp=True)
+    elsewhere = (str(Path(__file__).with_name("elsewhere.py")),)
+    refused(words, "digest", processes=2, program=elsewhere)
+
+
+def test_a_killed_rank_ends_the_job_and_its_neighbour_says_what_it_waited_for(corpus, tmp_path):
+    words = flags(corpus, train_iters=100000, epp=True, epp_planner="packing")
+    with subprocess.Popen(
+        command(words, 2, ("-m", "megatron_epp.pretrain_gpt")),
+        cwd=ROOT,
+        env=environment(2),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as job:
+        lines = []
+        for line in job.stdout:
+            lines.append(line)
+            if re.search(r"iteration +5/", line):
+                break
+        victim = _child_of(job.pid, rank=1)
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        output, _ = job.communicate(timeout=60)
+        seconds = time.monotonic() - killed
+    said = "".join(lines) + output
+    assert job.returncode != 0
+    assert seconds < 30
+    assert re.search(r"stage 0, iteration \d+: waited for ", output), said[-3000:]
+
+
+def _child_of(parent: int, rank: int) -> int:
+    """The process that torchrun started as ``rank``."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            status = (entry / "stat").read_text()
+            variables = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        its_parent = int(status.rsplit(")", 1)[1].split()[1])
+        if its_parent == parent and f"RANK={rank}".encode() in variables:
+            return int(entry.name)
+    raise AssertionError(f"torchrun {parent} has no rank {rank}")
