@@ -39,49 +39,49 @@ class ChunkAttention(torch.autograd.Function):
         state: ChunkState,
         layer: int,
         scale: float,
+        again: "AttendAgain | None" = None,
     ) -> Tensor:
         store = state.store
         # The value arrives as a view of the fused QKV projection's output: saved as it is, it
         # would keep the queries and keys of before the rotary embedding alive with it.
         v_TGD = v_TGD.contiguous()
-        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
-        lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)
+        out_THD, lse_TH = _attend_rows(q_THD, k_TGD, v_TGD, state, layer, scale)
         for rows in state.rows:
             mine = slice(rows.start, rows.stop)
-            q, k, v = q_THD[mine], k_TGD[mine], v_TGD[mine]
-            out, lse = attend(q, k, v, True, scale)
-            start = rows.span.start
-            if start > 0:
-                context = store.context(layer, rows.span.document, start)
-                out, lse = _merge(out, lse, *attend(q, *context, False, scale))
             if rows.cut and not rows.last:
-                store.append(layer, rows.span.document, start, k, v)
+                store.append(layer, rows.span.document, rows.span.start, k_TGD[mine], v_TGD[mine])
             elif rows.cut and not state.training:
                 store.release(layer, rows.span.document)
-            out_THD[mine] = out
-            lse_TH[mine] = lse.transpose(0, 1)
-        used = state.rows[-1].stop
-        out_THD[used:] = 0  # padding
         ctx.state, ctx.layer, ctx.scale = state, layer, scale
         # The rows of a lone slice are in the store: what is there is not saved again.
         ctx.kept = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
-        if ctx.kept:
-            ctx.save_for_backward(q_THD, out_THD, lse_TH)
-        else:
-            ctx.save_for_backward(q_THD, out_THD, lse_TH, k_TGD, v_TGD)
+        ctx.again = again
+        result = (out_THD, lse_TH) if again is None else ()
+        if again is not None:
+            again.node = ctx
+        ctx.save_for_backward(q_THD, *result, *(() if ctx.kept else (k_TGD, v_TGD)))
         return out_THD
+
+    @staticmethod
+    def inputs(ctx: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """q, k, v and what else forward saved, whatever is kept in the store."""
+        q_THD, *saved = ctx.saved_tensors
+        if ctx.kept:
+            span = ctx.state.rows[0].span
+            k_TGD, v_TGD = ctx.state.store.context(ctx.layer, span.document, span.stop, span.start)
+            return q_THD, k_TGD, v_TGD, saved
+        return q_THD, saved[-2], saved[-1], saved[:-2]
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor):
         state, layer, scale = ctx.state, ctx.layer, ctx.scale
         store = state.store
-        q_THD, out_THD, lse_TH, *saved = ctx.saved_tensors
-        if ctx.kept:
-            span = state.rows[0].span
-            k_TGD, v_TGD = store.context(layer, span.document, span.stop, span.start)
+        q_THD, k_TGD, v_TGD, saved = ChunkAttention.inputs(ctx)
+        if ctx.again is None:
+            out_THD, lse_TH = saved
         else:
-            k_TGD, v_TGD = saved
+            out_THD, lse_TH = ctx.again.result()
+            ctx.again.node = ctx.again.run = ctx.again = None
         padded = q_THD.shape[0]
         dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         dk_TGD, dv_TGD = (t.new_empty(padded, *t.shape[1:]) for t in (k_TGD, v_TGD))
@@ -108,7 +108,47 @@ class ChunkAttention(torch.autograd.Function):
         used = state.rows[-1].stop
         for gradient in (dq_THD, dk_TGD, dv_TGD):
             gradient[used:] = 0
-        return dq_THD, dk_TGD, dv_TGD, None, None, None
+        return dq_THD, dk_TGD, dv_TGD, None, None, None, None
+
+
+class AttendAgain:
+    """The promise (layers.remake) of an attention's output, and its log-sum-exp."""
+
+    def __init__(self):
+        self.node: Any = None  # ChunkAttention's context; given back in its backward
+        self.run: tuple[Tensor, Tensor] | None = None
+
+    def value(self) -> Tensor:
+        return self.result()[0]
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        if self.run is None:
+            q_THD, k_TGD, v_TGD, _ = ChunkAttention.inputs(self.node)
+            with torch.no_grad():
+                self.run = _attend_rows(
+                    q_THD, k_TGD, v_TGD, self.node.state, self.node.layer, self.node.scale
+                )
+        return self.run
+
+
+def _attend_rows(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, D] and log-sum-exp [T, H] of every span over its own rows and its context."""
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)
+    for rows in state.rows:
+        mine = slice(rows.start, rows.stop)
+        q, k, v = q_THD[mine], k_TGD[mine], v_TGD[mine]
+        out, lse = attend(q, k, v, True, scale)
+        if rows.span.start > 0:
+            context = state.store.context(layer, rows.span.document, rows.span.start)
+            out, lse = _merge(out, lse, *attend(q, *context, False, scale))
+        out_THD[mine] = out
+        lse_TH[mine] = lse.transpose(0, 1)
+    out_THD[state.rows[-1].stop :] = 0  # padding
+    return out_THD, lse_TH
 
 
 def _merge(out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor):

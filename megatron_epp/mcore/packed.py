@@ -11,9 +11,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
-from megatron_epp.layers.attention import ChunkAttention
+from megatron_epp.layers.attention import AttendAgain, ChunkAttention
 from megatron_epp.layers.chunk import ChunkState
-from megatron_epp.layers.recompute import wrap_layer
+from megatron_epp.layers.recompute import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
+from megatron_epp.layers.remake import Dropped
 
 
 @dataclass
@@ -46,9 +47,9 @@ class ChunkParams(PackedSeqParams):
 class ElasticAttention(nn.Module):
     """In place of a layer's core attention; without parameters, so checkpoints keep their keys."""
 
-    def __init__(self, layer: int, head_size: int, softmax_scale: float | None):
+    def __init__(self, layer: int, head_size: int, softmax_scale: float | None, dropped: Dropped):
         super().__init__()
-        self.layer = layer
+        self.layer, self.dropped = layer, dropped
         self.scale = 1 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
     def forward(
@@ -62,9 +63,12 @@ class ElasticAttention(nn.Module):
         **ignored: Any,
     ) -> Tensor:
         state = packed_seq_params.state
+        again = AttendAgain() if "core_attn" in self.dropped.modules else None
         out_THD = ChunkAttention.apply(
-            query_THD, key_TGD, value_TGD, state, self.layer, self.scale
+            query_THD, key_TGD, value_TGD, state, self.layer, self.scale, again
         )
+        if again is not None:
+            self.dropped.promise(out_THD, again)
         return out_THD.flatten(1)
 
 
@@ -98,11 +102,17 @@ def install_in_model(model: GPTModel, context: int) -> None:
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
-        attention = layer.self_attention
+        attention, dropped = layer.self_attention, Dropped()
         attention.core_attention = ElasticAttention(
-            index, model.config.kv_channels, model.config.softmax_scale
+            index, model.config.kv_channels, model.config.softmax_scale, dropped
         )
-        layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint)
+        layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
+        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+            if any(True for _ in norm.parameters()):  # else a linear has it inside
+                wrap_norm(norm, dropped)
+        for consumer in (attention.linear_qkv, attention.linear_proj, layer.mlp.linear_fc1):
+            wrap_consumer(consumer, dropped)
+        wrap_mlp(layer.mlp, dropped)
 
 
 def _state_of(arguments: dict[str, Any]) -> ChunkState | None:

@@ -1,0 +1,119 @@
+"""Outputs that are not kept for backward: made again when somebody asks for them.
+
+    forward    x -> [module] -> y -> [consumer]      the consumer would save y, the module more
+    backward   the consumer asks for y: the module runs again on x, which is kept anyway
+
+What is dropped is what the consumer saves of y (a hook on what autograd saves puts a promise in its
+place) and what the module saves beside x. The module's own backward then uses what was made again.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Promise(Protocol):
+    """Makes a dropped tensor again, once, in backward."""
+
+    def value(self) -> Tensor: ...
+
+
+class Dropped:
+    """What one layer drops right now: promises by where the dropped tensor's data begin.
+
+    ``modules`` are those that drop their output; set around every pass through the layer.
+    """
+
+    def __init__(self):
+        self.modules: frozenset[str] = frozenset()
+        self._promises: dict[int, tuple[Tensor, Promise]] = {}
+
+    @contextmanager
+    def by(self, modules: frozenset[str]) -> Iterator[None]:
+        before, self.modules = self.modules, modules
+        try:
+            yield
+        finally:
+            self.modules = before
+            self._promises.clear()
+
+    def promise(self, output: Tensor, promise: Promise):
+        """``output`` need not be kept; it is held until its consumer has taken the promise."""
+        self._promises[output.data_ptr()] = output, promise
+
+    def take(self, tensor: Tensor) -> Promise | None:
+        """The promise for ``tensor`` or for the tensor that it is a view of, all of it."""
+        output, promise = self._promises.get(tensor.data_ptr(), (None, None))
+        if output is None or output.numel() != tensor.numel():
+            return None
+        del self._promises[tensor.data_ptr()]
+        return promise
+
+
+def remade(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Promise]:
+    """``function(x)``, keeping x alone; and the promise to make it again."""
+    again = _Again(function)
+    return _Remade.apply(x, again), again
+
+
+def without(tensor: Tensor, promise: Promise | None, function: Callable[[], Any]) -> Any:
+    """``function()``, which saves ``tensor``, with the promise saved in its place."""
+    if promise is None:
+        return function()
+    where, numel = tensor.data_ptr(), tensor.numel()
+
+    def pack(saved: Tensor) -> Any:
+        if saved.data_ptr() == where and saved.numel() == numel:
+            return promise, saved.size(), saved.stride()
+        return saved
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        made, size, stride = packed
+        value = made.value()
+        return value.as_strided(size, stride, value.storage_offset())
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return function()
+
+
+class _Again:
+    """A run of ``function`` in backward, with the graph through which its gradient goes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]):
+        self.function = function
+        self.node: Any = None  # _Remade's context; given back in its backward: no cycle stays
+        self.run: tuple[Tensor, Tensor] | None = None
+
+    def value(self) -> Tensor:
+        return self.made()[1].detach()
+
+    def made(self) -> tuple[Tensor, Tensor]:
+        """(the input, the output that hangs on it)."""
+        if self.run is None:
+            (x,) = self.node.saved_tensors
+            x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                self.run = x, self.function(x)
+        return self.run
+
+
+class _Remade(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, again: _Again) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.again, again.node = again, ctx
+        with torch.no_grad():
+            return again.function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        again, ctx.again = ctx.again, None
+        x, output = again.made()
+        again.node = again.run = None
+        torch.autograd.backward(output, gradient)
+        return x.grad, None
