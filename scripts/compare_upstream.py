@@ -48,9 +48,7 @@ TRAINING = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one training run left: (loss, gradient norm) of each iteration, and its saved
-    tensors.
-    """
+    """What a run left: (loss, gradient norm) of each iteration, and its saved tensors."""
 
     steps: tuple[tuple[float, float], ...]
     tensors: dict[str, Any]
@@ -126,9 +124,7 @@ def train(side: str, upstream: Path, place: Path, flags: list[str], processes: i
 
 
 def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
-    """One process of one side: watch what the trainer logs, and run the script as if from the
-    shell.
-    """
+    """One process of one side: run the script as from the shell, and watch its log."""
     from megatron_epp.mcore import ending, host, seams
 
     if host.install_cpu_host():

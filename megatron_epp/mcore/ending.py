@@ -78,9 +78,7 @@ def refuse(error: BaseException) -> NoReturn:
 
 
 def _may_speak() -> bool:
-    """Wait for the ranks that are refused too; true on rank 0, or, if it is not among them, on the
-    first.
-    """
+    """Wait for the others; true on rank 0, or, if it is not refused, on the first that is."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         return True
@@ -101,9 +99,7 @@ def _may_speak() -> bool:
 
 
 def _meeting_place() -> Any:
-    """The process group's store; before there is one, a connection to the store that torchrun
-    keeps.
-    """
+    """The process group's store; before there is one, the store that torchrun keeps."""
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()

@@ -156,9 +156,7 @@ def refusals_as_value_errors() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """One line for an exception raised in Megatron, with the place and the condition if it has no
-    message.
-    """
+    """One line for an exception of Megatron's; the place and condition if it says nothing."""
     message = " ".join(str(error).split())
     if message and not isinstance(error, KeyError):
         return message

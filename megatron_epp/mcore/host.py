@@ -75,9 +75,7 @@ _MARK = "_megatron_epp_cpu_host"
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a CUDA GPU here; the answer stays true to the machine after the
-    install.
-    """
+    """Whether torch can use a CUDA GPU here; also after the install the truth."""
     return torch.cuda.is_available()
 
 

@@ -1,21 +1,20 @@
-"""The list of places where Megatron-core is touched, each with the reason and a fingerprint of what
-stands there.
+"""The list of places where Megatron is touched, with the reason and a fingerprint for each.
 
 A seam replaces one attribute of one module or class while the program runs. The replacement was
 written against the source that megatron-core 0.19.0 has there; when the source is another one,
 ``check_seams`` stops the start and says which seam drifted, instead of letting a patch meet code
 that it was not made for.
 
-    name                 when       target
-    index builder        always     megatron.core.datasets.utils.compile_helpers
-    resumed optimizer    always     DistributedOptimizer.state_dict, .load_state_dict,
-                                    ._set_main_param_and_optimizer_states
-    no CUDA assertion    cpu host   megatron.training.training.initialize_megatron
-    random state         cpu host   megatron.core.tensor_parallel.random._set_cuda_rng_state
-    sequence parallel    cpu host   WrappedTorchNorm.__new__
-    expert exchange      cpu host   megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu
-    fusion warm-up       epp        megatron.training.initialize._warmup_jit_function
-    schedule             epp        megatron.training.training.get_forward_backward_func
+    name                     when      target
+    index builder            always    core.datasets.utils.compile_helpers
+    resumed optimizer        always    DistributedOptimizer.state_dict, .load_state_dict,
+                                       ._set_main_param_and_optimizer_states
+    no CUDA assertion        cpu host  training.training.initialize_megatron
+    random state             cpu host  core.tensor_parallel.random._set_cuda_rng_state
+    sequence-parallel norm   cpu host  core.transformer.torch_norm.WrappedTorchNorm.__new__
+    expert exchange          cpu host  token_dispatcher.maybe_move_tensor_to_cpu
+    fusion warm-up           epp       training.initialize._warmup_jit_function
+    schedule                 epp       training.training.get_forward_backward_func
 
 A Megatron-LM checkout that has the patches of ``patches/`` applied carries a marker in each patched
 function. Such a seam counts as in place and is left alone; the schedule is then registered instead.
@@ -118,17 +117,13 @@ def remove(seams: Sequence[Seam]) -> None:
 
 
 def is_installed(seam: Seam) -> bool:
-    """Whether the seam's replacement stands at its target, or a patch in the checkout does its
-    work.
-    """
+    """Whether the seam's replacement stands at its target, or a patch does its work."""
     owner, attribute = _find(seam.target)
     return hasattr(getattr(owner, attribute), _MARK) or is_patched(seam)
 
 
 def is_patched(seam: Seam) -> bool:
-    """Whether the target's own source says that the patch of this seam was applied
-    (patches/README.md).
-    """
+    """Whether the target's source says that the patch of this seam was applied (patches/)."""
     return f"megatron_epp patch: {seam.name}" in _source(seam.target)
 
 

@@ -66,8 +66,7 @@ SPIKE_FACTOR = 10
 def forward_step(
     data_iterator: Any, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """One micro-batch through this stage: its output, and the loss function that the last stage
-    applies to it.
+    """One micro-batch through this stage: its output, and the loss function for the last stage.
 
     With ``return_schedule_plan`` (Megatron's overlap of expert communication) the model's own plan
     of the micro-batch is returned in place of its output.
@@ -92,9 +91,7 @@ def forward_step(
 def loss(
     loss_mask_BS: torch.Tensor, token_losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The micro-batch's loss summed over its unmasked tokens, their number, and both as the log
-    wants them.
-    """
+    """The loss summed over the unmasked tokens, their number, and both as the log wants them."""
     args = get_args()
     mask = loss_mask_BS.view(-1).float()
     total = torch.sum(token_losses_BS.view(-1).float() * mask)
@@ -104,8 +101,7 @@ def loss(
 
 
 def _validate(total: torch.Tensor, args: argparse.Namespace) -> None:
-    """Show the loss to Megatron's re-run machine, which can replay an iteration whose loss it
-    rejects.
+    """Show the loss to Megatron's re-run machine, which replays an iteration that it rejects.
 
     The forward pass is deterministic, so a replay has to agree exactly.
     """
@@ -135,8 +131,7 @@ def _validate(total: torch.Tensor, args: argparse.Namespace) -> None:
 
 
 def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """What this rank needs of the next micro-batch, every key of BATCH_TENSORS present, None where
-    it needs nothing.
+    """What this rank needs of the next micro-batch: every key of BATCH_TENSORS, None if not.
 
     Tensor-parallel rank 0 reads it and broadcasts; stages in the middle of the pipeline need only
     the borders of packed documents; context-parallel ranks keep their part of the tokens.
@@ -185,8 +180,7 @@ def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
 
 
 def packed_sequences(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqParams | None:
-    """Where the documents of a packed batch begin and end, as Megatron's attention takes it; None
-    if it is not packed.
+    """Where the documents of a packed batch begin and end; None if it is not packed.
 
     The true borders go to the count of floating-point operations. The attention gets the padded
     ones where there are any: 0.19.0 does not tell padded from true borders there.
@@ -271,9 +265,7 @@ def _kind_of_dataset(args: argparse.Namespace) -> type:
 
 
 def _reads_data(vp_stage: int | None = None) -> bool:
-    """Whether this rank builds the datasets: one tensor-parallel rank of each stage that needs
-    tokens or borders.
-    """
+    """Whether this rank builds the datasets: one of each stage that needs tokens or borders."""
     args = get_args()
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False
@@ -334,9 +326,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold a copy of the word embedding: the first, the last if tied,
-    and those of MTP.
-    """
+    """The ranks of a pipeline that hold a word embedding: first, last if tied, those of MTP."""
     holders = {pipeline_ranks[0]}
     if len(pipeline_ranks) > 1:
         args = get_args()
@@ -347,9 +337,7 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Refuse flags of Megatron-LM's script whose code the wheel of megatron-core lacks. ValueError:
-    one line.
-    """
+    """Refuse by name what Megatron-LM's script can do and this one cannot (ValueError)."""
     if args.logits_load_dir is not None:
         raise ValueError(
             "--logits-load-dir: distillation from cached logits is not supported here; "
