@@ -1,0 +1,213 @@
+"""Deferred weight gradients inside Megatron: its linears, its gradient reduction, its trainer."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import nn
+from torch.nn import Parameter
+
+from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, PlanError, Step, check
+from megatron_epp.layers.deferred import Aside, Linear, deferred_linear
+from megatron_epp.mcore.deferred import Deferral, refuse_split
+from megatron_epp.mcore.ready import ReadyOrder
+from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.test_training import tensors
+
+
+def megatron_linear(fused: bool = False) -> ColumnParallelLinear:
+    """One without the groups and buffers that its constructor asks for."""
+    module = ColumnParallelLinear.__new__(ColumnParallelLinear)
+    nn.Module.__init__(module)
+    module.weight = Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+    module.gradient_accumulation_fusion = fused
+    module.tp_group = None
+    return module
+
+
+def multiply(module: ColumnParallelLinear, x: torch.Tensor, weight=None) -> torch.Tensor:
+    """As ColumnParallelLinear.forward calls it."""
+    return module._forward_impl(
+        input=x,
+        weight=module.weight if weight is None else weight,
+        bias=None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+        grad_output_buffer=None,
+        wgrad_deferral_limit=None,
+        tp_group=None,
+        gtp_remat_size=1,
+    )
+
+
+# ------------------------------------------------------------------ Megatron's linears
+
+
+def test_only_forwards_inside_the_context_defer():
+    module, aside = megatron_linear(), Aside()
+    x = torch.ones(2, 1, 4, requires_grad=True)
+    own = multiply(module, x).grad_fn.__class__
+    with Deferral(nn.Sequential(module)) as deferral:
+        assert multiply(module, x).grad_fn.__class__ is own
+        with deferral.into(None):
+            assert multiply(module, x).grad_fn.__class__ is own
+        with deferral.into(aside):
+            multiply(module, x).sum().backward()
+        assert multiply(module, x).grad_fn.__class__ is own
+    assert "_forward_impl" not in vars(module)
+    assert aside.weights == (module.weight,)
+    assert module.weight.grad is None
+
+
+def test_a_borrowed_weight_and_a_frozen_one_stay_in_i():
+    module, aside = megatron_linear(), Aside()
+    x = torch.ones(2, 1, 4, requires_grad=True)
+    borrowed = Parameter(module.weight.detach().clone())
+    with Deferral(nn.Sequential(module)) as deferral, deferral.into(aside):
+        multiply(module, x, borrowed).sum().backward()
+        assert borrowed.grad is not None
+        multiply(module, x.detach()).sum().backward()  # nothing before it: no gradient of input
+        assert module.weight.grad is not None
+    assert not len(aside)
+
+
+def test_what_cannot_split_is_refused_by_name():
+    refuse_split(nn.Sequential(megatron_linear()))
+    with pytest.raises(PlanError, match="--no-gradient-accumulation-fusion"):
+        refuse_split(nn.Sequential(megatron_linear(fused=True)))
+
+    class Dense(nn.Linear):
+        __module__ = "transformer_engine.pytorch.module.linear"
+
+    with pytest.raises(PlanError, match=r"which Dense \(0\) cannot do here; give --transformer"):
+        refuse_split(nn.Sequential(Dense(2, 2)))
+
+
+# ------------------------------------------------------------------ each gradient ready once
+
+
+class Net(nn.Module):
+    """Two layers: a norm's weight and a linear's."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("norm1", "norm2"):
+            setattr(self, name, Parameter(torch.rand(4)))
+        for name in ("linear1", "linear2"):
+            setattr(self, name, Parameter(torch.rand(4, 4)))
+
+    def forward(self, x, aside: Aside | None):
+        for norm, linear in ((self.norm1, self.linear1), (self.norm2, self.linear2)):
+            x = x * norm
+            x = x @ linear.t() if aside is None else deferred_linear(x, None, Linear(linear), aside)
+        return x.sum()
+
+
+@pytest.mark.parametrize("last_is_i", [True, False])
+def test_the_last_w_reports_in_the_order_of_a_b(last_is_i):
+    net, x = Net(), torch.ones(2, 4)
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    reported: list[str] = []
+
+    def report(parameter):
+        reported.append(names[parameter])
+
+    awake = False  # as DDP's hooks are inside no_sync
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: report(p) if awake else None)
+    ready = ReadyOrder(net, report)
+    first, last = Aside(ready.note), Aside(ready.note)
+
+    awake = True
+    net(x, None).backward()
+    in_b, reported[:] = list(reported), []
+    assert sorted(in_b) == sorted(names.values())
+
+    awake = False
+    net(x, last).backward()  # I, of the chunk whose W is last
+    other = net(x, first if last_is_i else None)
+    with ready.noting():
+        other.backward()
+    first.accumulate_all()
+    assert not reported
+    awake = True
+    ready.finish(last)
+    assert reported == in_b
+
+
+# ------------------------------------------------------------------ inside the trainer
+
+
+def split(order: tuple[Op, ...], merged: int | None) -> tuple[Op, ...]:
+    """Every B as an I, its W behind everything; but for the B of chunk ``merged``, which is last.
+
+    The Ws come in the order of the Is, so that every weight's gradients add up as before.
+    """
+    weights = tuple(
+        Op(Kind.WEIGHT, op.chunk) for op in order if op.kind in BACKWARDS and op.chunk != merged
+    )
+    halves = tuple(
+        Op(Kind.INPUT, op.chunk) if op.kind in BACKWARDS and op.chunk != merged else op
+        for op in order
+    )
+    if merged is None:
+        return halves + weights
+    assert halves[-1] == Op(Kind.BACKWARD, merged)
+    return (*halves[:-1], *weights, halves[-1])
+
+
+PLANS = """
+plan v1
+replica {replica} of 2
+documents 40 40 40
+layers 4
+chunk 0: 0[0:25]
+chunk 1: 0[25:40] 1[0:40]
+chunk 2: 2[0:40]
+recompute 0: 4k 1f2k1f 4f
+stage 0: F2 F0 F1 B1 B2 B0
+"""
+
+
+def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path):
+    """Overlapped reduction, a bucket per parameter, biases, tied embeddings on one stage: the
+    same weights to the last bit after three iterations, however the backward is split."""
+    corpus = write_corpus(tmp_path / "documents", [41] * 20)
+    plans = tuple(Plan.parse(PLANS.format(replica=replica)) for replica in range(2))
+    ends = (None, 0)
+    halved = tuple(
+        replace(plan, orders=tuple(map(partial(split, merged=end), plan.orders)))
+        for plan, end in zip(plans, ends, strict=True)
+    )
+    saved = []
+    for name, chosen in (("whole", plans), ("halves", halved)):
+        for plan in chosen:
+            check(plan)
+        path = tmp_path / f"{name}.step"
+        path.write_text(str(Step(((0, 1, 2), (3, 4, 5)), chosen)))
+        words = flags(
+            corpus,
+            pipeline_model_parallel_size=1,
+            overlap_grad_reduce=True,
+            ddp_bucket_size=1,
+            epp=True,
+            epp_plan=path,
+            save=tmp_path / name,
+            save_interval=3,
+        )
+        unwanted = ("--disable-bias-linear", "--untie-embeddings-and-output-weights")
+        run = train([word for word in words if word not in unwanted])
+        assert run.status == 0, run.output
+        assert len(run.losses) == 3
+        folder: Path = tmp_path / name / "iter_0000003"
+        saved.append(tensors(folder, tmp_path / f"{name}.pt"))
+    whole, halves = saved
+    assert whole.keys() == halves.keys()
+    compared = [name for name in whole if whole[name].is_floating_point()]
+    assert len(compared) > 20
+    for name in compared:
+        assert torch.equal(whole[name], halves[name]), name
