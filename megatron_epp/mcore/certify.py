@@ -220,8 +220,8 @@ def verdict(judged: Sequence[Judged]) -> str:
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in judged)
     if failed:
         lines.append(
-            f"not certified: batches {' '.join(failed)} of {len(judged)} differ from the plain "
-            f"model (bound {BOUND:g}, worst {worst:.1e})"
+            f"not certified: {len(failed)} of {len(judged)} batches differ from the plain model: "
+            f"{' '.join(failed)} (bound {BOUND:g}, worst {worst:.1e})"
         )
     else:
         lines.append(

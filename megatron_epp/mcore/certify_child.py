@@ -135,5 +135,7 @@ def _failure(error: Exception, role: Role) -> Refused | Failed:
     if role.rank == PLAIN and is_users_mistake(error):
         return Refused(str(error))
     traceback.print_exc()
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Failed(f"{role.name}: {reason}", traceback.format_exc())
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    what = f"{type(error).__name__}: {error}".splitlines()[0]
+    where = f"{os.path.basename(place.filename)}:{place.lineno}"
+    return Failed(f"{role.name}: {what} ({where})", traceback.format_exc())

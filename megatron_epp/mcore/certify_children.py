@@ -22,6 +22,7 @@ class Children:
     """One process per role, addressed by its rank. Leaving the context ends them all."""
 
     def __init__(self, roles: Sequence[Role]):
+        self.patience_seconds = roles[0].patience_seconds
         self.roles = {role.rank: role for role in roles}
         self._pipes: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}
@@ -60,7 +61,7 @@ class Children:
         for rank in ranks:
             self._pipes[rank].send((method, arguments))
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + self.roles[ranks[0]].patience_seconds
+        deadline = time.monotonic() + self.patience_seconds
         while waiting := [rank for rank in ranks if rank not in answers]:
             ready = wait(
                 [self._pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic())
@@ -68,10 +69,9 @@ class Children:
             if not ready:
                 if any(isinstance(answer, Failed) for answer in answers.values()):
                     return answers
-                raise ChildLost(
-                    f"{', '.join(self.roles[rank].name for rank in waiting)}: no answer to "
-                    f"{method!r} in {self.roles[ranks[0]].patience_seconds:.0f} s"
-                )
+                silent = ", ".join(self.roles[rank].name for rank in waiting)
+                first = f"{silent}: no answer to {method!r} in {self.patience_seconds:.0f} s"
+                raise ChildLost("\n".join([first, *self._last_words(waiting)]))
             for rank in waiting:
                 if self._pipes[rank] in ready:
                     answers[rank] = self._receive(rank)
@@ -79,13 +79,25 @@ class Children:
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
 
+    def _last_words(self, ranks: Iterable[int]) -> list[str]:
+        """What ranks say when they are told to end: the op that they are in (mcore/watch.py)."""
+        for rank in ranks:
+            self._processes[rank].terminate()
+        words = []
+        for rank in ranks:
+            self._processes[rank].join(GRACE_SECONDS)
+            words += [line for line in self._said(rank) if " terminated: " in line]
+        return words
+
+    def _said(self, rank: int) -> list[str]:
+        log = self.roles[rank].log
+        return log.read_text(errors="replace").splitlines() if log.exists() else []
+
     def _receive(self, rank: int) -> Any:
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError) as error:
             process, role = self._processes[rank], self.roles[rank]
             process.join(GRACE_SECONDS)
-            said = role.log.read_text().splitlines()[-_SHOWN_LINES:] if role.log.exists() else []
-            raise ChildLost(
-                "\n".join([f"{role.name} ended with status {process.exitcode}", *said])
-            ) from error
+            first = f"{role.name} ended with status {process.exitcode}"
+            raise ChildLost("\n".join([first, *self._said(rank)[-_SHOWN_LINES:]])) from error

@@ -1,0 +1,187 @@
+"""The certificate on real processes: every degree of parallelism, and what it says of bad input."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_epp.mcore import certify as certify_module
+from megatron_epp.mcore.certify import GPT, LLAMA, Trial, certify, main, read, verdict
+from megatron_epp.mcore.certify_answers import Prepared
+from megatron_epp.mcore.certify_children import ChildLost, Children
+from megatron_epp.mcore.certify_small import Degrees
+
+ROOT = Path(__file__).parents[2]
+
+
+def models(*lines: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(line.split()) for line in lines)
+
+
+# With the reduction of gradients in buckets while backward runs, and, every second batch, tied
+# embeddings on two stages.
+EVERY_DEGREE = {
+    "stages and replicas": Trial(
+        Degrees(pp=2, tp=1, dp=2),
+        models(f"{LLAMA} --num-layers 4", f"{GPT} --num-layers 4"),
+        batches=6,
+        overlap=True,
+    ),
+    # Few heads shared by the ranks, normed queries and keys, a stage without any layer.
+    "uneven stages": Trial(
+        Degrees(pp=4, tp=1, dp=1),
+        models(
+            "--num-layers 9 --hidden-size 64 --num-attention-heads 8 --group-query-attention "
+            "--num-query-groups 1 --qk-layernorm --normalization RMSNorm --squared-relu "
+            "--position-embedding-type rope --rotary-percent 0.5 --add-qkv-bias "
+            "--pipeline-model-parallel-layout Et*4|t*3|t*2|L"
+        ),
+        batches=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_DEGREE)
+def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
+    trial = EVERY_DEGREE[name]
+    lines: list[str] = []
+    judged = certify(trial, lines.append)
+    assert len(judged) == trial.batches
+    assert all(batch.passed for batch in judged), "\n".join(lines)
+    assert sum(batch.coverage.split for batch in judged) > 0
+    assert sum(batch.coverage.hybrid for batch in judged) > 0
+    assert sum(batch.coverage.packed for batch in judged) > 0
+    assert sum(batch.coverage.recomputed for batch in judged) > 0
+    for batch in judged:
+        # Every link carries each chunk once forward and once back.
+        assert batch.messages == 2 * (trial.degrees.pp - 1) * trial.degrees.tp * (
+            batch.coverage.chunks
+        )
+        assert {"plan digest", "gradient reduction", "token count"} <= set(batch.collectives)
+    tied = [batch for batch in judged if batch.collectives["tied embeddings"]]
+    assert bool(tied) == (trial.degrees.pp > 1)
+    assert "certified: " in verdict(judged)
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_epp", "certify", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_without_model_flags_it_certifies_two_models(capsys) -> None:
+    """Untied with grouped queries, and tied; with tensor parallelism one splits the sequence."""
+    assert main(["--pp", "2", "--tp", "2", "--batches", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, second = (line for line in lines if line.startswith("PP 2, TP 2, DP 1: layers 2 2"))
+    assert "8 heads in 4 groups" in first and "untied, sequence parallel" in first
+    assert second.endswith(" tied")
+    assert lines[1].split()[:4] == ["batch", "documents", "cut", "chunks"]
+    numbers = [line.split()[0] for line in lines]
+    assert [number for number in numbers if number.isdigit()] == ["0", "2", "1", "3"]
+    assert any(line.startswith("collectives: ") and "norm gradients" in line for line in lines)
+    assert lines[-1].startswith("certified: 4 batches, worst error ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--batches 0", "--batches 0: expected at least 1"),
+        ("--pp 0", "--pp 0: expected at least 1"),
+        ("--pp two", "argument --pp: invalid int value: 'two'"),
+        ("--timeout 0", "--timeout 0.0: expected at least 1"),
+    ],
+)
+def test_what_the_command_line_refuses(arguments, says) -> None:
+    with pytest.raises(ValueError) as error:
+        read(arguments.split())
+    assert str(error.value) == says
+
+
+def test_flags_that_megatron_does_not_know_end_with_status_2() -> None:
+    done = command("--pp", "1", "--hidden-sizes", "64")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "megatron_epp: error: unrecognized arguments: --hidden-sizes 64\n"
+
+
+def test_degrees_come_from_the_model_flags_too() -> None:
+    assert read([]).degrees == Degrees(2, 1, 1)
+    flags = "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2 --num-layers 8"
+    assert read(flags.split()).degrees == Degrees(4, 2, 1)
+    assert read([*flags.split(), "--pp", "2", "--dp", "3"]).degrees == Degrees(2, 2, 3)
+    assert read(flags.split()).models == (tuple(flags.split()),)
+
+
+def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
+    """And all of its processes: the parent names the rank, and nobody is left behind."""
+    deadly = tmp_path / "deadly.py"
+    deadly.write_text(
+        "import os, signal\n"
+        "import torch.distributed as dist\n"
+        "from contextlib import nullcontext\n"
+        "def around(number):\n"
+        "    if number == 1 and dist.get_rank() == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return nullcontext()\n"
+    )
+    trial = Trial(Degrees(2, 1, 1), models(f"{LLAMA} --num-layers 4"), batches=3, interfere=deadly)
+    lines: list[str] = []
+    with pytest.raises(ChildLost, match="rank 1 ended with status -9"):
+        certify(trial, lines.append)
+    assert lines[-1].split()[0] == "0"  # the batch before was judged
+    assert not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_killing_the_command_ends_its_processes() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_epp", "certify", "--pp", "1", "--batches", "9999"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.split()[:1] == ["0"]:  # the first batch is judged: everybody is there
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 2
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+
+
+def test_a_silent_rank_is_named_with_the_op_it_is_in(tmp_path, monkeypatch) -> None:
+    sleepy = tmp_path / "sleepy.py"
+    sleepy.write_text(
+        "import time\n"
+        "import torch.distributed as dist\n"
+        "from contextlib import nullcontext\n"
+        "def around(number):\n"
+        "    if dist.get_rank() == 1:\n"
+        "        time.sleep(1000)\n"
+        "    return nullcontext()\n"
+    )
+    prepare = certify_module._prepare
+
+    def impatient(children: Children, *details) -> Prepared:
+        prepared = prepare(children, *details)  # imports take their time
+        children.patience_seconds = 3
+        return prepared
+
+    monkeypatch.setattr(certify_module, "_prepare", impatient)
+    trial = Trial(Degrees(2, 1, 1), models(f"{LLAMA} --num-layers 4"), 1, interfere=sleepy)
+    with pytest.raises(ChildLost) as error:
+        certify(trial)
+    first, *words = str(error.value).splitlines()
+    assert first == "rank 0, rank 1: no answer to 'compute' in 3 s"
+    assert any("rank 0 terminated: stage 0" in line for line in words), words

@@ -1,0 +1,94 @@
+"""A certificate that cannot fail is none: every way to break the executor shows."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.ir import Step, slices_of
+from megatron_epp.mcore.certify import BOUND, LLAMA, Judged, Trial, certify
+from megatron_epp.mcore.certify_draw import Frame, draw
+from megatron_epp.mcore.certify_small import Degrees
+
+SABOTAGE = Path(__file__).with_name("sabotage.py")
+# In the order of sabotage.WAYS, which only the rank itself can import.
+WAYS = (
+    "nothing",
+    "drop returned gradients",
+    "shift positions",
+    "lose border labels",
+    "mistake border labels",
+    "append again",
+    "scale wrongly",
+    "forget to free",
+    "nothing again",
+)
+FRAME = Frame(vocabulary=61, layers=(2,), replicas=1, letters="kf")
+
+
+def fragile(step: Step) -> bool:
+    """Whether some cut document's earlier slice is recomputed: then every way must show."""
+    (plan,) = step.plans
+    later = slices_of(plan).later
+    return any("f" in choice for chunk, choice in enumerate(plan.recompute[0]) if later[chunk] >= 0)
+
+
+def seed() -> int:
+    """One whose batches are all fragile."""
+    numbers = range(len(WAYS))
+    return next(s for s in range(10_000) if all(fragile(draw(s, n, FRAME).step) for n in numbers))
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    llama = tuple(f"{LLAMA} --num-layers 2".split())
+    trial = Trial(Degrees(1, 1, 1), (llama,), len(WAYS), seed(), interfere=SABOTAGE)
+    return dict(zip(WAYS, certify(trial), strict=True))
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    source = SABOTAGE.read_text()
+    listed = source[source.index("WAYS") :]
+    names = [way.replace(" ", "_") for way in WAYS[1:-1]]
+    places = [listed.index(name) for name in names]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("way", ["nothing", "nothing again"])
+def test_the_untouched_executor_passes(judged, way) -> None:
+    assert judged[way].passed, judged[way]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "drop returned gradients",
+        "shift positions",
+        "lose border labels",
+        "mistake border labels",
+        "scale wrongly",
+    ],
+)
+def test_wrong_numbers_are_far_beyond_the_bound(judged, way) -> None:
+    batch = judged[way]
+    assert not batch.passed and not batch.problems
+    assert batch.gradient_error > 1e6 * BOUND, batch
+
+
+def test_a_lost_label_is_a_lost_token(judged) -> None:
+    assert judged["lose border labels"].loss_error == float("inf")
+
+
+def test_dropped_gradients_leave_the_loss_alone(judged) -> None:
+    assert judged["drop returned gradients"].loss_error <= BOUND
+
+
+def test_keys_appended_again_are_refused(judged) -> None:
+    (problem,) = judged["append again"].problems
+    assert "rank 0: " in problem
+    assert not judged["append again"].passed
+
+
+def test_what_is_kept_behind_an_iteration_is_refused(judged) -> None:
+    (problem,) = judged["forget to free"].problems
+    assert "K/V buffers outlive the iteration" in problem
