@@ -24,6 +24,7 @@ from megatron_epp.planner.result import PlannedGroups
 
 MORE_BATCHES = 5  # M' of the blaster: M_min to M_min + 4
 IMPROVED = 4  # mixes whose assignment is improved
+SHAKEN = 16  # documents that are moved to shake a local optimum
 # Static recompute to try, as shares of the layers; the paper's runs use 0, and 0.6 for 30B.
 RECOMPUTE_SHARES = (0.0, 0.3, 0.6, 1.0)
 
@@ -129,7 +130,7 @@ def solve(lengths: np.ndarray, costs: GroupCosts) -> tuple[np.ndarray, np.ndarra
         which = degrees[starts[mix] : starts[mix + 1]]
         group_of = np.empty(len(lengths), dtype=np.int64)
         _assign(which, tokens, pairs, *table, group_of)
-        seconds = _improve(which, tokens, pairs, *table, group_of)
+        seconds = _shaken(which, tokens, pairs, *table, group_of)
         if best is None or seconds < best[2]:
             best = which, group_of, seconds
     return best
@@ -188,6 +189,28 @@ def _assign(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
         held[chosen] += tokens[d]
         group_of[d] = chosen
     return seconds.max()
+
+
+@njit(cache=True)
+def _shaken(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
+    """The best of several local optima: each document in turn is moved to every other group, and
+    what results is improved again. ``group_of`` becomes the best."""
+    best = _improve(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of)
+    for d in range(min(len(tokens), SHAKEN)):
+        for g in range(len(which)):
+            trial = group_of.copy()
+            held = tokens[d]
+            for e in range(len(tokens)):
+                if trial[e] == g:
+                    held += tokens[e]
+            if g == trial[d] or held > most[which[g]]:
+                continue
+            trial[d] = g
+            seconds = _improve(which, tokens, pairs, token_s, pair_s, chunk_s, most, trial)
+            if seconds < best:
+                best = seconds
+                group_of[:] = trial
+    return best
 
 
 @njit(cache=True)

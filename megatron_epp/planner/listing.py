@@ -168,28 +168,29 @@ def _schedule(
             chosen = 0
         else:
             if f < count and f < most[s, min(k, count - 1)]:
-                if arrival_f[s, f] <= now:
-                    with_f = held[s] + moves[0, 0, s, f]
-                    if with_f <= budget[s] and _drains(
-                        s,
-                        f,
-                        k,
-                        backward_order,
-                        last_of_group,
-                        moves,
-                        split,
-                        with_f - moves[0, 1, s, f] - waiting_bytes[s],
-                        budget[s],
-                    ):
+                with_f = held[s] + moves[0, 0, s, f]
+                if with_f <= budget[s] and _drains(
+                    s,
+                    f,
+                    k,
+                    backward_order,
+                    last_of_group,
+                    moves,
+                    split,
+                    with_f - moves[0, 1, s, f] - waiting_bytes[s],
+                    budget[s],
+                ):
+                    if arrival_f[s, f] <= now:
                         can_f = True
                     else:
-                        memory_blocks = True
+                        later = min(later, arrival_f[s, f])
                 else:
-                    later = min(later, arrival_f[s, f])
-            can_b = False
+                    memory_blocks = arrival_f[s, f] <= now
+            can_b, b_lacks_room = False, False
             if k < count:
                 c = backward_order[k]
                 if f > last_of_group[c] and f >= min(least[s, k], count):
+                    b_lacks_room = held[s] + moves[1, 0, s, c] > budget[s]
                     ready = max(own_b[s, c], arrival_b[s, c])
                     if ready <= now:
                         can_b = True
@@ -199,7 +200,7 @@ def _schedule(
             if can_w and (
                 waiting_seconds[s] > held_seconds
                 or (memory_blocks and not can_b)
-                or (can_b and held[s] + moves[1, 0, s, backward_order[k]] > budget[s])
+                or (b_lacks_room and not can_f)
             ):
                 chosen = 2
             elif can_f and f < first[s, min(k, count - 1)]:

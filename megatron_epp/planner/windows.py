@@ -1,8 +1,8 @@
 """How many forwards a stage runs before each of its backwards: 1F1B's window law.
 
 On a stage with d stages behind it, backward k follows k + d + N forwards, N being the chunks of
-the longest document of the pipeline (InfiniPipe eq. 7). The k-th backward is the (k + d)-th slot
-of the last stage, so one row for the last stage tells all.
+the longest document of the pipeline (InfiniPipe eq. 7): d more than on the last stage, so one row
+for the last stage tells all.
 """
 
 import numpy as np
@@ -47,8 +47,5 @@ def whole_groups(sizes: np.ndarray, stages: int) -> np.ndarray:
 
 def _staged(last: np.ndarray, count: int, stages: int) -> np.ndarray:
     """``last``: the last stage's row."""
-    rows = np.full((stages, count), count, dtype=np.int64)
-    for stage in range(stages):
-        behind = stages - 1 - stage
-        rows[stage, : max(0, count - behind)] = np.minimum(last[behind:], count)
-    return rows
+    behind = np.arange(stages)[::-1]
+    return np.minimum(count, last[None] + behind[:, None])

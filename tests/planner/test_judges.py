@@ -1,0 +1,242 @@
+"""Slow, obvious judges for whatever has an optimum: exhaustive search, and scipy's MILP solver."""
+
+import itertools
+from random import Random
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from megatron_epp.ir import Kind, Op, Plan, PlanError, check
+from megatron_epp.planner import diagonal, flexsp
+from megatron_epp.planner.bound import lower_bound_seconds
+from megatron_epp.planner.deal import deal
+from megatron_epp.planner.finish import Batch
+from megatron_epp.planner.groups import group_costs
+from megatron_epp.planner.listing import list_schedule
+from megatron_epp.planner.recipe import Recipe, cook
+from megatron_epp.planner.recompute import freed_bytes
+from megatron_epp.planner.styles import policy, styles
+from megatron_epp.planner.windows import shrinking
+from megatron_epp.planner.work import loads_of, rates_of, work_of
+from megatron_epp.sim.play import play
+from tests.planner.cases import machine
+
+
+def every_order(chunks: int) -> list[tuple[Op, ...]]:
+    """All orders of F and B of one stage in which each B follows its F."""
+    ops = [Op(kind, c) for kind in (Kind.FORWARD, Kind.BACKWARD) for c in range(chunks)]
+    found = []
+    for order in itertools.permutations(ops):
+        place = {op: at for at, op in enumerate(order)}
+        if all(place[Op(Kind.FORWARD, c)] < place[Op(Kind.BACKWARD, c)] for c in range(chunks)):
+            found.append(order)
+    return found
+
+
+@pytest.mark.parametrize(("lengths", "cut"), [((3_300, 3_000, 2_700), False), ((9_000, 500), True)])
+def test_list_scheduling_against_every_order(lengths, cut) -> None:
+    """Two stages, three chunks: the styles of epp come within 3% of the best of all orders, and
+    no order is faster than the bound."""
+    cost = machine(pp=2)
+    batch = Batch.of(lengths)
+    chunking = cook(Recipe(3.0), batch.lengths, rates_of(cost), 10**9)
+    assert chunking.count == 3 and (chunking.document.max() >= 0) == cut
+    loads = loads_of(chunking, batch.lengths)
+    work = work_of(cost, chunking, loads, {})
+    law = shrinking(chunking.sizes, 2)
+    ours = min(
+        list_schedule(work, policy(style, work, chunking.sizes, law)).seconds
+        for style in styles(False, many=True)
+    )
+    layers = cost.layers
+    base = {
+        "documents": batch.documents,
+        "layers": layers,
+        "chunks": chunking.ir_chunks(batch.names),
+        "recompute": tuple(("k" * n,) * 3 for n in layers),
+    }
+    table, best = None, np.inf
+    for orders in itertools.product(every_order(3), repeat=2):
+        plan = Plan(**base, orders=orders)
+        if table is None:
+            table = cost.table(plan)
+        try:
+            best = min(best, play(plan, table).seconds)
+        except PlanError:
+            continue
+    assert lower_bound_seconds(batch.lengths, cost) <= best
+    assert best * (1 - 1e-12) <= ours <= 1.03 * best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_diagonal_program_against_scipy(seed) -> None:
+    """The same optimum within the 2% gap; the relaxation, rounded up, is feasible."""
+    random = Random(seed)
+    cost = machine(pp=random.choice((2, 3)), room_gib=2)
+    batch = Batch.of([random.randint(2_000, 12_000) for _ in range(10)])
+    chunking = cook(Recipe(8.0), batch.lengths, rates_of(cost), 10**9)
+    loads = loads_of(chunking, batch.lengths)
+    work = work_of(cost, chunking, loads, {})
+    law = shrinking(chunking.sizes, cost.stages)
+    alone = list_schedule(
+        work, policy(next(iter(styles(False, many=False))), work, chunking.sizes, law)
+    )
+    budget = alone.peak_bytes * random.uniform(0.55, 0.9)
+    rows = diagonal.rows_of(
+        law, work.backward_order, work.whole_bytes, freed_bytes(cost, loads), budget
+    )
+    assert len(rows.missing_bytes)
+    most = np.full(rows.slots, min(cost.layers))
+    ours = diagonal.solve(rows, most)
+    matrix = np.zeros((len(rows.missing_bytes), rows.slots))
+    for row in range(len(rows.missing_bytes)):
+        for entry in range(rows.starts[row], rows.starts[row + 1]):
+            matrix[row, rows.slot[entry]] += rows.freed[entry]
+    scale = rows.missing_bytes.max()
+    judge = milp(
+        np.ones(rows.slots),
+        constraints=LinearConstraint(matrix / scale, rows.missing_bytes / scale, np.inf),
+        bounds=Bounds(0, most),
+        integrality=np.ones(rows.slots),
+    )
+    assert (ours is None) == (judge.status == 2)
+    if ours is None:
+        return
+    assert (matrix @ ours >= rows.missing_bytes * (1 - 1e-9)).all()
+    assert judge.fun - 1e-6 <= ours.sum() <= np.floor(judge.fun * 1.021 + 1)
+    relaxed = diagonal.solve(rows, most, integer=False)
+    assert relaxed is not None
+    assert (matrix @ relaxed >= rows.missing_bytes * (1 - 1e-9)).all()
+
+
+def test_the_diagonal_program_says_when_nothing_helps() -> None:
+    rows = diagonal.Rows(
+        2, np.array([0, 2]), np.array([0, 1]), np.array([1.0, 1.0]), np.array([100.0])
+    )
+    assert diagonal.solve(rows, np.array([3, 3])) is None
+    assert diagonal.solve(rows, np.array([60, 60])).sum() == 100
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_flexsp_is_within_two_percent_of_its_milp(seed) -> None:
+    """Eight devices, a dozen documents: degrees, groups and assignment in one program."""
+    random = Random(seed)
+    cost = machine(pp=1)
+    costs = group_costs(cost)
+    lengths = np.array(
+        sorted((int(random.lognormvariate(7.7, 0.9)) + 50 for _ in range(12)), reverse=True)
+    )
+    solved = flexsp.solve(lengths, costs)
+    assert solved is not None
+    optimum = flexsp_milp(lengths, costs)
+    assert optimum * (1 - 1e-6) <= solved[2] <= 1.02 * optimum
+
+
+def flexsp_milp(lengths: np.ndarray, costs) -> float:
+    """Variables: C, whether group g is there, whether document k is on g."""
+    groups = [
+        which for which, degree in enumerate(costs.degrees) for _ in range(costs.devices // degree)
+    ]
+    documents = len(lengths)
+    pairs = lengths * (lengths + 1) / 2
+    width = 1 + len(groups) * (1 + documents)
+
+    def at(group: int, document: int | None = None) -> int:
+        return 1 + group * (1 + documents) + (0 if document is None else 1 + document)
+
+    rows, low, high = [], [], []
+    for number, which in enumerate(groups):
+        time, memory, there = np.zeros((3, width))
+        time[0], time[at(number)] = -1, costs.chunk_seconds[which]
+        for k in range(documents):
+            time[at(number, k)] = (
+                costs.token_seconds[which] * lengths[k] + costs.pair_seconds[which] * pairs[k]
+            )
+            memory[at(number, k)] = lengths[k] / costs.most_tokens[which]
+            there[at(number, k)] = 1
+        there[at(number)] = -documents
+        rows += [time, memory, there]
+        low += [-np.inf] * 3
+        high += [0, 1, 0]
+    devices = np.zeros(width)
+    for number, which in enumerate(groups):
+        devices[at(number)] = costs.degrees[which]
+    rows.append(devices)
+    low.append(-np.inf)
+    high.append(costs.devices)
+    for k in range(documents):
+        once = np.zeros(width)
+        for number in range(len(groups)):
+            once[at(number, k)] = 1
+        rows.append(once)
+        low.append(1)
+        high.append(1)
+    cost = np.zeros(width)
+    cost[0] = 1
+    integrality = np.ones(width)
+    integrality[0] = 0
+    found = milp(
+        cost,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        bounds=Bounds(0, np.where(integrality, 1, np.inf)),
+        integrality=integrality,
+        options={"mip_rel_gap": 1e-3, "time_limit": 20},
+    )
+    return float(found.mip_dual_bound)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_dealing_against_every_dealing(seed) -> None:
+    """Longest first is within 4/3 of the best of all dealings; each replica gets one."""
+    random = Random(seed)
+    cost = machine(pp=2)
+    rates = rates_of(cost)
+    replicas = random.choice((2, 3))
+    lengths = [random.randint(1, 20_000) for _ in range(7)]
+    seconds = rates.document_seconds(np.array(lengths))
+
+    def slowest(owner) -> float:
+        sums = np.bincount(owner, weights=seconds, minlength=replicas)
+        return float(sums.max()) if (np.bincount(owner, minlength=replicas) > 0).all() else np.inf
+
+    best = min(slowest(owner) for owner in itertools.product(range(replicas), repeat=7))
+    deals = deal(lengths, cost, replicas)
+    assert sorted(d for held in deals for d in held) == list(range(7))
+    owner = np.empty(7, dtype=int)
+    for replica, held in enumerate(deals):
+        owner[list(held)] = replica
+    assert best - 1e-12 <= slowest(owner) <= 4 / 3 * best + 1e-12
+
+
+def test_packing_program_against_scipy() -> None:
+    """Longest processing time into m bins is within 4/3 - 1/(3m) of the MILP's makespan."""
+    from megatron_epp.planner.buckets import longest_first
+    from megatron_epp.planner.slicing import cut_at
+
+    rates = rates_of(machine())
+    for seed in range(5):
+        random = Random(seed)
+        lengths = np.array(sorted((random.randint(100, 9_000) for _ in range(9)), reverse=True))
+        cuts = cut_at(lengths, np.array([0, int(lengths[0])]))
+        bucket, count = longest_first(cuts, rates, 3, 1e9)
+        assert count == 3
+        seconds = rates.document_seconds(lengths)
+        ours = np.bincount(bucket, weights=seconds).max()
+        best = min(
+            np.bincount(owner, weights=seconds, minlength=3).max()
+            for owner in itertools.product(range(3), repeat=9)
+        )
+        assert best <= ours * (1 + 1e-12) <= best * (4 / 3 - 1 / 9) * (1 + 1e-9)
+
+
+def test_check_is_used() -> None:
+    """The judges above rest on check refusing what cannot run."""
+    with pytest.raises(PlanError):
+        check(Plan((5,), (1,), (cook_one(),), (("k",),), ((Op.parse("B0"), Op.parse("F0")),)))
+
+
+def cook_one():
+    from megatron_epp.ir import Chunk, Span
+
+    return Chunk((Span(0, 0, 5),))

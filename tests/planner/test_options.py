@@ -1,0 +1,41 @@
+"""Levers by name, and planners by name."""
+
+import pytest
+
+from megatron_epp.planner import ALL, LEVERS, TRAINING, Options, parse_levers, planner_of
+
+
+def test_levers_are_sets_names_and_exceptions() -> None:
+    assert parse_levers("all") == ALL == set(LEVERS)
+    assert parse_levers("default") == TRAINING
+    assert parse_levers("none") == frozenset()
+    assert parse_levers("bins,window") == {"bins", "window"}
+    assert parse_levers("all,-wsplit") == ALL - {"wsplit"}
+    assert parse_levers("-bins") == TRAINING - {"bins"}
+    assert parse_levers("-bins", default=ALL) == ALL - {"bins"}
+    assert "wsplit" not in TRAINING
+
+
+def test_unknown_levers_are_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown lever 'wsplitt'; did you mean wsplit\?"):
+        parse_levers("wsplitt")
+    with pytest.raises(ValueError, match="no lever named"):
+        parse_levers(" ")
+    with pytest.raises(ValueError, match="unknown lever 'speed'"):
+        Options(levers=frozenset({"speed"}))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"context": -1}, {"effort": -1}, {"multiple": 0}], ids=lambda bad: next(iter(bad))
+)
+def test_bad_options_are_refused(bad) -> None:
+    with pytest.raises(ValueError, match="expected at least"):
+        Options(**bad)
+
+
+def test_planners_are_found_by_name() -> None:
+    assert planner_of("epp") is not planner_of("packing")
+    with pytest.raises(ValueError, match=r"unknown planner 'infinipip'; did you mean infinipipe"):
+        planner_of("infinipip")
+    with pytest.raises(ValueError, match="makes no pipeline plan"):
+        planner_of("flexsp")

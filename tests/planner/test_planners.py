@@ -1,0 +1,213 @@
+"""Every planner: each token once, within the budget, the same plan for the same documents."""
+
+import dataclasses
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Op, Plan, PlanError, check
+from megatron_epp.planner import (
+    ALL,
+    GROUPS,
+    PIPELINES,
+    PLANNERS,
+    TRAINING,
+    Options,
+    evaluation_plan,
+)
+from megatron_epp.planner.bound import lower_bound_seconds
+from megatron_epp.planner.result import Planned
+from megatron_epp.sim.play import play
+from tests.planner.cases import LENGTHS, machine, machines
+from tests.sim.replay import Replay
+
+QUICK = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+LEVERS = st.sampled_from((ALL, TRAINING, frozenset[str](), ALL - {"wsplit"}, ALL - {"bins"}))
+
+
+def planned_or_refused(
+    name: str, lengths: list[int], cost: Cost, options: Options
+) -> Planned | None:
+    try:
+        return PIPELINES[name](lengths, cost, options)
+    except PlanError as error:
+        assert "needs at least" in str(error) and "\n" not in str(error)
+        return None
+
+
+def proves(planned: Planned, lengths: list[int], cost: Cost) -> None:
+    """What a plan promises, judged by the checker and by the independent replay."""
+    plan = planned.plan
+    check(plan)
+    assert plan.documents == tuple(lengths)
+    assert plan.layers == cost.layers
+    replay = Replay(plan, cost.table(plan))
+    assert max(replay.stop.values()) == planned.seconds
+    assert tuple(replay.peak) == planned.peak_bytes
+    assert planned.fits == all(
+        peak <= budget for peak, budget in zip(replay.peak, cost.budget_bytes, strict=True)
+    )
+    assert planned.lower_bound_seconds <= planned.seconds * (1 + 1e-12)
+    assert 0 <= planned.gap < 1
+    assert plan.predicted is not None and plan.predicted.seconds == planned.seconds
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@given(LENGTHS, machines(), LEVERS, st.integers(0, 1))
+@QUICK
+def test_plans_are_sound(name, lengths, cost, levers, effort) -> None:
+    planned = planned_or_refused(name, lengths, cost, Options(levers=levers, effort=effort))
+    if planned is not None:
+        proves(planned, lengths, cost)
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@given(LENGTHS, machines(), st.randoms(use_true_random=False))
+@settings(QUICK, max_examples=5)
+def test_the_order_of_the_batch_changes_nothing(name, lengths, cost, random) -> None:
+    """The same seconds, the same chunks up to the names of documents."""
+    options = Options(levers=ALL, effort=1)
+    shuffled = list(lengths)
+    random.shuffle(shuffled)
+    try:
+        one, other = (PLANNERS[name](batch, cost, options) for batch in (lengths, shuffled))
+    except PlanError:
+        return
+    assert one.seconds == other.seconds
+    assert one.peak_bytes == other.peak_bytes
+    if one.plan is not None:
+        assert shape(one.plan) == shape(other.plan)
+        assert one.plan.orders == other.plan.orders
+        assert one.plan.recompute == other.plan.recompute
+
+
+def shape(plan: Plan) -> list[list[tuple[int, int, int]]]:
+    """Chunks with documents named by their lengths."""
+    return [
+        sorted((plan.documents[span.document], span.start, span.stop) for span in chunk.spans)
+        for chunk in plan.chunks
+    ]
+
+
+@given(LENGTHS, machines(), LEVERS)
+@settings(QUICK, max_examples=10)
+def test_epp_is_never_slower_than_a_pipeline_planner(lengths, cost, levers) -> None:
+    options = Options(levers=levers, effort=1)
+    ours = planned_or_refused("epp", lengths, cost, options)
+    if ours is None:
+        return
+    for name in PIPELINES:
+        other = PIPELINES[name](lengths, cost, options)
+        assert (not ours.fits, ours.seconds) <= (not other.fits, other.seconds), name
+
+
+def test_the_same_call_gives_the_same_plan() -> None:
+    random = Random(5)
+    lengths = [random.randint(10, 30_000) for _ in range(60)]
+    cost = machine(pp=3, room_gib=6)
+    for name in PIPELINES:
+        texts = {str(PIPELINES[name](lengths, cost, Options(levers=ALL)).plan) for _ in range(2)}
+        assert len(texts) == 1, name
+
+
+def test_padding_is_charged() -> None:
+    """A chunk costs as many tokens as the executor pads it to, and slices end on the multiple."""
+    lengths = [5_001, 3_003, 77, 50, 9]
+    cost = machine(pp=2)
+    for name in PIPELINES:
+        planned = PIPELINES[name](lengths, cost, Options(multiple=64, context=5_001))
+        plan = planned.plan
+        check(plan)
+        assert planned.seconds > play(plan, cost.table(plan)).seconds, name
+        for chunk in plan.chunks:
+            for span in chunk.spans:
+                assert span.stop == lengths[span.document] or span.stop % 64 == 0, name
+
+
+@pytest.mark.parametrize("lever", sorted(ALL))
+def test_each_lever_can_be_switched_off(lever) -> None:
+    lengths = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 8
+    cost = machine(pp=4, room_gib=3)
+    planned = PIPELINES["epp"](lengths, cost, Options(levers=ALL - {lever}))
+    proves(planned, lengths, cost)
+    assert planned.fits
+    assert lever not in planned.levers
+    if lever == "wsplit":
+        assert not planned.plan.splits_backward
+    if lever == "selective":
+        letters = {letter for stage in planned.plan.recompute for c in stage for letter in c}
+        assert letters <= set("kf")
+
+
+def test_training_levers_give_plans_that_training_runs() -> None:
+    lengths = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 8
+    planned = PIPELINES["epp"](lengths, machine(pp=4, room_gib=3), Options())
+    assert not planned.plan.splits_backward
+    letters = {letter for stage in planned.plan.recompute for c in stage for letter in c}
+    assert letters <= set("kf")
+
+
+def test_a_document_that_never_fits_is_named() -> None:
+    cost = machine(pp=2, room_gib=12)
+    for name in PIPELINES:
+        with pytest.raises(PlanError, match=r"document 1 of 400000 tokens on stage \d needs"):
+            PIPELINES[name]([100, 400_000], cost, Options())
+
+
+def test_no_documents_and_bad_lengths_are_refused() -> None:
+    cost = machine(pp=2)
+    for name in PLANNERS:
+        with pytest.raises(ValueError, match="at least one length"):
+            PLANNERS[name]([], cost, Options())
+        with pytest.raises(ValueError, match="expected at least 1"):
+            PLANNERS[name]([5, 0], cost, Options())
+
+
+@given(LENGTHS, machines())
+@settings(QUICK, max_examples=15)
+def test_evaluation_plans_are_forwards_only(lengths, cost) -> None:
+    try:
+        plan = evaluation_plan(lengths, cost)
+    except PlanError as error:
+        assert "does not fit in evaluation" in str(error)
+        return
+    check(plan)
+    assert plan.forward_only
+    assert plan.documents == tuple(lengths)
+    played = play(plan, cost.table(plan))
+    assert all(p <= b for p, b in zip(played.peak_bytes, cost.budget_bytes, strict=True))
+    assert lower_bound_seconds(lengths, cost, forward_only=True) <= played.seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@given(LENGTHS, machines())
+@settings(QUICK, max_examples=8)
+def test_groups_compute_every_document_once(name, lengths, cost) -> None:
+    try:
+        planned = GROUPS[name](lengths, cost, Options())
+    except PlanError:
+        return
+    held = sorted(d for b in planned.batches for group in b.documents for d in group)
+    assert held == list(range(len(lengths)))
+    devices = 2 ** ((cost.stages * cost.cp).bit_length() - 1)
+    for batch in planned.batches:
+        assert sum(batch.degrees) <= devices
+        assert all(group for group in batch.documents)
+    assert planned.seconds == pytest.approx(sum(b.makespan_seconds for b in planned.batches))
+    assert planned.fits
+    assert max(planned.peak_bytes) <= cost.budget_bytes[0] + 1
+    assert planned.lower_bound_seconds <= planned.seconds
+
+
+def test_the_lower_bound_is_reached_by_one_stage() -> None:
+    """One stage, one chunk: nothing to wait for, nothing to gain."""
+    cost = dataclasses.replace(machine(pp=1))
+    planned = PIPELINES["epp"]([4_000], cost, Options())
+    assert planned.seconds == pytest.approx(planned.lower_bound_seconds, rel=1e-12)
+    assert planned.plan.orders == ((Op.parse("F0"), Op.parse("B0")),)
