@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# From a fresh checkout to a trained model: the environment, a corpus of real documents (the source
+# text of Python's standard library), a small Llama-style model trained over two pipeline stages
+# through elastic pipelines, and beside it the same corpus in plain packing and through Megatron's
+# own schedule. Prints the first plan, the losses and a table; draws what happened.
+#
+#   bash examples/quickstart.sh [FOLDER]        default: quickstart; about 6 minutes on two cores
+#
+# GPUs are used where there are two or more; otherwise two processes of the CPU, over gloo.
+# ITERS (default 40), CONTEXT (4096) and BUDGET (1, GiB of activations per stage) may be set.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-quickstart}
+ITERS=${ITERS:-40}
+CONTEXT=${CONTEXT:-4096}
+BUDGET=${BUDGET:-1}
+compared=${COMPARED:-8} # iterations of the runs that are only compared
+short=2048              # a context whose square Megatron's attention on a CPU can hold
+
+say() { printf '\n=== %s\n' "$*"; }
+
+say "environment"
+bash scripts/setup_env.sh
+python=${EPP_VENV:-.venv}/bin/python
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+((gpus >= 2)) || export CUDA_VISIBLE_DEVICES=""
+
+say "corpus: the source text of this Python's standard library"
+mkdir -p "$out"
+corpus=$out/corpus/stdlib
+if [[ ! -f $corpus.idx ]]; then
+    "$python" scripts/prepare_corpus.py --standard-library --shuffle 1 --append-eod -o "$corpus"
+else
+    echo "$corpus.idx is there"
+fi
+
+flags() { # flags CONTEXT ITERATIONS
+    # The last stage carries the output layer, so it has fewer of the others.
+    echo --num-layers 6 --decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 2 \
+        --hidden-size 256 --ffn-hidden-size 688 --num-attention-heads 4 \
+        --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu \
+        --disable-bias-linear --position-embedding-type rope \
+        --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
+        --pipeline-model-parallel-size 2 --seq-length "$1" --max-position-embeddings "$1" \
+        --global-batch-size 8 --train-iters "$2" --lr 3e-3 --lr-warmup-iters 4 \
+        --lr-decay-iters "$ITERS" --min-lr 3e-4 --lr-decay-style cosine --clip-grad 1.0 \
+        --data-path "$corpus" --split 98,2,0 --eval-iters 0 \
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model "$corpus.model" \
+        --log-interval 1
+}
+
+run() { # run NAME PROGRAM... : progress on the terminal, everything in NAME.log
+    local name=$1 job
+    shift
+    : >"$out/$name.log"
+    "$python" -m torch.distributed.run --standalone --nproc-per-node 2 "$@" \
+        >"$out/$name.log" 2>&1 </dev/null &
+    job=$!
+    trap 'kill "$job" 2>/dev/null || true' EXIT
+    "$python" examples/quickstart_report.py follow "$out/$name.log" "$job"
+    wait "$job" || {
+        grep -h 'megatron_epp: error' "$out/$name.log" >&2 || tail -n 30 "$out/$name.log" >&2
+        echo "quickstart: the run '$name' failed; its log is $out/$name.log" >&2
+        exit 1
+    }
+    trap - EXIT
+}
+
+cost=$out/cost-model.json
+say "1 of 4: elastic pipelines, context $CONTEXT, $ITERS iterations"
+# The first run measures this host once; the others plan with the same figures.
+rm -rf "$out/epp" "$out/packing" "$out/epp-short"
+run epp -m megatron_epp.pretrain_gpt $(flags "$CONTEXT" "$ITERS") --epp --epp-record "$out/epp" \
+    --epp-memory-budget-gib "$BUDGET"
+cp "$out/epp/epp-cost-model.json" "$cost"
+
+say "2 of 4: the planner 'packing' (whole documents side by side), same batches"
+run packing -m megatron_epp.pretrain_gpt $(flags "$CONTEXT" "$compared") --epp \
+    --epp-planner packing --epp-record "$out/packing" --epp-cost-model "$cost" --epp-memory-budget-gib "$BUDGET"
+
+say "3 of 4: elastic pipelines at context $short"
+run epp-short -m megatron_epp.pretrain_gpt $(flags "$short" "$compared") --epp \
+    --epp-record "$out/epp-short" --epp-cost-model "$cost" --epp-memory-budget-gib "$BUDGET"
+
+say "4 of 4: Megatron's own schedule at context $short"
+run stock scripts/bench/stock.py $(flags "$short" "$compared") --micro-batch-size 1
+
+say "results"
+"$python" examples/quickstart_report.py report "$out" "$BUDGET"

@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Megatron's own trainer and schedule, watched: torchrun scripts/bench/stock.py <Megatron flags>.
+
+After every iteration each rank of replica 0 prints one line of JSON: its stage, the seconds that
+its schedule took, the seconds inside forwards and backwards, and the most bytes that autograd had
+saved. Nothing about the training changes. For hosts without a GPU.
+"""
+
+import json
+import time
+from functools import wraps
+from typing import Any
+
+from megatron_epp.mcore import host
+
+host.install_cpu_host()
+
+from megatron.core import parallel_state as mpu  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+
+from megatron_epp.mcore import entry, seams  # noqa: E402
+from megatron_epp.runtime.meter import SavedBytesMeter  # noqa: E402
+from megatron_epp.runtime.store import Store  # noqa: E402
+
+
+class Watch:
+    """Wraps Megatron's schedule, and the two steps that it runs for every micro-batch."""
+
+    def __init__(self):
+        self.busy = 0.0
+        self.iteration = 0
+        self.meter: SavedBytesMeter | None = None
+        for name in ("forward_step", "backward_step"):
+            setattr(schedules, name, self._timed(getattr(schedules, name)))
+
+    def _timed(self, step: Any) -> Any:
+        @wraps(step)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self.busy += time.perf_counter() - began
+                if self.meter is not None:
+                    self.meter.op_peak()
+
+        return timed
+
+    def choose(self, original: Any) -> Any:
+        """In the place of Megatron's ``get_forward_backward_func``."""
+
+        @wraps(original)
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+            return self._watched(original(*args, **kwargs))
+
+        return get_forward_backward_func
+
+    def _watched(self, schedule: Any) -> Any:
+        @wraps(schedule)
+        def watched(*, model: Any, forward_only: bool = False, **others: Any) -> Any:
+            if forward_only:
+                return schedule(model=model, forward_only=True, **others)
+            if self.meter is None:
+                models = model if isinstance(model, list) else [model]
+                self.meter = SavedBytesMeter(p for m in models for p in m.parameters())
+            self.busy = 0.0
+            began = time.perf_counter()
+            with self.meter.watch(Store({})):
+                reports = schedule(model=model, **others)
+            self.meter.op_peak()
+            self._tell(time.perf_counter() - began)
+            return reports
+
+        return watched
+
+    def _tell(self, seconds: float):
+        self.iteration += 1
+        if mpu.get_data_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0:
+            line = {
+                "iteration": self.iteration,
+                "stage": mpu.get_pipeline_model_parallel_rank(),
+                "seconds": seconds,
+                "busy": self.busy,
+                "peak_bytes": self.meter.peak_bytes,
+            }
+            print(f"stock {json.dumps(line)}", flush=True)
+
+
+if __name__ == "__main__":
+    seams.apply_schedule_seam(Watch().choose)
+    entry.main()
