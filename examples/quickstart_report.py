@@ -19,11 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron_epp.ir import COMPUTE, Step, Timed, parse_records  # noqa: E402
-from megatron_epp.show.curve import draw_curves  # noqa: E402
-from megatron_epp.show.png import to_png  # noqa: E402
-from megatron_epp.show.svg import to_svg  # noqa: E402
-from megatron_epp.show.table import plain  # noqa: E402
+from megatron_epp.ir import COMPUTE, Step, Timed, parse_records
+from megatron_epp.show.curve import draw_curves
+from megatron_epp.show.png import to_png
+from megatron_epp.show.svg import to_svg
+from megatron_epp.show.table import plain
 
 ITERATION = re.compile(
     r"iteration +(\d+)/ +(\d+) .*?elapsed time per iteration \(ms\): ([0-9.]+).*?"
@@ -220,10 +220,10 @@ _DIFFERENCES = """\
 tokens/s    medians over iterations after the first; tokens of documents, no padding counted
 ratio       against the line below it: the same batches for packing; the same corpus and context
             for Megatron's own schedule
-peak        bytes that autograd saved and K/V buffers, the worst iteration; no weights, no optimizer
-What differs: the elastic pipeline and packing run in one executor with the same kernels on the same
-documents, each of which attends to itself alone. Megatron's own schedule strings documents together,
-cuts the string at the context and lets neighbours in a sample see each other (so its losses are not
+peak        bytes that autograd saved and K/V buffers, worst iteration; no weights, no optimizer
+What differs: elastic pipeline and packing run in one executor with the same kernels on the same
+documents, each of which attends to itself alone. Megatron strings the documents together, cuts
+the string at the context and lets neighbours in a sample see each other (so its losses are not
 comparable), has no short sample, and its attention on a CPU is unfused and keeps a square of the
 context for every head; on a GPU it would not.
 Two processes on two cores: the planner process and the trainer share them."""
@@ -232,17 +232,14 @@ Two processes on two cores: the planner process and the trainer share them."""
 def _first_plan(folder: Path, budget: str) -> None:
     first = folder / "epp" / "iteration-000002.step"
     print("the plan of iteration 2, as predicted (time runs to the right, a row per stage):\n")
-    _draw(first, folder, budget, [])
+    _draw(first.resolve(), folder.resolve(), budget, [])
 
 
 def _draw(step: Path, folder: Path, budget: str, extra: list[str]) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "megatron_epp", "draw", str(step)]
-        + ["--cost-model", str(folder / "cost-model.json")]
-        + ["--memory-budget-gib", budget, *extra],
-        check=True,
-        cwd=Path(__file__).parents[1],
-    )
+    command = [sys.executable, "-m", "megatron_epp", "draw", str(step)]
+    command += ["--cost-model", str(folder / "cost-model.json")]
+    command += ["--memory-budget-gib", budget, *extra]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
 
 
 def _pictures(folder: Path, runs: dict[str, Run], budget: str) -> None:
