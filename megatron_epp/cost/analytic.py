@@ -51,6 +51,9 @@ def profile(
         )
         # Published for 7B; the published figures of 13B and 30B cannot be without checkpointing.
         kept = 34.0 * model.hidden
+        # A chunk's activations stay whole until its W: the linears' inputs, and gradients in the
+        # place of what else was saved (32 of 34 bytes). Their a2 spreads a head over all layers.
+        weight_inputs, head_inputs = kept, 0.0
     else:
         linear = model.layer_flops_per_token / device.linear_flops
         attention = model.layer_flops_per_pair / device.attention_flops
@@ -60,6 +63,8 @@ def profile(
         launch = device.launch_seconds
         source = "analytic: flops and bytes of the device's rates"
         kept = _kept_bytes(model)
+        weight_inputs = _weight_input_bytes(model)
+        head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
     head = published is None if head_seconds is None else head_seconds
     links = published is None if link_seconds is None else link_seconds
     saved = _saved_bytes(model, kept)
@@ -81,9 +86,8 @@ def profile(
         last_seconds={
             Kind.FORWARD: Seconds(head_token),
             Kind.BACKWARD: Seconds(2 * head_token),
-            # I does all of the head's backward, so that the logits go with it.
-            Kind.INPUT: Seconds(2 * head_token),
-            Kind.WEIGHT: Seconds(),
+            Kind.INPUT: Seconds(head_token),
+            Kind.WEIGHT: Seconds(head_token),
         },
         recompute_seconds=_recompute_seconds(model, linear, attention, launch),
         gather_seconds={
@@ -100,9 +104,8 @@ def profile(
         kv_gradient_bytes_per_token=2.0
         * (ELEMENT_BYTES if published is not None else 4)
         * model.kv_hidden,
-        # A chunk's activations stay whole until its W: the linears' inputs, and gradients in
-        # the place of what else was saved (32 of 34 bytes).
-        weight_input_bytes=saved[KEEP],
+        weight_input_bytes=Bytes(weight_inputs, weight_inputs),
+        last_weight_input_bytes=Bytes(head_inputs, head_inputs),
         workspace_bytes=none,
         last_workspace_bytes=none
         if logits_held
@@ -168,6 +171,14 @@ def _kept_bytes(model: Model) -> float:
         + model.ffn_hidden * (3 if model.gated else 2)
     )
     return float(ELEMENT_BYTES * elements)
+
+
+def _weight_input_bytes(model: Model) -> float:
+    """One layer's linears, per token: their inputs, and the gradients of their outputs."""
+    inputs = 2 * model.hidden + model.query_hidden + model.ffn_hidden
+    gradients = 2 * model.hidden + model.query_hidden + 2 * model.kv_hidden
+    gradients += model.ffn_hidden * (2 if model.gated else 1)
+    return float(ELEMENT_BYTES * (inputs + gradients))
 
 
 def _saved_bytes(model: Model, kept: float) -> dict[str, Bytes]:

@@ -23,6 +23,7 @@ from megatron_epp.cost.models import model
 from megatron_epp.cost.profile import Bytes, Profile, Seconds
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
+    BACKWARDS,
     COMPUTE,
     FULL,
     KEEP,
@@ -244,7 +245,9 @@ class Cost:
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: from I to W."""
-        return np.ceil(np.outer(self.layers, self._bytes(self.profile.weight_input_bytes, loads)))
+        held = np.outer(self.layers, self._bytes(self.profile.weight_input_bytes, loads))
+        held[-1] += self._bytes(self.profile.last_weight_input_bytes, loads)
+        return np.ceil(held)
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: while the op runs, without recompute."""
@@ -258,26 +261,35 @@ class Cost:
         return np.ceil(self._bytes(self.profile.recompute_workspace_bytes[letter], loads))
 
     def backward_workspace_bytes(
-        self, loads: Loads, layers: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]
+        self,
+        kind: Kind,
+        loads: Loads,
+        layers: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
     ) -> np.ndarray:
-        """[stages, chunks]: peak of a B beyond all that its chunk holds from F to B, and beyond
-        the gradients of K and V that a last slice's B makes. At most 0 where no layer is
-        recomputed: what the last layer held is gone before the first makes its gradients.
+        """[stages, chunks]: peak of a B or I beyond all that its chunk holds from F to B, beyond
+        the gradients of K and V that a last slice's makes, and beyond what I leaves for W. At
+        most 0 where no layer is recomputed: what the last layer held is gone before the first
+        makes its gradients, and I turns activations into weight inputs layer by layer.
 
         ``layers`` come in the order of backward: grids [stages, chunks] of how many layers, of
         bytes that each holds from F to B, and of bytes that live again while it is recomputed.
         """
         loose = (loads.document >= 0) & (loads.later < 0)
         context_C = np.where(loose, loads.context_tokens[np.maximum(loads.document, 0)], 0.0)
-        gradient_C = self.profile.kv_gradient_bytes_per_token * context_C / self.spread
+        made_C = self.profile.kv_gradient_bytes_per_token * context_C / self.spread
         held = -self._last_bytes(loads)  # the output layer's backward comes first
-        peak = np.zeros_like(held)
+        made = np.zeros_like(held)
+        if kind is Kind.INPUT:
+            made_C = made_C + self._bytes(self.profile.weight_input_bytes, loads)
+            made[-1] = self._bytes(self.profile.last_weight_input_bytes, loads)
+        held += made
+        peak = np.maximum(held, 0.0)
         for count, saved, again in layers:
-            shrinks = saved - gradient_C
+            shrinks = saved - made_C
             most = again + np.maximum(held, held - (count - 1) * shrinks)
             held = held - count * shrinks
             peak = np.maximum(peak, np.where(count > 0, np.maximum(most, held), 0.0))
-        return np.ceil(peak - np.outer(self.layers, gradient_C))
+        return np.ceil(peak - made - np.outer(self.layers, made_C))
 
     # --- plans -----------------------------------------------------------------------------------
 
@@ -341,22 +353,18 @@ class Cost:
         layers: Sequence,
         forward_only: bool,
     ) -> Table:
-        """The I of a chunk turns activations into weight inputs layer by layer, so that it never
-        holds both: what they have in common is taken off its workspace. A plan of forwards only
-        keeps nothing: one layer's activations at a time, and the ends' while they run.
+        """A plan of forwards only keeps nothing: one layer's activations at a time, and the ends'
+        while they run.
         """
         recompute = np.zeros((self.stages, loads.chunks))
-        again = np.zeros((self.stages, loads.chunks))
         for letter, count in counts.items():
-            if letter == KEEP:
-                continue
-            recompute += count * self.recompute_seconds(letter, loads)
-            again = np.maximum(again, np.where(count > 0, self._again_bytes(letter, loads), 0.0))
+            if letter != KEEP:
+                recompute += count * self.recompute_seconds(letter, loads)
         activations = self.activation_bytes(loads, counts)
         weight_inputs = self.weight_input_bytes(loads)
         workspace = {kind: self.workspace_bytes(kind, loads) for kind in COMPUTE}
-        workspace[Kind.BACKWARD] += self.backward_workspace_bytes(loads, layers)
-        workspace[Kind.INPUT] += again - np.minimum(activations, weight_inputs)
+        for kind in BACKWARDS:
+            workspace[kind] += self.backward_workspace_bytes(kind, loads, layers)
         if forward_only:
             passing = self.end_bytes(loads) + self.saved_bytes(KEEP, loads)
             workspace[Kind.FORWARD] += np.ceil(passing)

@@ -126,6 +126,7 @@ class Profile:
     kv_bytes_per_token            K and V of one layer, of a cut document's context
     kv_gradient_bytes_per_token   their gradients, which add up in float32
     weight_input_bytes            one layer holds from I to W
+    last_weight_input_bytes       besides, on the last stage: the output layer
     workspace_bytes[kind]         while an op runs, on any stage, whatever its layers
     last_workspace_bytes[kind]    besides, on the last stage
     recompute_workspace_bytes     while a B or I runs that recomputes: letter -> of the one layer
@@ -155,6 +156,7 @@ class Profile:
     kv_bytes_per_token: float
     kv_gradient_bytes_per_token: float
     weight_input_bytes: Bytes
+    last_weight_input_bytes: Bytes
     workspace_bytes: Mapping[Kind, Bytes]
     last_workspace_bytes: Mapping[Kind, Bytes]
     recompute_workspace_bytes: Mapping[str, Bytes]
@@ -272,6 +274,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "first_bytes": _BYTES,
     "last_bytes": _BYTES,
     "weight_input_bytes": _BYTES,
+    "last_weight_input_bytes": _BYTES,
     "workspace_bytes": _by_kind(_BYTES),
     "last_workspace_bytes": _by_kind(_BYTES),
     "recompute_workspace_bytes": _by_letter(_BYTES),

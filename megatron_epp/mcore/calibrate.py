@@ -20,6 +20,7 @@ from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
 from megatron_epp.layers.recompute import EXECUTABLE
+from megatron_epp.mcore.calibrate_split import Split, measure_split, with_split
 from megatron_epp.mcore.groups import Groups
 from megatron_epp.mcore.probe import Measured, Probe, Shape
 from megatron_epp.runtime.agree import share
@@ -97,6 +98,7 @@ class Readings:
     again           (letter, seconds that it added to B, seconds of F) of one layer
     module_seconds  by name of a selective set's module: of one layer, per token
     link            (tokens of a message, seconds)
+    split           backwards whole and in halves
     """
 
     forward: list[Sample] = dataclasses.field(default_factory=list)
@@ -106,6 +108,7 @@ class Readings:
     again: list[tuple[str, float, float]] = dataclasses.field(default_factory=list)
     module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    split: list[Split] = dataclasses.field(default_factory=list)
 
 
 def calibrate(
@@ -119,7 +122,10 @@ def calibrate(
     flops = GPU_FLOPS if probe.device.type == "cuda" else CPU_FLOPS
     readings = Readings()
     _measure_bytes(probe, readings)
-    _measure_seconds(probe, groups, grid(model, context, flops), readings)
+    shapes = grid(model, context, flops)
+    _measure_seconds(probe, groups, shapes, readings)
+    dist.barrier(groups.control)
+    readings.split += measure_split(probe, max(shape.tokens for shape, _ in shapes) // 2)
     _measure_links(probe, groups, readings)
     every: list = [None] * groups.control.size()
     dist.all_gather_object(every, readings, group=groups.control)
@@ -244,6 +250,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         template,
         origin,
         tp=config.tensor_model_parallel_size,
+        cp=config.context_parallel_size,
         seconds={
             Kind.FORWARD: [sample for readings in every for sample in readings.forward],
             Kind.BACKWARD: [sample for readings in every for sample in readings.backward],
@@ -258,7 +265,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
     )  # fmt: skip
     gradient = torch.promote_types(config.params_dtype, torch.float32)
     source = "; ".join(f"{what} {quality}" for what, quality in fitted.quality.items())
-    return dataclasses.replace(
+    profile = dataclasses.replace(
         profile,
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
         recompute_seconds=_recompute_seconds(every, profile),
@@ -270,13 +277,13 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         last_bytes=_alike(profile.last_bytes),
         kv_bytes_per_token=float(kv * config.params_dtype.itemsize),
         kv_gradient_bytes_per_token=float(kv * gradient.itemsize),
-        weight_input_bytes=profile.saved_bytes[KEEP],
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,
         recompute_workspace_bytes=again,
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
     )
+    return with_split(profile, [split for readings in every for split in readings.split])
 
 
 def _alike(figure: Bytes) -> Bytes:
@@ -294,7 +301,7 @@ def _workspaces(every: Sequence[Readings]) -> tuple[dict, dict, dict]:
             most[key] = max(most.get(key, 0.0), bytes_ / tokens)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     per = {kind: most.get((kind, KEEP, False), 0.0) for kind in kinds}
-    per[Kind.INPUT] = per[Kind.WEIGHT] = per[Kind.BACKWARD]
+    per[Kind.INPUT] = per[Kind.BACKWARD]
     last = {kind: max(0.0, most.get((kind, KEEP, True), 0.0) - per[kind]) for kind in kinds}
     last[Kind.INPUT] = last[Kind.BACKWARD]
     again = {}
@@ -336,4 +343,4 @@ def _times(seconds: Seconds, factor: float) -> Seconds:
     )
 
 
-_GPU = "h100-80g"  # the template of what is not measured: I and W as shares of B
+_GPU = "h100-80g"  # the template of what is not measured

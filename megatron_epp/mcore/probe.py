@@ -17,7 +17,10 @@ from torch import Tensor
 
 from megatron_epp.ir import Span
 from megatron_epp.layers.chunk import ChunkState, Rows
+from megatron_epp.layers.deferred import Aside
+from megatron_epp.mcore.deferred import Deferral
 from megatron_epp.mcore.packed import ChunkParams
+from megatron_epp.mcore.rows import RowShare
 from megatron_epp.runtime.meter import SavedBytesMeter
 from megatron_epp.runtime.store import Store
 
@@ -68,6 +71,8 @@ class Measured:
     held_bytes                          from F to B; kept K and V and their gradients apart
     forward_bytes, backward_bytes       the most beyond that while F ran, and B; the latter is
                                         below 0 where B frees more than it makes
+    weight_seconds                      of W, where backward was split: ``backward_*`` is then I's
+    weight_input_bytes                  from I to W
 
     Bytes are what autograd saved on a CPU, the allocator's figures on a GPU, and 0 where nobody
     asked for them.
@@ -78,19 +83,23 @@ class Measured:
     held_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    weight_seconds: float = 0.0
+    weight_input_bytes: int = 0
 
 
 class Probe:
     """Runs parts of ``model``, this stage's unwrapped GPTModel.
 
-    ``multiple`` is what sequence parallelism divides a chunk's rows by. Gradients of parameters
-    add up as in training; whoever probes clears them.
+    ``share`` is this rank's share of a chunk's rows. Gradients of parameters add up as in training;
+    whoever probes clears them.
     """
 
-    def __init__(self, model: Any, forward_step: ForwardStep, multiple: int, device: torch.device):
+    def __init__(
+        self, model: Any, forward_step: ForwardStep, share: RowShare, device: torch.device
+    ):
         self.model, self.forward_step = model, forward_step
         self.config = model.config
-        self.device, self.multiple = device, multiple
+        self.device, self.share = device, share
         self._dtype = self.config.params_dtype
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0))
@@ -107,8 +116,10 @@ class Probe:
 
     # -------------------------------------------------------------- parts
 
-    def layers(self, shape: Shape, letters: str, weigh: bool = False) -> Measured:
-        """The first ``len(letters)`` layers of the stage; a letter each."""
+    def layers(
+        self, shape: Shape, letters: str, weigh: bool = False, split: bool = False
+    ) -> Measured:
+        """The first ``len(letters)`` layers of the stage; a letter each. ``split``: I and W."""
         store, params = self._chunk(shape, letters)
         hidden = self._hidden(shape)
         rotary = self._rotary(params)
@@ -124,9 +135,9 @@ class Probe:
                 )
             return x
 
-        return self._pass(forward, store, weigh)
+        return self._pass(forward, store, weigh, split)
 
-    def ends(self, shape: Shape, weigh: bool = False) -> Measured:
+    def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measured:
         """The stage without its layers: embedding, output layer and loss, whichever it has."""
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
@@ -145,7 +156,7 @@ class Probe:
             return loss_of(output)[0] if self.last else output
 
         with self._without_layers():
-            return self._pass(forward, store, weigh)
+            return self._pass(forward, store, weigh, split)
 
     def embedding(self, shape: Shape, weigh: bool = False) -> Measured:
         store, params = self._chunk(shape, "")
@@ -166,9 +177,12 @@ class Probe:
 
     # -------------------------------------------------------------- how
 
-    def _pass(self, forward: Callable[[], Tensor], store: Store, weigh: bool) -> Measured:
+    def _pass(
+        self, forward: Callable[[], Tensor], store: Store, weigh: bool, split: bool = False
+    ) -> Measured:
         scale = self._scale() if weigh else _NoScale()
-        with scale.watching():
+        aside = Aside()
+        with scale.watching(), self._deferring(aside) if split else nullcontext():
             start = self.now()
             output = forward()
             middle = self.now()
@@ -179,10 +193,24 @@ class Probe:
             again = self.now()
             output.backward(gradient)
             stop = self.now()
-            backward_peak = scale.peak()
+            backward_peak, waiting = scale.peak(), scale.held()
+            late = self.now()
+            aside.accumulate_all()
+            done = self.now()
         return Measured(
-            middle - start, stop - again, held, forward_peak - held, backward_peak - kept
+            forward_seconds=middle - start,
+            backward_seconds=stop - again,
+            held_bytes=held,
+            forward_bytes=forward_peak - held,
+            backward_bytes=backward_peak - kept,
+            weight_seconds=done - late if split else 0.0,
+            weight_input_bytes=waiting if split else 0,
         )
+
+    @contextmanager
+    def _deferring(self, aside: Aside) -> Iterator[None]:
+        with Deferral(self.model) as deferral, deferral.into(aside):
+            yield
 
     def _scale(self) -> "_Scale":
         if self.device.type == "cuda":
@@ -200,22 +228,21 @@ class Probe:
         from a later slice lie ready."""
         store = Store({0: shape.context + shape.tokens * shape.cut})
         groups = self.config.num_query_groups // self.config.tensor_model_parallel_size
+        groups //= self.config.context_parallel_size
         size = (shape.context, max(1, groups), self.config.kv_channels)
         for layer in range(len(letters)):
             if shape.context:
                 key, value = (self._normal(size) for _ in range(2))
                 store.append(layer, 0, 0, key, value)
-        rows = -(-shape.tokens // self.multiple) * self.multiple
+        rows = self.share.padded(shape.tokens)
         state = ChunkState(0, shape.rows, rows, letters, store)
         positions = torch.zeros(rows, dtype=torch.int64)
         for part in shape.rows:
             positions[part.start : part.stop] = torch.arange(part.span.start, part.span.stop)
-        return store, ChunkParams.of(state, positions.to(self.device))
+        return store, ChunkParams.of(state, positions[self.share.mine(rows)].to(self.device))
 
     def _hidden(self, shape: Shape) -> Tensor:
-        rows = -(-shape.tokens // self.multiple)
-        if not self.config.sequence_parallel:
-            rows *= self.multiple
+        rows = self.share.message(self.share.padded(shape.tokens))
         return self._normal((rows, 1, self.config.hidden_size)).requires_grad_()
 
     def _normal(self, size: Sequence[int]) -> Tensor:
@@ -223,7 +250,8 @@ class Probe:
         return made.to(self.device, self._dtype)
 
     def _integers(self, tokens: int) -> Tensor:
-        rows = -(-tokens // self.multiple) * self.multiple
+        mine = self.share.mine(self.share.padded(tokens))
+        rows = mine.stop - mine.start
         made = torch.randint(
             0, self.model.vocab_size, (1, rows), generator=self._random, device="cpu"
         )
