@@ -21,14 +21,21 @@ MIP_NODES = 400
 class Rows:
     """freed @ layers >= missing_bytes: a row for every op at which memory would run out.
 
-    Compressed by rows: entries starts[r] to starts[r + 1] hold slots and bytes freed per layer.
+    Compressed by rows: entries starts[r] to starts[r + 1] hold columns and bytes freed per layer.
+    Column step * slots + slot stands for the layers of a slot that take a step of the ladder; in
+    the paper there is one step, from keeping a layer to recomputing it.
     """
 
     slots: int
+    steps: int
     starts: np.ndarray
     slot: np.ndarray
     freed: np.ndarray
     missing_bytes: np.ndarray
+
+    @property
+    def columns(self) -> int:
+        return self.slots * self.steps
 
 
 def rows_of(
@@ -42,18 +49,19 @@ def rows_of(
 
     least    [stages, chunks] forwards before each backward (planner.windows)
     moves    bytes of F and B where nothing is recomputed (Work.whole_bytes)
-    freed    [stages, chunks] bytes that recomputing one more layer frees from F to B
+    freed    [steps, stages, chunks] bytes that one more layer on that step frees from F to B
     """
-    stages, count = freed.shape
+    steps, stages, count = freed.shape
     slot = np.empty(count, dtype=np.int64)
     slot[backward_order] = np.arange(count)
     starts, slots, values, missing = _rows(least, backward_order, slot, moves, freed, budget)
-    return Rows(count + stages - 1, starts, slots, values, missing)
+    return Rows(count + stages - 1, steps, starts, slots, values, missing)
 
 
 @njit(cache=True)
 def _rows(least, backward_order, slot_of, moves, freed, budget):
-    stages, count = freed.shape
+    steps, stages, count = freed.shape
+    total = count + stages - 1
     # Two passes: count, then fill. An op is a row where it would exceed the budget.
     starts = np.zeros(1, dtype=np.int64)
     slots = np.zeros(0, dtype=np.int64)
@@ -81,10 +89,12 @@ def _rows(least, backward_order, slot_of, moves, freed, budget):
                 if tightest > 0:
                     for alive in range(at + 1):
                         if not done[alive]:
-                            if fill == 1:
-                                slots[entry] = slot_of[alive] + stages - 1 - s
-                                values[entry] = freed[s, alive]
-                            entry += 1
+                            for step in range(steps):
+                                if fill == 1:
+                                    slot = slot_of[alive] + stages - 1 - s
+                                    slots[entry] = step * total + slot
+                                    values[entry] = freed[step, s, alive]
+                                entry += 1
                     if fill == 1:
                         missing[row] = tightest
                         starts[row + 1] = entry
@@ -102,14 +112,14 @@ def _rows(least, backward_order, slot_of, moves, freed, budget):
 def solve(
     rows: Rows, most: np.ndarray, weights: np.ndarray | None = None, *, integer: bool = True
 ) -> np.ndarray | None:
-    """Layers to recompute per slot, fewest in sum; None where even recomputing all is too little.
+    """Layers per column, cheapest in sum; None where even the upper bounds are too little.
 
-    most      [slots] upper bounds
-    weights   [slots] what a layer costs there; default 1 each, as in eq. 18
+    most      [columns] upper bounds
+    weights   [columns] what a layer costs there; default 1 each, as in eq. 18
     integer   whether to solve the integer program (2% gap) or its relaxation, rounded up
     """
     if not len(rows.missing_bytes):
-        return np.zeros(rows.slots, dtype=np.int64)
+        return np.zeros(rows.columns, dtype=np.int64)
     row_of = np.repeat(np.arange(len(rows.missing_bytes)), np.diff(rows.starts))
     reachable = np.bincount(
         row_of, weights=rows.freed * most[rows.slot], minlength=len(rows.missing_bytes)
@@ -119,9 +129,9 @@ def solve(
     # Bytes are scaled so that the solver's absolute tolerances stay far below one layer.
     scale = 1.0 / rows.missing_bytes.max()
     model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = rows.slots, len(rows.missing_bytes)
-    model.col_cost_ = np.ones(rows.slots) if weights is None else weights
-    model.col_lower_, model.col_upper_ = np.zeros(rows.slots), most.astype(np.float64)
+    model.num_col_, model.num_row_ = rows.columns, len(rows.missing_bytes)
+    model.col_cost_ = np.ones(rows.columns) if weights is None else weights
+    model.col_lower_, model.col_upper_ = np.zeros(rows.columns), most.astype(np.float64)
     model.row_lower_ = rows.missing_bytes * scale
     model.row_upper_ = np.full(len(rows.missing_bytes), highspy.kHighsInf)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -129,7 +139,7 @@ def solve(
     model.a_matrix_.index_ = rows.slot
     model.a_matrix_.value_ = rows.freed * scale
     if integer:
-        model.integrality_ = [highspy.HighsVarType.kInteger] * rows.slots
+        model.integrality_ = [highspy.HighsVarType.kInteger] * rows.columns
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
@@ -138,7 +148,7 @@ def solve(
     solver.passModel(model)
     solver.run()
     solution = np.array(solver.getSolution().col_value)
-    if len(solution) != rows.slots:
+    if len(solution) != rows.columns:
         return None
     # A tolerance of the solver may leave a row short by a hair: then the rounding repairs it.
     layers = np.minimum(np.ceil(solution - 1e-6), most).astype(np.int64)

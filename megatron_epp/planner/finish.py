@@ -16,7 +16,7 @@ from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.work import loads_of, with_kept
-from megatron_epp.sim.play import play
+from megatron_epp.sim.play import Played, play
 
 _KINDS = {False: (Kind.FORWARD, Kind.BACKWARD), True: (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)}
 
@@ -69,6 +69,27 @@ class Draft:
     note: str = ""
 
 
+def plan_of(batch: Batch, draft: Draft, cost: Cost) -> Plan:
+    return Plan(
+        documents=batch.documents,
+        layers=cost.layers,
+        chunks=draft.chunking.ir_chunks(batch.names),
+        recompute=_recompute(draft.counts, cost.layers, draft.chunking.count),
+        orders=_orders(draft),
+    )
+
+
+def played_as(batch: Batch, draft: Draft, plan: Plan, cost: Cost, options: Options) -> Played:
+    loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
+    return play(plan, cost.table_of(loads, with_kept(cost, draft.counts, loads.chunks)))
+
+
+def exact_peaks(batch: Batch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
+    """[stages]: bytes, residents included, by the simulator's ledger."""
+    plan = plan_of(batch, draft, cost)
+    return np.array(played_as(batch, draft, plan, cost, options).peak_bytes)
+
+
 def finish(
     planner: str, batch: Batch, draft: Draft, cost: Cost, options: Options, began: float
 ) -> Planned:
@@ -76,16 +97,9 @@ def finish(
 
     began   time.perf_counter() when planning began; reported, and nothing else
     """
-    plan = Plan(
-        documents=batch.documents,
-        layers=cost.layers,
-        chunks=draft.chunking.ir_chunks(batch.names),
-        recompute=_recompute(draft.counts, cost.layers, draft.chunking.count),
-        orders=_orders(draft),
-    )
+    plan = plan_of(batch, draft, cost)
     check(plan)
-    loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
-    played = play(plan, cost.table_of(loads, with_kept(cost, draft.counts, loads.chunks)))
+    played = played_as(batch, draft, plan, cost, options)
     peaks = tuple(int(peak) for peak in played.peak_bytes)
     seconds = float(played.seconds)
     predicted = Prediction(seconds, tuple(peak / GIB for peak in peaks), planner)

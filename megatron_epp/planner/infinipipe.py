@@ -200,7 +200,7 @@ def recompute_layers(
         pipelines(sizes, [], cost.stages),
         backward,
         np.ascontiguousarray(paper_moves(cost, loads)[..., begin:end]),
-        np.ascontiguousarray(paper_freed(cost, loads)[:, begin:end]),
+        np.ascontiguousarray(paper_freed(cost, loads)[None, :, begin:end]),
         budget,
     )
     most = np.full(rows.slots, min(cost.layers), dtype=np.int64)

@@ -27,16 +27,18 @@ TRAINING = ALL - SIMULATION_ONLY
 class Options:
     """What a planner is told besides lengths and costs. No clock, no seed.
 
-    context    the most inputs of a document; also what `packing` packs to. 0: the longest given
-    levers     names of LEVERS that `epp` may use
-    effort     how much work the search may do, in proportion; 0 takes the first good plan
-    multiple   executors pad the tokens of a chunk to a multiple of this; costs count the padding
+    context       the most inputs of a document; also what `packing` packs to. 0: the longest given
+    levers        names of LEVERS that `epp` may use
+    effort        how much work the search may do, in proportion; 0 takes the first good plan
+    multiple      executors pad the tokens of a chunk to a multiple of this; costs count the padding
+    open_layers   whether stages may get other numbers of layers than the cost says (lever uneven)
     """
 
     context: int = 0
     levers: frozenset[str] = field(default=TRAINING)
     effort: int = 4
     multiple: int = 1
+    open_layers: bool = False
 
     def __post_init__(self):
         for name in ("context", "effort"):

@@ -4,11 +4,14 @@ Every chunk carries its own K/V gradients from its forward on if it is a split o
 all its tokens. The ledger of the simulator is exact instead: see ir.rules and cost.Cost.
 """
 
+import dataclasses
+
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, KEEP
+from megatron_epp.planner.work import Counts, Work
 
 
 def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
@@ -38,3 +41,24 @@ def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
         - carries * profile.kv_bytes_per_token
     )
     return np.tile(np.maximum(per_token, 0.0) * loads.tokens / cost.spread, (cost.stages, 1))
+
+
+def papers_ledger(work: Work, cost: Cost, loads: Loads, counts: Counts) -> Work:
+    """``work`` with its bytes charged as the paper does, a chunk's K/V gradients from its F on.
+
+    counts   layers recomputed; selective ones free what their saved bytes say
+    """
+    whole = paper_moves(cost, loads)
+    for letter, grid in counts.items():
+        if letter == FULL:
+            freed = paper_freed(cost, loads)
+        else:
+            freed = cost.saved_bytes(KEEP, loads) - cost.saved_bytes(letter, loads)
+        whole[0, 0] -= grid * freed
+        whole[1, 1] -= grid * freed
+    split = np.zeros((3, *whole.shape[1:]))
+    split[:2] = whole
+    held = cost.weight_input_bytes(loads)
+    split[1, 1] -= np.minimum(held, split[1, 1])  # what W still needs stays
+    split[2, 1] = whole[1, 1] - split[1, 1]
+    return dataclasses.replace(work, whole_bytes=whole, split_bytes=split)

@@ -1,18 +1,50 @@
 """Recompute choices for a strict order, from the diagonal program."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL, KEEP
+from megatron_epp.ir import FULL, KEEP, SELECTIVE
 from megatron_epp.planner import diagonal
 from megatron_epp.planner.work import Counts, Work
 
+WHOLE_LAYERS = KEEP + FULL
 
-def freed_bytes(cost: Cost, loads: Loads, letter: str = FULL) -> np.ndarray:
-    """[stages, chunks]: what one more layer with ``letter`` frees from F to B."""
-    row = cost.saved_bytes(KEEP, loads) - cost.saved_bytes(letter, loads)
-    return np.tile(row, (cost.stages, 1))
+
+def ladder(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE) -> str:
+    """The letters worth using, from keeping all to recomputing all: each step frees its bytes at
+    a lower price than the next one (the lower convex hull of seconds over bytes)."""
+    points = [(0.0, 0.0, KEEP)]
+    for letter in (*letters, FULL):
+        freed = float(np.sum(cost.saved_bytes(KEEP, loads) - cost.saved_bytes(letter, loads)))
+        seconds = float(np.sum(cost.recompute_seconds(letter, loads)))
+        if freed > 0:
+            points.append((freed, seconds, letter))
+    points.sort(key=lambda point: (point[0], point[1]))
+    hull: list[tuple[float, float, str]] = []
+    for freed, seconds, letter in points:
+        while hull and hull[-1][1] >= seconds and hull[-1][0] <= freed and hull[-1][2] != KEEP:
+            hull.pop()  # frees less and takes longer
+        while len(hull) >= 2 and _price(hull[-2], hull[-1]) >= _price(
+            hull[-2], (freed, seconds, letter)
+        ):
+            hull.pop()
+        if not hull or freed > hull[-1][0]:
+            hull.append((freed, seconds, letter))
+    return "".join(letter for _, _, letter in hull)
+
+
+def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> float:
+    return (high[1] - low[1]) / max(high[0] - low[0], 1e-9)
+
+
+def freed_bytes(cost: Cost, loads: Loads, steps: str) -> np.ndarray:
+    """[steps, stages, chunks]: what one more layer on each step of a ladder frees from F to B."""
+    saved = np.stack([cost.saved_bytes(letter, loads) for letter in steps])
+    per_step = saved[:-1] - saved[1:]
+    return np.ascontiguousarray(np.repeat(per_step[:, None], cost.stages, axis=1))
 
 
 def diagonal_counts(
@@ -22,19 +54,22 @@ def diagonal_counts(
     least: np.ndarray,
     *,
     integer: bool,
+    steps: str = WHOLE_LAYERS,
     budget_bytes: np.ndarray | None = None,
 ) -> Counts | None:
-    """The fewest layers to recompute in full under the order ``least``; None where none suffice.
+    """The cheapest recompute that fits under the order ``least``; None where none does.
 
     kept           the work where nothing is recomputed
+    steps          letters from KEEP up (:func:`ladder`)
     budget_bytes   per stage beside residents; default: all of it
     """
     budget = kept.budget_bytes if budget_bytes is None else budget_bytes
-    rows = diagonal.rows_of(
-        least, kept.backward_order, kept.whole_bytes, freed_bytes(cost, loads), budget
-    )
+    freed = freed_bytes(cost, loads, steps)
+    rows = diagonal.rows_of(least, kept.backward_order, kept.whole_bytes, freed, budget)
+    if not len(rows.missing_bytes):
+        return {}
     layers = np.array(cost.layers)
-    # A slot reaches from stage s (slot - d) to all stages; its layers are those of the fewest.
+    # A slot reaches through all stages; its layers are at most those of the smallest.
     most = np.full(rows.slots, layers.max(), dtype=np.int64)
     if layers.min() < layers.max():
         slots = np.arange(rows.slots)
@@ -42,8 +77,21 @@ def diagonal_counts(
             behind = cost.stages - 1 - stage
             here = (slots >= behind) & (slots < behind + kept.chunks)
             most[here] = np.minimum(most[here], count)
-    found = diagonal.solve(rows, most, integer=integer)
+    weights = None
+    if len(steps) > 2:
+        seconds = [float(cost.recompute_seconds(letter, loads).mean()) for letter in steps]
+        price = np.maximum(np.diff(seconds), 1e-9 * max(seconds))
+        weights = np.repeat(price / price.max(), rows.slots)
+    found = diagonal.solve(rows, np.tile(most, rows.steps), weights, integer=integer)
     if found is None:
         return None
-    grid = diagonal.spread(found, kept.backward_order, cost.stages)
-    return {FULL: grid.astype(np.float64)} if grid.any() else {}
+    # A layer on a step has taken those below it.
+    taken = np.maximum.accumulate(found.reshape(rows.steps, rows.slots)[::-1])[::-1]
+    grids = [diagonal.spread(step, kept.backward_order, cost.stages) for step in taken]
+    counts = {}
+    for number, letter in enumerate(steps[1:]):
+        above = grids[number + 1] if number + 1 < len(grids) else 0
+        grid = (grids[number] - above).astype(np.float64)
+        if grid.any():
+            counts[letter] = grid
+    return counts

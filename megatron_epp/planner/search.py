@@ -13,13 +13,17 @@ from megatron_epp.planner.budget import Budget
 from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.finish import Batch, Draft
 from megatron_epp.planner.infinipipe import chunkings as alg1_chunkings
+from megatron_epp.planner.infinipipe import group
 from megatron_epp.planner.listing import Listed, list_schedule
 from megatron_epp.planner.memory import most_tokens
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.paper_memory import papers_ledger
 from megatron_epp.planner.recipe import TAPERS, Recipe, cook
-from megatron_epp.planner.recompute import diagonal_counts
+from megatron_epp.planner.recompute import WHOLE_LAYERS, diagonal_counts, ladder
 from megatron_epp.planner.slicing import ideal_chunks
-from megatron_epp.planner.styles import Style, policy, styles, window_law
+from megatron_epp.planner.styles import Style, policy, styles
+from megatron_epp.planner.trim import trimmed
+from megatron_epp.planner.windows import pipelines, shrinking
 from megatron_epp.planner.work import Counts, Work, loads_of, rates_of, work_of
 
 # What making a chunking and solving a program are worth, in simulated ops.
@@ -41,6 +45,7 @@ class Table:
     counts: Counts
     work: Work
     law: np.ndarray
+    pipelines: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,34 +70,70 @@ class Found:
             self.listed.kinds,
             self.listed.chunks,
             self.style.split,
+            self.table.pipelines,
             note=f"{self.name}; {self.style}",
         )
 
 
 class Search:
-    """One batch on one machine, with the levers that are on."""
+    """One batch on one machine, with the levers that are on.
 
-    def __init__(self, batch: Batch, cost: Cost, options: Options):
+    room_bytes   per stage beside residents, if less than all of it
+    """
+
+    def __init__(
+        self, batch: Batch, cost: Cost, options: Options, room_bytes: np.ndarray | None = None
+    ):
         self.batch, self.cost, self.options = batch, cost, options
+        self.levers = options.levers
         self.rates = rates_of(cost)
         self.most = most_tokens(cost)
         self.budget = Budget(options.effort)
         self.split = "wsplit" in options.levers
+        self.room_bytes = room_bytes
         self.known: dict[Recipe, Found | None] = {}
+
+    def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> Work:
+        self.budget.spend(CHUNKING_OPS)
+        work = work_of(self.cost, chunking, loads, counts)
+        if "exact" not in self.levers:
+            work = papers_ledger(work, self.cost, loads, counts)
+        if self.room_bytes is not None:
+            work = dataclasses.replace(work, budget_bytes=self.room_bytes)
+        return work
 
     def table(self, chunking: Chunking) -> Table | None:
         """``chunking`` with just enough recompute for its window law; None where none is."""
         loads = loads_of(chunking, self.batch.lengths, self.options.multiple)
-        law = window_law(chunking.sizes, self.cost.stages, shrinks="window" in self.options.levers)
-        work = work_of(self.cost, chunking, loads, {})
-        self.budget.spend(CHUNKING_OPS)
-        counts = diagonal_counts(self.cost, loads, work, law, integer=False)
+        work = self.work(chunking, loads, {})
+        cuts: tuple[int, ...] = ()
+        if "window" in self.levers:
+            law = shrinking(chunking.sizes, self.cost.stages)
+        else:
+            seconds = work.forward_seconds + work.backward_seconds
+            delta = (self.cost.stages - 1) * float(seconds.mean())
+            grouped = group(chunking, loads, self.cost, work.budget_bytes, delta)
+            if grouped is None:
+                return None
+            cuts = grouped[0]
+            law = pipelines(chunking.sizes, list(cuts), self.cost.stages)
+        steps = ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
+        counts = diagonal_counts(self.cost, loads, work, law, integer=False, steps=steps)
         if counts is None:
             return None
         if counts:
             self.budget.spend(PROGRAM_OPS)
-            work = work_of(self.cost, chunking, loads, counts)
-        return Table(chunking, loads, counts, work, law)
+            work = self.work(chunking, loads, counts)
+        return Table(chunking, loads, counts, work, law, len(cuts) + 1)
+
+    def recomputed(self, found: Found, counts: Counts) -> Found | None:
+        """``found`` with other recompute choices; None where the effort is spent."""
+        if self.budget.spent:
+            return None
+        counts = {letter: grid for letter, grid in counts.items() if grid.any()}
+        work = self.work(found.table.chunking, found.table.loads, counts)
+        table = dataclasses.replace(found.table, counts=counts, work=work)
+        return self.play(table, found.style, found.name)
 
     def play(self, table: Table, style: Style, name: str) -> Found:
         self.budget.spend(table.work.stages * table.work.chunks * (3 if style.split else 2))
@@ -101,7 +142,8 @@ class Search:
         return Found(listed.seconds, listed.over_bytes, table, style, listed, name)
 
     def best_style(self, table: Table, name: str, *, many: bool = False) -> Found:
-        played = [self.play(table, style, name) for style in styles(self.split, many=many)]
+        chosen = styles(self.split, many=many, strict="window" not in self.levers)
+        played = [self.play(table, style, name) for style in chosen]
         return min(played, key=lambda found: found.rank)
 
     def try_recipe(self, recipe: Recipe) -> Found | None:
@@ -115,15 +157,30 @@ class Search:
 
     def run(self) -> Found | None:
         """The best plan of our own, None where no chunking fits."""
-        if "bins" in self.options.levers:
+        if "bins" in self.levers:
             found = self._recipes()
         else:
             found = self._alg1()
         if found is None:
             return None
-        return min(
+        best = min(
             (found, self.best_style(found.table, found.name, many=True)),
             key=lambda option: option.rank,
+        )
+        if "trim" in self.levers and best.table.counts:
+            best = self._trimmed(best)
+        return best
+
+    def _trimmed(self, found: Found) -> Found:
+        slot = np.empty(found.table.chunking.count, dtype=np.int64)
+        slot[found.table.chunking.backward] = np.arange(len(slot))
+        behind = np.arange(self.cost.stages)[::-1]
+        return trimmed(
+            found,
+            lambda at: at.table.counts,
+            lambda counts: self.recomputed(found, counts),
+            lambda at: at.rank,
+            slot[None] + behind[:, None],
         )
 
     def _alg1(self) -> Found | None:
@@ -135,7 +192,7 @@ class Search:
                 options.append((table, note))
         if not options:
             return None
-        if "chunks" not in self.options.levers:
+        if "chunks" not in self.levers:
             options = [min(options, key=lambda option: self._predicted(option[0]))]
         played = [self.best_style(table, note) for table, note in options]
         return min(played, key=lambda found: found.rank)
@@ -149,7 +206,7 @@ class Search:
     def _recipes(self) -> Found | None:
         total = float(self.rates.document_seconds(self.batch.lengths).sum())
         ideal = ideal_chunks(total, self.rates, self.cost.stages)
-        factors = GRID if "chunks" in self.options.levers else (1.0,)
+        factors = GRID if "chunks" in self.levers else (1.0,)
         whole = self.budget.left
         grid = []
         # From the middle outwards, so that a small effort sees the likely ones.
@@ -163,7 +220,7 @@ class Search:
                 break
         if not grid:
             return None
-        if "search" not in self.options.levers:
+        if "search" not in self.levers:
             return min(grid, key=lambda found: found.rank)
         return self._climb(whole)
 
@@ -190,7 +247,7 @@ class Search:
         here = self.known[recipe]
         assert here is not None
         best, best_rank = None, here.rank
-        for neighbour in neighbours(recipe, fixed_count="chunks" not in self.options.levers):
+        for neighbour in neighbours(recipe, fixed_count="chunks" not in self.levers):
             if self.budget.left <= whole * (1 - CLIMB_SHARE):
                 break
             found = self.try_recipe(neighbour)

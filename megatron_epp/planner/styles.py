@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.planner.listing import Policy
-from megatron_epp.planner.windows import constant, shrinking, whole_groups
+from megatron_epp.planner.windows import whole_groups
 from megatron_epp.planner.work import Work
 
 
@@ -36,9 +36,17 @@ class Style:
         return " ".join(words)
 
 
-def styles(split: bool, *, many: bool) -> Iterator[Style]:
-    """Those worth playing: a few for every chunking, or many for the best."""
+def styles(split: bool, *, many: bool, strict: bool = False) -> Iterator[Style]:
+    """Those worth playing: a few for every chunking, or many for the best.
+
+    strict   only those that keep to the window law
+    """
     yield Style(strict=True)
+    if strict:
+        if split:
+            for held in (0.0, 1.0, 4.0) if many else (1.0,):
+                yield Style(True, True, held, 0.6)
+        return
     if not split:
         for lead in (-1, 0, 1, 2, 4, 8) if many else (0, 2):
             yield Style(strict=False, lead=lead)
@@ -47,16 +55,14 @@ def styles(split: bool, *, many: bool) -> Iterator[Style]:
     yield Style(strict=False, split=True, held=np.inf, patience=0.8)
     yield Style(strict=False, split=True, held=1.0, patience=0.3)
     if many:
+        for lead in (0, 2):
+            yield Style(strict=False, lead=lead)
         for held in (0.0, 1.0, 2.0, 4.0, 8.0, np.inf):
             for patience in (0.0, 0.3, 0.6, 1.0):
                 yield Style(False, True, held, patience)
             for lead in (-2, 1, 4):
                 yield Style(False, True, held, 0.6, lead)
             yield Style(True, True, held, 0.6)
-
-
-def window_law(sizes: np.ndarray, stages: int, *, shrinks: bool) -> np.ndarray:
-    return shrinking(sizes, stages) if shrinks else constant(sizes, stages)
 
 
 def policy(style: Style, work: Work, sizes: np.ndarray, law: np.ndarray) -> Policy:

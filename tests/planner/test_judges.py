@@ -84,7 +84,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     )
     budget = alone.peak_bytes * random.uniform(0.55, 0.9)
     rows = diagonal.rows_of(
-        law, work.backward_order, work.whole_bytes, freed_bytes(cost, loads), budget
+        law, work.backward_order, work.whole_bytes, freed_bytes(cost, loads, "kf"), budget
     )
     assert len(rows.missing_bytes)
     most = np.full(rows.slots, min(cost.layers))
@@ -112,7 +112,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
 
 def test_the_diagonal_program_says_when_nothing_helps() -> None:
     rows = diagonal.Rows(
-        2, np.array([0, 2]), np.array([0, 1]), np.array([1.0, 1.0]), np.array([100.0])
+        2, 1, np.array([0, 2]), np.array([0, 1]), np.array([1.0, 1.0]), np.array([100.0])
     )
     assert diagonal.solve(rows, np.array([3, 3])) is None
     assert diagonal.solve(rows, np.array([60, 60])).sum() == 100
