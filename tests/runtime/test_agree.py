@@ -1,0 +1,48 @@
+"""All ranks run one plan, or none does."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.runtime.world import run
+
+TEXT = "plan v1 with an umlaut: ü\n" * 300
+
+
+def several(rank: int) -> dict[str, Any]:
+    """What ``share`` and ``agree`` do on this rank, one case after the other."""
+    from megatron_epp.ir import PlanError
+    from megatron_epp.runtime.agree import agree, share
+
+    group = dist.group.WORLD
+
+    def told(function, *arguments) -> str | None:
+        try:
+            return function(*arguments, group)
+        except PlanError as error:
+            return f"PlanError: {error}"
+
+    return {
+        "shared": told(share, TEXT if rank == 0 else None, None),
+        "empty": told(share, "" if rank == 0 else None, None),
+        "refused": told(share, None, "no plan for you" if rank == 0 else None),
+        "shared again": told(share, "next" if rank == 0 else None, None),
+        "agreed": told(agree, TEXT, "iteration 1"),
+        "one differs": told(agree, "other" if rank == 2 else TEXT, "iteration 2"),
+        "two differ": told(agree, TEXT if rank == 0 else f"mine {rank}", "iteration 3"),
+        "agreed again": told(agree, TEXT, "iteration 4"),
+    }
+
+
+def test_what_every_rank_hears(tmp_path) -> None:
+    heard = run(3, several, tmp_path)
+    assert heard[0] == heard[1] == heard[2]  # also the errors: nobody is left waiting
+    one = heard[0]
+    assert one["shared"] == TEXT
+    assert one["empty"] == ""
+    assert one["refused"] == "PlanError: no plan for you"
+    assert one["shared again"] == "next"
+    assert one["agreed"] is None and one["agreed again"] is None
+    assert one["one differs"].startswith("PlanError: iteration 2: ranks 2 hold digest ")
+    assert "expected the same plan everywhere" in one["one differs"]
+    assert one["two differ"].startswith("PlanError: iteration 3: ranks 1 2 hold digest ")

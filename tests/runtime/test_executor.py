@@ -1,0 +1,280 @@
+"""The executor on a pipeline of plain linear stages: numbers, messages, records, lost peers."""
+
+import os
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_epp.ir import Chunk, Kind, Op, Payload, Plan, PlanError, Timed, Transfer, check, lower
+from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.runtime.clock import HostClock
+from megatron_epp.runtime.executor import Executor, LinkLost, Waiting
+from megatron_epp.runtime.link import Links
+from megatron_epp.runtime.meter import NoMeter
+from megatron_epp.runtime.store import Store
+from tests.runtime.world import run
+
+WIDTH = 6
+
+
+def weight(stage: int) -> Tensor:
+    generator = torch.Generator().manual_seed(stage)
+    return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def rows(chunk: int, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + chunk)
+    return torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
+
+
+class Linear:
+    """A stage y = x W whose loss, on the last stage, is half the square of y. By hand, no autograd.
+
+    ``at``: called before each op.
+    """
+
+    def __init__(self, plan: Plan, stage: int, at=lambda op: None):
+        self.plan, self.stage, self.at = plan, stage, at
+        self.weight, self.gradient = weight(stage), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
+        self.inputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.aside: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        self.at(Op(Kind.FORWARD, chunk))
+        assert (received is None) == (self.stage == 0)
+        x = rows(chunk, self.plan.chunks[chunk].tokens) if received is None else received
+        self.inputs[chunk] = x
+        y = x @ self.weight
+        if self.stage == self.plan.stages - 1:
+            self.outputs[chunk] = y
+            return None
+        return y
+
+    def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        self.at(Op(Kind.INPUT, chunk))
+        grad = self.outputs.pop(chunk) if gradient is None else gradient
+        self.aside[chunk] = self.inputs.pop(chunk), grad
+        return None if self.stage == 0 else grad @ self.weight.T
+
+    def weight_backward(self, chunk: int) -> None:
+        x, grad = self.aside.pop(chunk)
+        self.gradient += x.T @ grad
+
+    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        handed_back = self.input_backward(chunk, gradient)
+        self.weight_backward(chunk)
+        return handed_back
+
+    def abandon(self) -> None:
+        self.inputs.clear()
+
+
+def execute(plan: Plan, stage: int, groups: dict, compute: Any, iteration: int = 1):
+    """(records, links, compute) of one iteration."""
+    program = lower(plan)[stage]
+    waiting = Waiting(stage)
+    waiting.iteration = iteration
+    clock = HostClock()
+    clock.start()
+    shape = lambda chunk: (plan.chunks[chunk].tokens, WIDTH)  # noqa: E731
+    links = Links(program, groups, shape, torch.float64, torch.device("cpu"))
+    executor = Executor(program, compute, links, Store({}), clock, NoMeter(), waiting)
+    return executor.run(), links
+
+
+def expected(plan: Plan) -> list[Tensor]:
+    """Every stage's gradient, in one process with autograd."""
+    weights = [weight(stage).requires_grad_() for stage in range(plan.stages)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for chunk, what in enumerate(plan.chunks):
+        x = rows(chunk, what.tokens)
+        for w in weights:
+            x = x @ w
+        loss = loss + (x * x).sum() / 2
+    return list(torch.autograd.grad(loss, weights))
+
+
+def plans(stages: int) -> list[Plan]:
+    made = []
+    for seed in range(12):
+        random = Random(seed)
+        lengths = [random.randint(1, 20) for _ in range(random.randint(1, 6))]
+        share = (0.0, 0.5, 1.0)[seed % 3]
+        made.append(arbitrary_plan(lengths, (1,) * stages, random, split_backward=share))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one plan on one stage; ``kept``: what the stage still holds for its chunks."""
+
+    gradient: numpy.ndarray
+    records: tuple[Timed, ...]
+    sent: int
+    received: int
+    kept: int
+
+
+def run_plans(rank: int, stages: int) -> list[Outcome]:
+    """Every plan of ``plans``, one iteration after the other over the same groups."""
+    groups: dict = {}
+    if stages > 1:
+        import torch.distributed as dist
+
+        groups = {payload: dist.new_group(group_desc=payload.name) for payload in Payload}
+    outcomes = []
+    for iteration, plan in enumerate(plans(stages)):
+        compute = Linear(plan, rank)
+        records, links = execute(plan, rank, groups, compute, iteration)
+        kept = len(compute.inputs) + len(compute.outputs) + len(compute.aside)
+        gradient = compute.gradient.numpy()
+        outcomes.append(Outcome(gradient, records, links.sent, links.received, kept))
+    return outcomes
+
+
+def compare(found: list[list[Outcome]]) -> None:
+    """Every stage's outcomes with autograd's gradients, and with the programs."""
+    stages = len(found)
+    for iteration, plan in enumerate(plans(stages)):
+        programs, right = lower(plan), expected(plan)
+        for stage in range(stages):
+            one = found[stage][iteration]
+            assert abs(right[stage].numpy() - one.gradient).max() < 1e-9
+            assert one.kept == 0
+            # One record per op and transfer, in the program's order, one after the other.
+            assert [record.op for record in one.records] == list(programs[stage])
+            times = [time for record in one.records for time in (record.start, record.stop)]
+            assert times == sorted(times)
+            kinds = [op.kind for op in programs[stage] if isinstance(op, Transfer)]
+            assert one.sent == kinds.count(Kind.SEND)
+            assert one.received == kinds.count(Kind.RECEIVE)
+
+
+def test_random_plans_over_real_links(tmp_path) -> None:
+    found = run(3, run_plans, tmp_path, 3)
+    assert all(isinstance(one, list) for one in found), found
+    compare(found)
+
+
+def test_random_plans_on_one_stage() -> None:
+    compare([run_plans(0, 1)])
+
+
+# ------------------------------------------------------------------ a peer that is gone
+
+TWO = Plan.parse("""\
+plan v1
+documents 4 5
+layers 1 1
+chunk 0: 0[0:4]
+chunk 1: 1[0:5]
+stage 0: F0 F1 B0 B1
+stage 1: F0 B0 F1 B1
+""")
+
+
+def lose_a_peer(rank: int) -> str:
+    """Stage 1 dies at B0, when stage 0 has sent both chunks and waits for the first gradient."""
+    import torch.distributed as dist
+
+    groups = {payload: dist.new_group() for payload in Payload}
+
+    def die(op: Op) -> None:
+        if rank == 1 and op == Op(Kind.INPUT, 0):
+            os._exit(7)
+
+    try:
+        execute(TWO, rank, groups, Linear(TWO, rank, die), iteration=9)
+    except LinkLost as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_who_loses_a_peer_says_what_it_waited_for(tmp_path) -> None:
+    survivor, dead = run(2, lose_a_peer, tmp_path)
+    assert dead == 7
+    assert survivor.startswith("stage 0, iteration 9: waited for RECV:B0<1 for ")
+    assert "; the link is lost: " in survivor and "\n" not in survivor
+
+
+# ------------------------------------------------------------------ what is our own bug
+
+ALONE = Plan.parse("""\
+plan v1
+documents 4
+layers 1
+chunk 0: 0[0:4]
+stage 0: F0 B0
+""")
+
+
+class Hoarder(Linear):
+    """Keeps K and V behind the iteration."""
+
+    store: Store
+
+    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        kv = torch.ones(4, 1, 2)
+        self.store.append(0, 0, 0, kv, kv)
+        return super().backward(chunk, gradient)
+
+
+def test_the_store_must_be_empty() -> None:
+    compute = Hoarder(ALONE, 0)
+    compute.store = Store({0: 4})
+    program = lower(ALONE)[0]
+    clock = HostClock()
+    clock.start()
+    links = Links(program, {}, lambda chunk: (), torch.float64, torch.device("cpu"))
+    executor = Executor(program, compute, links, compute.store, clock, NoMeter(), Waiting(0))
+    with pytest.raises(AssertionError, match="1 K/V buffers outlive the iteration"):
+        executor.run()
+
+
+def test_a_tensor_for_nobody_is_noticed() -> None:
+    class Generous(Linear):
+        def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+            super().backward(chunk, gradient)
+            return torch.ones(4, WIDTH)  # the first stage has nobody to hand it to
+
+    with pytest.raises(AssertionError, match="a tensor was received or made for nobody"):
+        execute(ALONE, 0, {}, Generous(ALONE, 0))
+
+
+def test_a_tensor_of_another_shape_is_not_sent() -> None:
+    program = lower(TWO)[1]
+    links = Links((), {}, lambda chunk: (4, WIDTH), torch.float64, torch.device("cpu"))
+    message = next(op.message for op in program if op.kind is Kind.SEND)
+    with pytest.raises(AssertionError, match=r"\(3, 6\), not \(4, 6\)"):
+        links.send(message, torch.ones(3, WIDTH))
+
+
+# ------------------------------------------------------------------ the order on a link
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_both_ends_of_a_link_name_its_messages_in_one_order(seed) -> None:
+    """Stages order their chunks as they like; what differs is received early and waits."""
+    plan = arbitrary_plan([9, 14, 3, 20], (1, 1, 1, 1), Random(seed), split_backward=0.3)
+    programs = lower(plan)
+    transfers = [op for program in programs for op in program if isinstance(op, Transfer)]
+    for link in {op.message.link for op in transfers}:
+        sent = [op.message for op in transfers if op.kind is Kind.SEND and op.message.link == link]
+        got = [
+            op.message for op in transfers if op.kind is Kind.RECEIVE and op.message.link == link
+        ]
+        assert sent == got
+        assert len(set(sent)) == len(sent)
+
+
+def test_a_plan_that_waits_for_itself_is_refused_before_it_runs() -> None:
+    orders = (tuple(map(Op.parse, ["B0", "F0"])),)
+    plan = Plan((4,), (1,), (Chunk.parse(["0[0:4]"]),), (("k",),), orders)
+    with pytest.raises(PlanError, match="stage 0 at B0: lacks F0 of stage 0"):
+        check(plan)

@@ -1,0 +1,72 @@
+"""A small gloo world for tests: one spawned process per rank runs a function and reports."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60.0
+
+
+def run(ranks: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """``function(rank, *arguments)`` on every rank of a world; its results, or its exception as
+    text. A rank that ended otherwise gives its exit status, as an int.
+    """
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank, args=(theirs, rank, ranks, folder / "meeting", function, arguments)
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [_result(pipe, process) for pipe, process in zip(pipes, processes, strict=True)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _result(pipe: Any, process: Any) -> Any:
+    assert wait([pipe], SECONDS), "a rank stayed silent"
+    try:
+        return pipe.recv()
+    except EOFError:
+        process.join(SECONDS)
+        return process.exitcode
+
+
+def _rank(pipe: Any, rank: int, ranks: int, meeting: Path, function: Any, arguments: Any) -> None:
+    import os
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting.as_uri(),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    try:
+        result = function(rank, *arguments)
+    except Exception as error:
+        traceback.print_exc()
+        result = f"{type(error).__name__}: {error}"
+    pipe.send(result)
+    # The peers may still be talking; they are ended by whoever reads the results.
+    pipe.close()
+    process = multiprocessing.current_process()
+    assert process is not None
+    import time
+
+    time.sleep(SECONDS)
