@@ -109,8 +109,32 @@ def _rows(least, backward_order, slot_of, moves, freed, budget):
     return starts, slots, values, missing
 
 
+class Solver:
+    """One instance of HiGHS for many programs: setting it up takes longer than most of them."""
+
+    def __init__(self) -> None:
+        self.highs = highspy.Highs()
+        self.highs.setOptionValue("output_flag", False)
+        self.highs.setOptionValue("threads", 1)
+        self.highs.setOptionValue("mip_rel_gap", MIP_GAP)
+        self.highs.setOptionValue("mip_max_nodes", MIP_NODES)
+
+    def run(self, model: highspy.HighsLp) -> np.ndarray:
+        self.highs.clearModel()
+        # Relaxations are too small to gain from presolve; integer programs do gain.
+        self.highs.setOptionValue("presolve", "on" if len(model.integrality_) else "off")
+        self.highs.passModel(model)
+        self.highs.run()
+        return np.array(self.highs.getSolution().col_value)
+
+
 def solve(
-    rows: Rows, most: np.ndarray, weights: np.ndarray | None = None, *, integer: bool = True
+    solver: Solver,
+    rows: Rows,
+    most: np.ndarray,
+    weights: np.ndarray | None = None,
+    *,
+    integer: bool = True,
 ) -> np.ndarray | None:
     """Layers per column, cheapest in sum; None where even the upper bounds are too little.
 
@@ -140,14 +164,7 @@ def solve(
     model.a_matrix_.value_ = rows.freed * scale
     if integer:
         model.integrality_ = [highspy.HighsVarType.kInteger] * rows.columns
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
-    solver.setOptionValue("mip_rel_gap", MIP_GAP)
-    solver.setOptionValue("mip_max_nodes", MIP_NODES)
-    solver.passModel(model)
-    solver.run()
-    solution = np.array(solver.getSolution().col_value)
+    solution = solver.run(model)
     if len(solution) != rows.columns:
         return None
     # A tolerance of the solver may leave a row short by a hair: then the rounding repairs it.

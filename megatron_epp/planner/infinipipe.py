@@ -20,6 +20,7 @@ from megatron_epp.ir import FULL, Kind
 from megatron_epp.planner import diagonal
 from megatron_epp.planner.buckets import alg1
 from megatron_epp.planner.chunking import Chunking, assemble
+from megatron_epp.planner.diagonal import Solver
 from megatron_epp.planner.finish import Batch, Draft, finish
 from megatron_epp.planner.listing import Listed, list_schedule
 from megatron_epp.planner.memory import most_tokens, require_fit
@@ -64,13 +65,14 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
 def draft(batch: Batch, cost: Cost, options: Options) -> Played:
     """As :func:`plan`, before it is checked and played."""
     budget = _room(cost)
+    solver = Solver()
     chosen = None
     for _ in range(TIGHTENINGS):
-        found = best_candidate(batch, cost, options, budget)
+        found = best_candidate(solver, batch, cost, options, budget)
         if found is None:
             break
         chosen = found
-        played = _played(chosen, cost, budget)
+        played = _played(solver, chosen, cost, budget)
         if played is None:
             break
         drafted, peak_bytes = played
@@ -117,7 +119,7 @@ def _equal_tokens(shorts: np.ndarray, rates: Rates, target: float) -> int:
 
 
 def best_candidate(
-    batch: Batch, cost: Cost, options: Options, budget: np.ndarray
+    solver: Solver, batch: Batch, cost: Cost, options: Options, budget: np.ndarray
 ) -> Candidate | None:
     """The chunking and grouping with the least predicted time, None where none fits."""
     rates = rates_of(cost)
@@ -129,7 +131,8 @@ def best_candidate(
         delta = (cost.stages - 1) * work / chunking.count
         if best is not None and work + delta >= best.seconds:
             continue  # recompute and more pipelines only add
-        grouped = group(chunking, loads, cost, budget, delta)
+        below = np.inf if best is None else best.seconds - work
+        grouped = group(solver, chunking, loads, cost, budget, delta, below)
         if grouped is None:
             continue
         cuts, overhead = grouped
@@ -139,40 +142,49 @@ def best_candidate(
 
 
 def group(
-    chunking: Chunking, loads: Loads, cost: Cost, budget: np.ndarray, delta: float
+    solver: Solver,
+    chunking: Chunking,
+    loads: Loads,
+    cost: Cost,
+    budget: np.ndarray,
+    delta: float,
+    below: float = np.inf,
 ) -> tuple[tuple[int, ...], float] | None:
     """Eq. 14: which split counts share a pipeline; the cuts between groups, and the seconds of
-    all deltas and recompute. None where no grouping fits.
+    all deltas and recompute. None where no grouping fits, or none takes less than ``below``.
 
     Groups stand in falling order of their split counts, so a pipeline is a run of them.
     """
     sizes = chunking.sizes
     borders = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+    last = len(borders) - 1
+    layer_seconds = _layer_seconds(cost, loads)
+    ledger = Ledger.of(cost, loads)
 
-    def pipeline(first: int, stop: int) -> float:
-        """delta + T_ckpt of groups borders[first] to borders[stop]; infinite if it cannot fit."""
-        layers = recompute_layers(
-            chunking, loads, cost, budget, borders[first], borders[stop], integer=False
-        )
-        if layers is None:
-            return np.inf
-        return delta + _layer_seconds(cost, loads) * float(layers.sum())
+    def recompute(first: int, stop: int) -> float:
+        """T_ckpt of groups borders[first] to borders[stop]; infinite if it cannot fit."""
+        begin, end = borders[first], borders[stop]
+        layers = recompute_layers(solver, chunking, ledger, cost, budget, begin, end, integer=False)
+        return np.inf if layers is None else layer_seconds * float(layers.sum())
 
-    whole = pipeline(0, len(borders) - 1)
-    if whole <= 2 * delta:
-        return (), whole  # two pipelines cost two deltas at least
-    least = [0.0] + [np.inf] * (len(borders) - 1)
-    came = [0] * len(borders)
-    for stop in range(1, len(borders)):
-        for first in range(stop):
-            if least[first] + delta >= least[stop]:
+    whole = recompute(0, last)
+    if whole <= delta:
+        return (), delta + whole  # two pipelines cost two deltas at least
+    least = [0.0] + [np.inf] * last
+    came = [0] * (last + 1)
+    for stop in range(1, last + 1):
+        # A longer run needs no less recompute, so the first that cannot win ends the row.
+        for first in range(stop - 1, -1, -1):
+            if least[first] + delta >= min(least[stop], below):
                 continue
-            taken = whole if stop - first == len(borders) - 1 else pipeline(first, stop)
-            if least[first] + taken < least[stop]:
-                least[stop], came[stop] = least[first] + taken, first
+            taken = whole if stop - first == last else recompute(first, stop)
+            if delta + taken >= min(least[stop], below):
+                break
+            if least[first] + delta + taken < least[stop]:
+                least[stop], came[stop] = least[first] + delta + taken, first
     if least[-1] == np.inf:
         return None
-    cuts, at = [], len(borders) - 1
+    cuts, at = [], last
     while at:
         at = came[at]
         if at:
@@ -180,9 +192,22 @@ def group(
     return tuple(reversed(cuts)), least[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """The paper's bytes of a chunking: as planner.paper_memory."""
+
+    moves: np.ndarray
+    freed: np.ndarray
+
+    @classmethod
+    def of(cls, cost: Cost, loads: Loads) -> "Ledger":
+        return cls(paper_moves(cost, loads), paper_freed(cost, loads))
+
+
 def recompute_layers(
+    solver: Solver,
     chunking: Chunking,
-    loads: Loads,
+    ledger: Ledger,
     cost: Cost,
     budget: np.ndarray,
     first: int,
@@ -193,18 +218,15 @@ def recompute_layers(
     """C of eqs 18 to 20 for the pipeline of groups first to stop."""
     begin, end = chunking.starts[first], chunking.starts[stop]
     sizes = chunking.sizes[first:stop]
-    starts = np.concatenate(([0], np.cumsum(sizes)))
-    group_of = np.repeat(np.arange(len(sizes)), sizes)
-    backward = starts[group_of] + starts[group_of + 1] - 1 - np.arange(end - begin)
     rows = diagonal.rows_of(
         pipelines(sizes, [], cost.stages),
-        backward,
-        np.ascontiguousarray(paper_moves(cost, loads)[..., begin:end]),
-        np.ascontiguousarray(paper_freed(cost, loads)[None, :, begin:end]),
+        chunking.backward[begin:end] - begin,
+        np.ascontiguousarray(ledger.moves[..., begin:end]),
+        np.ascontiguousarray(ledger.freed[None, :, begin:end]),
         budget,
     )
     most = np.full(rows.slots, min(cost.layers), dtype=np.int64)
-    return diagonal.solve(rows, most, integer=integer)
+    return diagonal.solve(solver, rows, most, integer=integer)
 
 
 def _layer_seconds(cost: Cost, loads: Loads) -> float:
@@ -213,14 +235,15 @@ def _layer_seconds(cost: Cost, loads: Loads) -> float:
 
 
 def _played(
-    candidate: Candidate, cost: Cost, budget: np.ndarray
+    solver: Solver, candidate: Candidate, cost: Cost, budget: np.ndarray
 ) -> tuple[Played, np.ndarray] | None:
     """The plan of ``candidate`` with integer recompute, and its exact peaks by stage."""
     chunking, loads = candidate.chunking, candidate.loads
+    ledger = Ledger.of(cost, loads)
     edges = [0, *candidate.cuts, chunking.groups]
     grid = np.zeros((cost.stages, chunking.count))
     for first, stop in itertools.pairwise(edges):
-        layers = recompute_layers(chunking, loads, cost, budget, first, stop, integer=True)
+        layers = recompute_layers(solver, chunking, ledger, cost, budget, first, stop, integer=True)
         if layers is None:
             return None
         begin, end = chunking.starts[first], chunking.starts[stop]

@@ -48,6 +48,7 @@ def freed_bytes(cost: Cost, loads: Loads, steps: str) -> np.ndarray:
 
 
 def diagonal_counts(
+    solver: diagonal.Solver,
     cost: Cost,
     loads: Loads,
     kept: Work,
@@ -82,7 +83,7 @@ def diagonal_counts(
         seconds = [float(cost.recompute_seconds(letter, loads).mean()) for letter in steps]
         price = np.maximum(np.diff(seconds), 1e-9 * max(seconds))
         weights = np.repeat(price / price.max(), rows.slots)
-    found = diagonal.solve(rows, np.tile(most, rows.steps), weights, integer=integer)
+    found = diagonal.solve(solver, rows, np.tile(most, rows.steps), weights, integer=integer)
     if found is None:
         return None
     # A layer on a step has taken those below it.

@@ -11,6 +11,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.planner.budget import Budget
 from megatron_epp.planner.chunking import Chunking
+from megatron_epp.planner.diagonal import Solver
 from megatron_epp.planner.finish import Batch, Draft
 from megatron_epp.planner.infinipipe import chunkings as alg1_chunkings
 from megatron_epp.planner.infinipipe import group
@@ -89,6 +90,7 @@ class Search:
         self.rates = rates_of(cost)
         self.most = most_tokens(cost)
         self.budget = Budget(options.effort)
+        self.solver = Solver()
         self.split = "wsplit" in options.levers
         self.room_bytes = room_bytes
         self.known: dict[Recipe, Found | None] = {}
@@ -112,13 +114,15 @@ class Search:
         else:
             seconds = work.forward_seconds + work.backward_seconds
             delta = (self.cost.stages - 1) * float(seconds.mean())
-            grouped = group(chunking, loads, self.cost, work.budget_bytes, delta)
+            grouped = group(self.solver, chunking, loads, self.cost, work.budget_bytes, delta)
             if grouped is None:
                 return None
             cuts = grouped[0]
             law = pipelines(chunking.sizes, list(cuts), self.cost.stages)
         steps = ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
-        counts = diagonal_counts(self.cost, loads, work, law, integer=False, steps=steps)
+        counts = diagonal_counts(
+            self.solver, self.cost, loads, work, law, integer=False, steps=steps
+        )
         if counts is None:
             return None
         if counts:

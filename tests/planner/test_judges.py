@@ -88,7 +88,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     )
     assert len(rows.missing_bytes)
     most = np.full(rows.slots, min(cost.layers))
-    ours = diagonal.solve(rows, most)
+    ours = diagonal.solve(diagonal.Solver(), rows, most)
     matrix = np.zeros((len(rows.missing_bytes), rows.slots))
     for row in range(len(rows.missing_bytes)):
         for entry in range(rows.starts[row], rows.starts[row + 1]):
@@ -105,7 +105,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
         return
     assert (matrix @ ours >= rows.missing_bytes * (1 - 1e-9)).all()
     assert judge.fun - 1e-6 <= ours.sum() <= np.floor(judge.fun * 1.021 + 1)
-    relaxed = diagonal.solve(rows, most, integer=False)
+    relaxed = diagonal.solve(diagonal.Solver(), rows, most, integer=False)
     assert relaxed is not None
     assert (matrix @ relaxed >= rows.missing_bytes * (1 - 1e-9)).all()
 
@@ -114,8 +114,8 @@ def test_the_diagonal_program_says_when_nothing_helps() -> None:
     rows = diagonal.Rows(
         2, 1, np.array([0, 2]), np.array([0, 1]), np.array([1.0, 1.0]), np.array([100.0])
     )
-    assert diagonal.solve(rows, np.array([3, 3])) is None
-    assert diagonal.solve(rows, np.array([60, 60])).sum() == 100
+    assert diagonal.solve(diagonal.Solver(), rows, np.array([3, 3])) is None
+    assert diagonal.solve(diagonal.Solver(), rows, np.array([60, 60])).sum() == 100
 
 
 @pytest.mark.parametrize("seed", range(8))
