@@ -1,1 +1,34 @@
 """Elastic Pipeline Parallelism for Megatron-LM: plans made for the documents of every iteration."""
+
+from typing import Any
+
+
+def add_arguments(parser: Any) -> Any:
+    """Add the ``--epp`` flags to Megatron's parser: an ``extra_args_provider`` for scripts of your
+    own."""
+    from megatron_epp.mcore.config import add_arguments
+
+    return add_arguments(parser)
+
+
+def install(args: Any, model_config: Any) -> tuple[Any, Any]:
+    """Put elastic pipelines into Megatron's trainer; for entry scripts of your own.
+
+    Call it between reading the flags and ``pretrain``: ``args`` are Megatron's, with those of
+    :func:`add_arguments`; ``model_config`` is what ``gpt_config_from_args`` made of them. Returns
+    the forward step and the data provider to hand to ``pretrain``. On a host without a GPU call
+    :func:`prepare_host` before the first import of Megatron. A ValueError says in one line what
+    cannot run.
+    """
+    from megatron_epp.mcore import elastic, seams
+
+    seams.install(seams.ALWAYS_SEAMS)
+    seams.install(seams.EPP_SEAMS)
+    return elastic.setup(args, model_config)
+
+
+def prepare_host() -> bool:
+    """Make Megatron run on a host without a GPU; returns whether this is one."""
+    from megatron_epp.mcore import host
+
+    return host.install_cpu_host()
