@@ -260,9 +260,8 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
     )
     profile = fitted.profile
     workspace, last_workspace, again = _workspaces(every)
-    kv = 2 * config.kv_channels * max(
-        1, config.num_query_groups // config.tensor_model_parallel_size
-    )  # fmt: skip
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    kv = 2 * config.kv_channels * max(1, config.num_query_groups // ranks)
     gradient = torch.promote_types(config.params_dtype, torch.float32)
     source = "; ".join(f"{what} {quality}" for what, quality in fitted.quality.items())
     profile = dataclasses.replace(

@@ -50,7 +50,7 @@ class Trial:
             if value < least:
                 flag = "--timeout" if name == "patience_seconds" else f"--{name}"
                 raise ValueError(f"{flag} {value}: expected at least {least}")
-        for name in ("pp", "tp", "dp"):
+        for name in ("pp", "tp", "dp", "cp"):
             if getattr(self.degrees, name) < 1:
                 raise ValueError(f"--{name} {getattr(self.degrees, name)}: expected at least 1")
 
@@ -251,6 +251,7 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
     parser.add_argument("--pp", type=int, help="pipeline stages (default: the model flags', or 2)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks (default: flags', or 1)")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel replicas (default: 1)")
+    parser.add_argument("--cp", type=int, help="context-parallel ranks (default: flags', or 1)")
     parser.add_argument("--batches", type=int, default=20, help="global batches (default: 20)")
     parser.add_argument("--seed", type=int, default=1234, help="of documents, plans and weights")
     parser.add_argument(
@@ -271,6 +272,7 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         _first(chosen.pp, own.pipeline_model_parallel_size, 1 if flags else 2),
         _first(chosen.tp, own.tensor_model_parallel_size, 1),
         chosen.dp,
+        _first(chosen.cp, own.context_parallel_size, 1),
     )
     models = (tuple(flags),) if flags else _defaults(degrees)
     return Trial(degrees, models, chosen.batches, chosen.seed, chosen.overlap, chosen.timeout)
@@ -284,6 +286,7 @@ def _degree_flags() -> _Parser:
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--pipeline-model-parallel-size", type=int)
     parser.add_argument("--tensor-model-parallel-size", type=int)
+    parser.add_argument("--context-parallel-size", type=int)
     return parser
 
 

@@ -73,6 +73,7 @@ OVERLAP: dict[str, Any] = {
 _NOT_PLAIN: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
     "sequence_parallel": False,
     "use_distributed_optimizer": False,
     "overlap_grad_reduce": False,

@@ -19,6 +19,7 @@ from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
 
 from megatron_epp.mcore import stock
+from megatron_epp.mcore.spec import allow_context_parallelism
 
 Hook = Callable[[list[Any]], list[Any]]
 
@@ -42,6 +43,7 @@ def begin(args: Namespace, seed: int) -> None:
     mpu.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         get_embedding_ranks=stock.embedding_ranks,
         create_gloo_process_groups=args.use_gloo_process_groups,
@@ -63,6 +65,8 @@ def elastic_model(args: Namespace, hook: Hook) -> Any:
     ``hook`` is its pre-wrap hook.
     """
     description = gpt_config_from_args(args)
+    if args.context_parallel_size > 1:
+        allow_context_parallelism(description)
     description.pre_wrap_hooks.append(hook)
     (model,) = description.get_builder_cls()(description).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),

@@ -105,7 +105,7 @@ class Rank:
         )
 
     def _run(self, drawn: Drawn, forward_only: bool) -> tuple[float, float]:
-        """(loss summed over tokens, tokens) of this replica, where this rank reports it."""
+        """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""
         self.model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):
             reports = self.schedule(
@@ -117,7 +117,7 @@ class Rank:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        if not reports or not self.schedule.groups.leads:
+        if not reports or mpu.get_tensor_model_parallel_rank():
             return 0.0, 0.0
         total, tokens = reports[0]["lm loss"].tolist()
         return total, tokens
@@ -151,14 +151,13 @@ class Rank:
         return problems
 
     def _planned(self, plan: Plan, program: Program) -> list[Transferred]:
-        sequence_parallel = self.args.sequence_parallel
-        multiple = self.args.tensor_model_parallel_size if sequence_parallel else 1
         planned = []
         for op in program:
             if not isinstance(op, Transfer):
                 continue
             message = op.message
-            rows = -(-plan.chunks[message.chunk].tokens // multiple)
+            share = self.schedule.share
+            rows = share.message(share.padded(plan.chunks[message.chunk].tokens))
             sends = op.kind is Kind.SEND
             planned.append(
                 Transferred(

@@ -22,18 +22,20 @@ UNEVEN_LAYERS = 3  # at most, of a stage where the stages differ; else 2
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Pipeline stages, tensor-parallel ranks, data-parallel replicas."""
+    """Pipeline stages, tensor-parallel ranks, data-parallel replicas, context-parallel ranks."""
 
     pp: int
     tp: int
     dp: int
+    cp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.tp * self.dp
+        return self.pp * self.tp * self.cp * self.dp
 
     def __str__(self) -> str:
-        return f"PP {self.pp}, TP {self.tp}, DP {self.dp}"
+        spread = f", CP {self.cp}" if self.cp > 1 else ""
+        return f"PP {self.pp}, TP {self.tp}, DP {self.dp}{spread}"
 
 
 def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:
@@ -88,17 +90,26 @@ def fewer(counts: Sequence[int]) -> list[int]:
     return [min(1 + sizes.index(count), UNEVEN_LAYERS) if count else 0 for count in counts]
 
 
-def heads(query: int, key: int, tp: int) -> tuple[int, int]:
-    """(query heads, key/value heads): few of both, in the same ratio up to 8."""
+def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
+    """(query heads, key/value heads): few of both, in the same ratio up to 8.
+
+    Heads that do not divide over the context-parallel ranks stay as they are, to be refused.
+    """
     if query < 1 or key < 1 or query % key:
         raise ValueError(f"--num-attention-heads {query}: no multiple of --num-query-groups {key}")
     ratio = min(query // key, MOST_HEADS_PER_GROUP)
     if key < tp:  # ranks share a key/value head
         ratio = max(ratio, tp // gcd(key, tp))
         return key * ratio, key
-    wanted = max(GROUPS_PER_RANK, LEAST_HEADS_PER_RANK // ratio)
-    groups = tp * min(wanted, key // tp)
+    wanted = min(max(GROUPS_PER_RANK, LEAST_HEADS_PER_RANK // ratio), key // tp)
+    fits = (g for g in range(wanted, key // tp + 1) if _divides(g * ratio, g, cp))
+    groups = next(fits, key // tp) * tp
     return groups * ratio, groups
+
+
+def _divides(query: int, key: int, cp: int) -> bool:
+    """Whether a rank's heads do so over ``cp`` ranks that attend to some of them each."""
+    return not query % cp and not (key % cp and cp % key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     counts = fewer(stage_layers(args, degrees.pp, layout))
     wanted = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else wanted
-    query, key = heads(wanted, groups, tp)
+    query, key = heads(wanted, groups, tp, degrees.cp)
     width = args.kv_channels * wanted / args.hidden_size if args.kv_channels else 1.0
     hidden = max(1, round(query / width / tp)) * tp * HEAD_SIZE
     ffn = 4.0 if args.ffn_hidden_size is None else args.ffn_hidden_size / args.hidden_size
@@ -143,6 +154,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "init_method_std": hidden**-0.5,
         "pipeline_model_parallel_size": degrees.pp,
         "tensor_model_parallel_size": tp,
+        "context_parallel_size": degrees.cp,
     }
     if args.decoder_first_pipeline_num_layers is not None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]

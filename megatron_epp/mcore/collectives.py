@@ -98,6 +98,12 @@ SCHEDULE = (
         "the divisor of loss and gradients: from the last stage, over the replicas",
     ),
     Listed(
+        "rows for heads",
+        "CONTEXT_PARALLEL_GROUP",
+        _from("megatron_epp.layers.ulysses"),
+        "around the attention of every layer run, recomputed ones again; as often in backward",
+    ),
+    Listed(
         "tensor parallelism",
         "TENSOR_MODEL_PARALLEL_GROUP",
         r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.deferred)\..*",

@@ -25,7 +25,9 @@ from megatron_epp.mcore.packed import install_in_model
 from megatron_epp.mcore.planning import make_planning
 from megatron_epp.mcore.profile import obtain
 from megatron_epp.mcore.report import Recorder
+from megatron_epp.mcore.rows import RowShare
 from megatron_epp.mcore.schedule import ElasticSchedule, Planning
+from megatron_epp.mcore.spec import allow_context_parallelism
 from megatron_epp.mcore.watch import speak_when_terminated
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.meter import AllocatorMeter, SavedBytesMeter
@@ -51,6 +53,8 @@ def setup(args: Any, model_config: Any) -> tuple[Any, Any]:
             f"than the {args.num_layers} layers; expected at most one stage per layer"
         )
     job = Job(args, config)
+    if args.context_parallel_size > 1:
+        allow_context_parallelism(model_config)
     model_config.pre_wrap_hooks.append(job.attach)
     model_config.post_wrap_hooks.append(job.prepare)
     seams.apply_schedule_seam(job.choose_schedule)
@@ -82,7 +86,7 @@ class Job:
         dist.all_gather_into_tensor(every, mine, group=groups.control)
         for stage, rank in enumerate(groups.pipeline_ranks):
             layers[stage] = int(every[rank])
-        multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+        share = RowShare.of(args)
         on_gpu = host.has_gpu()
         waiting = Waiting(groups.stage)
         self.schedule = ElasticSchedule(
@@ -90,8 +94,8 @@ class Job:
             layers=tuple(layers),
             planning=None
             if self.plan_with is None
-            else self.plan_with(args, self.config, tuple(layers), multiple, groups),
-            multiple=multiple,
+            else self.plan_with(args, self.config, tuple(layers), share.multiple, groups),
+            share=share,
             meter=AllocatorMeter() if on_gpu else SavedBytesMeter(model.parameters()),
             waiting=waiting,
             recorder=self.recorder,
@@ -110,9 +114,9 @@ class Job:
             schedule.planning = FixedSteps(config.epp_plan)
             return models
         (model,) = models
-        profile = obtain(args, config, model, schedule.groups, schedule.multiple)
+        profile = obtain(args, config, model, schedule.groups, schedule.share)
         schedule.planning = make_planning(
-            args, config, schedule.layers, schedule.multiple, schedule.groups, profile
+            args, config, schedule.layers, schedule.share.multiple, schedule.groups, profile
         )
         return models
 

@@ -10,12 +10,13 @@ from megatron_epp.ir import Plan, Slices
 from megatron_epp.layers.chunk import ChunkState, chunk_rows
 from megatron_epp.mcore.batches import Documents
 from megatron_epp.mcore.packed import ChunkParams
+from megatron_epp.mcore.rows import RowShare
 from megatron_epp.runtime.store import Store
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """What a forward step needs of one chunk of T rows; [1, T] tensors, None where not needed.
+    """What a forward step needs of this rank's t rows of a chunk: [1, t], None where not needed.
 
     tokens      int64, first stage      labels      int64, last stage
     positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
@@ -38,16 +39,16 @@ class Feed:
         samples: numpy.ndarray,
         documents: Documents,
         stage: int,
-        multiple: int,
+        share: RowShare,
         device: torch.device,
     ):
         self.plan, self.slices, self.samples = plan, slices, samples
-        self.documents, self.stage, self.multiple = documents, stage, multiple
+        self.documents, self.stage, self.share = documents, stage, share
         self.device = device
 
     def rows(self, chunk: int) -> int:
-        """Rows of the chunk's tensors: its tokens, padded to a multiple."""
-        return -(-self.plan.chunks[chunk].tokens // self.multiple) * self.multiple
+        """Rows of the chunk's tensors over all ranks: its tokens, padded."""
+        return self.share.padded(self.plan.chunks[chunk].tokens)
 
     def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
         first, last = self.stage == 0, self.stage == self.plan.stages - 1
@@ -60,19 +61,26 @@ class Feed:
             store,
             training,
         )
-        positions = numpy.zeros(total, dtype=numpy.int64)
-        tokens = numpy.zeros(total, dtype=numpy.int64) if first else None
-        labels = numpy.zeros(total, dtype=numpy.int64) if last else None
-        loss_mask = numpy.zeros(total, dtype=numpy.float32) if last else None
+        share = self.share.mine(total)
+        count = share.stop - share.start
+        positions = numpy.zeros(count, dtype=numpy.int64)
+        tokens = numpy.zeros(count, dtype=numpy.int64) if first else None
+        labels = numpy.zeros(count, dtype=numpy.int64) if last else None
+        loss_mask = numpy.zeros(count, dtype=numpy.float32) if last else None
         for rows in state.rows:
-            span, mine = rows.span, slice(rows.start, rows.stop)
-            sample = int(self.samples[span.document])
-            positions[mine] = numpy.arange(span.start, span.stop)
+            begin, end = max(rows.start, share.start), min(rows.stop, share.stop)
+            if begin >= end:
+                continue
+            mine = slice(begin - share.start, end - share.start)
+            # Inputs of the document: row begin holds input ``start``.
+            start = rows.span.start + begin - rows.start
+            stop = start + end - begin
+            sample = int(self.samples[rows.span.document])
+            positions[mine] = numpy.arange(start, stop)
             if tokens is not None:
-                tokens[mine] = self.documents.inputs(sample, span.start, span.stop)
+                tokens[mine] = self.documents.inputs(sample, start, stop)
             if labels is not None:
-                targets = self.documents.targets(sample, span.start, span.stop)
-                labels[mine], loss_mask[mine] = targets
+                labels[mine], loss_mask[mine] = self.documents.targets(sample, start, stop)
         positions_1T = self._tensor(positions)
         return ChunkBatch(
             tokens=self._tensor(tokens),

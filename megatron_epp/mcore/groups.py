@@ -18,7 +18,7 @@ class Groups:
     stages: int
     replica: int
     replicas: int
-    leads: bool  # of its stage's tensor-parallel ranks, the one that reports
+    leads: bool  # of its stage's tensor- and context-parallel ranks, the one that reports
 
     @classmethod
     def make(cls) -> "Groups":
@@ -42,7 +42,8 @@ class Groups:
             stages=mpu.get_pipeline_model_parallel_world_size(),
             replica=mpu.get_data_parallel_rank(),
             replicas=mpu.get_data_parallel_world_size(),
-            leads=mpu.get_tensor_model_parallel_rank() == 0,
+            leads=mpu.get_tensor_model_parallel_rank() == 0
+            and mpu.get_context_parallel_rank() == 0,
         )
 
     @property

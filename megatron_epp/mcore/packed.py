@@ -1,5 +1,6 @@
 """A chunk's state on its way through Megatron's layers, and what takes it out again."""
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +16,16 @@ from megatron_epp.layers.attention import AttendAgain, ChunkAttention
 from megatron_epp.layers.chunk import ChunkState
 from megatron_epp.layers.recompute import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.layers.remake import Dropped
+from megatron_epp.layers.ulysses import RowsAgain, Ulysses
 
 
 @dataclass
 class ChunkParams(PackedSeqParams):
     """Megatron hands this to every layer, in recomputation too.
 
-    To Megatron the whole chunk is one sequence [0, T); which rows belong to which document is in
-    ``state``. ``positions`` [T] are the rows' places in their documents, for the rotary embedding.
+    To Megatron this rank's rows of the chunk are one sequence [0, t); which rows belong to which
+    document is in ``state``, for the whole chunk. ``positions`` [t] are the places of this rank's
+    rows in their documents, for the rotary embedding.
     """
 
     state: ChunkState | None = None
@@ -32,31 +35,42 @@ class ChunkParams(PackedSeqParams):
     def of(cls, state: ChunkState, positions: Tensor) -> "ChunkParams":
         # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
         # for a device.
-        borders = torch.tensor([0, state.tokens], dtype=torch.int32)
+        rows = positions.shape[0]
+        borders = torch.tensor([0, rows], dtype=torch.int32)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=borders,
             cu_seqlens_kv=borders,
-            max_seqlen_q=state.tokens,
-            max_seqlen_kv=state.tokens,
+            max_seqlen_q=rows,
+            max_seqlen_kv=rows,
             state=state,
             positions=positions,
         )
 
 
 class ElasticAttention(nn.Module):
-    """In place of a layer's core attention; without parameters, so checkpoints keep their keys."""
+    """In place of a layer's core attention; without parameters, so checkpoints keep their keys.
 
-    def __init__(self, layer: int, head_size: int, softmax_scale: float | None, dropped: Dropped):
+    t rows of this rank, T of the chunk: more where ``ulysses`` exchanges rows for heads.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        head_size: int,
+        softmax_scale: float | None,
+        dropped: Dropped,
+        ulysses: Ulysses | None,
+    ):
         super().__init__()
-        self.layer, self.dropped = layer, dropped
+        self.layer, self.dropped, self.ulysses = layer, dropped, ulysses
         self.scale = 1 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
     def forward(
         self,
-        query_THD: Tensor,
-        key_TGD: Tensor,
-        value_TGD: Tensor,
+        query_tHD: Tensor,
+        key_tGD: Tensor,
+        value_tGD: Tensor,
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: ChunkParams,
@@ -64,12 +78,17 @@ class ElasticAttention(nn.Module):
     ) -> Tensor:
         state = packed_seq_params.state
         again = AttendAgain() if "core_attn" in self.dropped.modules else None
-        out_THD = ChunkAttention.apply(
-            query_THD, key_TGD, value_TGD, state, self.layer, self.scale, again
-        )
-        if again is not None:
-            self.dropped.promise(out_THD, again)
-        return out_THD.flatten(1)
+        qkv = query_tHD, key_tGD, value_tGD
+        if self.ulysses is not None:
+            qkv = self.ulysses.to_heads(*qkv)
+        out = ChunkAttention.apply(*qkv, state, self.layer, self.scale, again)
+        promise = again
+        if self.ulysses is not None:
+            out = self.ulysses.to_rows(out)
+            promise = None if again is None else RowsAgain(self.ulysses, again)
+        if promise is not None:
+            self.dropped.promise(out, promise)
+        return out.flatten(1)
 
 
 class PositionedRotary(nn.Module):
@@ -90,7 +109,18 @@ class PositionedRotary(nn.Module):
 
     def forward(self, length: int, **ignored: Any) -> Tensor:
         positions, self._positions = self._positions, None
-        return self.rotary(length).index_select(0, positions)
+        # packed_seq: the whole table, of which Megatron's context parallelism would take a part.
+        return self.rotary(length, packed_seq=True).index_select(0, positions)
+
+
+class _Alone:
+    """A process group of this rank only, as far as the rotary embedding asks."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
 
 
 def install_in_model(model: GPTModel, context: int) -> None:
@@ -103,9 +133,18 @@ def install_in_model(model: GPTModel, context: int) -> None:
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
         attention, dropped = layer.self_attention, Dropped()
+        ranks = attention.pg_collection.cp
         attention.core_attention = ElasticAttention(
-            index, model.config.kv_channels, model.config.softmax_scale, dropped
+            index,
+            model.config.kv_channels,
+            model.config.softmax_scale,
+            dropped,
+            Ulysses(ranks) if ranks.size() > 1 else None,
         )
+        # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
+        # positions from the table, which here holds them already.
+        attention.pg_collection = copy.copy(attention.pg_collection)
+        attention.pg_collection.cp = _Alone()
         layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             if any(True for _ in norm.parameters()):  # else a linear has it inside

@@ -58,6 +58,8 @@ def provenance_of(args: Any) -> Provenance:
         words.append(f"tp {args.tensor_model_parallel_size}")
     if args.sequence_parallel:
         words.append("sequence parallel")
+    if args.context_parallel_size > 1:
+        words.append(f"cp {args.context_parallel_size}")
     return Provenance(
         model=", ".join(words),
         device=device_text(),
@@ -105,7 +107,7 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
 # ------------------------------------------------------------------ for the trainer
 
 
-def obtain(args: Any, config: Any, model: Any, groups: Any, multiple: int) -> Profile:
+def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profile:
     """The profile of this job; every rank calls it with its wrapped model, all get the same.
 
     --epp-cost-model where given; else the file beside the checkpoint that is resumed from, as the
@@ -137,7 +139,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, multiple: int) -> Pr
     device = torch.device("cuda", torch.cuda.current_device()) if args.distributed_backend == (
         "nccl"
     ) else torch.device("cpu")  # fmt: skip
-    probe = Probe(unwrap_model(model), forward_step, multiple, device)
+    probe = Probe(unwrap_model(model), forward_step, rows, device)
     with undisturbed(model):
         profile = calibrate(probe, groups, model_shape(args), args.seq_length, wanted)
     if groups.control.rank() == 0:
@@ -184,25 +186,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pp", type=int, default=2, help="pipeline stages side by side, as in "
                         "training (default: 2, or as many as there are GPUs)")  # fmt: skip
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree (default: 1)")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel degree (default: 1)")
     parser.add_argument("-o", "--output", default=FILE_NAME, metavar="FILE",
                         help=f"where to write it (default: {FILE_NAME})")  # fmt: skip
     wanted, flags = parser.parse_known_args(argv)
-    for name in ("pp", "tp"):
+    for name in ("pp", "tp", "cp"):
         if getattr(wanted, name) < 1:
             raise ValueError(f"--{name} {getattr(wanted, name)}: expected at least 1")
-    if torch.cuda.is_available() and wanted.pp * wanted.tp > torch.cuda.device_count():
-        wanted.pp = max(1, torch.cuda.device_count() // wanted.tp)
+    if torch.cuda.is_available():
+        wanted.pp = min(wanted.pp, max(1, torch.cuda.device_count() // (wanted.tp * wanted.cp)))
     output = Path(wanted.output)
     if not output.resolve().parent.is_dir():
         raise ValueError(f"-o {wanted.output}: no folder {output.resolve().parent}")
-    processes = wanted.pp * wanted.tp
+    processes = wanted.pp * wanted.tp * wanted.cp
     print(f"measuring with {processes} process(es) ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         command = [
             sys.executable, "-m", "torch.distributed.run",
             "--nproc-per-node", str(processes), "--master-port", str(_free_port()),
-            "-m", _WORKER, str(output.resolve()), str(wanted.pp), str(wanted.tp), *flags,
+            "-m", _WORKER, str(output.resolve()), str(wanted.pp), str(wanted.tp), str(wanted.cp),
+            *flags,
         ]  # fmt: skip
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         with log.open("w") as file:
@@ -257,13 +261,13 @@ def summary(profile: Profile) -> str:
 
 def worker(argv: Sequence[str]) -> None:
     """One measuring process: builds a stage of one layer as the trainer would, and calibrates."""
-    output, pp, tp, *flags = argv
+    output, pp, tp, cp, *flags = argv
     from megatron_epp.mcore import ending, host, seams
 
     host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     try:
-        _measure(output, int(pp), int(tp), flags)
+        _measure(output, int(pp), int(tp), int(cp), flags)
     except Exception as error:
         if not ending.is_users_mistake(error):
             raise
@@ -271,7 +275,7 @@ def worker(argv: Sequence[str]) -> None:
     ending.finish()
 
 
-def _measure(output: str, pp: int, tp: int, flags: Sequence[str]) -> None:
+def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_args
     from megatron.training.argument_utils import gpt_config_from_args
@@ -281,10 +285,13 @@ def _measure(output: str, pp: int, tp: int, flags: Sequence[str]) -> None:
     from megatron_epp.mcore.config import Config
     from megatron_epp.mcore.groups import Groups
     from megatron_epp.mcore.packed import install_in_model
+    from megatron_epp.mcore.rows import RowShare
+    from megatron_epp.mcore.spec import allow_context_parallelism
 
     sys.argv = ["profile", *_with_defaults(flags), "--epp", "--num-layers", str(pp),
                 "--pipeline-model-parallel-size", str(pp),
-                "--tensor-model-parallel-size", str(tp)]  # fmt: skip
+                "--tensor-model-parallel-size", str(tp),
+                "--context-parallel-size", str(cp)]  # fmt: skip
     entry.read_flags()
     args = get_args()
     support.refuse(args)
@@ -292,6 +299,8 @@ def _measure(output: str, pp: int, tp: int, flags: Sequence[str]) -> None:
         model_config = gpt_config_from_args(args)
     seams.install(seams.EPP_SEAMS)
     initialize_megatron(get_embedding_ranks=stock.embedding_ranks, allow_no_cuda=not host.has_gpu())
+    if cp > 1:
+        allow_context_parallelism(model_config)
     model_config.pre_wrap_hooks.append(
         lambda models: [install_in_model(models[0], args.seq_length), models][1]
     )
@@ -300,9 +309,8 @@ def _measure(output: str, pp: int, tp: int, flags: Sequence[str]) -> None:
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
     )
     groups = Groups.make()
-    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     config = Config.of(args)
-    profile = obtain(args, config, model, groups, multiple)
+    profile = obtain(args, config, model, groups, RowShare.of(args))
     if groups.control.rank() == 0:
         profile.save(output)
 

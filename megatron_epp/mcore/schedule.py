@@ -25,6 +25,7 @@ from megatron_epp.mcore.report import (
     gather_records,
     gather_report,
 )
+from megatron_epp.mcore.rows import RowShare
 from megatron_epp.mcore.stage import ForwardStep, ModelStage, sum_reports
 from megatron_epp.runtime.agree import agree
 from megatron_epp.runtime.clock import CudaClock, HostClock
@@ -53,14 +54,14 @@ class ElasticSchedule:
         groups: Groups,
         layers: tuple[int, ...],
         planning: Planning | None,  # comes later where it must be measured for
-        multiple: int,
+        share: RowShare,
         meter: Meter,
         waiting: Waiting,
         recorder: Recorder | None,
         device: torch.device,
     ):
         self.groups, self.layers, self.planning = groups, layers, planning
-        self.multiple, self.meter, self.waiting = multiple, meter, waiting
+        self.share, self.meter, self.waiting = share, meter, waiting
         self.recorder, self.device = recorder, device
         self.clock = CudaClock() if device.type == "cuda" else HostClock()
         self.last_report: IterationReport | None = None
@@ -206,13 +207,12 @@ class ElasticSchedule:
         slices = slices_of(plan)
         program = lower(plan)[stage]
         store = Store(context_tokens(plan, slices))
-        feed = Feed(plan, slices, samples, documents, stage, self.multiple, self.device)
-        tensor_parallel = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
         self.clock.start()
         links = Links(
             program,
             self.groups.payload,
-            lambda chunk: (feed.rows(chunk) // tensor_parallel, 1, config.hidden_size),
+            lambda chunk: (self.share.message(feed.rows(chunk)), 1, config.hidden_size),
             config.pipeline_dtype or config.params_dtype,
             self.device,
         )

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron_epp.layers.ulysses import refuse_heads
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -57,8 +59,10 @@ REFUSALS = (
     Refusal(
         "other attention variants (--experimental-attention-variant, --softmax-type)",
         "use plain softmax attention, or run without --epp",
-        lambda args: _given("experimental_attention_variant")(args)
-        or getattr(args, "softmax_type", "vanilla") != "vanilla",
+        lambda args: (
+            _given("experimental_attention_variant")(args)
+            or getattr(args, "softmax_type", "vanilla") != "vanilla"
+        ),
     ),
     Refusal(
         "dropout in attention (--attention-dropout above 0)",
@@ -66,10 +70,9 @@ REFUSALS = (
         lambda args: args.attention_dropout > 0,
     ),
     Refusal(
-        "context parallelism (--context-parallel-size above 1, --hybrid-context-parallel)",
-        "use pipeline and tensor parallelism; all-to-all over heads is to come",
-        lambda args: args.context_parallel_size > 1
-        or bool(getattr(args, "hybrid_context_parallel", False)),
+        "hybrid context parallelism (--hybrid-context-parallel)",
+        "leave it out: the plan cuts long documents; --context-parallel-size N spreads each chunk",
+        _given("hybrid_context_parallel"),
     ),
     Refusal(
         "fully sharded data parallelism (--use-megatron-fsdp, --use-torch-fsdp2)",
@@ -79,9 +82,11 @@ REFUSALS = (
     Refusal(
         "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph)",
         "leave them out: chunks have a new shape in every iteration",
-        lambda args: getattr(args, "cuda_graph_impl", "none") not in (None, "none")
-        or bool(getattr(args, "enable_cuda_graph", False))
-        or bool(getattr(args, "external_cuda_graph", False)),
+        lambda args: (
+            getattr(args, "cuda_graph_impl", "none") not in (None, "none")
+            or bool(getattr(args, "enable_cuda_graph", False))
+            or bool(getattr(args, "external_cuda_graph", False))
+        ),
     ),
     Refusal(
         "fp8 and fp4 (--fp8-format, --fp4-format)",
@@ -177,3 +182,16 @@ def refuse(args: argparse.Namespace) -> None:
     for refusal in REFUSALS:
         if refusal.asked(args):
             raise ValueError(f"--epp does not run {refusal.what}: {refusal.instead}")
+    if args.context_parallel_size > 1:
+        ranks = args.tensor_model_parallel_size
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        try:
+            refuse_heads(
+                args.num_attention_heads // ranks,
+                max(1, groups // ranks),
+                args.context_parallel_size,
+            )
+        except ValueError as refusal:
+            raise ValueError(
+                f"--context-parallel-size {args.context_parallel_size}: {refusal}"
+            ) from refusal

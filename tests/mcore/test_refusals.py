@@ -67,7 +67,7 @@ class Wanted:
         ({"window_size": (128, 0)}, "sliding-window"),
         ({"softmax_type": "learnable"}, "attention variants"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
-        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"hybrid_context_parallel": True}, "hybrid context parallelism"),
         ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
         ({"fp8": "hybrid"}, "fp8"),

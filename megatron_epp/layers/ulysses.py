@@ -1,0 +1,124 @@
+"""Attention over some heads and all rows, where the rest of a layer has all heads and some rows.
+
+The tokens of a chunk are spread over N context-parallel ranks, but attention wants whole documents.
+An all-to-all before it and one behind it exchange rows for heads (DeepSpeed Ulysses):
+
+    rank r outside   rows [r T/N, (r+1) T/N) of the chunk, all H query and G key heads
+    rank r inside    all T rows, heads [r H/N, (r+1) H/N) and the key heads that these attend to
+
+So K and V are kept with their heads sharded. Where there are fewer key heads than ranks, ranks
+share one: each gets a copy, and their gradients of it add up.
+
+T rows of the padded chunk, t = T/N on this rank; D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def refuse_heads(heads: int, groups: int, ranks: int) -> None:
+    """Raise a ValueError unless ``heads`` and their ``groups`` key heads divide over ``ranks``."""
+    if heads % ranks:
+        raise ValueError(
+            f"{heads} attention heads of a tensor-parallel rank do not divide over {ranks} "
+            "context-parallel ranks, which attend to some heads each; expected a multiple"
+        )
+    if groups % ranks and ranks % groups:
+        raise ValueError(
+            f"{groups} key/value heads of a tensor-parallel rank neither divide over {ranks} "
+            "context-parallel ranks nor into them; expected a multiple or a divisor"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ulysses:
+    """The exchange within ``group``, the same for every layer."""
+
+    group: dist.ProcessGroup
+
+    def to_heads(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor) -> tuple[Tensor, ...]:
+        """q [T, H/N, D], k and v [T, max(1, G/N), D] of all rows."""
+        ranks, groups = self.group.size(), k_tGD.shape[1]
+        if groups < ranks:
+            k_tGD, v_tGD = (x.repeat_interleave(ranks // groups, dim=1) for x in (k_tGD, v_tGD))
+        return _ToHeads.apply(self.group, q_tHD, k_tGD, v_tGD)
+
+    def to_rows(self, out_THD: Tensor) -> Tensor:
+        """The attention's output of some heads [T, H/N, D] as that of some rows [t, H, D]."""
+        return _ToRows.apply(self.group, out_THD)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _rows_to_heads(tensors, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        return None, *_heads_to_rows(gradients, ctx.group)
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return _heads_to_rows((tensor,), group)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        return None, *_rows_to_heads((gradient,), ctx.group)
+
+
+def _rows_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """[t, N h, D] -> [T, h, D] each."""
+    # [t, N, h, D] -> [N, t, h, D]: what goes to one rank lies together.
+    parts = [x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous() for x in tensors]
+    return tuple(x.flatten(0, 1) for x in _exchange(parts, group))
+
+
+def _heads_to_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """[T, h, D] -> [t, N h, D] each."""
+    parts = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
+    return tuple(x.transpose(0, 1).flatten(1, 2) for x in _exchange(parts, group))
+
+
+def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Part n of every tensor [N, ...] goes to rank n. All are under way before one is waited for;
+    on a GPU the wait is the stream's, not the host's.
+    """
+    received = [torch.empty_like(part) for part in parts]
+    works = [
+        dist.all_to_all_single(into, part, group=group, async_op=True)
+        for into, part in zip(received, parts, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    return received
+
+
+class Again(Protocol):
+    """A promise (layers.remake) of the attention's output over some heads."""
+
+    def value(self) -> Tensor: ...
+
+
+class RowsAgain:
+    """The promise of an attention's output, where it must be exchanged again, too.
+
+    All ranks hold the same promises and redeem them in the same order: that of backward.
+    """
+
+    def __init__(self, ulysses: Ulysses, again: Again):
+        self._ulysses, self._again = ulysses, again
+        self._value: Tensor | None = None
+
+    def value(self) -> Tensor:
+        if self._value is None:
+            (self._value,) = _heads_to_rows((self._again.value(),), self._ulysses.group)
+        return self._value

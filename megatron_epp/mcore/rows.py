@@ -1,0 +1,47 @@
+"""Which rows of a chunk a rank holds outside attention."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state as mpu
+
+
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """A chunk's rows are split into ``parts``, one per context-parallel rank, this one's ``part``;
+    with sequence parallelism a part's rows are split over ``splits`` tensor-parallel ranks between
+    the linear layers. So rows are padded to a multiple of both.
+    """
+
+    parts: int = 1
+    part: int = 0
+    splits: int = 1
+
+    def __post_init__(self):
+        assert 0 <= self.part < self.parts and self.splits >= 1
+
+    @classmethod
+    def of(cls, args: Any) -> "RowShare":
+        """This rank's share in a job with Megatron's ``args``, once its groups are made."""
+        return cls(
+            args.context_parallel_size,
+            mpu.get_context_parallel_rank(),
+            args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        )
+
+    @property
+    def multiple(self) -> int:
+        return self.parts * self.splits
+
+    def padded(self, tokens: int) -> int:
+        """Rows of a chunk of ``tokens``, over all ranks."""
+        return -(-tokens // self.multiple) * self.multiple
+
+    def mine(self, rows: int) -> slice:
+        """This rank's of a chunk's padded ``rows``, one behind the other."""
+        count = rows // self.parts
+        return slice(self.part * count, (self.part + 1) * count)
+
+    def message(self, rows: int) -> int:
+        """How many of a chunk's padded ``rows`` this rank hands to the next stage."""
+        return rows // self.multiple

@@ -1,0 +1,81 @@
+"""Context parallelism: chunks spread over ranks compute what one rank computes."""
+
+import re
+
+import pytest
+
+from megatron_epp.mcore.certify import LLAMA, Trial, certify
+from megatron_epp.mcore.certify_small import Degrees, heads
+from megatron_epp.mcore.rows import RowShare
+from megatron_epp.mcore.support import refuse
+from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.test_refusals import Wanted
+
+
+def test_rows_are_padded_and_every_rank_has_its_own() -> None:
+    shares = [RowShare(parts=3, part=part, splits=2) for part in range(3)]
+    assert shares[0].multiple == 6
+    assert [shares[0].padded(tokens) for tokens in (1, 6, 7)] == [6, 6, 12]
+    mine = [share.mine(12) for share in shares]
+    assert mine == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    assert shares[0].message(12) == 2
+    assert (RowShare().multiple, RowShare().padded(5), RowShare().mine(5)) == (1, 5, slice(0, 5))
+
+
+def test_heads_of_the_small_model_divide_over_the_ranks() -> None:
+    assert heads(16, 16, 1, 1) == (4, 4)
+    assert heads(12, 12, 1, 3) == (6, 6)
+    assert heads(32, 8, 1, 4) == (8, 2)  # two ranks share a key head
+    assert heads(6, 6, 2, 2) == (6, 6)  # three a rank: to be refused
+
+
+def test_heads_that_do_not_divide_are_refused_by_flag() -> None:
+    shape = {"num_attention_heads": 12, "num_query_groups": 6, "group_query_attention": True}
+    refuse(Wanted(context_parallel_size=3, tensor_model_parallel_size=2, **shape))
+    with pytest.raises(ValueError, match=r"--context-parallel-size 4: 6 attention heads"):
+        refuse(Wanted(context_parallel_size=4, tensor_model_parallel_size=2, **shape))
+    with pytest.raises(ValueError, match=r"--context-parallel-size 2: 3 key/value heads"):
+        refuse(Wanted(context_parallel_size=2, tensor_model_parallel_size=2, **shape))
+
+
+def test_random_plans_over_context_parallel_ranks() -> None:
+    """Two stages of two ranks each, which share the only key head; also gradients in buckets."""
+    flags = f"{LLAMA} --num-layers 4 --num-attention-heads 8 --num-query-groups 1".split()
+    trial = Trial(Degrees(2, 1, 1, cp=2), (tuple(flags),), batches=4, overlap=True)
+    lines: list[str] = []
+    judged = certify(trial, lines.append)
+    assert lines[0].startswith("PP 2, TP 1, DP 1, CP 2: layers 2 2")
+    assert all(batch.passed for batch in judged), "\n".join(lines)
+    assert sum(batch.coverage.split + batch.coverage.hybrid for batch in judged) > 0
+    for batch in judged:
+        assert batch.messages == 2 * 2 * batch.coverage.chunks
+        assert batch.collectives["rows for heads"] > 0
+
+
+def test_training_is_the_same_over_two_ranks(tmp_path) -> None:
+    """The trainer's own way: groups, data, optimizer, evaluation, the loss in its log."""
+    corpus = write_corpus(tmp_path / "documents", [5, 17, 33, 120, 64, 90, 8, 77] * 4)
+    alone, spread = (
+        train(
+            flags(
+                corpus,
+                pipeline_model_parallel_size=1,
+                context_parallel_size=ranks,
+                train_iters=3,
+                eval_iters=1,
+                eval_interval=3,
+                split="80,20,0",
+                epp=True,
+            ),
+            processes=ranks,
+        )
+        for ranks in (1, 2)
+    )
+    assert alone.status == spread.status == 0, alone.output + spread.output
+    assert len(alone.losses) == 3
+    assert spread.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert spread.grad_norms == pytest.approx(alone.grad_norms, abs=2e-3)
+    evaluated = [re.findall(r"lm loss value: ([0-9.E+-]+)", run.output) for run in (alone, spread)]
+    assert evaluated[0] and [float(x) for x in evaluated[1]] == pytest.approx(
+        [float(x) for x in evaluated[0]], rel=1e-5
+    )
