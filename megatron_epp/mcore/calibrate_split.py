@@ -21,6 +21,9 @@ SMALL_TOKENS = 16  # a chunk of which two ops cost what two ops cost
 class Split:
     """A chunk's B, and its I and W, alone; ``end``: of the output layer and loss, else of a layer.
 
+    input_bytes          beyond what is held before, while I runs
+    weight_input_bytes   from I to W
+
     Bytes are 0 where only time was measured, and the other way round.
     """
 
@@ -29,6 +32,7 @@ class Split:
     whole: float = 0.0
     input: float = 0.0
     weight: float = 0.0
+    input_bytes: int = 0
     weight_input_bytes: int = 0
 
 
@@ -39,11 +43,14 @@ def measure_split(probe: Probe, tokens: int) -> list[Split]:
 
 def _bytes(probe: Probe) -> Iterator[Split]:
     shape = Shape(256)  # in proportion to tokens, nothing else
-    held = probe.layers(shape, KEEP, weigh=True, split=True).weight_input_bytes
-    yield Split(False, shape.tokens, weight_input_bytes=held)
+    halves = [(False, probe.layers(shape, KEEP, weigh=True, split=True))]
     if probe.last:
-        held = probe.ends(shape, weigh=True, split=True).weight_input_bytes
-        yield Split(True, shape.tokens, weight_input_bytes=held)
+        halves.append((True, probe.ends(shape, weigh=True, split=True)))
+    for end, half in halves:
+        held = half.weight_input_bytes
+        yield Split(
+            end, shape.tokens, input_bytes=max(0, half.backward_bytes), weight_input_bytes=held
+        )
 
 
 def _seconds(probe: Probe, largest: int) -> Iterator[Split]:
@@ -84,8 +91,12 @@ def with_split(profile: Profile, splits: Sequence[Split]) -> Profile:
         whole = last[Kind.BACKWARD]
         last[Kind.WEIGHT] = Seconds(per_token=share * whole.per_token)
         last[Kind.INPUT] = _rest(whole, 1.0, 0.0, last[Kind.WEIGHT])
-    held = {s.end: s.weight_input_bytes / s.tokens for s in splits if s.weight_input_bytes}
-    between, behind = held.get(False, 0.0), held.get(True, 0.0)
+    weighed = [s for s in splits if not s.whole]
+    between, behind = (
+        max((s.weight_input_bytes / s.tokens for s in weighed if s.end is end), default=0.0)
+        for end in (False, True)
+    )
+    while_i = max(s.input_bytes / s.tokens for s in weighed if not s.end)
     return dataclasses.replace(
         profile,
         layer_seconds=layer,
@@ -93,7 +104,11 @@ def with_split(profile: Profile, splits: Sequence[Split]) -> Profile:
         weight_input_bytes=Bytes(between, between),
         last_weight_input_bytes=Bytes(behind, behind),
         # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
-        workspace_bytes={**profile.workspace_bytes, Kind.WEIGHT: Bytes()},
+        workspace_bytes={
+            **profile.workspace_bytes,
+            Kind.INPUT: Bytes(while_i, while_i),
+            Kind.WEIGHT: Bytes(),
+        },
         last_workspace_bytes={**profile.last_workspace_bytes, Kind.WEIGHT: Bytes()},
     )
 
