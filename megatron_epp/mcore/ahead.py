@@ -27,6 +27,10 @@ class PlannerFailed(RuntimeError):
     """No plan came: the process died, hung, or answered with an error."""
 
 
+class PlannerRefused(PlannerFailed):
+    """The planner lives and says why these documents cannot be planned."""
+
+
 class PlannerProcess:
     """``python -m megatron_epp serve`` over pipes: requests out, replies in, in one order.
 
@@ -88,7 +92,7 @@ class PlannerProcess:
         reply = self._replies.pop(name)
         self._replies.clear()  # whatever was asked and never used
         if reply["error"] is not None:
-            raise PlannerFailed(reply["error"])
+            raise PlannerRefused(reply["error"])
         return reply
 
     def _line(self, deadline: float) -> bytes:

@@ -40,6 +40,13 @@ class Config:
         metavar="GIB",
         type=float,
     )
+    epp_memory_limit_gib: float | None = _flag(
+        None,
+        "On a host without a GPU: GiB at which a rank's chunks run out of memory, as on a device "
+        "of that size; training then goes on with plans that need less (default: none).",
+        metavar="GIB",
+        type=float,
+    )
     epp_cost_model: str | None = _flag(
         None,
         "Cost-model file (JSON) as `python -m megatron_epp profile` writes it, or `analytic`: from "
@@ -69,10 +76,11 @@ class Config:
     )
 
     def __post_init__(self):
-        if self.epp_memory_budget_gib is not None and not self.epp_memory_budget_gib > 0:
-            raise ValueError(
-                f"--epp-memory-budget-gib {self.epp_memory_budget_gib}: expected more than 0 GiB"
-            )
+        for name in ("epp_memory_budget_gib", "epp_memory_limit_gib"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} {value}: expected more than 0 GiB")
         if self.epp_effort < 0:
             raise ValueError(f"--epp-effort {self.epp_effort}: expected at least 0")
 

@@ -1,6 +1,7 @@
 """Megatron's trainer with elastic pipelines: everything that ``--epp`` puts in place."""
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, print_rank_0
 from torch import Tensor
 
+from megatron_epp.cost.devices import GIB
 from megatron_epp.mcore import host, seams, support
 from megatron_epp.mcore.batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.config import Config
@@ -96,10 +98,14 @@ class Job:
             if self.plan_with is None
             else self.plan_with(args, self.config, tuple(layers), share.multiple, groups),
             share=share,
-            meter=AllocatorMeter() if on_gpu else SavedBytesMeter(model.parameters()),
+            meter=AllocatorMeter()
+            if on_gpu
+            else SavedBytesMeter(model.parameters(), limit_bytes(self.config)),
             waiting=waiting,
             recorder=self.recorder,
             device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU,
+            folders=[folder for folder in (args.save, self.config.epp_record) if folder],
+            loaded_from=args.load,
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
             speak_when_terminated(waiting, dist.get_rank())
@@ -131,6 +137,12 @@ class Job:
 
 
 _CPU = torch.device("cpu")
+
+
+def limit_bytes(config: Config) -> float:
+    """What chunks may hold on a host at most, whatever was planned."""
+    limit = config.epp_memory_limit_gib
+    return math.inf if limit is None else limit * GIB
 
 
 # ------------------------------------------------------------------ forward step and loss

@@ -9,6 +9,8 @@ from megatron_epp.ir import PlanError, Step
 class FixedSteps:
     """Reads ``--epp-plan``; every rank reads it, and the ranks compare what they read."""
 
+    budget = None  # whoever made the plans kept one
+
     def __init__(self, path: str):
         self.path = Path(path)
         self._step: Step | None = None

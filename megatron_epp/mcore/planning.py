@@ -1,6 +1,7 @@
 """Where the trainer's steps come from: a planner on rank 0, or plans that somebody else made."""
 
 import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,9 +16,10 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Step
+from megatron_epp.ir import PlanError, Step
 from megatron_epp.mcore import host
-from megatron_epp.mcore.ahead import PlannerFailed, PlannerProcess
+from megatron_epp.mcore.ahead import PlannerFailed, PlannerProcess, PlannerRefused
+from megatron_epp.mcore.budget import Budget
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.fixed import FixedSteps
 from megatron_epp.mcore.groups import Groups
@@ -26,29 +28,44 @@ from megatron_epp.runtime.agree import share
 logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.8  # of the available memory, for chunks
-
-
 FALLBACK = "packing"  # whole documents side by side: needs no search
+_ROUNDING = 1e-9  # of a promise in GiB
 
 
 class PlannedSteps:
     """Rank 0 plans, all ranks get its text; a refusal on rank 0 is refused everywhere.
 
     With ``ahead`` a process of its own plans, asked one iteration early. When it fails, training
-    goes on with the fallback planner for that iteration, which is logged.
+    goes on with the fallback planner for that iteration, which is logged. Plans stay within
+    ``budget``; whoever changes it calls :meth:`narrow`.
     """
 
-    def __init__(
-        self, cost: Cost, options: Any, planner: str, groups: Groups, ahead: PlannerProcess | None
-    ):
+    def __init__(self, cost: Cost, options: Any, planner: str, groups: Groups, ahead: bool):
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
-        self.ahead = ahead
+        self.budget = Budget(cost.budget_bytes, cost.states_bytes)
+        self._ahead = ahead and groups.control.rank() == 0
+        self.ahead: PlannerProcess | None = None
+        self._start_ahead()
+
+    def _start_ahead(self):
+        if self.ahead is not None:
+            self.ahead.close()
+        if self._ahead:
+            replicas = self.groups.replicas
+            self.ahead = PlannerProcess(self.cost, self.options, self.planner, replicas)
+
+    def narrow(self):
+        """Plan with the budget as it is now; what was planned ahead is forgotten."""
+        self.cost = replace(self.cost, budget_bytes=self.budget.stage_bytes)
+        self._start_ahead()
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
         text = error = None
         if self.groups.control.rank() == 0:
             try:
-                text = str(self._plan(iteration, lengths, forward_only))
+                step = self._plan(iteration, lengths, forward_only)
+                self._require_fit(step)
+                text = str(step)
             except ValueError as refusal:
                 error = str(refusal)
         return Step.parse(share(text, error, self.groups.control))
@@ -60,6 +77,8 @@ class PlannedSteps:
             try:
                 self.ahead.ask(name, lengths, forward_only)
                 return Step.parse(self.ahead.reply(name)["step"])
+            except PlannerRefused as refusal:
+                raise PlanError(str(refusal)) from refusal
             except PlannerFailed as failure:
                 planner = FALLBACK
                 logger.warning(
@@ -67,6 +86,23 @@ class PlannedSteps:
                 )
         replicas = self.groups.replicas
         return make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
+
+    def _require_fit(self, step: Step):
+        """The promise of every stage is within its budget, or nobody trains."""
+        for plan in step.plans:
+            if plan.predicted is None:
+                continue
+            for stage, (peak, budget) in enumerate(
+                zip(plan.predicted.peak_gib, self.cost.budget_bytes, strict=True)
+            ):
+                if peak * GIB > budget * (1 + _ROUNDING):
+                    longest = max(plan.documents)
+                    raise PlanError(
+                        f"stage {stage} needs {peak:.4g} GiB in the best plan found "
+                        f"({plan.predicted.planner}) for documents of up to {longest} tokens; the "
+                        f"budget is {budget / GIB:.4g} GiB: raise --epp-memory-budget-gib, use "
+                        "more stages, or a shorter --seq-length"
+                    )
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
         if self.ahead is not None:
@@ -121,10 +157,10 @@ def make_planning(
         multiple=multiple,
     )
     cost = training_cost(args, config, layers, profile)
-    ahead = None
-    if config.epp_plan_ahead and groups.control.rank() == 0:
-        ahead = PlannerProcess(cost, options, config.epp_planner, groups.replicas)
-    return PlannedSteps(cost, options, config.epp_planner, groups, ahead)
+    # What is available differs from host to host and from moment to moment.
+    budgets = share(json.dumps(cost.budget_bytes), None, groups.control)
+    cost = replace(cost, budget_bytes=tuple(json.loads(budgets)))
+    return PlannedSteps(cost, options, config.epp_planner, groups, config.epp_plan_ahead)
 
 
 # ------------------------------------------------------------------ cost

@@ -1,13 +1,15 @@
 """What an iteration took: every stage's records, gathered, summed up and, if wanted, written."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron_epp.ir import COMPUTE, Kind, Step, Timed, format_records
+from megatron_epp.ir import COMPUTE, Kind, Op, Step, Timed, format_records
+from megatron_epp.runtime.executor import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +22,7 @@ class StageReport:
     busy          in F, B, I, W
     waiting       in receives and sends
     peak_bytes    the most held for chunks
+    failure       the op that ran out of memory, if one did; ``held_bytes``, how much was held
     """
 
     replica: int
@@ -29,9 +32,13 @@ class StageReport:
     busy: float
     waiting: float
     peak_bytes: int
+    failure: Op | None = None
+    held_bytes: int = 0
 
     @classmethod
-    def of(cls, replica: int, stage: int, records: tuple[Timed, ...]) -> "StageReport":
+    def of(
+        cls, replica: int, stage: int, records: tuple[Timed, ...], failure: Failure | None = None
+    ) -> "StageReport":
         return cls(
             replica,
             stage,
@@ -40,6 +47,26 @@ class StageReport:
             busy=sum(r.seconds for r in records if r.op.kind in COMPUTE),
             waiting=sum(r.seconds for r in records if r.op.kind in (Kind.SEND, Kind.RECEIVE)),
             peak_bytes=max(r.peak_bytes for r in records),
+            failure=None if failure is None else failure.op,
+            held_bytes=0 if failure is None else failure.held_bytes,
+        )
+
+    def row(self) -> list[float]:
+        """As numbers; ``from_row`` is the way back."""
+        failed = (
+            (-1, 0)
+            if self.failure is None
+            else (COMPUTE.index(self.failure.kind), self.failure.chunk)
+        )
+        numbers = (self.start, self.stop, self.busy, self.waiting, self.peak_bytes)
+        return [*map(float, (self.replica, self.stage, *numbers, *failed, self.held_bytes))]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> "StageReport":
+        replica, stage, start, stop, busy, waiting, peak, kind, chunk, held = row
+        failure = None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk))
+        return cls(
+            int(replica), int(stage), start, stop, busy, waiting, int(peak), failure, int(held)
         )
 
     @property
@@ -48,9 +75,17 @@ class StageReport:
         return self.stop - self.start - self.busy - self.waiting
 
 
+_FAILED = 7  # the place in a row that tells of a failure
+
+
 @dataclass(frozen=True, slots=True)
 class IterationReport:
     stages: tuple[StageReport, ...]
+
+    @property
+    def failures(self) -> tuple[StageReport, ...]:
+        """Of the stages that ran out of memory."""
+        return tuple(s for s in self.stages if s.failure is not None)
 
     @property
     def seconds(self) -> float:
@@ -76,26 +111,15 @@ class IterationReport:
 
 
 def gather_report(mine: StageReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
-    """All stages' reports on every rank: one all-gather of eight doubles on the host."""
-    row = torch.tensor(
-        [
-            float(leads),
-            mine.replica,
-            mine.stage,
-            mine.start,
-            mine.stop,
-            mine.busy,
-            mine.waiting,
-            mine.peak_bytes,
-        ],
-        dtype=torch.float64,
-    )
+    """All stages' reports on every rank: one all-gather of eleven doubles on the host."""
+    row = torch.tensor([float(leads), *mine.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)
+    # A failure of any rank counts, whichever reports its stage.
     stages = tuple(
-        StageReport(int(r[1]), int(r[2]), *r[3:7], int(r[7]))
-        for r in rows.view(group.size(), -1).tolist()
-        if r[0]
+        StageReport.from_row(report)
+        for leading, *report in rows.view(group.size(), -1).tolist()
+        if leading or report[_FAILED] >= 0
     )
     return IterationReport(stages)
 

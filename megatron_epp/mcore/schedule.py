@@ -11,10 +11,12 @@ from megatron.core.pipeline_parallel.schedules import _build_default_pg_collecti
 from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
+from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Plan, PlanError, Step, check, lower, slices_of
 from megatron_epp.layers.chunk import context_tokens
 from megatron_epp.layers.recompute import EXECUTABLE
 from megatron_epp.mcore.batches import Batch, Documents
+from megatron_epp.mcore.budget import Budget
 from megatron_epp.mcore.deferred import refuse_split
 from megatron_epp.mcore.feed import Feed
 from megatron_epp.mcore.groups import Groups
@@ -25,11 +27,12 @@ from megatron_epp.mcore.report import (
     gather_records,
     gather_report,
 )
+from megatron_epp.mcore.rng import random_states, restore_random_states
 from megatron_epp.mcore.rows import RowShare
 from megatron_epp.mcore.stage import ForwardStep, ModelStage, sum_reports
 from megatron_epp.runtime.agree import agree
 from megatron_epp.runtime.clock import CudaClock, HostClock
-from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.executor import Executor, Failure, Waiting
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.meter import Meter
 from megatron_epp.runtime.store import Store
@@ -45,6 +48,13 @@ class Planning(Protocol):
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
         """Training will ask for ``iteration`` with these lengths: begin with it."""
 
+    @property
+    def budget(self) -> Budget | None:
+        """What plans must stay within; None where they are given."""
+
+    def narrow(self) -> None:
+        """The budget has changed: plan with it from now on."""
+
 
 class ElasticSchedule:
     """Megatron's contract for a schedule: called once per iteration, or per evaluation step."""
@@ -59,10 +69,16 @@ class ElasticSchedule:
         waiting: Waiting,
         recorder: Recorder | None,
         device: torch.device,
+        folders: Sequence[str] = (),
+        loaded_from: str | None = None,
     ):
         self.groups, self.layers, self.planning = groups, layers, planning
         self.share, self.meter, self.waiting = share, meter, waiting
         self.recorder, self.device = recorder, device
+        # Where what is learnt about memory is kept, and where it was kept before a resume.
+        self.folders, self.loaded_from = folders, loaded_from
+        self._resumed = False
+        self.last_failure: Failure | None = None
         self.clock = CudaClock() if device.type == "cuda" else HostClock()
         self.last_report: IterationReport | None = None
         self.last_step: Step | None = None
@@ -105,37 +121,105 @@ class ElasticSchedule:
         iteration = self._iteration(forward_only)
         self.waiting.iteration = iteration
 
+        if not self._resumed:
+            self._resume(iteration)
+        if config.timers is not None:
+            timers = config.timers("forward-backward", log_level=1)
+            timers.start(barrier=config.barrier_with_L1_time)
+        random = random_states()
+        while True:
+            step = self._planned(iteration, batch, source, forward_only)
+            plan = step.plans[self.groups.replica]
+            samples = batch.samples[list(step.deals[self.groups.replica])]
+            if any(other.splits_backward for other in step.plans):
+                refuse_split(model)
+            stage = self._run(plan, samples, source.documents, model, config, forward_step_func)
+            between = "gradients, optimizer and what else Megatron does between iterations"
+            self.waiting.enter(between)
+            if not forward_only and config.finalize_model_grads_func is not None:
+                tokens = torch.zeros([], dtype=torch.int, device=self.device) + stage.tokens
+                config.finalize_model_grads_func(
+                    [model],
+                    tokens,
+                    pg_collection=pg_collection,
+                    force_all_reduce=force_all_reduce,
+                )
+            if forward_only:
+                break
+            failures = self._report(iteration, step).failures
+            if not failures:
+                break
+            self._start_over(iteration, failures, model)
+            restore_random_states(random)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        if not forward_only:
+            self._count_flops(plan)
+        return sum_reports(stage.reports)
+
+    def _planned(self, iteration: int, batch: Batch, source: Any, forward_only: bool) -> Step:
         self.waiting.enter("the plan that all ranks agree on")
         began = time.perf_counter()
         step = self._agreed_step(iteration, batch.lengths, forward_only)
         if not forward_only and (ahead := source.peek()) is not None:
             self.planning.look_ahead(iteration + 1, ahead.lengths)
         self.planning_seconds = time.perf_counter() - began
+        return step
 
-        replica = self.groups.replica
-        plan, samples = step.plans[replica], batch.samples[list(step.deals[replica])]
-        if any(other.splits_backward for other in step.plans):
-            refuse_split(model)
-        if config.timers is not None:
-            timers = config.timers("forward-backward", log_level=1)
-            timers.start(barrier=config.barrier_with_L1_time)
-        if not forward_only:
-            self._count_flops(plan)
-        stage = self._run(plan, samples, source.documents, model, config, forward_step_func)
-        self.waiting.enter("gradients, optimizer and what else Megatron does between iterations")
-        if not forward_only and config.finalize_model_grads_func is not None:
-            tokens = torch.zeros([], dtype=torch.int, device=self.device) + stage.tokens
-            config.finalize_model_grads_func(
-                [model],
-                tokens,
-                pg_collection=pg_collection,
-                force_all_reduce=force_all_reduce,
+    # -------------------------------------------------------------- memory
+
+    def _resume(self, iteration: int):
+        """Plan with the budgets with which the run before the checkpoint would have planned on."""
+        self._resumed = True
+        budget = self.planning.budget
+        if budget is not None and self.loaded_from:
+            budget.load(self.loaded_from, iteration - 1)
+            if budget.events:
+                self.planning.narrow()
+
+    def _start_over(self, iteration: int, failures: Sequence[StageReport], model: Any):
+        """A rank ran out of memory: nothing of this iteration counts, and plans get less room.
+
+        All ranks know all failures, so all decide alike.
+        """
+        budget = self.planning.budget
+        if budget is None:
+            worst = failures[0]
+            raise PlanError(
+                f"stage {worst.stage} ran out of memory at {worst.failure} of iteration "
+                f"{iteration}, {worst.held_bytes / GIB:.4g} GiB held: the plan was given "
+                "(--epp-plan), so no other can be made; leave it out"
             )
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        if not forward_only:
-            self._report(iteration, step)
-        return sum_reports(stage.reports)
+        for failure in failures:
+            held = f"{failure.failure}, {failure.held_bytes / GIB:.4g} GiB held for chunks"
+            event = budget.failed(iteration, failure.stage, failure.held_bytes, held)
+            if self.groups.control.rank() == 0:
+                logger.warning("the iteration is repeated with less memory: %s", event)
+        self._narrow()
+        for parameter in model.parameters():
+            parameter.grad = None
+        if hasattr(model, "zero_grad_buffer"):
+            model.zero_grad_buffer()
+
+    def _learn(self, iteration: int, step: Step, report: IterationReport):
+        """Where a peak came near its budget and was promised lower, promise less from now on."""
+        budget = self.planning.budget
+        promises = [plan.predicted.peak_gib for plan in step.plans if plan.predicted is not None]
+        if budget is None or not promises:
+            return
+        promised = [max(peaks) * GIB for peaks in zip(*promises, strict=True)]
+        learnt = budget.measured(iteration, promised, report.peak_bytes)
+        if self.groups.control.rank() == 0:
+            for event in learnt:
+                logger.warning("%s", event)
+        if learnt:
+            self._narrow()
+
+    def _narrow(self):
+        self.planning.narrow()
+        if self.groups.control.rank() == 0:
+            for folder in self.folders:
+                self.planning.budget.save(folder)
 
     def _iteration(self, forward_only: bool) -> int:
         from megatron.training import get_args
@@ -221,6 +305,7 @@ class ElasticSchedule:
                 program, compute, links, store, self.clock, self.meter, self.waiting
             )
             self.last_records = executor.run()
+            self.last_failure = executor.failure
         self.messages = links.sent + links.received
         return compute
 
@@ -230,11 +315,13 @@ class ElasticSchedule:
         borders = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
         update_seqlen_stats_from_cu_seqlens(torch.from_numpy(borders).to(self.device))
 
-    def _report(self, iteration: int, step: Step):
+    def _report(self, iteration: int, step: Step) -> IterationReport:
         groups = self.groups
-        mine = StageReport.of(groups.replica, groups.stage, self.last_records)
-        self.last_report = gather_report(mine, groups.leads, groups.control)
-        self.last_step = step
+        mine = StageReport.of(groups.replica, groups.stage, self.last_records, self.last_failure)
+        report = gather_report(mine, groups.leads, groups.control)
+        if report.failures:
+            return report
+        self.last_report, self.last_step = report, step
         if self.recorder is not None:
             records = gather_records(
                 groups.replica, self.last_records, groups.leads, groups.control
@@ -242,7 +329,9 @@ class ElasticSchedule:
             if groups.control.rank() == 0:
                 self.recorder.write(iteration, step, records)
         if groups.control.rank() == 0:
-            logger.info("%s", summary(iteration, step, self.last_report, self.planning_seconds))
+            logger.info("%s", summary(iteration, step, report, self.planning_seconds))
+        self._learn(iteration, step, report)
+        return report
 
 
 def summary(iteration: int, step: Step, report: IterationReport, planning_seconds: float) -> str:

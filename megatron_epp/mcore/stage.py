@@ -58,6 +58,7 @@ class ModelStage:
         self._aside = {op.chunk: Aside(self._set_aside) for op in order if op.kind is Kind.INPUT}
         self._deferral = Deferral(model) if self._aside else None
         self._ready: ReadyOrder | None = None
+        self._abandoned = False
 
     # -------------------------------------------------------------- an iteration
 
@@ -73,6 +74,8 @@ class ModelStage:
     def __exit__(self, *error: Any):
         self._no_sync.close()
         self._patched.close()
+        if self._abandoned and self.training:
+            self._reduce_anyway()
         if error[0] is None and self.training:
             assert not self._saved, "a chunk's forward has no backward"
             assert not self._aside, "a chunk's I has no W"
@@ -80,6 +83,22 @@ class ModelStage:
             # reduction is aligned over the stages (schedules.py: grad_sync_func).
             if self.config.grad_sync_func is not None and self.stage > 0:
                 self.config.grad_sync_func(self.model.parameters())
+
+    def abandon(self):
+        """Free what is kept for later ops; this iteration's gradients will be dropped."""
+        self._saved.clear()
+        self._aside.clear()
+        self._ready = None
+        self._abandoned = True
+
+    def _reduce_anyway(self):
+        """Start the reductions that the abandoned ops' hooks would have started: the replicas wait
+        in theirs. What the hooks had counted is forgotten; no iteration may learn from it."""
+        for group in getattr(self.model, "bucket_groups", ()):
+            group.per_param_grad_ready_counts = {}
+            overlaps = group.ddp_config.overlap_grad_reduce and self._hooks_reduce
+            if overlaps and not group.is_first_batch and group.grad_reduce_handle is None:
+                group.start_grad_sync(self.model.force_all_reduce)
 
     # -------------------------------------------------------------- ops
 

@@ -1,5 +1,6 @@
 """The executor: a loop over one stage's program, and a table from kind to function."""
 
+import gc
 import logging
 import time
 from dataclasses import dataclass, field
@@ -8,10 +9,10 @@ from typing import Protocol
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Payload, Program, Timed, Transfer
+from megatron_epp.ir import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Program, Timed, Transfer
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.link import Links
-from megatron_epp.runtime.meter import Meter
+from megatron_epp.runtime.meter import Meter, free_cached_memory, out_of_memory
 from megatron_epp.runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ class Compute(Protocol):
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None: ...
 
     def weight_backward(self, chunk: int) -> None: ...
+
+    def abandon(self) -> None:
+        """Free everything that is kept for later ops: there will be none."""
 
 
 class LinkLost(RuntimeError):
@@ -63,8 +67,22 @@ class Waiting:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """``op`` ran out of memory with ``held_bytes`` held; what came after it was only pretended."""
+
+    op: Op
+    held_bytes: int
+    reason: str
+
+
 class Executor:
-    """Runs ``program`` once. Tensors wait in ``_inbox`` and ``_outbox`` between transfer and op."""
+    """Runs ``program`` once. Tensors wait in ``_inbox`` and ``_outbox`` between transfer and op.
+
+    When an op runs out of memory the other ranks must not wait for this one: it frees all, takes
+    every message that comes and sends zeros where it should send something, to the program's end.
+    What became of it is in ``failure``; the iteration's gradients are worth nothing then.
+    """
 
     def __init__(
         self,
@@ -80,6 +98,7 @@ class Executor:
         self.clock, self.meter, self.waiting = clock, meter, waiting
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
         self._outbox: dict[tuple[Payload, int], Tensor] = {}
+        self.failure: Failure | None = None
         self._do = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -100,13 +119,44 @@ class Executor:
                 self.waiting.enter(op)
                 start = self.clock.mark()
                 with record_function(str(op)):
-                    self._do[op.kind](op)
+                    reason = self._run(op)
+                if reason is not None:
+                    self._give_up(op, reason)
                 marks.append((op, start, self.clock.mark(), self.meter.op_peak()))
             self._finish()
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
         stage, seconds = self.waiting.stage, self.clock.seconds
         return tuple(Timed(stage, op, seconds(a), seconds(b), peak) for op, a, b, peak in marks)
+
+    def _run(self, op: Op | Transfer) -> str | None:
+        """Run ``op``; why there was no memory for it, if there was none. The error goes with this
+        frame, and the tensors with the error."""
+        try:
+            self._do[op.kind](op)
+            self.meter.check()
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(op, Transfer) or not out_of_memory(error):
+                raise
+            return str(error).splitlines()[0]
+        return None
+
+    def _give_up(self, op: Op, reason: str):
+        held = min(self.meter.op_peak(), self.meter.limit_bytes)
+        self.failure = Failure(op, int(held), reason)
+        logger.warning("%s: out of memory (%s)", self.waiting, reason)
+        self.compute.abandon()
+        self.store.clear()
+        self._inbox.clear()
+        self._outbox.clear()
+        gc.collect()  # what was recomputed hangs in cycles until its backward
+        free_cached_memory()
+        for kind in COMPUTE:
+            self._do[kind] = self._pretend
+
+    def _pretend(self, op: Op):
+        for payload in Payload:
+            self._inbox.pop((payload, op.chunk), None)
 
     def _forward(self, op: Op):
         received = self._inbox.pop((Payload.ACTIVATION, op.chunk), None)
@@ -131,7 +181,10 @@ class Executor:
 
     def _send(self, op: Transfer):
         message = op.message
-        tensor = self._outbox.pop((message.payload, message.chunk))
+        tensor = self._outbox.pop((message.payload, message.chunk), None)
+        if tensor is None:
+            assert self.failure is not None, f"{op}: nothing was made"
+            tensor = self.links.zeros(message)
         try:
             self.links.send(message, tensor)
         except RuntimeError as error:

@@ -81,6 +81,11 @@ class Links:
         while self._sending and self._sending[0][2].is_completed():
             self._sending.popleft()
 
+    def zeros(self, message: Message) -> Tensor:
+        """What stands in for a tensor that could not be made."""
+        shape = tuple(self.shape(message.chunk))
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
     def oldest_sending(self) -> Message | None:
         return self._sending[0][0] if self._sending else None
 

@@ -1,0 +1,25 @@
+"""Random states as one value: what was drawn can be drawn again."""
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+
+
+def random_states() -> Any:
+    """The CPU's, the GPU's and Megatron's tracked states."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    return (
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        tracker.get_states() if tracker.is_initialized() else None,
+    )
+
+
+def restore_random_states(states: Any) -> None:
+    cpu, cuda, tracked = states
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+    if tracked is not None:
+        tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
