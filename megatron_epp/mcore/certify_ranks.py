@@ -26,6 +26,8 @@ from megatron_epp.runtime.traffic import Traffic, Transferred
 class Given:
     """A planning that hands out the steps it was given."""
 
+    budget = None  # no plan of these was made to fit
+
     def __init__(self) -> None:
         self.drawn: Drawn | None = None
 
@@ -34,6 +36,9 @@ class Given:
 
     def look_ahead(self, iteration: int, lengths: Any) -> None:
         """There is nothing to prepare."""
+
+    def narrow(self) -> None:
+        """There is no budget to keep."""
 
 
 class InMemory:
