@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 from torch.nn import Parameter
 
-from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, PlanError, Step, check
+from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, PlanError, Step, check, parse_records
 from megatron_epp.layers.deferred import Aside, Linear, deferred_linear
 from megatron_epp.mcore.deferred import Deferral, refuse_split
 from megatron_epp.mcore.ready import ReadyOrder
@@ -160,6 +160,11 @@ def split(order: tuple[Op, ...], merged: int | None) -> tuple[Op, ...]:
     return (*halves[:-1], *weights, halves[-1])
 
 
+TOKENS, LAYERS, FFN = 120, 4, 64
+# Per token and layer: inputs of the four linears, gradients of their outputs. Hidden size and
+# queries 32, keys and values 16 each, float32.
+WEIGHT_INPUT_BYTES = 4 * ((32 + 32 + 32 + FFN) + (32 + 2 * 16 + 32 + 2 * FFN + 32))
+
 PLANS = """
 plan v1
 replica {replica} of 2
@@ -194,7 +199,9 @@ def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path):
             pipeline_model_parallel_size=1,
             overlap_grad_reduce=True,
             ddp_bucket_size=1,
+            ffn_hidden_size=FFN,
             epp=True,
+            epp_record=tmp_path / f"{name} records",
             epp_plan=path,
             save=tmp_path / name,
             save_interval=3,
@@ -205,6 +212,10 @@ def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path):
         assert len(run.losses) == 3
         folder: Path = tmp_path / name / "iter_0000003"
         saved.append(tensors(folder, tmp_path / f"{name}.pt"))
+    # All of replica 0's activations are gone when its first W begins.
+    records = (tmp_path / "halves records" / "iteration-000002.replica-0.timed").read_text()
+    first = next(record for record in parse_records(records) if record.op.kind is Kind.WEIGHT)
+    assert first.peak_bytes == TOKENS * LAYERS * WEIGHT_INPUT_BYTES
     whole, halves = saved
     assert whole.keys() == halves.keys()
     compared = [name for name in whole if whole[name].is_floating_point()]
