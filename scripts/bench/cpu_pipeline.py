@@ -78,6 +78,8 @@ def repeated(batches: type) -> type:
 class VariantSteps:
     """Plans on rank 0 as the iteration's variant says; the trainer's cost model, another budget."""
 
+    budget = None  # every variant has its own
+
     def __init__(self, args, config, layers, multiple, groups, profile):
         from megatron_epp.mcore.planning import training_cost
         from megatron_epp.planner import Options
