@@ -174,6 +174,7 @@ _COLUMNS = (
     ("split", 5),
     ("hybrid", 6),
     ("window", 6),
+    ("I+W", 4),
     ("recomputed", 10),
     ("messages", 8),
     ("loss error", 10),
@@ -194,6 +195,7 @@ def row(judged: Judged) -> str:
         str(coverage.split),
         str(coverage.hybrid),
         str(coverage.window),
+        str(coverage.halved),
         f"{coverage.recomputed}/{coverage.layers}",
         str(judged.messages),
         f"{judged.loss_error:.1e}",
@@ -211,9 +213,10 @@ def verdict(judged: Sequence[Judged]) -> str:
     every = [batch.coverage for batch in judged]
     lines = [
         f"chunks: {sum(c.packed for c in every)} packed, {sum(c.split for c in every)} split, "
-        f"{sum(c.hybrid for c in every)} hybrid; {sum(c.recomputed for c in every)} of "
-        f"{sum(c.layers for c in every)} layers recomputed; up to {max(c.window for c in every)} "
-        "chunks in flight on a stage",
+        f"{sum(c.hybrid for c in every)} hybrid; up to {max(c.window for c in every)} in flight on "
+        f"a stage; {sum(c.recomputed for c in every)} of {sum(c.layers for c in every)} layers "
+        f"recomputed, {sum(c.selective for c in every)} in part; {sum(c.halved for c in every)} "
+        "backwards in two halves",
         f"collectives: {issued or 'none'}",
     ]
     failed = [str(batch.number) for batch in judged if not batch.passed]

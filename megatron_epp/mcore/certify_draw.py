@@ -5,7 +5,7 @@ from random import Random
 
 import numpy
 
-from megatron_epp.ir import Kind, Op, Plan, Step, slices_of
+from megatron_epp.ir import KEEP, SELECTIVE, Kind, Op, Plan, Step, slices_of
 from megatron_epp.mcore.certify_small import CONTEXT
 from megatron_epp.planner.arbitrary import arbitrary_plan
 
@@ -18,15 +18,22 @@ class Frame:
     """What every batch of one model is drawn for.
 
     layers           of each stage
-    letters          the recompute choices that the executor runs
-    split_backward   the share of backwards that become I and W
+    letters          the recompute choices to draw from
+    splits           whether the executor runs I and W in place of B
     """
 
     vocabulary: int
     layers: tuple[int, ...]
     replicas: int
     letters: str
-    split_backward: float = 0.0
+    splits: bool
+
+
+def letters_drawn(executable: str) -> str:
+    """Every choice that runs, and as many again that keep all: a third of the layers, so that kept
+    and recomputed ones stand side by side.
+    """
+    return KEEP * (len(executable) // 2) + executable
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +69,15 @@ def draw(seed: int, number: int, frame: Frame) -> Drawn:
         (generator.random(length) >= MASKED).astype(numpy.float32) for length in lengths
     )
     loss_masks[0][0] = 1  # a batch without a label has no loss
+    # None, some or all backwards are split.
+    share = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
     deals = _deals(len(lengths), frame.replicas, random)
     plans = tuple(
         arbitrary_plan(
             [lengths[document] for document in deal],
             frame.layers,
             random,
-            split_backward=frame.split_backward,
+            split_backward=share,
             letters=frame.letters,
             replica=replica,
             replicas=frame.replicas,
@@ -120,7 +129,8 @@ class Coverage:
     """What a step makes the executor do, in numbers.
 
     cut         documents in several slices          window      most chunks in flight on a stage
-    packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages
+    packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages,
+    halved      backwards run as I and W             selective   those of them in part
     """
 
     documents: int
@@ -130,7 +140,9 @@ class Coverage:
     split: int
     hybrid: int
     recomputed: int
+    selective: int
     layers: int
+    halved: int
     window: int
 
     @classmethod
@@ -144,8 +156,15 @@ class Coverage:
             packed=kinds.count("packed"),
             split=kinds.count("split"),
             hybrid=kinds.count("hybrid"),
-            recomputed=sum(letter != "k" for letter in letters),
+            recomputed=sum(letter != KEEP for letter in letters),
+            selective=sum(letter in SELECTIVE for letter in letters),
             layers=len(letters),
+            halved=sum(
+                op.kind is Kind.WEIGHT
+                for plan in step.plans
+                for order in plan.orders
+                for op in order
+            ),
             window=max(_window(order) for plan in step.plans for order in plan.orders),
         )
 

@@ -31,6 +31,7 @@ _NOT_THE_MODEL: dict[str, Any] = {
     "optimizer_cpu_offload": False,
     "ddp_average_in_collective": False,
     "use_flash_attn": False,
+    "cross_entropy_loss_fusion": False,  # rounds its gradient to bf16 (fused_cross_entropy.py)
     "spec": None,
     "tp_comm_overlap": False,
     "cuda_graph_impl": "none",

@@ -10,12 +10,13 @@ import torch
 from megatron_epp.layers.recompute import EXECUTABLE
 from megatron_epp.mcore.certify_answers import Prepared, Reference
 from megatron_epp.mcore.certify_child import Role
-from megatron_epp.mcore.certify_draw import Frame, draw
+from megatron_epp.mcore.certify_draw import Frame, draw, letters_drawn
 from megatron_epp.mcore.certify_flags import describe, parsed, scaled
 from megatron_epp.mcore.certify_judge import whole
 from megatron_epp.mcore.certify_model import begin, join, plain_model
 from megatron_epp.mcore.certify_shards import fill, shards
 from megatron_epp.mcore.certify_small import Degrees
+from megatron_epp.mcore.entry import refusals_as_value_errors
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
 JITTER = 0.1
@@ -37,14 +38,16 @@ class Plain:
         small = scaled(parsed(flags), degrees, overlap)
         args = small.plain
         begin(args, self.seed)
-        self.model = plain_model(args)
+        with refusals_as_value_errors():
+            self.model = plain_model(args)
         weights = whole(shards(self.model, lambda parameter: parameter.data))
         generator = numpy.random.default_rng(self.seed)
         scale = JITTER * args.init_method_std
         for key, tensor in sorted(weights.items()):
             weights[key] = tensor + scale * generator.standard_normal(tensor.shape)
         fill(self.model, weights)
-        self.frame = Frame(args.padded_vocab_size, small.layers, degrees.dp, letters=EXECUTABLE)
+        letters = letters_drawn(EXECUTABLE)
+        self.frame = Frame(args.padded_vocab_size, small.layers, degrees.dp, letters, splits=True)
         return Prepared(
             pickle.dumps(small.elastic),
             self.frame,

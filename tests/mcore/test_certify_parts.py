@@ -13,7 +13,7 @@ from megatron_epp.mcore.certify_draw import LONGEST, Coverage, Frame, draw
 from megatron_epp.mcore.certify_judge import Shard, whole, worst_gradient
 from megatron_epp.mcore.certify_small import CONTEXT, Degrees, fewer, heads, small, stage_layers
 
-FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, letters="kf")
+FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, letters="kfcmnab", splits=True)
 
 # ------------------------------------------------------------------ what is drawn
 

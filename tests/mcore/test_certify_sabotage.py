@@ -1,13 +1,15 @@
 """A certificate that cannot fail is none: every way to break the executor shows."""
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.ir import Step, slices_of
+from megatron_epp.layers.recompute import EXECUTABLE
 from megatron_epp.mcore.certify import BOUND, LLAMA, Judged, Trial, certify
-from megatron_epp.mcore.certify_draw import Frame, draw
+from megatron_epp.mcore.certify_draw import Coverage, Frame, draw, letters_drawn
 from megatron_epp.mcore.certify_small import Degrees
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
@@ -23,7 +25,7 @@ WAYS = (
     "forget to free",
     "nothing again",
 )
-FRAME = Frame(vocabulary=61, layers=(2,), replicas=1, letters="kf")
+FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
 
 def fragile(step: Step) -> bool:
@@ -33,6 +35,7 @@ def fragile(step: Step) -> bool:
     return any("f" in choice for chunk, choice in enumerate(plan.recompute[0]) if later[chunk] >= 0)
 
 
+@cache
 def seed() -> int:
     """One whose batches are all fragile."""
     numbers = range(len(WAYS))
@@ -52,6 +55,12 @@ def test_the_ways_are_those_of_the_sabotage() -> None:
     names = [way.replace(" ", "_") for way in WAYS[1:-1]]
     places = [listed.index(name) for name in names]
     assert places == sorted(places)
+
+
+def test_the_batches_are_those_that_were_looked_at(judged) -> None:
+    for number, batch in enumerate(judged.values()):
+        assert batch.coverage == Coverage.of(draw(seed(), number, FRAME).step)
+        assert batch.coverage.cut > 0
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])

@@ -1,0 +1,121 @@
+"""What goes over process groups while Megatron's trainer trains: the planned messages, and
+collectives of the list.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.ir import Kind, Step, Transfer, lower
+from megatron_epp.mcore.collectives import SCHEDULE, TRAINER, Listed, name_of
+from megatron_epp.runtime.traffic import Collective, Transferred
+from tests.mcore.runs import flags, train, write_corpus
+
+LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
+ITERATIONS = 3
+HIDDEN = 32
+WATCHED = str(Path(__file__).with_name("watched.py"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Two stages with tied embeddings, trained for three iterations and evaluated after two."""
+    folder = tmp_path_factory.mktemp("watched")
+    words = flags(
+        write_corpus(folder / "documents", LENGTHS),
+        train_iters=ITERATIONS,
+        eval_iters=1,
+        eval_interval=2,
+        split="60,40,0",
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        epp=True,
+        epp_planner="packing",
+        epp_record=folder / "plans",
+    )
+    words.remove("--untie-embeddings-and-output-weights")
+    run = train(words, program=(WATCHED, str(folder)))
+    assert run.status == 0, run.output
+    return folder
+
+
+def seen(folder: Path, rank: int) -> tuple[list[Collective], list[Transferred]]:
+    traffic = json.loads((folder / f"traffic-{rank}.json").read_text())
+    return (
+        [Collective(**one) for one in traffic["collectives"]],
+        [Transferred(**one) for one in traffic["messages"]],
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_collectives_are_on_the_list(folder, rank) -> None:
+    collectives, _ = seen(folder, rank)
+    names = [name_of(one, (*SCHEDULE, *TRAINER)) for one in collectives]
+    strangers = [str(one) for one, name in zip(collectives, names, strict=True) if name is None]
+    assert not strangers
+    counts = Counter(names)
+    steps = ITERATIONS + 1  # the evaluation too
+    assert counts["plan text"] == 2 * steps  # its header and itself
+    assert counts["plan digest"] == steps
+    assert counts["token count"] == 2 * ITERATIONS
+    for once in ("report", "tied embeddings"):
+        assert counts[once] == ITERATIONS, once
+    # Once per bucket: the tied embedding has one of its own.
+    assert counts["gradient reduction"] in (ITERATIONS, 2 * ITERATIONS)
+
+
+def sends(step: Step, stage: int) -> list[tuple[str, int]]:
+    """(group, elements) of what the plan makes ``stage`` send."""
+    (plan,) = step.plans
+    return [
+        (f"epp_{op.message.payload.name.lower()}", plan.chunks[op.chunk].tokens * HIDDEN)
+        for op in lower(plan)[stage]
+        if isinstance(op, Transfer) and op.kind is Kind.SEND
+    ]
+
+
+def test_messages_are_the_planned_ones(folder) -> None:
+    """In training as the recorded plans say; in the evaluation after two iterations, forwards."""
+    steps = [Step.parse(path.read_text()) for path in sorted((folder / "plans").glob("*.step"))]
+    assert len(steps) == ITERATIONS
+    for rank in (0, 1):
+        _, mine = seen(folder, rank)
+        _, others = seen(folder, 1 - rank)
+        assert {message.peer for message in mine} == {1 - rank}
+        sent = [(m.group, m.elements) for m in mine if m.way == "send"]
+        assert sent == [(m.group, m.elements) for m in others if m.way == "receive"]
+        before = sends(steps[0], rank) + sends(steps[1], rank)
+        after = sends(steps[2], rank)
+        assert sent[: len(before)] == before
+        assert sent[-len(after) :] == after
+        evaluation = sent[len(before) : -len(after)]
+        assert {group for group, _ in evaluation} == ({"epp_activation"} if rank == 0 else set())
+
+
+# ------------------------------------------------------------------ the list itself
+
+
+@pytest.mark.parametrize("entry", (*SCHEDULE, *TRAINER), ids=lambda entry: entry.name)
+def test_every_entry_has_a_reason(entry: Listed) -> None:
+    assert entry.why and entry.why[-1] != "."
+
+
+def test_names_differ() -> None:
+    names = [entry.name for entry in (*SCHEDULE, *TRAINER)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        Collective("allreduce", "epp_control", "megatron_epp.mcore.stage.ModelStage.forward"),
+        Collective("allreduce", "default_pg", "megatron_epp.runtime.agree.agree"),
+        Collective("broadcast", "epp_control", "megatron_epp.runtime.agree.agree_again"),
+        Collective("barrier", "default_pg", "megatron.training.training.train"),
+    ],
+)
+def test_a_stranger_is_not_on_the_list(stranger) -> None:
+    assert name_of(stranger, (*SCHEDULE, *TRAINER)) is None
