@@ -1,1 +1,1 @@
-"""Attention over kept K/V and recompute inside layers: what a chunk needs of a transformer layer."""
+"""Attention over kept K/V and recompute inside layers: what a chunk needs of a layer."""

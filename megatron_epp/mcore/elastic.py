@@ -2,21 +2,18 @@
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, print_rank_0
 from torch import Tensor
 
 from megatron_epp.cost.devices import GIB
-from megatron_epp.mcore import host, seams, support
+from megatron_epp.mcore import host, seams, stock, support
 from megatron_epp.mcore.batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.documents import config_from_args
@@ -106,6 +103,7 @@ class Job:
             device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU,
             folders=[folder for folder in (args.save, self.config.epp_record) if folder],
             loaded_from=args.load,
+            validate=lambda total: stock.validate(total, args),
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
             speak_when_terminated(waiting, dist.get_rank())

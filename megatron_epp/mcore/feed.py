@@ -1,4 +1,4 @@
-"""The tensors of a plan's chunks: tokens, positions, labels and loss mask, as the stage needs them."""
+"""The tensors of a plan's chunks: tokens, positions, labels and loss mask, where needed."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class ChunkBatch:
 
 
 class Feed:
-    """Makes the batches of one plan's chunks. ``samples[d]`` is document d's place in the corpus."""
+    """Makes the batches of a plan's chunks. ``samples[d]`` is document d's place in the corpus."""
 
     def __init__(
         self,

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,6 +29,7 @@ from megatron_epp.runtime.agree import share
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, beside the checkpoint
 CPU_SHARE = 0.8  # of the available memory, for chunks
 FALLBACK = "packing"  # whole documents side by side: needs no search
 _ROUNDING = 1e-9  # of a promise in GiB
@@ -157,8 +160,14 @@ def make_planning(
         multiple=multiple,
     )
     cost = training_cost(args, config, layers, profile)
-    # What is available differs from host to host and from moment to moment.
-    budgets = share(json.dumps(cost.budget_bytes), None, groups.control)
+    # What is available differs between hosts and moments: rank 0's is everybody's.
+    budgets = json.dumps(cost.budget_bytes)
+    if groups.control.rank() == 0 and config.epp_memory_budget_gib is None:
+        budgets = _kept_budgets(args, cost.stages) or budgets
+        if args.save:
+            Path(args.save).mkdir(parents=True, exist_ok=True)
+            (Path(args.save) / DEFAULT_BUDGETS).write_text(budgets)
+    budgets = share(budgets, None, groups.control)
     cost = replace(cost, budget_bytes=tuple(json.loads(budgets)))
     return PlannedSteps(cost, options, config.epp_planner, groups, config.epp_plan_ahead)
 
@@ -217,8 +226,20 @@ def device_name() -> str:
 
 
 def default_budget_bytes(args: Any) -> float:
-    """On a GPU what its name's budget is; on a CPU a share of the memory, for this rank's chunks."""
+    """On a GPU what its name's budget is; on a CPU a share of the memory, for a rank's chunks."""
     if host.has_gpu():
         return device(device_name()).budget_bytes
-    local_ranks = max(1, torch.distributed.get_world_size() if args.rank >= 0 else 1)
-    return CPU_SHARE * psutil.virtual_memory().available / local_ranks
+    available = psutil.virtual_memory().available
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        available = min(available, int(text))
+    return CPU_SHARE * available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _kept_budgets(args: Any, stages: int) -> str | None:
+    """The default budgets of the run that is resumed: its plans were made within them."""
+    path = Path(args.load or "") / DEFAULT_BUDGETS
+    if not args.load or not path.exists():
+        return None
+    text = path.read_text()
+    return text if len(json.loads(text)) == stages else None

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy
@@ -71,12 +71,14 @@ class ElasticSchedule:
         device: torch.device,
         folders: Sequence[str] = (),
         loaded_from: str | None = None,
+        validate: Callable[[torch.Tensor], None] | None = None,
     ):
         self.groups, self.layers, self.planning = groups, layers, planning
         self.share, self.meter, self.waiting = share, meter, waiting
         self.recorder, self.device = recorder, device
         # Where what is learnt about memory is kept, and where it was kept before a resume.
         self.folders, self.loaded_from = folders, loaded_from
+        self.validate = validate  # shows Megatron's re-run machine the iteration's summed loss
         self._resumed = False
         self.last_failure: Failure | None = None
         self.clock = CudaClock() if device.type == "cuda" else HostClock()
@@ -153,9 +155,12 @@ class ElasticSchedule:
             restore_random_states(random)
         if config.timers is not None:
             config.timers("forward-backward").stop()
+        reports = sum_reports(stage.reports)
         if not forward_only:
             self._count_flops(plan)
-        return sum_reports(stage.reports)
+            if reports and self.validate is not None:
+                self.validate(next(iter(reports[0].values()))[0])
+        return reports
 
     def _planned(self, iteration: int, batch: Batch, source: Any, forward_only: bool) -> Step:
         self.waiting.enter("the plan that all ranks agree on")

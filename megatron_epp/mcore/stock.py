@@ -96,11 +96,11 @@ def loss(
     mask = loss_mask_BS.view(-1).float()
     total = torch.sum(token_losses_BS.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
-    _validate(total, args)
+    validate(total, args)
     return total, tokens, {"lm loss": torch.cat([total.detach().view(1), tokens.view(1)])}
 
 
-def _validate(total: torch.Tensor, args: argparse.Namespace) -> None:
+def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
     """Show the loss to Megatron's re-run machine, which replays an iteration that it rejects.
 
     The forward pass is deterministic, so a replay has to agree exactly.

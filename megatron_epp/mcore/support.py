@@ -38,7 +38,7 @@ REFUSALS = (
     ),
     Refusal(
         "mixture of experts (--num-experts)",
-        "train a dense model, or run without --epp: expert groups span replicas, whose plans differ",
+        "train a dense model, or run without --epp: expert groups span replicas, plans do not",
         _given("num_experts"),
     ),
     Refusal(
@@ -126,7 +126,7 @@ REFUSALS = (
         _given("defer_embedding_wgrad_compute"),
     ),
     Refusal(
-        "position embeddings other than rope, learned_absolute and none (--position-embedding-type)",
+        "position embeddings other than rope, learned_absolute, none (--position-embedding-type)",
         "use one of these three",
         lambda args: args.position_embedding_type not in ("rope", "learned_absolute", "none"),
     ),

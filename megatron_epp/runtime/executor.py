@@ -40,7 +40,7 @@ class Compute(Protocol):
 
 
 class LinkLost(RuntimeError):
-    """A message that cannot come or leave: says which op of which iteration waited, and how long."""
+    """A message that cannot come or leave: which op of which iteration waited, and how long."""
 
 
 @dataclass

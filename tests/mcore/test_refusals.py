@@ -106,9 +106,11 @@ def test_flags_are_the_fields_of_the_configuration():
     parser = add_arguments(argparse.ArgumentParser())
     assert Config.of(parser.parse_args([])) == Config()
     given = parser.parse_args(
-        ["--epp", "--epp-planner", "packing", "--epp-memory-budget-gib", "1.5"]
-        + ["--epp-effort", "0", "--epp-overlong", "drop", "--no-epp-plan-ahead"]
-        + ["--epp-plan", "x"]
+        [
+            *("--epp", "--epp-planner", "packing", "--epp-memory-budget-gib", "1.5"),
+            *("--epp-effort", "0", "--epp-overlong", "drop", "--no-epp-plan-ahead"),
+            *("--epp-plan", "x"),
+        ]
     )
     assert Config.of(given) == Config(
         epp=True,
