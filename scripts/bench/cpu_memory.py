@@ -1,0 +1,512 @@
+#!/usr/bin/env python3
+"""Memory promised and kept, and time foretold, on real documents and this host's CPU.
+
+    scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform failure] [-o RESULT.md]
+
+8 layers, 8 heads in 4 groups, context 16K, by default hidden 128 and 4 documents a batch: the source
+text of this Python's standard library, or --data-path. Processes of one thread (gloo). The cost model is
+measured at the start of every run, as in training.
+
+    truth2, truth4   2 and 4 stages: every iteration another batch and another sort of plan, random
+                     ones among them; predicted and measured peak of every stage, and seconds
+                     (of 2 stages: 4 do not have a core each on small hosts), then op by op
+    budgets          one batch after the other, planned with all that keeping everything needs on
+                     each stage, and with 75%, 50% and 35% of it; and with far too little
+    uniform          the same budgets: what epp recomputes, against the least uniform setting, the
+                     same layers on every stage and for every chunk, on the same chunks and orders
+    failure          a run that hits a memory limit it did not know of, against one that knew
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+SECTIONS = ("truth2", "truth4", "budgets", "uniform", "failure")
+SHARES = (1.0, 0.75, 0.5, 0.35)
+LINE = "cpu_memory: "
+MIB = 2**20
+GIB = 2**30
+
+# ------------------------------------------------------------------ inside torchrun
+
+
+def work(tasks: list[dict]) -> None:
+    """Megatron's trainer; iteration i runs tasks[i]: a batch, and how it is planned."""
+    from megatron_epp.mcore import host
+
+    host.install_cpu_host()
+    from megatron_epp.mcore import elastic, entry, schedule
+
+    class Batches(elastic.GlobalBatches):
+        given = 0
+
+        def __next__(self):
+            self.consumed = tasks[min(self.given, len(tasks) - 1)]["batch"] * self.size
+            self.given += 1
+            return self.peek()
+
+    elastic.make_planning = lambda *arguments: Tasks(tasks, *arguments)
+    elastic.GlobalBatches = Batches
+    schedule.summary = told
+    entry.main()
+
+
+class Tasks:
+    """Plans on rank 0 as the iteration's task says, with the trainer's measured cost model."""
+
+    budget = None  # every task has its own
+
+    def __init__(self, tasks, args, config, layers, multiple, groups, profile):
+        from megatron_epp.mcore.planning import training_cost
+        from megatron_epp.planner import Options
+
+        self.tasks, self.groups = tasks, groups
+        cost = training_cost(args, config, layers, profile)
+        self.cost = dataclasses.replace(cost, budget_bytes=(1e15,) * cost.stages)
+        self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
+
+    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
+        from megatron_epp.ir import Step
+        from megatron_epp.runtime.agree import share
+
+        text = error = None
+        if self.groups.control.rank() == 0:
+            try:
+                text = str(plan(self.tasks[iteration - 1], lengths, self.cost, self.options))
+            except ValueError as refusal:
+                error = str(refusal)
+        return Step.parse(share(text, error, self.groups.control))
+
+    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+        """Planned when asked for: planning is not timed here."""
+
+
+def plan(task: dict, lengths: Sequence[int], ample, options):
+    """The step for one batch; ``share`` of what the epp plan needs that keeps everything."""
+    from megatron_epp.ir import Prediction, Step
+    from megatron_epp.layers.recompute import EXECUTABLE
+    from megatron_epp.planner import plan_step
+    from megatron_epp.planner.arbitrary import arbitrary_plan
+    from megatron_epp.sim.play import play
+
+    if task["planner"] == "random":
+        drawn = arbitrary_plan(
+            lengths, ample.layers, random.Random(task["seed"]), letters=EXECUTABLE
+        )
+        played = play(drawn, ample.table(drawn))
+        promise = Prediction(played.seconds, tuple(p / GIB for p in played.peak_bytes), "random")
+        return Step((tuple(range(len(lengths))),), (dataclasses.replace(drawn, predicted=promise),))
+    kept = plan_step(lengths, ample, options, "epp").planned[0]
+    if task["share"] == 1.0 and task["planner"] == "epp":
+        return Step((tuple(range(len(lengths))),), (kept.plan,))
+    budget = tuple(task["share"] * peak for peak in kept.peak_bytes)
+    within = dataclasses.replace(ample, budget_bytes=budget)
+    return plan_step(lengths, within, options, task["planner"]).step
+
+
+def told(iteration: int, step, report, *others) -> str:
+    """What the trainer logs of an iteration, here as JSON."""
+    plan = step.plans[0]
+    entry = {
+        "iteration": iteration,
+        "tokens": plan.tokens,
+        "chunks": len(plan.chunks),
+        "seconds": report.seconds,
+        "predicted_seconds": plan.predicted.seconds,
+        "peaks": list(report.peak_bytes),
+        "predicted_peaks": [gib * GIB for gib in plan.predicted.peak_gib],
+    }
+    return LINE + json.dumps(entry)
+
+
+# ------------------------------------------------------------------ outside
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What all runs share: corpus, folder for logs, sizes."""
+
+    corpus: Path
+    folder: Path
+    hidden: int
+    documents: int
+
+
+def flags(place: Place, stages: int, iterations: int, **changes: object) -> list[str]:
+    named = {
+        "num-layers": 8,
+        "hidden-size": place.hidden,
+        "ffn-hidden-size": place.hidden * 11 // 4,
+        "num-attention-heads": 8,
+        "num-query-groups": 4,
+        "seq-length": 16384,
+        "max-position-embeddings": 16384,
+        "pipeline-model-parallel-size": stages,
+        "global-batch-size": place.documents,
+        "train-iters": iterations,
+        "lr": 0.0,  # the weights stay, so the losses of one batch can be compared
+        "eval-iters": 0,
+        "split": "100,0,0",
+        "log-interval": 1,
+        "data-path": place.corpus,
+        "tokenizer-type": "SentencePieceTokenizer",
+        "tokenizer-model": f"{place.corpus}.model",
+        "normalization": "RMSNorm",
+        "position-embedding-type": "rope",
+        "attention-dropout": 0,
+        "hidden-dropout": 0,
+        **{key.replace("_", "-"): value for key, value in changes.items()},
+    }
+    words = "--group-query-attention --swiglu --disable-bias-linear --epp"
+    words += " --untie-embeddings-and-output-weights"
+    return words.split() + [str(w) for key, value in named.items() for w in (f"--{key}", value)]
+
+
+def torchrun(program: list[str], words: list[str], processes: int, log: Path) -> tuple[int, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), *program, *words]
+    with log.open("w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    return done.returncode, log.read_text(errors="replace")
+
+
+def run(tasks: list[dict], stages: int, place: Place, name: str) -> list[dict]:
+    """One job over the tasks: an entry for each, with its loss."""
+    folder = place.folder
+    (folder / f"{name}.json").write_text(json.dumps(tasks))
+    program = [str(Path(__file__).resolve()), "--work", str(folder / f"{name}.json")]
+    words = flags(place, stages, len(tasks), epp_record=folder / name)
+    status, text = torchrun(program, words, stages, folder / f"{name}.log")
+    entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
+    losses = [float(x) for x in re.findall(r"lm loss: ([0-9.E+-]+)", text)]
+    if status or len(entries) != len(tasks):
+        tail = "\n".join(text.splitlines()[-15:])
+        raise SystemExit(f"cpu_memory: a run failed; its log is {folder}/{name}.log\n{tail}")
+    return [
+        {**task, **entry, "loss": loss}
+        for task, entry, loss in zip(tasks, entries, losses, strict=True)
+    ]
+
+
+def truth_tasks(iterations: int) -> list[dict]:
+    sorts = [
+        ("epp", 1.0), ("random", None), ("epp", 0.5), ("packing", 1.5), ("infinipipe", 0.8),
+        ("random", None), ("epp", 0.35), ("seq1f1b", 1.5),
+    ]  # fmt: skip
+    return [
+        {"batch": i, "planner": sorts[i % len(sorts)][0], "share": sorts[i % len(sorts)][1],
+         "seed": i}
+        for i in range(iterations)
+    ]  # fmt: skip
+
+
+def truth(stages: int, iterations: int, place: Place) -> str:
+    name = f"truth{stages}"
+    entries = run(truth_tasks(iterations), stages, place, name)
+    rows = []
+    for entry in entries:
+        pairs = list(zip(entry["predicted_peaks"], entry["peaks"], strict=True))
+        rows.append(
+            [
+                str(entry["iteration"]),
+                entry["planner"],
+                "" if entry["share"] is None else f"{entry['share']:.0%}",
+                str(entry["tokens"]),
+                str(entry["chunks"]),
+                " ".join(f"{predicted / MIB:.1f}" for predicted, _ in pairs),
+                " ".join(f"{peak / MIB:.1f}" for _, peak in pairs),
+                f"{max(abs(p / m - 1) for p, m in pairs):.2%}",
+                f"{entry['predicted_seconds']:.2f}",
+                f"{entry['seconds']:.2f}",
+                f"{entry['predicted_seconds'] / entry['seconds'] - 1:+.1%}",
+            ]
+        )
+    headers = [
+        *("iteration", "planner", "budget", "tokens", "chunks", "predicted peak MiB"),
+        *("measured MiB", "worst", "predicted s", "measured s", "error"),
+    ]
+    worst = max(
+        abs(p / m - 1)
+        for entry in entries
+        for p, m in zip(entry["predicted_peaks"], entry["peaks"], strict=True)
+    )
+    # The first iteration warms caches, buffers and links up.
+    errors = [abs(e["predicted_seconds"] / e["seconds"] - 1) for e in entries[1:]]
+    return "\n".join(
+        [
+            f"### {stages} stages\n",
+            table(headers, rows),
+            f"Peak: worst error of any stage and iteration {worst:.2%}. Seconds: median error "
+            f"{statistics.median(errors):.1%} ({load()}).\n",
+            residuals(place.folder / name),
+        ]
+    )
+
+
+def residuals(folder: Path) -> str:
+    """Measured seconds of ops against the cost model, by stage, kind and size."""
+    from megatron_epp.cost.analytic import without_states
+    from megatron_epp.cost.cost import Cost
+    from megatron_epp.cost.profile import Profile
+    from megatron_epp.ir import BACKWARDS, Op, Step, parse_records
+
+    profile = without_states(Profile.load(str(folder / "epp-cost-model.json")))
+    groups: dict[tuple, list[float]] = {}
+    for file in sorted(folder.glob("*.step"))[1:]:
+        plan = Step.parse(file.read_text()).plans[0]
+        timed = parse_records((folder / f"{file.stem}.replica-0.timed").read_text())
+        table = Cost(profile, plan.layers, (1e15,) * plan.stages).table(plan)
+        for record in timed:
+            if not isinstance(record.op, Op):
+                continue
+            stage, chunk, kind = record.stage, record.op.chunk, record.op.kind
+            predicted = table.seconds[kind][stage][chunk]
+            if kind in BACKWARDS:
+                predicted += table.recompute_seconds[stage][chunk]
+            spans = plan.chunks[chunk].spans
+            context = max(span.start for span in spans)
+            sort = "packed" if context == 0 else "context"
+            size = 2 ** (plan.chunks[chunk].tokens.bit_length() - 1)
+            key = (stage, kind.value, sort, size)
+            groups.setdefault(key, []).append(predicted / record.seconds - 1)
+    rows = [
+        [str(stage), kind, sort, f"{size}-{2 * size - 1}", str(len(errors)),
+         f"{statistics.median(errors):+.1%}", f"{min(errors):+.1%}", f"{max(errors):+.1%}"]
+        for (stage, kind, sort, size), errors in sorted(groups.items())
+        if len(errors) > 2
+    ]  # fmt: skip
+    headers = ["stage", "op", "chunk", "tokens", "ops", "median error", "least", "most"]
+    return "Seconds of single ops, predicted over measured, less one:\n\n" + table(headers, rows)
+
+
+def budgets(batches: int, place: Place) -> str:
+    tasks = [
+        {"batch": batch, "planner": "epp", "share": share, "seed": 0}
+        for batch in range(batches)
+        for share in (SHARES if batch else (1.0, *SHARES))  # the first of all warms up
+    ]
+    entries = run(tasks, 2, place, "budgets")[1:]
+    rows, spread, kept = [], 0.0, True
+    for start in range(0, len(entries), len(SHARES)):
+        of_batch = entries[start : start + len(SHARES)]
+        full = of_batch[0]
+        for entry in of_batch:
+            room = [entry["share"] * peak for peak in full["predicted_peaks"]]
+            over = max(p / r for p, r in zip(entry["peaks"], room, strict=True))
+            kept = kept and over <= 1.002
+            spread = max(spread, abs(entry["loss"] / full["loss"] - 1))
+            rows.append(
+                [
+                    str(entry["batch"]), f"{entry['share']:.0%}",
+                    " ".join(f"{r / MIB:.1f}" for r in room),
+                    " ".join(f"{p / MIB:.1f}" for p in entry["peaks"]),
+                    f"{over:.1%}", str(entry["chunks"]),
+                    f"{entry['predicted_seconds'] / full['predicted_seconds']:.3f}",
+                    f"{entry['seconds'] / full['seconds']:.3f}", f"{entry['loss']:.6f}",
+                ]
+            )  # fmt: skip
+    headers = [
+        *("batch", "budget", "budget MiB", "measured MiB", "of the budget", "chunks"),
+        *("predicted time", "measured time", "loss"),
+    ]
+    words = flags(place, 2, 1, epp_memory_budget_gib=0.005)
+    status, text = torchrun(
+        ["-m", "megatron_epp.pretrain_gpt"], words, 2, place.folder / "none.log"
+    )
+    said = [line for line in text.splitlines() if line.startswith("megatron_epp: error:")]
+    return "\n".join(
+        [
+            "### Budgets, 2 stages\n",
+            table(headers, rows),
+            f"Every iteration stays within its budget: {'yes' if kept else 'NO'}. Largest "
+            f"relative difference of a batch's losses: {spread:.1e} ({load()}).\n",
+            f"With 0.005 GiB the job ends (torchrun's status {status}) with the line:\n",
+            *(f"    {line}" for line in said),
+        ]
+    )
+
+
+def uniform(batches: int, place: Place) -> str:
+    """epp's recompute against uniform settings, on the model that the budgets' run measured."""
+    from megatron_epp.cost.analytic import without_states
+    from megatron_epp.cost.cost import Cost
+    from megatron_epp.cost.profile import Profile
+    from megatron_epp.ir import Step
+    from megatron_epp.planner import Options, plan_step
+
+    folder = place.folder
+    profile = without_states(Profile.load(str(folder / "budgets" / "epp-cost-model.json")))
+    files = sorted((folder / "budgets").glob("*.step"))
+    first = [Step.parse(file.read_text()) for file in files]
+    lengths = list(dict.fromkeys(step.lengths for step in first))[:batches]
+    rows = []
+    for batch, of_batch in enumerate(lengths):
+        ample = Cost(profile, first[0].plans[0].layers, (1e15, 1e15))
+        options = Options(context=16384)
+        kept = plan_step(of_batch, ample, options, "epp").planned[0]
+        for share in SHARES[1:]:
+            budget = tuple(share * peak for peak in kept.peak_bytes)
+            cost = dataclasses.replace(ample, budget_bytes=budget)
+            ours = plan_step(of_batch, cost, options, "epp").planned[0]
+            candidates = [
+                (seconds, what)
+                for base in (ours, kept)
+                for seconds, what in uniform_settings(base.plan, cost)
+            ]
+            mine = recomputed_seconds(ours.plan, cost)
+            least, what = min(candidates, default=(float("inf"), "none fits"))
+            rows.append(
+                [
+                    str(batch), f"{share:.0%}", f"{mine:.3f}", f"{least:.3f}", what,
+                    "" if mine == 0 or least == float("inf") else f"{least / mine:.2f}",
+                    f"{ours.seconds:.3f}", "yes" if ours.fits else "NO",
+                ]
+            )  # fmt: skip
+    headers = [
+        *("batch", "budget", "epp recomputes s", "uniform s", "least uniform setting"),
+        *("ratio", "epp iteration s", "fits"),
+    ]
+    return "\n".join(
+        [
+            "### What is recomputed at the same budget, predicted, summed over the stages\n",
+            table(headers, rows),
+            "Uniform: one letter for the first n layers of every stage and for every chunk, on "
+            "the chunks and orders of epp's plan for that budget and of its plan without one.\n",
+        ]
+    )
+
+
+def recomputed_seconds(plan, cost) -> float:
+    return float(sum(map(sum, cost.table(plan).recompute_seconds)))
+
+
+def uniform_settings(plan, cost):
+    """(seconds recomputed, what) of the least uniform choice by letter that fits the budget."""
+    from megatron_epp.ir import SELECTIVE
+    from megatron_epp.sim.play import play
+
+    for letter in ("f", *SELECTIVE):
+        for count in range(max(plan.layers) + 1):
+            choice = tuple(
+                (letter * min(count, n) + "k" * (n - min(count, n)),) * len(plan.chunks)
+                for n in plan.layers
+            )
+            alike = dataclasses.replace(plan, recompute=choice, predicted=None)
+            peaks = play(alike, cost.table(alike)).peak_bytes
+            if all(p <= b for p, b in zip(peaks, cost.budget_bytes, strict=True)):
+                yield recomputed_seconds(alike, cost), f"{count}{letter}"
+                break
+
+
+def failure(place: Place) -> str:
+    """A limit that the plans do not know of, against plans that do."""
+    small = {"seq_length": 4096, "max_position_embeddings": 4096, "lr": 1e-3}
+    program = ["-m", "megatron_epp.pretrain_gpt"]
+    folder = place.folder
+    free = folder / "free"
+    words = flags(place, 2, 6, **small, epp_record=free)
+    status, text = torchrun(program, words, 2, folder / "free.log")
+    peaks = [max(map(float, found.split())) for found in re.findall(r"peak ([0-9. ]+) MiB", text)]
+    limit = 0.6 * max(peaks) / 1024
+    knows = {"epp_memory_budget_gib": 0.95 * limit}
+    runs = {"without a limit": (status, text)}
+    for name, changes in {"hits the limit": {}, "knew of it": knows}.items():
+        words = flags(place, 2, 6, **small, epp_memory_limit_gib=limit, **changes,
+                      epp_cost_model=free / "epp-cost-model.json")  # fmt: skip
+        runs[name] = torchrun(program, words, 2, folder / f"{name.replace(' ', '-')}.log")
+    rows = []
+    for name, (status, text) in runs.items():
+        losses = re.findall(r"lm loss: ([0-9.E+-]+)", text)
+        repeats = len(re.findall(r"repeated with less memory", text))
+        rows.append([name, str(status), str(repeats), " ".join(losses)])
+    found = {name: [*map(float, row[3].split())] for name, row in zip(runs, rows, strict=True)}
+    pairs = zip(found["hits the limit"], found["knew of it"], strict=True)
+    worst = max(abs(a / b - 1) for a, b in pairs)
+    return "\n".join(
+        [
+            f"### A forced out-of-memory: limit {limit * 1024:.0f} MiB a rank\n",
+            table(["run", "status", "budgets cut", "losses of the iterations"], rows),
+            f"Largest relative difference between the two: {worst:.1e}.\n",
+        ]
+    )
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    from megatron_epp.show.table import markdown
+
+    return markdown(headers, rows)
+
+
+def load() -> str:
+    """How busy the host is besides: seconds are worth little on a busy one."""
+    return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--hidden", type=int, default=128, help="size of the model")
+    parser.add_argument("--documents", type=int, default=4, help="of a batch")
+    parser.add_argument("--iterations", type=int, default=24, help="of truth2 and truth4")
+    parser.add_argument("--batches", type=int, default=3, help="of budgets and uniform")
+    parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="cpu_memory-"))
+    corpus = Path(arguments.data_path) if arguments.data_path else folder / "stdlib"
+    if not arguments.data_path:
+        prepare = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py")]
+        prepare += ["--standard-library", "--shuffle", "1", "--append-eod", "-o", str(corpus)]
+        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+    if "uniform" in arguments.sections and "budgets" not in arguments.sections:
+        parser.error("uniform reads what budgets measured: name both")
+    place = Place(corpus, folder, arguments.hidden, arguments.documents)
+    made = []
+    for section in arguments.sections:
+        print(f"{section} ...", flush=True)
+        if section.startswith("truth"):
+            text = truth(int(section[-1]), arguments.iterations, place)
+        elif section == "budgets":
+            text = budgets(arguments.batches, place)
+        elif section == "uniform":
+            text = uniform(arguments.batches, place)
+        else:
+            text = failure(place)
+        print(text, flush=True)
+        made.append(text)
+    if arguments.output:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
+        with open(arguments.output, "a", encoding="utf-8") as out:
+            out.write(
+                f"## {datetime.date.today()}, commit {commit or 'unknown'}\n\n"
+                f"`{' '.join(['scripts/bench/cpu_memory.py', *sys.argv[1:]])}`, "
+                f"{os.cpu_count()} cores\n\n" + "\n".join(made)
+            )
+
+
+if __name__ == "__main__":
+    if "--work" in sys.argv:
+        at = sys.argv.index("--work")
+        tasks = json.loads(Path(sys.argv[at + 1]).read_text())
+        del sys.argv[at : at + 2]
+        work(tasks)
+    else:
+        main()
