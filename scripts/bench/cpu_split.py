@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""The split backward on this host's CPU: what it costs, and what `epp` makes of it.
+
+    scripts/bench/cpu_split.py [--cases 4096x8 16384x8] [--batches N] [-o RESULT.md]
+
+The job of cpu_pipeline.py: two stages (gloo, one core each), 8 layers, hidden 512, real documents.
+First table: one layer, and the output layer with the loss, alone on chunks of several sizes, both
+processes at once: B against I and W. Second table: for every batch, one after the other,
+
+    epp   every backward whole                  the seconds that the others are compared with
+    I W   the same plan, each B as an I and its W at once: the price on whole plans
+    end   the same plan, its Ws behind everything else: what waiting for W holds
+    wsplit  epp with the lever wsplit: splits where the cost model says that it pays
+
+within the memory that packing without recompute takes; I W and end take what they take.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cpu_pipeline as pipeline
+
+VARIANTS = ("epp", "I W", "end", "wsplit")
+LINE = "cpu_split: "
+SIZES = (16, 64, 256, 1024, 2048)
+REPEATS = 5
+
+
+# ------------------------------------------------------------------ inside torchrun
+
+
+def work() -> None:
+    """Megatron's trainer with the variants' plans in the place of one planner's."""
+    from megatron_epp.mcore import host
+
+    host.install_cpu_host()
+    from megatron_epp.mcore import calibrate, elastic, entry, schedule
+
+    pipeline.VARIANTS = VARIANTS
+    calibrate.measure_split = priced(calibrate.measure_split)
+    elastic.make_planning = SplitSteps
+    elastic.GlobalBatches = pipeline.repeated(elastic.GlobalBatches)
+    schedule.summary = told
+    entry.main()
+
+
+def priced(measure_split: Callable) -> Callable:
+    """The trainer's own measurement of I and W, and beside it this table's."""
+
+    def measured(probe: Any, tokens: int) -> Any:
+        from megatron_epp.ir import KEEP
+        from megatron_epp.mcore.probe import Shape
+
+        for size in SIZES:
+            shape = Shape(size)
+            for part in ("layer", "output layer") if probe.last else ("layer",):
+                whole, halves = [], []
+                for _ in range(REPEATS):
+                    for split, runs in ((False, whole), (True, halves)):
+                        if part == "layer":
+                            runs.append(probe.layers(shape, KEEP, split=split))
+                        else:
+                            runs.append(probe.ends(shape, split=split))
+                entry = {
+                    "part": part,
+                    "tokens": size,
+                    "B": min(run.backward_seconds for run in whole),
+                    "I": min(run.backward_seconds for run in halves),
+                    "W": min(run.weight_seconds for run in halves),
+                }
+                print(LINE + json.dumps(entry), flush=True)
+        return measure_split(probe, tokens)
+
+    return measured
+
+
+class SplitSteps(pipeline.VariantSteps):
+    def _plan(self, iteration: int, lengths: Sequence[int]):
+        from megatron_epp.planner import plan_step
+
+        ample = dataclasses.replace(self.cost, budget_bytes=(1e15,) * self.cost.stages)
+        packed = plan_step(lengths, ample, self.options, "packing").planned[0]
+        within = dataclasses.replace(self.cost, budget_bytes=packed.peak_bytes)
+        variant = VARIANTS[pipeline.variant_of(iteration)]
+        levers = self.options.levers - {"wsplit"}
+        if variant == "wsplit":
+            levers |= {"wsplit"}
+        options = dataclasses.replace(self.options, levers=levers)
+        step = plan_step(lengths, within, options, "epp").step
+        if variant in ("I W", "end"):
+            plans = tuple(halved(plan, self.cost, variant == "end") for plan in step.plans)
+            step = dataclasses.replace(step, plans=plans)
+        return step
+
+
+def halved(plan: Any, cost: Any, at_end: bool) -> Any:
+    """``plan`` with every B as an I and a W, its prediction made anew."""
+    from megatron_epp.cost.devices import GIB
+    from megatron_epp.ir import Kind, Op, Prediction
+    from megatron_epp.sim.play import play
+
+    orders = []
+    for order in plan.orders:
+        ops, late = [], []
+        for op in order:
+            if op.kind is not Kind.BACKWARD:
+                ops.append(op)
+                continue
+            ops.append(Op(Kind.INPUT, op.chunk))
+            (late if at_end else ops).append(Op(Kind.WEIGHT, op.chunk))
+        orders.append((*ops, *late))
+    plan = dataclasses.replace(plan, orders=tuple(orders), predicted=None)
+    played = play(plan, cost.table(plan))
+    peaks = tuple(peak / GIB for peak in played.peak_bytes)
+    return dataclasses.replace(plan, predicted=Prediction(played.seconds, peaks, "halved"))
+
+
+def told(iteration: int, step, report, planning_seconds: float, *others) -> str:
+    """What the trainer logs of an iteration, here as JSON."""
+    from megatron_epp.ir import Kind
+
+    plan = step.plans[0]
+    backwards = len(plan.chunks) * plan.stages
+    entry = {
+        "iteration": iteration,
+        "seconds": report.seconds,
+        "bubble": report.bubble_ratio,
+        "peaks": list(report.peak_bytes),
+        "promised": [peak * 2**30 for peak in plan.predicted.peak_gib],
+        "chunks": len(plan.chunks),
+        "split": sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order) / backwards,
+        "predicted": plan.predicted.seconds,
+    }
+    return LINE + json.dumps(entry)
+
+
+# ------------------------------------------------------------------ outside
+
+
+def measure(case: str, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
+    context, batch = map(int, case.split("x"))
+    iterations = 1 + arguments.batches * len(VARIANTS)
+    words = pipeline.flags(corpus, context, batch, iterations, arguments.dtype)
+    words += ["--epp", "--epp-effort", str(arguments.effort)]
+    program = [str(Path(__file__).resolve()), "--work"]
+    text = pipeline.torchrun(program, words, folder / f"{case}.log")
+    return [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
+
+
+PRICE_HEADERS = ["part", "tokens", "B ms", "I ms", "W ms", "price"]
+
+
+def price_rows(entries: list[dict]) -> list[list[str]]:
+    """Of both processes, the median."""
+    made = []
+    found = [entry for entry in entries if "part" in entry]
+    for part in ("layer", "output layer"):
+        for size in SIZES:
+            mine = [e for e in found if e["part"] == part and e["tokens"] == size]
+            whole, first, second = (statistics.median(e[k] for e in mine) for k in "BIW")
+            times = [f"{1e3 * seconds:.2f}" for seconds in (whole, first, second)]
+            made.append([part, str(size), *times, f"{(first + second) / whole - 1:+.1%}"])
+    return made
+
+
+HEADERS = [
+    *("context", "documents", "plan", "seconds", "against epp", "bubble", "split", "chunks"),
+    *("peak", "seconds promised", "peak promised"),
+]
+
+
+def rows(case: str, entries: list[dict], batches: int) -> list[list[str]]:
+    context, batch = case.split("x")
+    found = [entry for entry in entries if "iteration" in entry]
+    assert len(found) == 1 + batches * len(VARIANTS), f"{len(found)} iterations were told"
+    made = []
+    for number, variant in enumerate(VARIANTS):
+        mine = found[1 + number :: len(VARIANTS)]
+        plain = found[1 :: len(VARIANTS)]
+        pairs = list(zip(mine, plain, strict=True))
+        made.append(
+            [
+                f"{int(context) // 1024}K",
+                batch,
+                variant,
+                f"{statistics.median(m['seconds'] for m in mine):.2f}",
+                f"{statistics.median(m['seconds'] / p['seconds'] for m, p in pairs) - 1:+.1%}",
+                f"{statistics.median(m['bubble'] for m in mine):.1%}",
+                f"{statistics.median(m['split'] for m in mine):.0%}",
+                f"{statistics.median(m['chunks'] for m in mine):.0f}",
+                f"{statistics.median(max(m['peaks']) for m in mine) / 2**20:.0f} MiB",
+                f"{statistics.median(m['predicted'] / m['seconds'] for m in mine) - 1:+.1%}",
+                f"{statistics.median(max(m['promised']) / max(m['peaks']) for m in mine) - 1:+.1%}",
+            ]
+        )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", default=("4096x8", "16384x8"), metavar="CxN")
+    parser.add_argument("--batches", type=int, default=3, help="batches of each case")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--effort", type=int, default=4)
+    parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
+    arguments = parser.parse_args()
+
+    from megatron_epp.show.table import markdown, plain
+
+    folder = Path(tempfile.mkdtemp(prefix="cpu_split-"))
+    corpus = Path(arguments.data_path) if arguments.data_path else folder / "stdlib"
+    if not arguments.data_path:
+        prepare = [sys.executable, str(pipeline.ROOT / "scripts" / "prepare_corpus.py")]
+        prepare += ["--standard-library", "--shuffle", "1", "--append-eod", "-o", str(corpus)]
+        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+    price, table = [], []
+    for case in arguments.cases:
+        entries = measure(case, arguments, corpus, folder)
+        price += [entry for entry in entries if "part" in entry]
+        table += rows(case, entries, arguments.batches)
+        print(plain(HEADERS, table), flush=True)
+    print(plain(PRICE_HEADERS, price_rows(price)))
+    if arguments.output:
+        with open(arguments.output, "a", encoding="utf-8") as out:
+            command = " ".join(["scripts/bench/cpu_split.py", *sys.argv[1:]])
+            out.write(
+                f"`{command}`\n\n{markdown(PRICE_HEADERS, price_rows(price))}\n"
+                f"{markdown(HEADERS, table)}\n"
+            )
+
+
+if __name__ == "__main__":
+    if "--work" in sys.argv:
+        sys.argv.remove("--work")
+        work()
+    else:
+        main()

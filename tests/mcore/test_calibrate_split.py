@@ -1,0 +1,66 @@
+"""I and W of a measured profile: B taken apart at the price that was measured."""
+
+import dataclasses
+
+import pytest
+
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.devices import device
+from megatron_epp.cost.models import model
+from megatron_epp.cost.profile import Bytes, Seconds
+from megatron_epp.ir import Kind
+from megatron_epp.mcore.calibrate_split import SMALL_TOKENS, Split, with_split
+
+B = Seconds(per_token=3e-6, per_pair=2e-9, per_chunk=1e-4)
+HEAD = Seconds(per_token=4e-6)
+
+
+def measured(price: float, per_chunk: float):
+    """A profile with B measured as above, and splits of a device with this price."""
+    made = analytic_profile(model("llama3-8b"), device("cpu"))
+    made = dataclasses.replace(
+        made,
+        layer_seconds={**made.layer_seconds, Kind.BACKWARD: B},
+        last_seconds={**made.last_seconds, Kind.BACKWARD: HEAD},
+    )
+    splits = [Split(False, 256, input_bytes=256 * 7, weight_input_bytes=256 * 11)]
+    splits.append(Split(True, 256, weight_input_bytes=256 * 13))
+    for tokens in (SMALL_TOKENS, 1000, 2000):
+        whole = B(tokens, tokens * tokens / 2)
+        weight = 1e-6 * tokens + per_chunk / 2
+        both = whole * (1 + price * (tokens != SMALL_TOKENS)) + per_chunk
+        splits.append(Split(False, tokens, whole, both - weight, weight))
+    splits.append(Split(True, 1000, 4e-3, 1e-3, 3e-3))
+    return with_split(made, splits)
+
+
+@pytest.mark.parametrize("price, per_chunk", [(0.0, 0.0), (0.02, 3e-5)])
+def test_i_and_w_are_b_and_the_price(price, per_chunk):
+    found = measured(price, per_chunk)
+    halves = [found.layer_seconds[kind] for kind in (Kind.INPUT, Kind.WEIGHT)]
+    assert halves[1].per_token == pytest.approx(1e-6)
+    assert halves[1].per_pair == 0
+    for tokens in (500, 5000):
+        pairs = tokens**2 / 2
+        both = sum(half(tokens, pairs) for half in halves)
+        assert both == pytest.approx(B(tokens, pairs) * (1 + price) + per_chunk, rel=1e-9)
+
+
+def test_a_price_below_nothing_is_luck():
+    found = measured(-0.05, -1e-5)
+    both = sum(found.layer_seconds[kind](1000, 0) for kind in (Kind.INPUT, Kind.WEIGHT))
+    assert both == pytest.approx(B(1000, 0), rel=1e-9)
+
+
+def test_the_output_layer_is_shared_out_as_measured():
+    found = measured(0.0, 0.0)
+    assert found.last_seconds[Kind.WEIGHT].per_token == pytest.approx(3e-6)
+    assert found.last_seconds[Kind.INPUT].per_token == pytest.approx(1e-6)
+
+
+def test_bytes_between_i_and_w_and_while_i_runs():
+    found = measured(0.0, 0.0)
+    assert found.weight_input_bytes == Bytes(11, 11)
+    assert found.last_weight_input_bytes == Bytes(13, 13)
+    assert found.workspace_bytes[Kind.INPUT] == Bytes(7, 7)
+    assert found.workspace_bytes[Kind.WEIGHT] == Bytes()
