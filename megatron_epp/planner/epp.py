@@ -8,7 +8,7 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import chunkflow, infinipipe, packing, seq1f1b
 from megatron_epp.planner.finish import Batch, exact_peaks, finish
-from megatron_epp.planner.memory import require_fit
+from megatron_epp.planner.memory import no_plan_fits, require_fit
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.search import Search
@@ -22,7 +22,10 @@ TIGHTENINGS = 3
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
-    """The fastest plan found within the budget; see the levers in :mod:`.options`."""
+    """The fastest plan found within the budget; see the levers in :mod:`.options`.
+
+    A PlanError where a document, or the batch as a whole, fits no plan.
+    """
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
@@ -38,7 +41,10 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     candidates = [(best, machine)] if best is not None else []
     candidates += [(module.draft(batch, cost, options), cost) for module in PORTFOLIO]
     played, machine = min(candidates, key=lambda candidate: candidate[0].rank)
-    return finish("epp", batch, played.draft, machine, options, began)
+    planned = finish("epp", batch, played.draft, machine, options, began)
+    if not planned.fits:
+        raise no_plan_fits(machine, batch.documents, planned.peak_bytes)
+    return planned
 
 
 def _own(batch: Batch, cost: Cost, options: Options) -> Played | None:

@@ -12,29 +12,43 @@ from megatron_epp.planner.work import WHOLE, moves
 _MANY = 1_000_000
 
 
-def _alone(cost: Cost, tokens: float, cut: bool) -> np.ndarray:
-    """[stages]: bytes beside residents where one document runs alone, all recomputed: whole, or
-    cut so finely that all of it is context of its last slice."""
-    sizes = [tokens, 0.0] if cut else [tokens]
+# Slice counts with which a document is tried alone: finer ones take less workspace.
+_SLICES = (1, 2, 4, 16)
+
+
+def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
+    """[stages]: most bytes beside residents where one document runs alone, all recomputed: its
+    forwards, then its backwards."""
+    slices = max(1, min(slices, int(tokens)))
+    edges = np.floor(np.linspace(0, tokens, slices + 1))
+    parts = np.diff(edges)
+    cut = slices > 1
+    number = np.arange(slices)
     loads = Loads(
-        tokens=np.array(sizes),
-        pairs=np.zeros(len(sizes)),
-        cut_tokens=np.array(sizes if cut else [0.0]),
-        document=np.array([0, 0] if cut else [-1]),
-        earlier=np.array([-1, 0] if cut else [-1]),
-        later=np.array([1, -1] if cut else [-1]),
+        tokens=parts,
+        pairs=np.zeros(slices),
+        cut_tokens=parts if cut else np.zeros(slices),
+        document=np.full(slices, 0 if cut else -1),
+        earlier=number - 1,
+        later=np.where(number + 1 < slices, number + 1, -1),
         lengths=np.array([tokens]),
     )
-    layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, len(sizes)))
-    made, freed = moves(cost.table_of(loads, {FULL: layers}), loads, WHOLE).swapaxes(0, 1)
-    forward, last = made[0].sum(axis=1), (made[0] - freed[0]).sum(axis=1)
-    return np.maximum(forward, last + made[1][:, -1])
+    layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, slices))
+    moved = moves(cost.table_of(loads, {FULL: layers}), loads, WHOLE)
+    order = [(0, c) for c in range(slices)] + [(1, c) for c in reversed(range(slices))]
+    held = np.zeros(cost.stages)
+    peak = np.zeros(cost.stages)
+    for kind, chunk in order:
+        held = held + moved[kind, 0, :, chunk]
+        peak = np.maximum(peak, held)
+        held = held - moved[kind, 1, :, chunk]
+    return peak
 
 
 def most_tokens(cost: Cost) -> int:
     """The largest chunk of whole documents that every stage can hold with all recomputed."""
     room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
-    per_token = _alone(cost, _MANY, cut=False) / _MANY
+    per_token = _alone(cost, _MANY, 1) / _MANY
     return max(1, int((room / np.maximum(per_token, 1e-9)).min()))
 
 
@@ -46,12 +60,25 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
     """
     longest = max(range(len(documents)), key=lambda d: documents[d])
     tokens = documents[longest]
-    needed = np.minimum(_alone(cost, tokens, cut=True), _alone(cost, tokens, cut=False))
+    needed = np.min([_alone(cost, tokens, slices) for slices in _SLICES], axis=0)
     needed += np.array(cost.states_bytes)
     for stage, budget in enumerate(cost.budget_bytes):
         if needed[stage] > budget:
             raise PlanError(
                 f"document {longest} of {tokens} tokens on stage {stage} needs at least "
                 f"{needed[stage] / GIB:.4g} GiB with everything recomputed; the budget is "
-                f"{budget / GIB:.4g} GiB: raise it, use more devices, or a shorter context"
+                f"{budget / GIB:.4g} GiB: raise it, or use more devices or a shorter context"
             )
+
+
+def no_plan_fits(cost: Cost, documents: tuple[int, ...], peaks: tuple[int, ...]) -> PlanError:
+    """For a batch whose documents fit one by one, but for which no plan was found that fits."""
+    over = [peak - budget for peak, budget in zip(peaks, cost.budget_bytes, strict=True)]
+    stage = max(range(len(over)), key=lambda s: over[s])
+    longest = max(range(len(documents)), key=lambda d: documents[d])
+    return PlanError(
+        f"no plan fits: stage {stage} needs {peaks[stage] / GIB:.4g} GiB at best, mostly for "
+        f"document {longest} of {documents[longest]} tokens; the budget is "
+        f"{cost.budget_bytes[stage] / GIB:.4g} GiB: raise it, or use more devices or a shorter "
+        "context"
+    )

@@ -13,8 +13,8 @@ from megatron_epp.planner.budget import Budget
 from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.diagonal import Solver
 from megatron_epp.planner.finish import Batch, Draft
+from megatron_epp.planner.grouping import Programs, group
 from megatron_epp.planner.infinipipe import chunkings as alg1_chunkings
-from megatron_epp.planner.infinipipe import group
 from megatron_epp.planner.listing import Listed, list_schedule
 from megatron_epp.planner.memory import most_tokens
 from megatron_epp.planner.options import Options
@@ -114,7 +114,8 @@ class Search:
         else:
             seconds = work.forward_seconds + work.backward_seconds
             delta = (self.cost.stages - 1) * float(seconds.mean())
-            grouped = group(self.solver, chunking, loads, self.cost, work.budget_bytes, delta)
+            programs = Programs(self.solver, chunking, loads, self.cost, work.budget_bytes)
+            grouped = group(programs, delta)
             if grouped is None:
                 return None
             cuts = grouped[0]
