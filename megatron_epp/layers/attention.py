@@ -22,6 +22,22 @@ from megatron_epp.layers.chunk import ChunkState
 from megatron_epp.layers.kernels import attend, attend_backward
 
 
+class PartsAttention:
+    """Attention of chunks by kernels that give their log-sum-exp: torch's for the CPU."""
+
+    name = "torch"
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def __call__(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
+    ) -> "tuple[Tensor, AttendAgain | None]":
+        """The output [T, H, D]; where it is to be dropped, also the promise to make it again."""
+        again = AttendAgain() if drop else None
+        return ChunkAttention.apply(q_THD, k_TGD, v_TGD, state, layer, self.scale, again), again
+
+
 class ChunkAttention(torch.autograd.Function):
     """T rows of the chunk, H query heads, G key heads, D head size, P inputs before a slice.
 

@@ -47,6 +47,12 @@ class Config:
         metavar="GIB",
         type=float,
     )
+    epp_attention: str = _flag(
+        "auto",
+        "Attention kernels on a GPU: te (Transformer Engine), torch, or auto: the first of these "
+        "that computes rightly on this device, tried at start. A CPU has torch's.",
+        choices=("auto", "te", "torch"),
+    )
     epp_cost_model: str | None = _flag(
         None,
         "Cost-model file (JSON) as `python -m megatron_epp profile` writes it, or `analytic`: from "

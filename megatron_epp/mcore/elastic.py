@@ -13,7 +13,8 @@ from megatron.training import get_args, print_rank_0
 from torch import Tensor
 
 from megatron_epp.cost.devices import GIB
-from megatron_epp.mcore import host, seams, stock, support
+from megatron_epp.mcore import seams, stock, support
+from megatron_epp.mcore.backends import attention_for, this_device
 from megatron_epp.mcore.batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.documents import config_from_args
@@ -77,7 +78,9 @@ class Job:
         """Megatron's pre-wrap hook: make the model compute chunks, and prepare the schedule."""
         args = self.args
         (model,) = models
-        install_in_model(model, args.seq_length)
+        device = this_device()
+        attention = attention_for(self.config.epp_attention, model.config, device)
+        install_in_model(model, args.seq_length, attention)
         groups = Groups.make()
         layers = [0] * groups.stages
         mine = torch.tensor([len(model.decoder.layers)])
@@ -86,7 +89,6 @@ class Job:
         for stage, rank in enumerate(groups.pipeline_ranks):
             layers[stage] = int(every[rank])
         share = RowShare.of(args)
-        on_gpu = host.has_gpu()
         waiting = Waiting(groups.stage)
         self.schedule = ElasticSchedule(
             groups=groups,
@@ -96,14 +98,15 @@ class Job:
             else self.plan_with(args, self.config, tuple(layers), share.multiple, groups),
             share=share,
             meter=AllocatorMeter()
-            if on_gpu
+            if device.type == "cuda"
             else SavedBytesMeter(model.parameters(), limit_bytes(self.config)),
             waiting=waiting,
             recorder=self.recorder,
-            device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else _CPU,
+            device=device,
             folders=[folder for folder in (args.save, self.config.epp_record) if folder],
             loaded_from=args.load,
             validate=lambda total: stock.validate(total, args),
+            may_refit=self.config.epp_cost_model is None and self.config.epp_plan is None,
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
             speak_when_terminated(waiting, dist.get_rank())
@@ -132,9 +135,6 @@ class Job:
             return self.schedule
 
         return get_forward_backward_func
-
-
-_CPU = torch.device("cpu")
 
 
 def limit_bytes(config: Config) -> float:

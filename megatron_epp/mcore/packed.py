@@ -1,7 +1,6 @@
 """A chunk's state on its way through Megatron's layers, and what takes it out again."""
 
 import copy
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,11 +11,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
-from megatron_epp.layers.attention import AttendAgain, ChunkAttention
 from megatron_epp.layers.chunk import ChunkState
 from megatron_epp.layers.recompute import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.layers.remake import Dropped
 from megatron_epp.layers.ulysses import RowsAgain, Ulysses
+from megatron_epp.mcore.backends import Attention
 
 
 @dataclass
@@ -48,25 +47,20 @@ class ChunkParams(PackedSeqParams):
         )
 
 
-class ElasticAttention(nn.Module):
-    """In place of a layer's core attention; without parameters, so checkpoints keep their keys.
+class ElasticAttention:
+    """In place of the forward of a layer's core attention: the module stays, so checkpoints keep
+    their keys.
 
     t rows of this rank, T of the chunk: more where ``ulysses`` exchanges rows for heads.
     """
 
     def __init__(
-        self,
-        layer: int,
-        head_size: int,
-        softmax_scale: float | None,
-        dropped: Dropped,
-        ulysses: Ulysses | None,
+        self, attention: Attention, layer: int, dropped: Dropped, ulysses: Ulysses | None
     ):
-        super().__init__()
-        self.layer, self.dropped, self.ulysses = layer, dropped, ulysses
-        self.scale = 1 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
+        self.attention, self.layer = attention, layer
+        self.dropped, self.ulysses = dropped, ulysses
 
-    def forward(
+    def __call__(
         self,
         query_tHD: Tensor,
         key_tGD: Tensor,
@@ -77,15 +71,14 @@ class ElasticAttention(nn.Module):
         **ignored: Any,
     ) -> Tensor:
         state = packed_seq_params.state
-        again = AttendAgain() if "core_attn" in self.dropped.modules else None
+        drop = "core_attn" in self.dropped.modules
         qkv = query_tHD, key_tGD, value_tGD
         if self.ulysses is not None:
             qkv = self.ulysses.to_heads(*qkv)
-        out = ChunkAttention.apply(*qkv, state, self.layer, self.scale, again)
-        promise = again
+        out, promise = self.attention(*qkv, state, self.layer, drop)
         if self.ulysses is not None:
             out = self.ulysses.to_rows(out)
-            promise = None if again is None else RowsAgain(self.ulysses, again)
+            promise = None if promise is None else RowsAgain(self.ulysses, promise)
         if promise is not None:
             self.dropped.promise(out, promise)
         return out.flatten(1)
@@ -123,35 +116,42 @@ class _Alone:
         return 0
 
 
-def install_in_model(model: GPTModel, context: int) -> None:
+def install_in_model(model: GPTModel, context: int, attention: Attention) -> None:
     """Make ``model`` compute chunks: its attention, its rotary embedding, its layers' recompute.
 
     ``context``: the most inputs of a document.
     """
+    add_every_gradient(model)
     if getattr(model, "rotary_pos_emb", None) is not None:
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
-        attention, dropped = layer.self_attention, Dropped()
-        ranks = attention.pg_collection.cp
-        attention.core_attention = ElasticAttention(
-            index,
-            model.config.kv_channels,
-            model.config.softmax_scale,
-            dropped,
-            Ulysses(ranks) if ranks.size() > 1 else None,
-        )
+        around, dropped = layer.self_attention, Dropped()
+        ranks = around.pg_collection.cp
+        ulysses = Ulysses(ranks) if ranks.size() > 1 else None
+        around.core_attention.forward = ElasticAttention(attention, index, dropped, ulysses)
         # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
         # positions from the table, which here holds them already.
-        attention.pg_collection = copy.copy(attention.pg_collection)
-        attention.pg_collection.cp = _Alone()
+        around.pg_collection = copy.copy(around.pg_collection)
+        around.pg_collection.cp = _Alone()
         layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             if any(True for _ in norm.parameters()):  # else a linear has it inside
                 wrap_norm(norm, dropped)
-        for consumer in (attention.linear_qkv, attention.linear_proj, layer.mlp.linear_fc1):
+        for consumer in (around.linear_qkv, around.linear_proj, layer.mlp.linear_fc1):
             wrap_consumer(consumer, dropped)
         wrap_mlp(layer.mlp, dropped)
+
+
+def add_every_gradient(model: nn.Module) -> None:
+    """Make Transformer Engine's linears add to their weights' gradients from the first on.
+
+    They overwrite them in the backward of what they take for an iteration's first micro-batch: the
+    first that runs forward. Here others run backward before it, and their share would be lost.
+    """
+    for module in model.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
 
 
 def _state_of(arguments: dict[str, Any]) -> ChunkState | None:

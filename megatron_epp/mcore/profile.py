@@ -119,6 +119,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         return analytic(args)
     from megatron.core.utils import unwrap_model
 
+    from megatron_epp.mcore.backends import this_device
     from megatron_epp.mcore.calibrate import calibrate
     from megatron_epp.mcore.elastic import forward_step
     from megatron_epp.mcore.planning import model_shape
@@ -136,10 +137,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     if text:
         return Profile.from_json(text)
     began = time.perf_counter()
-    device = torch.device("cuda", torch.cuda.current_device()) if args.distributed_backend == (
-        "nccl"
-    ) else torch.device("cpu")  # fmt: skip
-    probe = Probe(unwrap_model(model), forward_step, rows, device)
+    probe = Probe(unwrap_model(model), forward_step, rows, this_device())
     with undisturbed(model):
         profile = calibrate(probe, groups, model_shape(args), args.seq_length, wanted)
     if groups.control.rank() == 0:
@@ -282,6 +280,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron.training.initialize import initialize_megatron
 
     from megatron_epp.mcore import entry, host, seams, stock, support
+    from megatron_epp.mcore.backends import attention_for, this_device
     from megatron_epp.mcore.config import Config
     from megatron_epp.mcore.groups import Groups
     from megatron_epp.mcore.packed import install_in_model
@@ -301,15 +300,19 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     initialize_megatron(get_embedding_ranks=stock.embedding_ranks, allow_no_cuda=not host.has_gpu())
     if cp > 1:
         allow_context_parallelism(model_config)
-    model_config.pre_wrap_hooks.append(
-        lambda models: [install_in_model(models[0], args.seq_length), models][1]
-    )
+    config = Config.of(args)
+
+    def attach(models: list[Any]) -> list[Any]:
+        attention = attention_for(config.epp_attention, models[0].config, this_device())
+        install_in_model(models[0], args.seq_length, attention)
+        return models
+
+    model_config.pre_wrap_hooks.append(attach)
     builder = model_config.get_builder_cls()(model_config)
     (model,) = builder.build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
     )
     groups = Groups.make()
-    config = Config.of(args)
     profile = obtain(args, config, model, groups, RowShare.of(args))
     if groups.control.rank() == 0:
         profile.save(output)

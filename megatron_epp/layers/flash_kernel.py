@@ -1,0 +1,75 @@
+"""Attention by torch's own CUDA kernels: FlashAttention 2, for GPUs without Transformer Engine.
+
+What torch.nn.attention.varlen calls, without the copies that its autograd would keep. Causal
+attention with fewer queries than keys is aligned at the bottom right there (FlashAttention 2.1).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.varlen import Borders
+
+MOST_HEAD_SIZE = 256
+
+
+class FlashKernel:
+    """A :class:`~megatron_epp.layers.varlen.Kernel` for float16 and bfloat16 on CUDA.
+
+    Groups of query heads share their key head inside the kernel.
+    """
+
+    name = "torch"
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def forward(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders, backward: bool
+    ) -> tuple[Tensor, Any]:
+        out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+            q_THD,
+            k_SGD,
+            v_SGD,
+            borders.queries,
+            borders.keys,
+            borders.most_queries,
+            borders.most_keys,
+            0.0,  # dropout
+            True,  # causal
+            False,  # no debug mask
+            scale=self.scale,
+        )
+        # Detached: the output becomes the result of an autograd function that holds ``kept``.
+        return out_THD, (out_THD.detach(), lse_HT) if backward else None
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        kept: Any,
+        borders: Borders,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out_THD, lse_HT = kept
+        # Without dropout nobody draws from this state.
+        state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
+        return torch.ops.aten._flash_attention_backward(
+            grad_THD,
+            q_THD,
+            k_SGD,
+            v_SGD,
+            out_THD,
+            lse_HT,
+            borders.queries,
+            borders.keys,
+            borders.most_queries,
+            borders.most_keys,
+            0.0,
+            True,
+            state,
+            torch.empty(0, device=q_THD.device),
+            scale=self.scale,
+        )

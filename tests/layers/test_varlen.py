@@ -1,0 +1,284 @@
+"""Kernels for queries and keys of different lengths, given chunks: against whole documents."""
+
+import re
+import sys
+from itertools import pairwise
+from random import Random
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_epp.layers.flash_kernel import FlashKernel
+from megatron_epp.layers.plain_kernel import PlainKernel
+from megatron_epp.layers.selftest import require_right
+from megatron_epp.layers.te_attention import MASK, TransformerEngineKernel
+from megatron_epp.layers.varlen import Borders, VarlenAttention
+from megatron_epp.planner.arbitrary import arbitrary_plan
+from tests.layers.test_attention import (
+    HEAD_SIZE,
+    LAYER,
+    NAMES,
+    ROWS,
+    SCALE,
+    Runner,
+    distances,
+    documents,
+    errors,
+    naive,
+    plan_of,
+)
+
+HEADS, GROUPS = 4, 2
+
+
+class Varlen(Runner):
+    """Runs a plan through a kernel. ``drop``: outputs are dropped, and made again for backward."""
+
+    kernel = PlainKernel(SCALE)
+    drop = False
+
+    def attention(self, state, inputs) -> Tensor:
+        attend = VarlenAttention(self.kernel)
+        out, again = attend(*inputs, state, LAYER, self.drop)
+        if self.drop and not self.plan.forward_only:
+            assert torch.equal(again.value(), out)  # as the layer behind would ask for it
+            assert again.value() is again.value()
+        return out
+
+
+class Dropping(Varlen):
+    drop = True
+
+
+@pytest.mark.parametrize("runner", [Varlen, Dropping])
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_kind_of_row(kind, heads, groups, multiple, runner) -> None:
+    plan = ROWS[kind]
+    given = documents(plan.documents, heads, groups, torch.float64)
+    found = errors(runner(plan, given, multiple).run(), naive(given))
+    assert max(found.values()) < 1e-13, found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_arbitrary_plans_with_recompute(seed) -> None:
+    random = Random(seed)
+    lengths = tuple(random.randint(1, 30) for _ in range(random.randint(1, 5)))
+    plan = arbitrary_plan(lengths, (1,), random)
+    given = documents(lengths, HEADS, GROUPS, torch.float64, seed)
+    found = errors(Varlen(plan, given, random.choice((1, 4))).run(), naive(given))
+    assert max(found.values()) < 1e-13, (found, str(plan))
+
+
+def test_evaluation_frees_with_the_last_slice() -> None:
+    plan = plan_of((23, 6), ["0[0:8]", "0[8:9] 1[0:6]", "0[9:23]"], "F0 F1 F2")
+    given = documents(plan.documents, 2, 1, torch.float64)
+    with torch.no_grad():
+        results = Varlen(plan, given).run()
+    expected = naive(given)
+    assert all((a[0] - b[0]).abs().max() < 1e-13 for a, b in zip(results, expected, strict=True))
+
+
+def test_whole_documents_are_one_call_and_a_slice_is_another() -> None:
+    calls: list[list[tuple[int, int]]] = []
+
+    class Counting(PlainKernel):
+        def forward(self, q_THD, k_SGD, v_SGD, borders, backward):
+            calls.append(borders.lengths)
+            return super().forward(q_THD, k_SGD, v_SGD, borders, backward)
+
+    class Counted(Varlen):
+        kernel = Counting(SCALE)
+
+    plan = plan_of((11, 4, 3, 2), ["0[0:6]", "1[0:4] 2[0:3] 0[6:11] 3[0:2]"], "F0 F1 B1 B0")
+    Counted(plan, documents(plan.documents, 2, 1, torch.float64)).run()
+    assert calls == [[(6, 6)], [(4, 4), (3, 3)], [(5, 11)], [(2, 2)]]
+
+
+def test_keys_and_values_that_the_store_keeps_are_not_saved_again() -> None:
+    given = documents((11,), 2, 1, torch.float64)
+    runner = Varlen(plan_of((11,), ["0[0:6]", "0[6:11]"], "F0 F1 B1 B0"), given)
+    assert len(runner.forward(0).out.grad_fn.saved_tensors) == 1  # q
+    assert len(runner.forward(1).out.grad_fn.saved_tensors) == 3
+
+
+def test_later_gradients_are_rounded_once() -> None:
+    """bf16 slices add up in float32: a rounding error that does not grow with their number."""
+    length, slices = 320, 16
+    borders = [length * i // slices for i in range(slices + 1)]
+    chunks = [f"0[{a}:{b}]" for a, b in pairwise(borders)]
+    order = [f"F{i}" for i in range(slices)] + [f"B{i}" for i in reversed(range(slices))]
+    given = documents((length,), HEADS, GROUPS, torch.bfloat16)
+    expected = naive(given)
+    sliced = Varlen(plan_of((length,), chunks, " ".join(order)), given).run()
+    whole = Varlen(plan_of((length,), [f"0[0:{length}]"], "F0 B0"), given).run()
+    ours, plain = distances(sliced, expected), distances(whole, expected)
+    for name in NAMES:
+        assert ours[name] <= 2 * plain[name], (name, ours, plain)
+
+
+# ------------------------------------------------------------------ kernels that need a GPU
+
+
+def test_torchs_kernels_take_what_they_are_given() -> None:
+    """Names, order and shapes of the arguments, judged by torch's own shape functions."""
+    with FakeTensorMode():
+        device = torch.device("cuda")
+        q = torch.empty(100, HEADS, 64, device=device, dtype=torch.bfloat16)
+        k, v = (torch.empty(256, GROUPS, 64, device=device, dtype=torch.bfloat16) for _ in "kv")
+        sums = torch.empty(2, device=device, dtype=torch.int32)
+        borders = Borders(sums, sums, 100, 256)
+        kernel = FlashKernel(SCALE)
+        out, kept = kernel.forward(q, k, v, borders, True)
+        gradients = kernel.backward(out, q, k, v, kept, borders)
+        assert out.shape == q.shape and kept[1].shape == (HEADS, 100)
+        assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+        assert kernel.forward(q, k, v, borders, False)[1] is None
+
+
+class _Saving(torch.autograd.Function):
+    """As Transformer Engine's function: saves its inputs and its output."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, borders):
+        kernel = PlainKernel(SCALE)
+        out, _ = kernel.forward(q, k, v, borders, False)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.borders = borders
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out = ctx.saved_tensors
+        assert out.shape == q.shape
+        return *PlainKernel(SCALE).backward(grad, q, k, v, None, ctx.borders), None
+
+
+class DotProductAttention(torch.nn.Module):
+    """Transformer Engine's, as far as it can be had on a CPU: what it checks, and what it saves."""
+
+    made: tuple = ()
+
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups, **others):
+        super().__init__()
+        self.made = (num_attention_heads, kv_channels, num_gqa_groups)
+        assert others == {
+            "attention_dropout": 0.0,
+            "qkv_format": "thd",
+            "attn_mask_type": MASK,
+            "softmax_scale": SCALE,
+        }
+
+    def forward(self, q, k, v, *, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv):
+        for tensor in (q, k, v):  # get_qkv_layout: anything else is copied, refused or misread
+            assert tensor.is_contiguous() and tensor.storage_offset() == 0
+        assert len({x.untyped_storage().data_ptr() for x in (q, k, v)}) == 3
+        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
+        assert cu_seqlens_q.shape == cu_seqlens_kv.shape
+        assert (q.shape[1], q.shape[2], k.shape[1]) == self.made
+        borders = Borders(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        queries, keys = zip(*borders.lengths, strict=True)
+        assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_kv)
+        return _Saving.apply(q, k, v, borders).flatten(1)
+
+
+@pytest.fixture
+def engine(monkeypatch) -> None:
+    package, module = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    module.DotProductAttention = DotProductAttention
+    package.pytorch = module
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("kind", ROWS)
+def test_transformer_engine_is_given_what_it_takes(kind, drop, engine) -> None:
+    class Engine(Varlen):
+        kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
+
+    Engine.drop = drop
+    plan = ROWS[kind]
+    given = documents(plan.documents, HEADS, GROUPS, torch.float64)
+    found = errors(Engine(plan, given, 8).run(), naive(given))
+    assert max(found.values()) < 1e-13, found
+
+
+def holders(tensor: Tensor) -> int:
+    """How many tensors share its memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def test_transformer_engine_holds_no_keys_between_forward_and_backward(engine) -> None:
+    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
+    (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
+    borders = Borders.of([9], [9], torch.device("cpu"))
+    before = [holders(x) for x in (q, k, v)]
+    out, kept = kernel.forward(q, k, v, borders, True)
+    assert [holders(x) for x in (q, k, v)] == before
+    assert holders(out) > holders(out.clone())  # which the graph does hold
+    expected = PlainKernel(SCALE).backward(grad, q, k, v, None, borders)
+    copies = [x.clone() for x in (q, k, v)]
+    for tensor in (q, k, v):
+        tensor.fill_(torch.nan)  # whoever kept a view would see it
+    found = kernel.backward(grad, *copies, kept, borders)
+    assert all(map(torch.equal, found, expected))
+    assert kernel.forward(*copies, borders, False)[1] is None
+
+
+# ------------------------------------------------------------------ the self-test at start
+
+
+class Upside(PlainKernel):
+    """The mask aligned at the top left, as some kernels do it."""
+
+    name = "upside"
+
+    def _attend(self, q_THD, k_SGD, v_SGD, borders):
+        short = Borders.of(*([q for q, _ in borders.lengths],) * 2, q_THD.device)
+        keys, at = [], 0
+        for queries, count in borders.lengths:
+            keys += range(at, at + queries)
+            at += count
+        return super()._attend(q_THD, k_SGD[keys], v_SGD[keys], short)
+
+
+class Forgetful(PlainKernel):
+    name = "forgetful"
+
+    def backward(self, grad_THD, q_THD, k_SGD, v_SGD, kept, borders):
+        dq, dk, dv = super().backward(grad_THD, q_THD, k_SGD, v_SGD, kept, borders)
+        return dq, dk, dv * 0
+
+
+class Lost(PlainKernel):
+    name = "lost"
+
+    def forward(self, q_THD, k_SGD, v_SGD, borders, backward):
+        return torch.full_like(q_THD, torch.nan), None
+
+
+def selftest(kernel, dtype=torch.bfloat16) -> None:
+    require_right(kernel, HEADS, GROUPS, HEAD_SIZE, SCALE, dtype, torch.device("cpu"))
+
+
+def test_the_self_test_passes_what_is_right() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        selftest(PlainKernel(SCALE), dtype)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "says"),
+    [
+        (Upside, "back end upside, a slice behind its context: the output is off by"),
+        (Forgetful, "back end forgetful, a document: the gradient of the values is off by 1 "),
+        (Lost, "back end lost, a document: the output is off by nan"),
+    ],
+)
+def test_the_self_test_names_what_is_wrong(kernel, says) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        selftest(kernel(SCALE))

@@ -1,0 +1,154 @@
+"""Which attention a rank computes with: the flag, its refusals, and what surrounds GPU kernels."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.layers.attention import PartsAttention
+from megatron_epp.mcore import backends
+from megatron_epp.mcore.backends import Heads, attention_for
+from megatron_epp.mcore.certify import LLAMA, Trial, certify
+from megatron_epp.mcore.certify_small import Degrees
+from megatron_epp.mcore.packed import add_every_gradient
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def config(**changes) -> SimpleNamespace:
+    fields = {
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "softmax_scale": None,
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 1,
+        "params_dtype": torch.bfloat16,
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+def shape(config: SimpleNamespace) -> tuple[int, int, int]:
+    heads = Heads.of(config)
+    return heads.query, heads.key, heads.size
+
+
+def test_a_call_sees_the_heads_of_its_rank() -> None:
+    assert shape(config()) == (16, 4, 128)
+    assert shape(config(context_parallel_size=4)) == (4, 1, 128)
+    assert shape(config(context_parallel_size=8)) == (2, 1, 128)  # two ranks share a key
+    assert shape(config(num_query_groups=1)) == (16, 1, 128)
+    assert Heads.of(config()).scale == pytest.approx(128**-0.5)
+    assert Heads.of(config(softmax_scale=0.5)).scale == 0.5
+
+
+def test_a_cpu_has_torchs_kernels() -> None:
+    for wanted in ("auto", "torch"):
+        assert isinstance(attention_for(wanted, config(), CPU), PartsAttention)
+    with pytest.raises(ValueError, match="--epp-attention te: this host has no CUDA GPU"):
+        attention_for("te", config(), CPU)
+
+
+class Fake:
+    def __init__(self, name: str):
+        self.name = name
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> dict[str, str]:
+    """By name, what is wrong with a back end; nothing: it is right."""
+    wrong: dict[str, str] = {}
+
+    def absent(name: str):
+        def make(heads):
+            if wrong.get(name) == "absent":
+                raise ModuleNotFoundError(f"No module named {name!r}")
+            return Fake(name)
+
+        return make
+
+    def judge(kernel, *heads) -> None:
+        if kernel.name in wrong:
+            raise ValueError(f"{wrong[kernel.name]}\nand more")
+
+    monkeypatch.setattr(backends, "_KERNELS", {name: absent(name) for name in ("te", "torch")})
+    monkeypatch.setattr(backends, "require_right", judge)
+    return wrong
+
+
+def test_auto_takes_the_first_that_computes_rightly(kernels, caplog) -> None:
+    assert attention_for("auto", config(), GPU).name == "te"
+    assert attention_for("torch", config(), GPU).name == "torch"
+    assert not caplog.records
+    kernels["te"] = "the output is off"
+    assert attention_for("auto", config(), GPU).name == "torch"
+    assert caplog.messages == ["attention by torch kernels, as te: the output is off"]
+    kernels["te"] = "absent"
+    assert attention_for("auto", config(), GPU).name == "torch"
+
+
+def test_what_was_named_is_not_replaced(kernels) -> None:
+    kernels["te"] = "the output is off"
+    with pytest.raises(ValueError) as error:
+        attention_for("te", config(), GPU)
+    assert str(error.value) == (
+        "--epp-attention te: no attention can be used on this device (te: the output is off)"
+    )
+    kernels["torch"] = "absent"
+    with pytest.raises(ValueError, match=r"\(te: the output is off; torch: No module named"):
+        attention_for("auto", config(), GPU)
+
+
+def test_kernels_of_a_gpu_know_half_precision_only(kernels) -> None:
+    with pytest.raises(ValueError, match=r"trains in float32 here, .* give --bf16 or --fp16"):
+        attention_for("auto", config(params_dtype=torch.float32), GPU)
+
+
+def test_torchs_kernels_refuse_heads_that_they_cannot_run() -> None:
+    for size in (100, 512):
+        with pytest.raises(ValueError, match=f"heads of {size}: expected a multiple of 8"):
+            backends._torch(Heads.of(config(kv_channels=size)))
+
+
+def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
+    """As Transformer Engine's linears do, which then overwrite what was added before."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.ReLU())
+    for linear in model[:2]:
+        linear.is_first_microbatch = True
+    add_every_gradient(model)
+    assert [linear.is_first_microbatch for linear in model[:2]] == [False, False]
+    assert not hasattr(model[2], "is_first_microbatch")
+
+
+# What a GPU runs around its kernels, with kernels for any device: in float64, over all ranks.
+OTHER_ATTENTION = """
+from contextlib import nullcontext
+
+from megatron_epp.layers.plain_kernel import PlainKernel
+from megatron_epp.layers.varlen import VarlenAttention
+from megatron_epp.mcore import elastic
+from megatron_epp.mcore.backends import Heads
+
+def attention_for(wanted, config, device):
+    return VarlenAttention(PlainKernel(Heads.of(config).scale))
+
+
+elastic.attention_for = attention_for
+
+
+def around(number):
+    assert elastic.attention_for is attention_for
+    return nullcontext()
+"""
+
+
+def test_random_plans_through_kernels_of_unequal_lengths(tmp_path) -> None:
+    program = tmp_path / "other_attention.py"
+    program.write_text(OTHER_ATTENTION)
+    flags = tuple(f"{LLAMA} --num-layers 2".split())
+    trial = Trial(Degrees(1, 1, 1, cp=2), (flags,), batches=6, interfere=program)
+    lines: list[str] = []
+    judged = certify(trial, lines.append)
+    assert all(batch.passed for batch in judged), "\n".join(lines)
+    every = [batch.coverage for batch in judged]
+    assert min(sum(getattr(c, kind) for c in every) for kind in ("packed", "split", "hybrid")) > 0
