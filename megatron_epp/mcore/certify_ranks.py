@@ -27,6 +27,7 @@ class Given:
     """A planning that hands out the steps it was given."""
 
     budget = None  # no plan of these was made to fit
+    cost = None
 
     def __init__(self) -> None:
         self.drawn: Drawn | None = None

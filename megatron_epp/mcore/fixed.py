@@ -10,6 +10,7 @@ class FixedSteps:
     """Reads ``--epp-plan``; every rank reads it, and the ranks compare what they read."""
 
     budget = None  # whoever made the plans kept one
+    cost = None
 
     def __init__(self, path: str):
         self.path = Path(path)

@@ -62,6 +62,11 @@ class PlannedSteps:
         self.cost = replace(self.cost, budget_bytes=self.budget.stage_bytes)
         self._start_ahead()
 
+    def adopt(self, profile: Profile):
+        """Plan with another cost model from now on."""
+        self.cost = replace(self.cost, profile=profile)
+        self._start_ahead()
+
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
         text = error = None
         if self.groups.control.rank() == 0:

@@ -8,8 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.residuals import Sorted, residuals
 from megatron_epp.ir import COMPUTE, Kind, Op, Step, Timed, format_records
 from megatron_epp.runtime.executor import Failure
+from megatron_epp.show.table import plain
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +25,7 @@ class StageReport:
     busy          in F, B, I, W
     waiting       in receives and sends
     peak_bytes    the most held for chunks
+    predicted_busy   what the cost model foretold for ``busy``; 0 where there is none
     failure       the op that ran out of memory, if one did; ``held_bytes``, how much was held
     """
 
@@ -32,12 +36,18 @@ class StageReport:
     busy: float
     waiting: float
     peak_bytes: int
+    predicted_busy: float = 0.0
     failure: Op | None = None
     held_bytes: int = 0
 
     @classmethod
     def of(
-        cls, replica: int, stage: int, records: tuple[Timed, ...], failure: Failure | None = None
+        cls,
+        replica: int,
+        stage: int,
+        records: tuple[Timed, ...],
+        predicted_busy: float = 0.0,
+        failure: Failure | None = None,
     ) -> "StageReport":
         return cls(
             replica,
@@ -47,6 +57,7 @@ class StageReport:
             busy=sum(r.seconds for r in records if r.op.kind in COMPUTE),
             waiting=sum(r.seconds for r in records if r.op.kind in (Kind.SEND, Kind.RECEIVE)),
             peak_bytes=max(r.peak_bytes for r in records),
+            predicted_busy=predicted_busy,
             failure=None if failure is None else failure.op,
             held_bytes=0 if failure is None else failure.held_bytes,
         )
@@ -59,14 +70,23 @@ class StageReport:
             else (COMPUTE.index(self.failure.kind), self.failure.chunk)
         )
         numbers = (self.start, self.stop, self.busy, self.waiting, self.peak_bytes)
+        numbers = (*numbers, self.predicted_busy)
         return [*map(float, (self.replica, self.stage, *numbers, *failed, self.held_bytes))]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "StageReport":
-        replica, stage, start, stop, busy, waiting, peak, kind, chunk, held = row
-        failure = None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk))
+        replica, stage, start, stop, busy, waiting, peak, predicted, kind, chunk, held = row
         return cls(
-            int(replica), int(stage), start, stop, busy, waiting, int(peak), failure, int(held)
+            int(replica),
+            int(stage),
+            start,
+            stop,
+            busy,
+            waiting,
+            int(peak),
+            predicted,
+            None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk)),
+            int(held),
         )
 
     @property
@@ -75,7 +95,7 @@ class StageReport:
         return self.stop - self.start - self.busy - self.waiting
 
 
-_FAILED = 7  # the place in a row that tells of a failure
+_FAILED = 8  # the place in a row that tells of a failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +131,7 @@ class IterationReport:
 
 
 def gather_report(mine: StageReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
-    """All stages' reports on every rank: one all-gather of eleven doubles on the host."""
+    """All stages' reports on every rank: one all-gather of twelve doubles on the host."""
     row = torch.tensor([float(leads), *mine.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)
@@ -125,10 +145,12 @@ def gather_report(mine: StageReport, leads: bool, group: dist.ProcessGroup) -> I
 
 
 class Recorder:
-    """Writes ``iteration-000001.step`` and, per replica, ``...replica-0.timed`` into a folder."""
+    """Writes ``iteration-000001.step`` and, per replica, ``...replica-0.timed`` into a folder, and
+    ``errors.txt``: predicted against measured seconds by stage, op, slice and context."""
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
+        self._sorted = Sorted()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -137,11 +159,23 @@ class Recorder:
     def path(self, iteration: int, what: str) -> Path:
         return self.folder / f"iteration-{iteration:06d}.{what}"
 
-    def write(self, iteration: int, step: Step, records: dict[int, list[Timed]]):
+    def write(
+        self, iteration: int, step: Step, records: dict[int, list[Timed]], cost: Cost | None = None
+    ):
+        """``cost`` is what ops were foretold by: then a table of its errors is kept, too."""
         self.path(iteration, "step").write_text(str(step))
         for replica, timed in sorted(records.items()):
             timed.sort(key=lambda r: (r.stage, r.start))
             self.path(iteration, f"replica-{replica}.timed").write_text(format_records(timed))
+            if cost is not None:
+                plan = step.plans[replica]
+                self._sorted.add(residuals(plan, cost.table(plan), timed))
+        if cost is not None:
+            text = plain(Sorted.HEADERS, self._sorted.rows())
+            (self.folder / "errors.txt").write_text(
+                f"Seconds of ops, predicted over measured, less one, up to iteration {iteration}"
+                f"\n\n{text}"
+            )
 
 
 def gather_records(

@@ -11,10 +11,13 @@ from megatron.core.pipeline_parallel.schedules import _build_default_pg_collecti
 from megatron.core.utils import get_model_config
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan, PlanError, Step, check, lower, slices_of
 from megatron_epp.layers.chunk import context_tokens
 from megatron_epp.layers.recompute import EXECUTABLE
+from megatron_epp.mcore import telemetry
 from megatron_epp.mcore.batches import Batch, Documents
 from megatron_epp.mcore.budget import Budget
 from megatron_epp.mcore.deferred import refuse_split
@@ -30,6 +33,7 @@ from megatron_epp.mcore.report import (
 from megatron_epp.mcore.rng import random_states, restore_random_states
 from megatron_epp.mcore.rows import RowShare
 from megatron_epp.mcore.stage import ForwardStep, ModelStage, sum_reports
+from megatron_epp.mcore.truth import Truth
 from megatron_epp.runtime.agree import agree
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Failure, Waiting
@@ -38,6 +42,8 @@ from megatron_epp.runtime.meter import Meter
 from megatron_epp.runtime.store import Store
 
 logger = logging.getLogger(__name__)
+
+MIB = 2**20
 
 
 class Planning(Protocol):
@@ -54,6 +60,13 @@ class Planning(Protocol):
 
     def narrow(self) -> None:
         """The budget has changed: plan with it from now on."""
+
+    @property
+    def cost(self) -> Cost | None:
+        """What ops are foretold by; None where plans are given."""
+
+    def adopt(self, profile: Profile) -> None:
+        """Plan with another cost model from now on."""
 
 
 class ElasticSchedule:
@@ -72,6 +85,7 @@ class ElasticSchedule:
         folders: Sequence[str] = (),
         loaded_from: str | None = None,
         validate: Callable[[torch.Tensor], None] | None = None,
+        may_refit: bool = False,
     ):
         self.groups, self.layers, self.planning = groups, layers, planning
         self.share, self.meter, self.waiting = share, meter, waiting
@@ -79,6 +93,7 @@ class ElasticSchedule:
         # Where what is learnt about memory is kept, and where it was kept before a resume.
         self.folders, self.loaded_from = folders, loaded_from
         self.validate = validate  # shows Megatron's re-run machine the iteration's summed loss
+        self.truth = Truth(groups, folders, may_refit)
         self._resumed = False
         self.last_failure: Failure | None = None
         self.clock = CudaClock() if device.type == "cuda" else HostClock()
@@ -148,7 +163,7 @@ class ElasticSchedule:
                 )
             if forward_only:
                 break
-            failures = self._report(iteration, step).failures
+            failures = self._report(iteration, step, source).failures
             if not failures:
                 break
             self._start_over(iteration, failures, model)
@@ -176,6 +191,9 @@ class ElasticSchedule:
     def _resume(self, iteration: int):
         """Plan with the budgets with which the run before the checkpoint would have planned on."""
         self._resumed = True
+        profile = self.truth.resume(self.loaded_from, iteration)
+        if profile is not None:
+            self.planning.adopt(profile)
         budget = self.planning.budget
         if budget is not None and self.loaded_from:
             budget.load(self.loaded_from, iteration - 1)
@@ -320,9 +338,15 @@ class ElasticSchedule:
         borders = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
         update_seqlen_stats_from_cu_seqlens(torch.from_numpy(borders).to(self.device))
 
-    def _report(self, iteration: int, step: Step) -> IterationReport:
-        groups = self.groups
-        mine = StageReport.of(groups.replica, groups.stage, self.last_records, self.last_failure)
+    def _report(self, iteration: int, step: Step, source: Any) -> IterationReport:
+        groups, planning = self.groups, self.planning
+        foretold = 0.0
+        if planning.cost is not None and self.last_failure is None:
+            plan = step.plans[groups.replica]
+            foretold = self.truth.busy(planning.cost, plan, self.last_records)
+        mine = StageReport.of(
+            groups.replica, groups.stage, self.last_records, foretold, self.last_failure
+        )
         report = gather_report(mine, groups.leads, groups.control)
         if report.failures:
             return report
@@ -332,26 +356,44 @@ class ElasticSchedule:
                 groups.replica, self.last_records, groups.leads, groups.control
             )
             if groups.control.rank() == 0:
-                self.recorder.write(iteration, step, records)
+                self.recorder.write(iteration, step, records, planning.cost)
+        told = self.truth.judge(step, report)
         if groups.control.rank() == 0:
             logger.info("%s", summary(iteration, step, report, self.planning_seconds))
+            for warning in told:
+                logger.warning("iteration %d: %s", iteration, warning)
+        if telemetry.wanted():
+            truncated = source.documents.counts.truncated
+            values = telemetry.scalars(step, report, self.planning_seconds, truncated)
+            telemetry.write(values, iteration)
         self._learn(iteration, step, report)
+        if planning.cost is not None:
+            profile = self.truth.refit(iteration, planning.cost)
+            if profile is not None:
+                planning.adopt(profile)
         return report
 
 
 def summary(iteration: int, step: Step, report: IterationReport, planning_seconds: float) -> str:
-    """One line on an iteration: what was planned, what was measured."""
+    """One line on an iteration: what was foretold, what was measured."""
     chunks = sum(len(plan.chunks) for plan in step.plans)
     tokens = sum(plan.tokens for plan in step.plans)
-    predicted = [plan.predicted for plan in step.plans if plan.predicted is not None]
-    words = [
-        f"epp iteration {iteration}: {tokens} tokens in {chunks} chunks",
-        f"{report.seconds:.3f} s",
-        f"{tokens / report.seconds:.0f} tokens/s",
-        f"bubble {report.bubble_ratio:.1%}",
-        "peak " + " ".join(f"{peak / 2**20:.1f}" for peak in report.peak_bytes) + " MiB",
-        f"waited {planning_seconds * 1e3:.0f} ms for the plan",
-    ]
-    if predicted:
-        words.insert(2, f"predicted {max(p.seconds for p in predicted):.3f} s")
-    return " | ".join(words)
+    promises = [plan.predicted for plan in step.plans if plan.predicted is not None]
+    seconds = f"{report.seconds:.3f} s"
+    peaks = [f"{peak / MIB:.1f}" for peak in report.peak_bytes]
+    if promises:
+        foretold = max(promise.seconds for promise in promises)
+        seconds += f", predicted {foretold:.3f} s ({report.seconds / foretold - 1:+.1%})"
+        stages = zip(*(promise.peak_gib for promise in promises), strict=True)
+        promised = [max(stage) * GIB / MIB for stage in stages]
+        peaks = [f"{m} of {p:.1f}" for m, p in zip(peaks, promised, strict=True)]
+    return " | ".join(
+        [
+            f"epp iteration {iteration}: {tokens} tokens in {chunks} chunks",
+            seconds,
+            f"{tokens / report.seconds:.0f} tokens/s",
+            f"bubble {report.bubble_ratio:.1%}",
+            f"peak {' '.join(peaks)} MiB",
+            f"waited {planning_seconds * 1e3:.0f} ms for the plan",
+        ]
+    )

@@ -3,13 +3,13 @@
 
     scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform failure] [-o RESULT.md]
 
-8 layers, 8 heads in 4 groups, context 16K, by default hidden 128 and 4 documents a batch: the source
-text of this Python's standard library, or --data-path. Processes of one thread (gloo). The cost model is
-measured at the start of every run, as in training.
+8 layers, 8 heads in 4 groups, context 16K, by default hidden 128 and 4 documents a batch: the
+source text of this Python's standard library, or --data-path. Processes of one thread (gloo). The
+cost model is measured at the start of every run, as in training.
 
     truth2, truth4   2 and 4 stages: every iteration another batch and another sort of plan, random
                      ones among them; predicted and measured peak of every stage, and seconds
-                     (of 2 stages: 4 do not have a core each on small hosts), then op by op
+                     (4 stages have no core each on small hosts), then op by op
     budgets          one batch after the other, planned with all that keeping everything needs on
                      each stage, and with 75%, 50% and 35% of it; and with far too little
     uniform          the same budgets: what epp recomputes, against the least uniform setting, the
@@ -258,39 +258,8 @@ def truth(stages: int, iterations: int, place: Place) -> str:
 
 
 def residuals(folder: Path) -> str:
-    """Measured seconds of ops against the cost model, by stage, kind and size."""
-    from megatron_epp.cost.analytic import without_states
-    from megatron_epp.cost.cost import Cost
-    from megatron_epp.cost.profile import Profile
-    from megatron_epp.ir import BACKWARDS, Op, Step, parse_records
-
-    profile = without_states(Profile.load(str(folder / "epp-cost-model.json")))
-    groups: dict[tuple, list[float]] = {}
-    for file in sorted(folder.glob("*.step"))[1:]:
-        plan = Step.parse(file.read_text()).plans[0]
-        timed = parse_records((folder / f"{file.stem}.replica-0.timed").read_text())
-        table = Cost(profile, plan.layers, (1e15,) * plan.stages).table(plan)
-        for record in timed:
-            if not isinstance(record.op, Op):
-                continue
-            stage, chunk, kind = record.stage, record.op.chunk, record.op.kind
-            predicted = table.seconds[kind][stage][chunk]
-            if kind in BACKWARDS:
-                predicted += table.recompute_seconds[stage][chunk]
-            spans = plan.chunks[chunk].spans
-            context = max(span.start for span in spans)
-            sort = "packed" if context == 0 else "context"
-            size = 2 ** (plan.chunks[chunk].tokens.bit_length() - 1)
-            key = (stage, kind.value, sort, size)
-            groups.setdefault(key, []).append(predicted / record.seconds - 1)
-    rows = [
-        [str(stage), kind, sort, f"{size}-{2 * size - 1}", str(len(errors)),
-         f"{statistics.median(errors):+.1%}", f"{min(errors):+.1%}", f"{max(errors):+.1%}"]
-        for (stage, kind, sort, size), errors in sorted(groups.items())
-        if len(errors) > 2
-    ]  # fmt: skip
-    headers = ["stage", "op", "chunk", "tokens", "ops", "median error", "least", "most"]
-    return "Seconds of single ops, predicted over measured, less one:\n\n" + table(headers, rows)
+    """What --epp-record says of single ops."""
+    return (folder / "errors.txt").read_text()
 
 
 def budgets(batches: int, place: Place) -> str:
@@ -420,7 +389,8 @@ def failure(place: Place) -> str:
     free = folder / "free"
     words = flags(place, 2, 6, **small, epp_record=free)
     status, text = torchrun(program, words, 2, folder / "free.log")
-    peaks = [max(map(float, found.split())) for found in re.findall(r"peak ([0-9. ]+) MiB", text)]
+    told = re.findall(r"peak ([0-9. of]+) MiB", text)
+    peaks = [max(map(float, re.findall(r"(?<!of )\b[0-9.]+", found))) for found in told]
     limit = 0.6 * max(peaks) / 1024
     knows = {"epp_memory_budget_gib": 0.95 * limit}
     runs = {"without a limit": (status, text)}
