@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from megatron_epp.layers import attention
 from megatron_epp.mcore.feed import ChunkBatch, Feed
@@ -93,6 +94,11 @@ def scale_wrongly() -> AbstractContextManager:
     return patch.object(attention, "attend", attend)
 
 
+def meet_in_between() -> AbstractContextManager:
+    """Every chunk begins with a barrier that nobody planned."""
+    return _changed_batch(lambda batch: dist.barrier())
+
+
 def forget_to_free() -> AbstractContextManager:
     """What an iteration kept is still there when it ends."""
     return patch.object(Store, "release", lambda self, layer, document: None)
@@ -106,6 +112,7 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     mistake_border_labels,
     append_again,
     scale_wrongly,
+    meet_in_between,
     forget_to_free,
     nullcontext,
 )

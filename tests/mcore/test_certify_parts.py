@@ -107,6 +107,14 @@ def test_heads_keep_their_ratio(query, key, tp, expected) -> None:
     assert expected[0] % tp == 0 and expected[0] % expected[1] == 0
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "cp", "expected"),
+    [(32, 8, 2, (8, 2)), (32, 8, 4, (8, 2)), (32, 2, 4, (16, 2)), (6, 6, 3, (6, 6))],
+)
+def test_heads_spread_over_context_parallel_ranks(query, key, cp, expected) -> None:
+    assert heads(query, key, 1, cp) == expected
+
+
 def test_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="--num-attention-heads 30: no multiple of --num-query"):
         heads(30, 8, 1)

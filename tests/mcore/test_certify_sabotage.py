@@ -22,6 +22,7 @@ WAYS = (
     "mistake border labels",
     "append again",
     "scale wrongly",
+    "meet in between",
     "forget to free",
     "nothing again",
 )
@@ -101,3 +102,10 @@ def test_keys_appended_again_are_refused(judged) -> None:
 def test_what_is_kept_behind_an_iteration_is_refused(judged) -> None:
     (problem,) = judged["forget to free"].problems
     assert "K/V buffers outlive the iteration" in problem
+
+
+def test_a_collective_that_is_not_on_the_list_is_refused(judged) -> None:
+    batch = judged["meet in between"]
+    (problem,) = batch.problems
+    assert problem.startswith("not on the list: barrier over default_pg by ")
+    assert batch.gradient_error <= BOUND and not batch.passed
