@@ -54,10 +54,14 @@ class Borders:
 
 
 def _sums(lengths: Sequence[int], device: torch.device) -> Tensor:
-    sums = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    if device.type == "cuda":  # pinned, so that nobody waits for the copy
-        return sums.pin_memory().to(device, non_blocking=True)
-    return sums.to(device)
+    return on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on ``device``; from pinned memory, so that nobody waits for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 class Kernel(Protocol):

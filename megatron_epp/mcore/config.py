@@ -119,9 +119,9 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
         "calculate_per_token_loss": True,
         "micro_batch_size": 1,
         "dataloader_type": "external",
-        # The fused kernel counts positions from 0 in every sequence; a slice begins elsewhere.
-        "apply_rope_fusion": False,
     }
+    if wanted.transformer_impl != "transformer_engine":
+        defaults["apply_rope_fusion"] = False  # its kernel is Transformer Engine's
     if wanted.max_position_embeddings is None:
         defaults["max_position_embeddings"] = wanted.seq_length
     return defaults

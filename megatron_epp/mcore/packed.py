@@ -15,6 +15,7 @@ from megatron_epp.layers.chunk import ChunkState
 from megatron_epp.layers.recompute import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.layers.remake import Dropped
 from megatron_epp.layers.ulysses import RowsAgain, Ulysses
+from megatron_epp.layers.varlen import on_device
 from megatron_epp.mcore.backends import Attention
 
 
@@ -33,7 +34,7 @@ class ChunkParams(PackedSeqParams):
     @classmethod
     def of(cls, state: ChunkState, positions: Tensor) -> "ChunkParams":
         # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
-        # for a device.
+        # for a device. The fused one wants it there (PositionedRotary).
         rows = positions.shape[0]
         borders = torch.tensor([0, rows], dtype=torch.int32)
         return cls(
@@ -88,16 +89,21 @@ class PositionedRotary(nn.Module):
     """The rotary embedding of each row's own position instead of rows 0, 1, 2, ...
 
     Wraps Megatron's, whose table is made once for the whole context: its cache is keyed by length.
+    The rows are one sequence to Megatron, with a table of their own, so a kernel that counts
+    positions from 0 in every sequence (``fused``) finds the right ones, too.
     """
 
-    def __init__(self, rotary: nn.Module, context: int):
+    def __init__(self, rotary: nn.Module, context: int, fused: bool):
         super().__init__()
-        self.rotary, self.context = rotary, context
+        self.rotary, self.context, self.fused = rotary, context, fused
         self._positions: Tensor | None = None
 
     def get_rotary_seq_len(self, *args: Any) -> int:
         params = args[-1]
         self._positions = params.positions
+        if self.fused:
+            borders = on_device(params.cu_seqlens_q, params.positions.device)
+            params.cu_seqlens_q = params.cu_seqlens_kv = borders
         return self.context
 
     def forward(self, length: int, **ignored: Any) -> Tensor:
@@ -123,7 +129,8 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
     """
     add_every_gradient(model)
     if getattr(model, "rotary_pos_emb", None) is not None:
-        model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context)
+        fused = model.config.apply_rope_fusion
+        model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
         around, dropped = layer.self_attention, Dropped()

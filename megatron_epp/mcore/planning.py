@@ -156,11 +156,12 @@ def make_planning(
     if config.epp_plan is not None:
         return FixedSteps(config.epp_plan)
     from megatron_epp.planner import Options, parse_levers, planner_of
+    from megatron_epp.planner.options import TRAINING
 
     planner_of(config.epp_planner)  # refuses what no pipeline can run
     options = Options(
         context=args.seq_length,
-        levers=parse_levers(config.epp_levers),
+        levers=parse_levers(config.epp_levers, TRAINING - unusable_levers(args)),
         effort=config.epp_effort,
         multiple=multiple,
     )
@@ -175,6 +176,14 @@ def make_planning(
     budgets = share(budgets, None, groups.control)
     cost = replace(cost, budget_bytes=tuple(json.loads(budgets)))
     return PlannedSteps(cost, options, config.epp_planner, groups, config.epp_plan_ahead)
+
+
+def unusable_levers(args: Any) -> frozenset[str]:
+    """What plans of this job's layers must do without, unless it is asked for by name: Transformer
+    Engine's linears, and fused gradient accumulation, have no W of ours (mcore/deferred.py)."""
+    if args.transformer_impl != "local" or args.gradient_accumulation_fusion:
+        return frozenset({"wsplit"})
+    return frozenset()
 
 
 # ------------------------------------------------------------------ cost

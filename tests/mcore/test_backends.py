@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from megatron_epp.layers.attention import PartsAttention
+from megatron_epp.layers.chunk import ChunkState
 from megatron_epp.mcore import backends
 from megatron_epp.mcore.backends import Heads, attention_for
 from megatron_epp.mcore.certify import LLAMA, Trial, certify
 from megatron_epp.mcore.certify_small import Degrees
-from megatron_epp.mcore.packed import add_every_gradient
+from megatron_epp.mcore.config import elastic_defaults
+from megatron_epp.mcore.packed import ChunkParams, PositionedRotary, add_every_gradient
+from megatron_epp.mcore.planning import unusable_levers
+from megatron_epp.runtime.store import Store
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -118,6 +122,37 @@ def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
     add_every_gradient(model)
     assert [linear.is_first_microbatch for linear in model[:2]] == [False, False]
     assert not hasattr(model[2], "is_first_microbatch")
+
+
+def test_what_defaults_and_plans_do_without() -> None:
+    """Fused positions are Transformer Engine's kernel; its linears have no W of ours."""
+    wanted = SimpleNamespace(max_position_embeddings=8, transformer_impl="transformer_engine")
+    assert "apply_rope_fusion" not in elastic_defaults(wanted)
+    wanted.transformer_impl = "local"
+    assert elastic_defaults(wanted)["apply_rope_fusion"] is False
+    for impl, fused, without in (
+        ("local", False, set()),
+        ("local", True, {"wsplit"}),
+        ("transformer_engine", False, {"wsplit"}),
+    ):
+        args = SimpleNamespace(transformer_impl=impl, gradient_accumulation_fusion=fused)
+        assert unusable_levers(args) == without
+
+
+class Table(torch.nn.Module):
+    def forward(self, length: int, packed_seq: bool) -> torch.Tensor:
+        assert packed_seq  # else a context-parallel rank takes its part of it
+        return 10 * torch.arange(length)[:, None]
+
+
+def test_every_row_has_its_own_position() -> None:
+    state = ChunkState(0, (), 3, "", Store({}))
+    for fused in (False, True):
+        params = ChunkParams.of(state, torch.tensor([4, 5, 0]))
+        rotary = PositionedRotary(Table(), 8, fused)
+        length = rotary.get_rotary_seq_len(None, None, None, None, params)
+        assert rotary(length, packed_seq=True, cp_group=None).tolist() == [[40], [50], [0]]
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3]
 
 
 # What a GPU runs around its kernels, with kernels for any device: in float64, over all ranks.
