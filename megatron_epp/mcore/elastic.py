@@ -81,7 +81,7 @@ class Job:
         device = this_device()
         attention = attention_for(self.config.epp_attention, model.config, device)
         install_in_model(model, args.seq_length, attention)
-        groups = Groups.make()
+        groups = Groups.make(device)
         layers = [0] * groups.stages
         mine = torch.tensor([len(model.decoder.layers)])
         every = torch.empty(groups.control.size(), dtype=mine.dtype)

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_epp.ir import Payload
+from megatron_epp.runtime.link import connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Groups:
     leads: bool  # of its stage's tensor- and context-parallel ranks, the one that reports
 
     @classmethod
-    def make(cls) -> "Groups":
+    def make(cls, device: torch.device) -> "Groups":
         """Collective: every rank calls it once, after Megatron has made its groups."""
         control = dist.new_group(backend="gloo", group_desc="epp_control")
         pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
@@ -35,11 +37,13 @@ class Groups:
                 group = dist.new_group(list(ranks), group_desc=name) if len(ranks) > 1 else None
                 if ranks == tuple(pipeline) and group is not None:
                     payload[direction] = group
+        stage = mpu.get_pipeline_model_parallel_rank()
+        connect(payload, stage, len(pipeline), device)
         return cls(
             control=control,
             payload=payload,
-            stage=mpu.get_pipeline_model_parallel_rank(),
-            stages=mpu.get_pipeline_model_parallel_world_size(),
+            stage=stage,
+            stages=len(pipeline),
             replica=mpu.get_data_parallel_rank(),
             replicas=mpu.get_data_parallel_world_size(),
             leads=mpu.get_tensor_model_parallel_rank() == 0

@@ -312,7 +312,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     (model,) = builder.build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
     )
-    groups = Groups.make()
+    groups = Groups.make(this_device())
     profile = obtain(args, config, model, groups, RowShare.of(args))
     if groups.control.rank() == 0:
         profile.save(output)

@@ -14,6 +14,31 @@ from megatron_epp.ir import Kind, Message, Payload, Program, Transfer
 POSTED_AHEAD = 2
 
 
+def connect(
+    groups: dict[Payload, dist.ProcessGroup], stage: int, stages: int, device: torch.device
+):
+    """Send one number over every link of the pipeline, in an order in which nobody waits in vain.
+
+    NCCL makes a communicator for two ranks when they first speak, and both wait in there for each
+    other. If they first spoke where receives are posted early, a stage that waits for the next
+    one's gradients and the next one, waiting for its activations, would never meet. ValueError:
+    groups in which messages of one link would wait for those of another.
+    """
+    if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
+        raise ValueError(
+            "torch.distributed was initialised with a device_id: all messages of a group then wait "
+            "for one another, and pipelines that receive ahead stand still; initialise it without"
+        )
+    for first in range(stages - 1):
+        for payload, group in groups.items():
+            ends = (first, first + 1) if payload is Payload.ACTIVATION else (first + 1, first)
+            tensor = torch.zeros(1, device=device)
+            if stage == ends[0]:
+                dist.send(tensor, group=group, group_dst=ends[1])
+            elif stage == ends[1]:
+                dist.recv(tensor, group=group, group_src=ends[0])
+
+
 @dataclass(slots=True)
 class _Posted:
     message: Message
@@ -64,7 +89,8 @@ class Links:
         """The tensor of ``message``, which is the next of its link; waits until it is here."""
         posted = self._posted[message.link].popleft()
         assert posted.message == message, f"{message} expected, {posted.message} comes next"
-        posted.work.wait()
+        posted.work.wait()  # on a GPU the stream waits, not the host
+        self._let_go()
         self._post(message.link)
         self.received += 1
         return posted.tensor
@@ -78,6 +104,10 @@ class Links:
         work = dist.isend(tensor, group=group, group_dst=message.target)
         self._sending.append((message, tensor, work))
         self.sent += 1
+        self._let_go()
+
+    def _let_go(self):
+        """Of what has left."""
         while self._sending and self._sending[0][2].is_completed():
             self._sending.popleft()
 
