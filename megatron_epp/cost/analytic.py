@@ -110,6 +110,7 @@ def profile(
         last_workspace_bytes=none
         if logits_held
         else {**none, Kind.FORWARD: logits, Kind.BACKWARD: logits, Kind.INPUT: logits},
+        last_workspace_tokens=0.0,
         # The study does not charge the one layer that lives again; elsewhere it is charged.
         recompute_workspace_bytes={letter: Bytes() for letter in LETTERS}
         if published is not None

@@ -253,7 +253,11 @@ class Cost:
         """[stages, chunks]: while the op runs, without recompute."""
         row = self._bytes(self.profile.workspace_bytes[kind], loads)
         held = np.tile(row, (self.stages, 1))
-        held[-1] += self._bytes(self.profile.last_workspace_bytes[kind], loads)
+        last = self._bytes(self.profile.last_workspace_bytes[kind], loads)
+        if self.profile.last_workspace_tokens:
+            most = self.profile.last_workspace_tokens
+            last *= np.minimum(1.0, most / np.maximum(loads.tokens, 1.0))
+        held[-1] += last
         return np.ceil(held)
 
     def recompute_workspace_bytes(self, letter: str, loads: Loads) -> np.ndarray:

@@ -129,6 +129,7 @@ class Profile:
     last_weight_input_bytes       besides, on the last stage: the output layer
     workspace_bytes[kind]         while an op runs, on any stage, whatever its layers
     last_workspace_bytes[kind]    besides, on the last stage
+    last_workspace_tokens         of so many of the chunk's tokens at most; 0: of all of them
     recompute_workspace_bytes     while a B or I runs that recomputes: letter -> of the one layer
                                   that lives again
     all_to_all_bytes_per_token    one layer's forward hands over inside a CP group, all devices
@@ -159,6 +160,7 @@ class Profile:
     last_weight_input_bytes: Bytes
     workspace_bytes: Mapping[Kind, Bytes]
     last_workspace_bytes: Mapping[Kind, Bytes]
+    last_workspace_tokens: float
     recompute_workspace_bytes: Mapping[str, Bytes]
     all_to_all_bytes_per_token: float
     all_to_all_bytes_per_second: Mapping[int, float]

@@ -278,6 +278,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         kv_gradient_bytes_per_token=float(kv * gradient.itemsize),
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,
+        last_workspace_tokens=float(probe.head_tokens),
         recompute_workspace_bytes=again,
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,

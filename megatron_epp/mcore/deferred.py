@@ -9,7 +9,7 @@ What stays in I: the gradients of norms, biases and embeddings, and of a weight 
 borrows from the embedding (tied embeddings within one stage): autograd adds up both uses there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -47,10 +47,14 @@ def refuse_split(model: nn.Module) -> None:
 
 
 class Deferral:
-    """The linears of one stage for one iteration; a context."""
+    """The linears of one stage, but those ``besides``, for one iteration; a context."""
 
-    def __init__(self, model: nn.Module):
-        self.linears = [module for module in model.modules() if isinstance(module, _LINEARS)]
+    def __init__(self, model: nn.Module, besides: Collection[nn.Module] = ()):
+        self.linears = [
+            module
+            for module in model.modules()
+            if isinstance(module, _LINEARS) and not any(module is other for other in besides)
+        ]
         # A plain attribute, not a context variable: on a GPU backward has a thread of its own.
         self._aside: Aside | None = None
 

@@ -21,6 +21,7 @@ from megatron_epp.mcore.documents import config_from_args
 from megatron_epp.mcore.feed import ChunkBatch
 from megatron_epp.mcore.fixed import FixedSteps
 from megatron_epp.mcore.groups import Groups
+from megatron_epp.mcore.head import EarlyHead, early_head
 from megatron_epp.mcore.packed import install_in_model
 from megatron_epp.mcore.planning import make_planning
 from megatron_epp.mcore.profile import obtain
@@ -106,6 +107,7 @@ class Job:
             folders=[folder for folder in (args.save, self.config.epp_record) if folder],
             loaded_from=args.load,
             validate=lambda total: stock.validate(total, args),
+            early_head=early_head(args),
             may_refit=self.config.epp_cost_model is None and self.config.epp_plan is None,
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
@@ -155,6 +157,7 @@ def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any
         None,
         labels=batch.labels,
         packed_seq_params=batch.params,
+        output_processor=None if batch.known_gradient is None else EarlyHead(batch.known_gradient),
     )
     return output, partial(loss, batch.loss_mask)
 

@@ -20,6 +20,7 @@ class ChunkBatch:
 
     tokens      int64, first stage      labels      int64, last stage
     positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
+    known_gradient   of every token's loss, where backward of the head runs early (mcore.head)
     """
 
     tokens: Tensor | None
@@ -27,6 +28,7 @@ class ChunkBatch:
     labels: Tensor | None
     loss_mask: Tensor | None
     params: ChunkParams
+    known_gradient: Tensor | None = None
 
 
 class Feed:

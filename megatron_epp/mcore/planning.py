@@ -25,6 +25,7 @@ from megatron_epp.mcore.budget import Budget
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.fixed import FixedSteps
 from megatron_epp.mcore.groups import Groups
+from megatron_epp.mcore.head import block_tokens, early_head
 from megatron_epp.runtime.agree import share
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,9 @@ def model_shape(args: Any) -> Model:
 
 def analytic(args: Any) -> Profile:
     """What --epp-cost-model analytic stands for: the model's shape on the device's name."""
-    return analytic_profile(model_shape(args), device(device_name()))
+    early = early_head(args)
+    made = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
+    return replace(made, last_workspace_tokens=float(block_tokens(args)) if early else 0.0)
 
 
 def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:

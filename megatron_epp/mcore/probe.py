@@ -95,9 +95,15 @@ class Probe:
     """
 
     def __init__(
-        self, model: Any, forward_step: ForwardStep, share: RowShare, device: torch.device
+        self,
+        model: Any,
+        forward_step: ForwardStep,
+        share: RowShare,
+        device: torch.device,
+        head_tokens: int | None,
     ):
         self.model, self.forward_step = model, forward_step
+        self.early_head, self.head_tokens = head_tokens is not None, head_tokens or 0
         self.config = model.config
         self.device, self.share = device, share
         self._dtype = self.config.params_dtype
@@ -141,12 +147,14 @@ class Probe:
         """The stage without its layers: embedding, output layer and loss, whichever it has."""
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
+        mask = torch.ones_like(tokens, dtype=torch.float32) if self.last else None
         batch = _Batch(
             tokens=tokens if self.first else None,
             positions=params.positions[None],
             labels=tokens if self.last else None,
-            loss_mask=torch.ones_like(tokens, dtype=torch.float32) if self.last else None,
+            loss_mask=mask,
             params=params,
+            known_gradient=mask if self.early_head else None,
         )
         received = None if self.first else self._hidden(shape)
         self.model.set_input_tensor([received])
@@ -209,7 +217,8 @@ class Probe:
 
     @contextmanager
     def _deferring(self, aside: Aside) -> Iterator[None]:
-        with Deferral(self.model) as deferral, deferral.into(aside):
+        besides = (self.model.output_layer,) if self.last and self.early_head else ()
+        with Deferral(self.model, besides) as deferral, deferral.into(aside):
             yield
 
     def _scale(self) -> "_Scale":
@@ -292,6 +301,7 @@ class _Batch:
     labels: Tensor | None
     loss_mask: Tensor | None
     params: ChunkParams
+    known_gradient: Tensor | None
 
 
 class _NoScale:

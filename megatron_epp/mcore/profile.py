@@ -37,6 +37,8 @@ _WORKER = "megatron_epp.mcore.profile"
 
 def provenance_of(args: Any) -> Provenance:
     """What a profile of this job must say of its model, its device and its number format."""
+    from megatron_epp.mcore.head import early_head
+
     sizes = f"hidden {args.hidden_size} ffn {args.ffn_hidden_size}"
     heads = f"heads {args.num_attention_heads} x {args.kv_channels}"
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -60,6 +62,8 @@ def provenance_of(args: Any) -> Provenance:
         words.append("sequence parallel")
     if args.context_parallel_size > 1:
         words.append(f"cp {args.context_parallel_size}")
+    if not early_head(args):
+        words.append("logits kept")
     return Provenance(
         model=", ".join(words),
         device=device_text(),
@@ -122,6 +126,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     from megatron_epp.mcore.backends import this_device
     from megatron_epp.mcore.calibrate import calibrate
     from megatron_epp.mcore.elastic import forward_step
+    from megatron_epp.mcore.head import block_tokens, early_head
     from megatron_epp.mcore.planning import model_shape
     from megatron_epp.mcore.probe import Probe, undisturbed
     from megatron_epp.runtime.agree import share
@@ -137,7 +142,8 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     if text:
         return Profile.from_json(text)
     began = time.perf_counter()
-    probe = Probe(unwrap_model(model), forward_step, rows, this_device())
+    head_tokens = block_tokens(args) if early_head(args) else None
+    probe = Probe(unwrap_model(model), forward_step, rows, this_device(), head_tokens)
     with undisturbed(model):
         profile = calibrate(probe, groups, model_shape(args), args.seq_length, wanted)
     if groups.control.rank() == 0:

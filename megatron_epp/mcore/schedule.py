@@ -86,6 +86,7 @@ class ElasticSchedule:
         loaded_from: str | None = None,
         validate: Callable[[torch.Tensor], None] | None = None,
         may_refit: bool = False,
+        early_head: bool = False,
     ):
         self.groups, self.layers, self.planning = groups, layers, planning
         self.share, self.meter, self.waiting = share, meter, waiting
@@ -93,6 +94,7 @@ class ElasticSchedule:
         # Where what is learnt about memory is kept, and where it was kept before a resume.
         self.folders, self.loaded_from = folders, loaded_from
         self.validate = validate  # shows Megatron's re-run machine the iteration's summed loss
+        self.early_head = early_head
         self.truth = Truth(groups, folders, may_refit)
         self._resumed = False
         self.last_failure: Failure | None = None
@@ -323,7 +325,7 @@ class ElasticSchedule:
             config.pipeline_dtype or config.params_dtype,
             self.device,
         )
-        with ModelStage(model, config, forward_step, feed, plan, store) as compute:
+        with ModelStage(model, config, forward_step, feed, plan, store, self.early_head) as compute:
             executor = Executor(
                 program, compute, links, store, self.clock, self.meter, self.waiting
             )

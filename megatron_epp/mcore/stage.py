@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class ModelStage:
 
     Gradients accumulate without reduction until the last op that makes some, whose hooks start the
     overlapped reduction; the loss is scaled as the optimizer wants it; outputs are freed as soon as
-    they are sent.
+    they are sent. ``early_head``: the last stage's F runs the backward of its head at once.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class ModelStage:
         feed: Feed,
         plan: Plan,
         store: Store,
+        early_head: bool = False,
     ):
         self.model, self.config, self.forward_step = model, config, forward_step
         self.feed, self.store = feed, store
         self.stage = feed.stage
         self.is_last = self.stage == plan.stages - 1
         self.training = not plan.forward_only
+        self._early_head = early_head and self.is_last and self.training
         self.tokens: Tensor | int = 0
         self.reports: list[dict[str, Tensor]] = []
         self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
@@ -56,7 +59,9 @@ class ModelStage:
         self._no_sync = ExitStack()
         self._patched = ExitStack()
         self._aside = {op.chunk: Aside(self._set_aside) for op in order if op.kind is Kind.INPUT}
-        self._deferral = Deferral(model) if self._aside else None
+        # Where the head's backward runs in F there is nothing of it to set aside.
+        besides = (get_attr_wrapped_model(model, "output_layer"),) if self._early_head else ()
+        self._deferral = Deferral(model, besides) if self._aside else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
 
@@ -107,6 +112,8 @@ class ModelStage:
             received.requires_grad_()
         get_attr_wrapped_model(self.model, "set_input_tensor")([received])
         batch = self.feed.batch(chunk, self.store, self.training)
+        if self._early_head:
+            batch = replace(batch, known_gradient=self._loss_gradient(batch.loss_mask))
         with self._deferring(chunk):
             output, loss_of = self.forward_step(iter((batch,)), self.model)
         if self.is_last:
@@ -122,6 +129,12 @@ class ModelStage:
             # Autograd needs the node, not the data; ``sent`` keeps that until it has left.
             deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         return sent
+
+    def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
+        """Of every token's loss: what ``backward_step`` will begin with, times its mask."""
+        if self.config.grad_scale_func is None:
+            return loss_mask_1T
+        return loss_mask_1T * self.config.grad_scale_func(loss_mask_1T.new_ones(()))
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         self._reduce_from(Op(Kind.BACKWARD, chunk))
