@@ -1,9 +1,11 @@
-"""A bound below which no plan for a batch can come, whatever its chunks, order and recompute."""
+"""Bounds below which no plan can come: for a batch, whatever its chunks; and for given chunks."""
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import Kind
+from megatron_epp.planner.chunking import Chunking
 
 
 def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = False) -> float:
@@ -32,3 +34,16 @@ def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = Fa
     critical = forward @ whole + halves[0] @ whole
     in_halves = critical + ramp + np.maximum(weight, tail)
     return float(np.minimum(in_one, in_halves).max())
+
+
+def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:
+    """No plan that runs these chunks in this order, backwards whole, is faster.
+
+    Every stage waits for the first chunk, does all work, and waits for the last gradient.
+    """
+    forward = cost.seconds(Kind.FORWARD, loads)
+    backward = cost.seconds(Kind.BACKWARD, loads)
+    last = int(chunking.backward[-1])
+    ramp = np.cumsum(forward[:, 0]) - forward[:, 0]
+    tail = np.cumsum(backward[:, last]) - backward[:, last]
+    return float((ramp + tail + forward.sum(axis=1) + backward.sum(axis=1)).max())

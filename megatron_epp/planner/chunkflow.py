@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL
+from megatron_epp.planner.bound import ordered_bound_seconds
 from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.finish import Batch, Draft, finish
 from megatron_epp.planner.fixed_size import fixed_chunks, sizes
@@ -19,7 +20,7 @@ from megatron_epp.planner.listing import list_schedule
 from megatron_epp.planner.memory import require_fit
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
-from megatron_epp.planner.uniform import Played, fastest, strict
+from megatron_epp.planner.uniform import Played, any_draft, better, strict
 from megatron_epp.planner.windows import shrinking
 from megatron_epp.planner.work import Counts, loads_of, rates_of, work_of
 
@@ -31,30 +32,29 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
-    return finish("chunkflow", batch, draft(batch, cost, options).draft, cost, options, began)
+    return finish("chunkflow", batch, any_draft(draft(batch, cost, options)), cost, options, began)
 
 
-def draft(batch: Batch, cost: Cost, options: Options) -> Played:
-    """As :func:`plan`, before it is checked and played."""
+def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
     context = max(options.context, int(batch.lengths[0]))
-    drafts = []
+    best: Played | None = None
     for size in sizes(context, options.multiple):
         chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
         loads = loads_of(chunking, batch.lengths, options.multiple)
+        bound = ordered_bound_seconds(chunking, loads, cost)
         law = shrinking(chunking.sizes, cost.stages)
         most = int(chunking.sizes.max())
         for kept in sorted({min(kept, most) for kept in KEPT}):
+            if not better(best, bound, below):
+                break
             counts = discarded(cost, chunking, kept)
             listed = list_schedule(work_of(cost, chunking, loads, counts), strict(law))
             note = f"size {size}, K {kept}"
-            drafts.append(
-                Played(
-                    listed.seconds,
-                    listed.over_bytes,
-                    Draft(chunking, counts, listed.kinds, listed.chunks, note=note),
-                )
-            )
-    return fastest(drafts)
+            made = Draft(chunking, counts, listed.kinds, listed.chunks, note=note)
+            played = Played(listed.seconds, listed.over_bytes, made)
+            best = played if best is None else min(best, played, key=lambda made: made.rank)
+    return best
 
 
 def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:

@@ -14,8 +14,12 @@ from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.result import Planned, PlannedStep
 from megatron_epp.planner.work import rates_of
 
-# A dealing is tried again with what the replicas' plans have shown, this often at most.
+# A dealing is tried again with what the replicas' plans have shown, this often at most, and only
+# where they end further apart than this share of the iteration.
 ROUNDS = 2
+APART = 0.01
+# So many replicas get the whole effort each; more share it.
+WHOLE_EFFORT = 4
 
 
 def deal(
@@ -61,6 +65,9 @@ def plan_step(
     plan = planner_of(planner)
     rates = rates_of(cost)
     lengths = tuple(lengths)
+    if replicas > WHOLE_EFFORT and options.effort > 1:
+        effort = max(1, options.effort * WHOLE_EFFORT // replicas)
+        options = dataclasses.replace(options, effort=effort)
     best: tuple[tuple[tuple[int, ...], ...], tuple[Planned, ...]] | None = None
     overhead: list[float] | None = None
     for _ in range(ROUNDS if replicas > 1 and options.effort > 0 else 1):
@@ -72,6 +79,9 @@ def plan_step(
         )
         if best is None or _slowest(planned) < _slowest(best[1]):
             best = deals, planned
+        ends = [found.seconds for found in planned]
+        if max(ends) - min(ends) <= APART * max(ends):
+            break
         overhead = [
             found.seconds
             - float(rates.document_seconds(np.array([lengths[d] for d in held])).sum())

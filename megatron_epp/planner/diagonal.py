@@ -44,25 +44,55 @@ def rows_of(
     moves: np.ndarray,
     freed: np.ndarray,
     budget: np.ndarray,
+    wanted: np.ndarray | None = None,
 ) -> Rows:
     """What the strict order ``least`` asks of the recompute choices.
 
     least    [stages, chunks] forwards before each backward (planner.windows)
     moves    bytes of F and B where nothing is recomputed (Work.whole_bytes)
     freed    [steps, stages, chunks] bytes that one more layer on that step frees from F to B
+    wanted   [stages, chunks] which backwards (by their number) get a row; default all
     """
     steps, stages, count = freed.shape
     slot = np.empty(count, dtype=np.int64)
     slot[backward_order] = np.arange(count)
-    starts, slots, values, missing = _rows(least, backward_order, slot, moves, freed, budget)
+    if wanted is None:
+        wanted = np.ones((stages, count), dtype=np.bool_)
+    starts, slots, values, missing = _rows(
+        least, backward_order, slot, moves, freed, budget, wanted
+    )
     return Rows(count + stages - 1, steps, starts, slots, values, missing)
 
 
 @njit(cache=True)
-def _rows(least, backward_order, slot_of, moves, freed, budget):
+def _missing(least, backward_order, moves, saved, budget):
+    """[stages, chunks]: bytes above the budget around each backward, where ``saved`` bytes of
+    every chunk are freed by recompute; negative where there is room. And the most chunks alive."""
+    stages, count = saved.shape
+    missing = np.empty((stages, count))
+    alive = 0
+    for s in range(stages):
+        held, f = 0.0, 0
+        for k in range(count):
+            tightest = -np.inf
+            while f < least[s, k]:
+                held += moves[0, 0, s, f] - saved[s, f]
+                tightest = max(tightest, held)
+                held -= moves[0, 1, s, f]
+                f += 1
+            alive = max(alive, f - k)
+            c = backward_order[k]
+            held += moves[1, 0, s, c]
+            missing[s, k] = max(tightest, held) - budget[s]
+            held -= moves[1, 1, s, c] - saved[s, c]
+    return missing, alive
+
+
+@njit(cache=True)
+def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
     steps, stages, count = freed.shape
     total = count + stages - 1
-    # Two passes: count, then fill. An op is a row where it would exceed the budget.
+    # Two passes: count, then fill. A backward is a row where it would exceed the budget.
     starts = np.zeros(1, dtype=np.int64)
     slots = np.zeros(0, dtype=np.int64)
     values = np.zeros(0)
@@ -70,7 +100,7 @@ def _rows(least, backward_order, slot_of, moves, freed, budget):
     for fill in range(2):
         row, entry = 0, 0
         for s in range(stages):
-            held, f = 0.0, 0
+            held, f, low = 0.0, 0, 0
             done = np.zeros(count, dtype=np.bool_)
             for k in range(count):
                 tightest = -np.inf
@@ -86,8 +116,8 @@ def _rows(least, backward_order, slot_of, moves, freed, budget):
                 held += moves[1, 0, s, c]
                 if held - budget[s] >= tightest:
                     tightest, at = held - budget[s], f - 1
-                if tightest > 0:
-                    for alive in range(at + 1):
+                if tightest > 0 and wanted[s, k]:
+                    for alive in range(low, at + 1):
                         if not done[alive]:
                             for step in range(steps):
                                 if fill == 1:
@@ -101,12 +131,74 @@ def _rows(least, backward_order, slot_of, moves, freed, budget):
                     row += 1
                 held -= moves[1, 1, s, c]
                 done[c] = True
+                while low < count and done[low]:
+                    low += 1
         if fill == 0:
             starts = np.zeros(row + 1, dtype=np.int64)
             slots = np.zeros(entry, dtype=np.int64)
             values = np.zeros(entry)
             missing = np.zeros(row)
     return starts, slots, values, missing
+
+
+# Programs with more entries than this start with a few rows a stage and take in what those leave
+# out, so often at most; deep pipelines have millions of entries, and few of them bind.
+MANY_ENTRIES = 60_000
+ROUNDS = 12
+FIRST_ROWS = 8
+
+
+def solve_order(
+    solver: "Solver",
+    least: np.ndarray,
+    backward_order: np.ndarray,
+    moves: np.ndarray,
+    freed: np.ndarray,
+    budget: np.ndarray,
+    most: np.ndarray,
+    weights: np.ndarray | None = None,
+    *,
+    integer: bool = True,
+) -> np.ndarray | None:
+    """Layers per step and slot [steps, slots] under the order ``least``, as :func:`solve`.
+
+    Arguments as in :func:`rows_of`.
+    """
+    steps, stages, count = freed.shape
+    slots = count + stages - 1
+    missing, alive = _missing(least, backward_order, moves, np.zeros((stages, count)), budget)
+    if (missing <= 0).all():
+        return np.zeros((steps, slots), dtype=np.int64)
+    if (missing > 0).sum() * alive * steps <= MANY_ENTRIES:
+        rows = rows_of(least, backward_order, moves, freed, budget)
+        found = solve(solver, rows, most, weights, integer=integer)
+        return None if found is None else found.reshape(steps, slots)
+    wanted = np.zeros((stages, count), dtype=np.bool_)
+    for _ in range(ROUNDS):
+        _want_worst(wanted, missing)
+        rows = rows_of(least, backward_order, moves, freed, budget, wanted)
+        found = solve(solver, rows, most, weights, integer=integer)
+        if found is None:
+            return None
+        layers = found.reshape(steps, slots)
+        saved = sum(
+            freed[step] * spread(layers[step], backward_order, stages) for step in range(steps)
+        )
+        missing, _ = _missing(least, backward_order, moves, saved, budget)
+        if (missing <= 0).all():
+            return layers
+    return layers
+
+
+def _want_worst(wanted: np.ndarray, missing: np.ndarray) -> None:
+    """Adds to ``wanted`` the worst backward of every run of backwards, where it lacks memory."""
+    stages, count = missing.shape
+    width = max(1, count // FIRST_ROWS)
+    for begin in range(0, count, width):
+        part = missing[:, begin : begin + width]
+        worst = part.argmax(axis=1)
+        lacking = part[np.arange(stages), worst] > 0
+        wanted[np.flatnonzero(lacking), begin + worst[lacking]] = True
 
 
 class Solver:

@@ -15,7 +15,8 @@ from megatron_epp.planner.search import Search
 from megatron_epp.planner.uneven import balanced
 from megatron_epp.planner.uniform import Played
 
-PORTFOLIO = (infinipipe, seq1f1b, chunkflow, packing)
+# Baselines that try many plans, and skip those that cannot win.
+HINDSIGHT = (seq1f1b, chunkflow, packing)
 # Where the paper's ledger is used (lever `exact` off) and promises too much, the budget is
 # tightened by what was missing, this often at most.
 TIGHTENINGS = 3
@@ -39,7 +40,13 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
             if other is not None and (best is None or other.rank < best.rank):
                 best, machine = other, moved
     candidates = [(best, machine)] if best is not None else []
-    candidates += [(module.draft(batch, cost, options), cost) for module in PORTFOLIO]
+    faithful = infinipipe.draft(batch, cost, options)
+    candidates.append((faithful, cost))
+    for module in HINDSIGHT:
+        fitting = [made.seconds for made, _ in candidates if made.over_bytes <= 0]
+        other = module.draft(batch, cost, options, min(fitting, default=np.inf))
+        if other is not None:
+            candidates.append((other, cost))
     played, machine = min(candidates, key=lambda candidate: candidate[0].rank)
     planned = finish("epp", batch, played.draft, machine, options, began)
     if not planned.fits:

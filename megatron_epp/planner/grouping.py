@@ -48,16 +48,21 @@ class Programs:
         chunking, cost = self.chunking, self.cost
         begin, end = chunking.starts[first], chunking.starts[stop]
         sizes = chunking.sizes[first:stop]
-        rows = diagonal.rows_of(
+        slots = int(end - begin) + cost.stages - 1
+        most = np.full(slots, 0 if self.recompute == "none" else min(cost.layers))
+        found = diagonal.solve_order(
+            self.solver,
             pipelines(sizes, [], cost.stages),
             chunking.backward[begin:end] - begin,
             np.ascontiguousarray(self.moves[..., begin:end]),
             np.ascontiguousarray(self.freed[None, :, begin:end]),
             self.room_bytes,
+            most,
+            integer=integer,
         )
-        most = np.full(rows.slots, 0 if self.recompute == "none" else min(cost.layers))
-        found = diagonal.solve(self.solver, rows, most, integer=integer)
-        return most if found is not None and self.recompute == "full" else found
+        if found is None:
+            return None
+        return most if self.recompute == "full" else found[0]
 
     def seconds(self, first: int, stop: int) -> float:
         """T_ckpt of groups first to stop, by the relaxation; infinite if they cannot fit."""

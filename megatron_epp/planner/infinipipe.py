@@ -86,13 +86,21 @@ def draft(batch: Batch, cost: Cost, options: Options, method: Method | None = No
         if played.over_bytes <= 0:
             return played
         room = room - np.maximum(peaks - whole, 0.0) * 1.01
-    # Nothing fits by these rules: finest slices, a pipeline for each group, everything
-    # recomputed; whether that fits the result will say.
-    *_, (chunking, note) = method.chunkings(batch, cost, options, rates_of(cost))
-    everything = {FULL: np.tile(np.array(cost.layers, float)[:, None], (1, chunking.count))}
-    cuts = tuple(range(1, chunking.groups))
-    note = f"{note}, everything recomputed"
-    return _play(batch, chunking, cuts, everything, note, cost, options)[0]
+    return _anything_that_fits(method, batch, cost, options)
+
+
+def _anything_that_fits(method: Method, batch: Batch, cost: Cost, options: Options) -> Played:
+    """Where nothing fits by the paper's ledger: everything recomputed, as one pipeline or as one
+    for each group, whatever fits by the exact one and is fastest."""
+    best: Played | None = None
+    for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
+        everything = {FULL: np.tile(np.array(cost.layers, float)[:, None], (1, chunking.count))}
+        for cuts in ((), tuple(range(1, chunking.groups))):
+            said = f"{note}, everything recomputed"
+            played, _ = _play(batch, chunking, cuts, everything, said, cost, options)
+            best = played if best is None else min(best, played, key=lambda made: made.rank)
+    assert best is not None, "there is at least one chunking"
+    return best
 
 
 def chunkings(

@@ -77,23 +77,44 @@ def list_schedule(work: Work, policy: Policy) -> Listed:
 
 
 @njit(cache=True)
-def _drains(stage, chunk, back, backward_order, last_of_group, moves, split, held, budget):
-    """Whether a stage that also takes ``chunk`` could run the backwards of all whole groups.
+def _drain_peak(stage, chunk, back, backward_order, last_of_group, moves, split):
+    """How far memory would rise above what is held, were the backwards of all whole groups up to
+    ``chunk`` run now.
 
-    back: its next backward; held: bytes with ``chunk`` taken and no W waiting. A W runs right
-    behind its I, as it would if memory asked for it.
+    back: the stage's next backward. A W runs right behind its I, as it would if memory asked.
     """
+    held, peak = 0.0, 0.0
     for k in range(back, len(backward_order)):
         c = backward_order[k]
         if last_of_group[c] > chunk:
-            return True
+            break
         held += moves[1, 0, stage, c]
-        if held > budget:
-            return False
+        peak = max(peak, held)
         held -= moves[1, 1, stage, c]
         if split:
             held += moves[2, 0, stage, c] - moves[2, 1, stage, c]
-    return True
+    return peak
+
+
+@njit(cache=True)
+def _rise(moves, split):
+    """[stages]: a bound on the same that holds whatever is alive, or infinity where none does.
+
+    As long as every backward frees no less than it makes, draining never rises above what is held
+    by more than one backward makes.
+    """
+    stages, count = moves.shape[2], moves.shape[3]
+    rise = np.zeros(stages)
+    for s in range(stages):
+        for c in range(count):
+            rise[s] = max(rise[s], moves[1, 0, s, c])
+            net = moves[1, 0, s, c] - moves[1, 1, s, c]
+            if split:
+                net += moves[2, 0, s, c] - moves[2, 1, s, c]
+            if net > 0:
+                rise[s] = np.inf
+                break
+    return rise
 
 
 @njit(cache=True)
@@ -140,6 +161,7 @@ def _schedule(
     arrival_b[stages - 1, :] = 0.0
     link_f = np.zeros(stages)
     link_b = np.zeros(stages)
+    rise = _rise(moves, split)
     left = stages * per_stage
     while left > 0:
         s = 0
@@ -168,17 +190,13 @@ def _schedule(
             chosen = 0
         else:
             if f < count and f < most[s, min(k, count - 1)]:
-                with_f = held[s] + moves[0, 0, s, f]
-                if with_f <= budget[s] and _drains(
-                    s,
-                    f,
-                    k,
-                    backward_order,
-                    last_of_group,
-                    moves,
-                    split,
-                    with_f - moves[0, 1, s, f] - waiting_bytes[s],
-                    budget[s],
+                # Room for the F itself, and to drain from there.
+                held_f = held[s] + moves[0, 0, s, f]
+                base = held_f - moves[0, 1, s, f] - waiting_bytes[s]
+                if held_f <= budget[s] and (
+                    base + rise[s] <= budget[s]
+                    or base + _drain_peak(s, f, k, backward_order, last_of_group, moves, split)
+                    <= budget[s]
                 ):
                     if arrival_f[s, f] <= now:
                         can_f = True

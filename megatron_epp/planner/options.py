@@ -18,7 +18,7 @@ LEVERS = MappingProxyType(
         "search": "a bounded local search over chunks, recompute and order",
     }
 )
-SIMULATION_ONLY = frozenset({"wsplit", "selective", "uneven"})
+SIMULATION_ONLY = frozenset({"wsplit", "uneven"})
 ALL = frozenset(LEVERS)
 TRAINING = ALL - SIMULATION_ONLY
 

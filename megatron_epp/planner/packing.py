@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.bound import ordered_bound_seconds
 from megatron_epp.planner.buckets import first_fit
 from megatron_epp.planner.chunking import assemble
 from megatron_epp.planner.finish import Batch, finish
@@ -17,9 +18,9 @@ from megatron_epp.planner.memory import require_fit
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.slicing import cut_at
-from megatron_epp.planner.uniform import Played, uniform_draft
+from megatron_epp.planner.uniform import Played, any_draft, uniform_draft
 from megatron_epp.planner.windows import constant
-from megatron_epp.planner.work import rates_of
+from megatron_epp.planner.work import loads_of, rates_of
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
@@ -27,17 +28,19 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
-    return finish("packing", batch, draft(batch, cost, options).draft, cost, options, began)
+    return finish("packing", batch, any_draft(draft(batch, cost, options)), cost, options, began)
 
 
-def draft(batch: Batch, cost: Cost, options: Options) -> Played:
-    """As :func:`plan`, before it is checked and played."""
+def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
     longest = int(batch.lengths[0])
     context = max(options.context, longest)
     whole = cut_at(batch.lengths, np.array([0, longest]))
     bucket, buckets = first_fit(whole, context)
     chunking = assemble(whole, bucket, buckets, rates_of(cost))
-    played = uniform_draft(
+    loads = loads_of(chunking, batch.lengths, options.multiple)
+    if ordered_bound_seconds(chunking, loads, cost) >= below:
+        return None
+    return uniform_draft(
         batch, chunking, constant(chunking.sizes, cost.stages), cost, options, f"context {context}"
     )
-    return played

@@ -66,14 +66,12 @@ def diagonal_counts(
     """
     budget = kept.budget_bytes if budget_bytes is None else budget_bytes
     freed = freed_bytes(cost, loads, steps)
-    rows = diagonal.rows_of(least, kept.backward_order, kept.whole_bytes, freed, budget)
-    if not len(rows.missing_bytes):
-        return {}
     layers = np.array(cost.layers)
+    total = kept.chunks + cost.stages - 1
     # A slot reaches through all stages; its layers are at most those of the smallest.
-    most = np.full(rows.slots, layers.max(), dtype=np.int64)
+    most = np.full(total, layers.max(), dtype=np.int64)
     if layers.min() < layers.max():
-        slots = np.arange(rows.slots)
+        slots = np.arange(total)
         for stage, count in enumerate(layers):
             behind = cost.stages - 1 - stage
             here = (slots >= behind) & (slots < behind + kept.chunks)
@@ -82,12 +80,22 @@ def diagonal_counts(
     if len(steps) > 2:
         seconds = [float(cost.recompute_seconds(letter, loads).mean()) for letter in steps]
         price = np.maximum(np.diff(seconds), 1e-9 * max(seconds))
-        weights = np.repeat(price / price.max(), rows.slots)
-    found = diagonal.solve(solver, rows, np.tile(most, rows.steps), weights, integer=integer)
+        weights = np.repeat(price / price.max(), total)
+    found = diagonal.solve_order(
+        solver,
+        least,
+        kept.backward_order,
+        kept.whole_bytes,
+        freed,
+        budget,
+        np.tile(most, len(steps) - 1),
+        weights,
+        integer=integer,
+    )
     if found is None:
         return None
     # A layer on a step has taken those below it.
-    taken = np.maximum.accumulate(found.reshape(rows.steps, rows.slots)[::-1])[::-1]
+    taken = np.maximum.accumulate(found[::-1])[::-1]
     grids = [diagonal.spread(step, kept.backward_order, cost.stages) for step in taken]
     counts = {}
     for number, letter in enumerate(steps[1:]):

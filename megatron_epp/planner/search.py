@@ -27,9 +27,12 @@ from megatron_epp.planner.trim import trimmed
 from megatron_epp.planner.windows import pipelines, shrinking
 from megatron_epp.planner.work import Counts, Work, loads_of, rates_of, work_of
 
-# What making a chunking and solving a program are worth, in simulated ops.
+# What making a chunking and its arrays is worth, in simulated ops: so many, and so many for each
+# number of an array; and a program, for each of its entries.
 CHUNKING_OPS = 15_000
-PROGRAM_OPS = 60_000
+OPS_PER_NUMBER = 4
+PROGRAM_OPS = 40_000
+OPS_PER_ENTRY = 1
 
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
 CLIMBERS = 2  # recipes of the grid that are improved
@@ -96,7 +99,7 @@ class Search:
         self.known: dict[Recipe, Found | None] = {}
 
     def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> Work:
-        self.budget.spend(CHUNKING_OPS)
+        self.budget.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
         work = work_of(self.cost, chunking, loads, counts)
         if "exact" not in self.levers:
             work = papers_ledger(work, self.cost, loads, counts)

@@ -8,15 +8,18 @@ simulation, batch by batch: in hindsight, so the baseline is a strong one.
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.bound import ordered_bound_seconds
 from megatron_epp.planner.finish import Batch, finish
 from megatron_epp.planner.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.memory import require_fit
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
-from megatron_epp.planner.uniform import Played, fastest, uniform_draft
+from megatron_epp.planner.uniform import Played, any_draft, better, uniform_draft
 from megatron_epp.planner.windows import constant
-from megatron_epp.planner.work import rates_of
+from megatron_epp.planner.work import loads_of, rates_of
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
@@ -24,15 +27,18 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
-    return finish("seq1f1b", batch, draft(batch, cost, options).draft, cost, options, began)
+    return finish("seq1f1b", batch, any_draft(draft(batch, cost, options)), cost, options, began)
 
 
-def draft(batch: Batch, cost: Cost, options: Options) -> Played:
-    """As :func:`plan`, before it is checked and played."""
+def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
     context = max(options.context, int(batch.lengths[0]))
-    drafts = []
+    best: Played | None = None
     for size in sizes(context, options.multiple):
         chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
-        law = constant(chunking.sizes, cost.stages)
-        drafts.append(uniform_draft(batch, chunking, law, cost, options, f"size {size}"))
-    return fastest(drafts)
+        loads = loads_of(chunking, batch.lengths, options.multiple)
+        if better(best, ordered_bound_seconds(chunking, loads, cost), below):
+            law = constant(chunking.sizes, cost.stages)
+            played = uniform_draft(batch, chunking, law, cost, options, f"size {size}")
+            best = played if best is None else min(best, played, key=lambda made: made.rank)
+    return best

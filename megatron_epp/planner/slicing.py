@@ -137,8 +137,11 @@ def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
 
 
 # Finer chunks than this many per stage shorten the ramps by less than 4% of the iteration, and
-# real kernels lose more than that on them than a constant per chunk tells.
+# real kernels lose more than that on them than a constant per chunk tells. In deep pipelines so
+# many would not be worth their planning either.
 MOST_CHUNKS_PER_STAGE = 24
+MANY_CHUNKS = 256
+MOST_CHUNKS_PER_STAGE_OF_MANY = 6
 
 
 def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
@@ -146,6 +149,9 @@ def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
 
     n chunks cost n * chunk_seconds and (stages - 1) * total_seconds / n.
     """
-    most = float(MOST_CHUNKS_PER_STAGE * stages)
+    most = min(
+        MOST_CHUNKS_PER_STAGE * stages,
+        max(MANY_CHUNKS, MOST_CHUNKS_PER_STAGE_OF_MANY * stages),
+    )
     least = max(1, stages - 1) * total_seconds / most**2
     return float(np.sqrt(max(1, stages - 1) * total_seconds / max(rates.chunk_seconds, least)))

@@ -1,6 +1,5 @@
 """Static recompute: the same number of layers for every chunk and stage, just enough to fit."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +27,16 @@ class Played:
         return self.over_bytes, self.seconds
 
 
-def fastest(drafts: Iterable[Played]) -> Played:
-    """The first of the best."""
-    return min(drafts, key=lambda played: played.rank)
+def better(best: Played | None, bound_seconds: float, below: float) -> bool:
+    """Whether a plan that takes at least ``bound_seconds`` could be the best, and of interest."""
+    return bound_seconds < below and (
+        best is None or best.over_bytes > 0 or bound_seconds < best.seconds
+    )
+
+
+def any_draft(played: Played | None) -> Draft:
+    assert played is not None, "nothing was excluded, so there is one"
+    return played.draft
 
 
 def strict(least: np.ndarray) -> Policy:
