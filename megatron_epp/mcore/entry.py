@@ -45,7 +45,7 @@ def train(program_start: float) -> None:
     ValueError: the command line, or a file that it names, cannot be used.
     """
     if "RANK" not in os.environ:
-        _be_the_only_process()
+        be_the_only_process()
     if _rank() != 0:
         # One rank's word is enough, as Megatron-LM's script has it.
         warnings.filterwarnings("ignore", category=UserWarning)
@@ -168,7 +168,7 @@ def _reason(error: BaseException) -> str:
     )
 
 
-def _be_the_only_process() -> None:
+def be_the_only_process() -> None:
     """What torchrun would say to a single process, for a start without it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

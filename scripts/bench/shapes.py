@@ -1,0 +1,101 @@
+"""What the GPU benchmarks run: models by name as Megatron's flags, and the head of a result."""
+
+import datetime
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_WORDS = tuple(sys.argv[1:])  # as they were typed: Megatron is given others
+
+_LLAMA = """
+    --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+"""
+# name: (layers, flags)
+MODELS: dict[str, tuple[int, str]] = {
+    "llama-7b": (
+        32,
+        "--hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --vocab-size 31999",
+    ),
+    "llama-13b": (
+        40,
+        "--hidden-size 5120 --ffn-hidden-size 13824 --num-attention-heads 40 --vocab-size 31999",
+    ),
+    "llama3-8b": (
+        32,
+        "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        "--group-query-attention --num-query-groups 8 --vocab-size 128255",
+    ),
+    # To try a benchmark on a laptop's CPU.
+    "tiny": (
+        8,
+        "--hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 "
+        "--group-query-attention --num-query-groups 2 --vocab-size 255",
+    ),
+}
+
+
+def flags(model: str, layers: int, context: int, on_gpu: bool, others: Sequence[str]) -> list[str]:
+    """Megatron's, for a stage of ``layers`` layers; ``others`` come last and so override."""
+    text = f"""
+        {MODELS[model][1]} {_LLAMA} --num-layers {layers}
+        --seq-length {context} --max-position-embeddings {context}
+        --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0
+        --tokenizer-type NullTokenizer
+    """
+    # Fused gradient accumulation of the output layer needs NVIDIA apex.
+    gpu = ["--bf16", "--no-gradient-accumulation-fusion"] if on_gpu else []
+    return [*text.split(), *gpu, *others]
+
+
+def keep_to(device: str) -> None:
+    """Before torch looks for GPUs: hide them where the CPU is asked for. ValueError: none here."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("--device cuda: this host has no CUDA GPU; --device cpu tries the script")
+
+
+def heading(script: str) -> str:
+    """Date, commit, command and hardware, as markdown."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    command = " ".join([f"scripts/bench/{script}", *_WORDS])
+    return (
+        f"## {datetime.date.today()}, commit {commit or 'unknown'}\n\n`{command}`\n\n"
+        f"{hardware()}\n\n"
+    )
+
+
+def hardware() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"A CPU with {len(os.sched_getaffinity(0))} cores: a trial of the script, no result."
+    properties = torch.cuda.get_device_properties(0)
+    engine = "without Transformer Engine"
+    try:
+        import transformer_engine
+
+        engine = f"Transformer Engine {transformer_engine.__version__}"
+    except (ImportError, OSError):
+        pass
+    return (
+        f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, torch {torch.__version__}, "
+        f"{engine}."
+    )
+
+
+def write(path: str | None, text: str) -> None:
+    """To the end of a file, where one was named."""
+    if path is not None:
+        with open(path, "a", encoding="utf-8") as out:
+            out.write(text)
