@@ -369,7 +369,7 @@ class ElasticSchedule:
             values = telemetry.scalars(step, report, self.planning_seconds, truncated)
             telemetry.write(values, iteration)
         self._learn(iteration, step, report)
-        if planning.cost is not None:
+        if planning.cost is not None and planning.budget is not None:  # it plans as it goes
             profile = self.truth.refit(iteration, planning.cost)
             if profile is not None:
                 planning.adopt(profile)
