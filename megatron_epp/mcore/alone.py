@@ -166,7 +166,7 @@ def replay(alone: Alone, model: Any, plan: Plan, stage: int, repeats: int) -> tu
 
     RuntimeError: an op ran out of memory.
     """
-    runs = [_run(alone, model, plan, stage) for _ in range(repeats + 1)][1:]
+    runs = [run_stage(alone, model, plan, stage) for _ in range(repeats + 1)][1:]
     records, now = [], 0.0
     for same in zip(*runs, strict=True):
         seconds = median(record.seconds for record in same)
@@ -175,7 +175,8 @@ def replay(alone: Alone, model: Any, plan: Plan, stage: int, repeats: int) -> tu
     return tuple(records)
 
 
-def _run(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, ...]:
+def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, ...]:
+    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
     from megatron_epp.mcore.elastic import forward_step
     from megatron_epp.mcore.head import early_head
 

@@ -1,0 +1,70 @@
+"""What GPU tests share: Megatron in this process, with layers by Transformer Engine where it is."""
+
+from dataclasses import replace
+
+import pytest
+
+MODEL = """
+    --num-layers 2 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8
+    --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096
+    --micro-batch-size 1 --global-batch-size 4 --train-iters 1 --lr 1e-4 --eval-iters 0
+    --tokenizer-type NullTokenizer --vocab-size 511 --bf16 --no-gradient-accumulation-fusion
+"""
+# Megatron's own layers on a GPU without NVIDIA apex.
+LOCAL = """
+    --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-bias-dropout-fusion --no-bias-swiglu-fusion
+"""
+
+
+def has_engine() -> bool:
+    """Whether Transformer Engine can be imported: whole, with its torch extension."""
+    import torch  # noqa: F401  before it, so that libnccl is found
+
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+@pytest.fixture
+def engine() -> None:
+    if not has_engine():
+        pytest.skip("needs a GPU and Transformer Engine")
+
+
+@pytest.fixture(scope="session")
+def alone():
+    """This process as a world of its own; bf16."""
+    from megatron_epp.mcore import host
+
+    host.install_cpu_host()
+    from megatron_epp.mcore.alone import begin
+
+    return begin(MODEL.split() + ([] if has_engine() else LOCAL.split()))
+
+
+@pytest.fixture(scope="session")
+def plainly(alone):
+    """Of ``alone``, a world whose attention is plain; ``of(dtype)`` with layers in that format."""
+    import copy
+
+    import torch
+
+    from megatron_epp.layers.plain_kernel import PlainKernel
+    from megatron_epp.layers.varlen import VarlenAttention
+
+    scale = alone.args.kv_channels**-0.5
+
+    def of(dtype):
+        args = copy.copy(alone.args)
+        if dtype != torch.bfloat16:
+            args.bf16, args.params_dtype, args.transformer_impl = False, dtype, "local"
+            args.no_persist_layer_norm, args.apply_rope_fusion = True, False
+            args.bias_swiglu_fusion = args.bias_dropout_fusion = False
+        return replace(alone, args=args, attention=VarlenAttention(PlainKernel(scale)))
+
+    return of

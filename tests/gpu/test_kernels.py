@@ -1,0 +1,61 @@
+"""The kernels of this device: the test that training makes at its start, on heads of many kinds."""
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+HEADS = {
+    "all alone": (8, 8, 128),
+    "grouped": (32, 8, 128),
+    "one key": (8, 1, 128),
+    "small": (4, 2, 64),
+    "odd": (6, 3, 96),
+}
+
+
+def kernel_of(name: str, heads: int, groups: int, size: int):
+    import torch
+
+    from megatron_epp.mcore.backends import _KERNELS, Heads
+
+    return _KERNELS[name](Heads(heads, groups, size, size**-0.5, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("name", ["torch", "te"])
+def test_the_self_test_passes(name, kind, dtype, request) -> None:
+    import torch
+
+    from megatron_epp.layers.selftest import require_right
+    from megatron_epp.mcore.backends import this_device
+
+    if name == "te":
+        request.getfixturevalue("engine")
+    heads, groups, size = HEADS[kind]
+    kernel = kernel_of(name, heads, groups, size)
+    require_right(
+        kernel, heads, groups, size, size**-0.5, getattr(torch, dtype), this_device()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["torch", "te"])
+def test_a_long_context_is_computed_in_slices(name, request) -> None:
+    """Of 24K tokens, the last slice: forward and backward against the other kernels' numbers is
+    what the self-test does; here the lengths are real, and the reference is float32 by head."""
+    from megatron_epp.layers.selftest import ALLOWANCE, errors
+    from megatron_epp.mcore.backends import this_device
+
+    import torch  # isort: skip
+
+    if name == "te":
+        request.getfixturevalue("engine")
+    kernel = kernel_of(name, 4, 1, 128)
+    ours, plain = errors(
+        kernel, [(2048, 24576)], 4, 1, 128, 128**-0.5, torch.bfloat16, this_device()
+    )
+    assert all(mine <= ALLOWANCE * theirs for mine, theirs in zip(ours, plain, strict=True))
+
+
+def test_training_takes_transformer_engine_where_it_is(alone, engine) -> None:
+    assert alone.attention.name == "te"

@@ -1,0 +1,72 @@
+"""A training run on one GPU on real text in bf16: its loss is that of Megatron's own run."""
+
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from tests.mcore.runs import flags, train
+from tests.mcore.test_training import STOCK_ON_DOCUMENTS
+
+pytestmark = pytest.mark.gpu
+
+CONTEXT, ITERATIONS = 512, 20
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """The text of Python's standard library, a byte a token, in documents of one length: those
+    that Megatron's own schedule can be given one by one."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = tmp_path_factory.mktemp("text") / "bytes"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    for path in sorted(Path(sys.modules["os"].__file__).parent.glob("*.py")):
+        text = numpy.frombuffer(path.read_bytes(), dtype=numpy.uint8)
+        if len(text) > CONTEXT:
+            builder.add_item(torch.from_numpy(text[: CONTEXT + 1].astype(numpy.int64)))
+            builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def words(corpus: Path, **changes) -> list[str]:
+    return flags(
+        corpus,
+        num_layers=4,
+        hidden_size=256,
+        ffn_hidden_size=512,
+        pipeline_model_parallel_size=1,
+        global_batch_size=8,
+        train_iters=ITERATIONS,
+        seq_length=CONTEXT,
+        max_position_embeddings=CONTEXT,
+        vocab_size=256,
+        lr="1e-3",
+        bf16=True,
+        no_gradient_accumulation_fusion=True,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("attention", ["te", "torch"])
+def test_loss_is_that_of_the_run_without_epp(corpus, attention, engine) -> None:
+    elastic = train(words(corpus, epp=True, epp_attention=attention), processes=1)
+    assert elastic.status == 0, elastic.output
+    plain = train(
+        words(
+            corpus,
+            calculate_per_token_loss=True,
+            micro_batch_size=1,
+            dataloader_type="single",
+            epp_cost_model=None,
+        ),
+        processes=1,
+        program=STOCK_ON_DOCUMENTS,
+    )
+    assert plain.status == 0, plain.output
+    assert len(plain.losses) == len(elastic.losses) == ITERATIONS
+    assert elastic.losses == pytest.approx(plain.losses, rel=0.01)
+    assert elastic.losses[-1] < 0.8 * elastic.losses[0]
