@@ -13,6 +13,7 @@ from numba import njit
 from megatron_epp.planner.work import Work
 
 F, B, W = 0, 1, 2  # B stands for I where the backward is split
+BLOCK = 8  # stages looked at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,21 @@ def _schedule(
     link_b = np.zeros(stages)
     rise = _rise(moves, split)
     left = stages * per_stage
+    # The stage that wakes first, by blocks: firsts[b] is the first to wake of block b.
+    blocks = (stages + BLOCK - 1) // BLOCK
+    firsts = np.arange(blocks) * BLOCK
+    stale = np.zeros(blocks, dtype=np.bool_)
     while left > 0:
         s = 0
-        for q in range(1, stages):
-            if wake[q] < wake[s]:
-                s = q
+        for b in range(blocks):
+            if stale[b]:
+                first_of = b * BLOCK
+                for q in range(first_of + 1, min(stages, first_of + BLOCK)):
+                    if wake[q] < wake[first_of]:
+                        first_of = q
+                firsts[b], stale[b] = first_of, False
+            if b == 0 or wake[firsts[b]] < wake[s]:
+                s = firsts[b]
         now = wake[s]
         forced = -1
         if now == np.inf:
@@ -181,6 +192,7 @@ def _schedule(
                 return np.inf, peak, kinds, chunks, start, stop
             s = forced
             now = max(free_at[s], arrival_f[s, forwards[s]])
+        stale[s // BLOCK] = True
         f, k = forwards[s], backs[s]
         chosen = -1
         later = np.inf  # when the next awaited input is known to arrive
@@ -263,6 +275,7 @@ def _schedule(
                 arrival_f[s + 1, c] = sent + latency
                 if ran[s + 1] < per_stage:
                     wake[s + 1] = min(wake[s + 1], max(free_at[s + 1], sent + latency))
+                    stale[(s + 1) // BLOCK] = True
         elif chosen == 1:
             backs[s] += 1
             if split:
@@ -274,6 +287,7 @@ def _schedule(
                 arrival_b[s - 1, c] = sent + latency
                 if ran[s - 1] < per_stage:
                     wake[s - 1] = min(wake[s - 1], max(free_at[s - 1], sent + latency))
+                    stale[(s - 1) // BLOCK] = True
         else:
             weights[s] += 1
             waiting_seconds[s] -= weight_seconds[s, c]

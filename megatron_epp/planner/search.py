@@ -151,8 +151,15 @@ class Search:
 
     def best_style(self, table: Table, name: str, *, many: bool = False) -> Found:
         chosen = styles(self.split, many=many, strict="window" not in self.levers)
-        played = [self.play(table, style, name) for style in chosen]
-        return min(played, key=lambda found: found.rank)
+        best: Found | None = None
+        for style in chosen:
+            if best is not None and self.budget.spent:
+                break
+            played = self.play(table, style, name)
+            if best is None or played.rank < best.rank:
+                best = played
+        assert best is not None
+        return best
 
     def try_recipe(self, recipe: Recipe) -> Found | None:
         if recipe not in self.known:
