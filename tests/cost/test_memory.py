@@ -1,0 +1,121 @@
+"""Bytes as the executor holds them: contexts, kept rows, a backward that frees while it makes."""
+
+import dataclasses
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Bytes
+from megatron_epp.ir import Chunk, Item, Kind, Plan, Span, slices_of
+from megatron_epp.planner.arbitrary import arbitrary_plan
+
+MODEL = Model("small", 4, 64, 176, 4, 2, 16, 1000, gated=True)
+
+
+def cost(layers=(3, 2), **changes) -> Cost:
+    made = profile(MODEL, DEVICES["cpu"])
+    return Cost(dataclasses.replace(made, **changes), layers, (1e15,) * len(layers))
+
+
+def loads(*chunks: str, documents: tuple[int, ...]):
+    return cost().loads([Chunk.parse(text.split()) for text in chunks], documents)
+
+
+def test_the_context_is_all_but_the_last_slice() -> None:
+    load = loads("0[0:5]", "0[5:9]", "0[9:12] 1[0:4]", "2[0:7]", documents=(12, 4, 7))
+    assert load.context_tokens.tolist() == [9, 0, 0]
+    # Lone slices with a later one need not save K and V themselves; the tail and packs do.
+    assert load.kept_tokens.tolist() == [5, 4, 0, 0]
+
+
+def test_a_slice_beside_others_saves_its_own_rows() -> None:
+    load = loads("0[0:5] 1[0:4]", "0[5:9]", documents=(9, 4))
+    assert load.kept_tokens.tolist() == [0, 0]
+
+
+def test_gradients_of_kept_rows_have_their_own_size() -> None:
+    the_cost = cost(kv_bytes_per_token=10.0, kv_gradient_bytes_per_token=20.0)
+    load = loads("0[0:5]", "0[5:9]", documents=(9,))
+    assert the_cost.kv_bytes(load).tolist() == [[150.0], [100.0]]
+    assert the_cost.kv_gradient_bytes(load).tolist() == [[300.0], [200.0]]
+
+
+def test_the_last_stages_workspace_is_of_a_block_of_tokens() -> None:
+    figure = {kind: Bytes(100.0, 100.0) for kind in Kind}
+    none = {kind: Bytes() for kind in Kind}
+    the_cost = cost(last_workspace_bytes=figure, workspace_bytes=none, last_workspace_tokens=6.0)
+    load = loads("0[0:5]", "1[0:12]", documents=(5, 12))
+    assert the_cost.workspace_bytes(Kind.FORWARD, load)[-1].tolist() == [500.0, 600.0]
+
+
+def slow_peak(the_cost: Cost, plan: Plan, stage: int, chunk: int) -> float:
+    """Most bytes while B of ``chunk`` runs, beside other chunks': layer by layer, by hand."""
+    load = the_cost.loads(plan.chunks, plan.documents)
+    slices = slices_of(plan)
+    document = slices.document[chunk]
+    made = 0.0
+    if document >= 0 and slices.later[chunk] < 0:
+        made = the_cost.profile.kv_gradient_bytes_per_token * load.context_tokens[document]
+    choice = plan.recompute[stage][chunk]
+    saved = [float(the_cost.saved_bytes(letter, load)[chunk]) for letter in choice]
+    again = [
+        0.0
+        if letter == "k"
+        else float(the_cost._bytes(the_cost.profile.recompute_workspace_bytes[letter], load)[chunk])
+        for letter in choice
+    ]
+    ends = the_cost.end_bytes(load)[stage][chunk]
+    head = the_cost._last_bytes(load)[stage][chunk]
+    held = sum(saved) + ends
+    peak = held
+    held -= head
+    for layer in reversed(range(len(choice))):
+        peak = max(peak, held + again[layer])
+        held += made - saved[layer]
+        peak = max(peak, held)
+    return peak
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(1, 60), min_size=1, max_size=5))
+def test_a_backwards_peak_is_that_of_its_layers_one_by_one(seed, lengths) -> None:
+    the_cost = cost(kv_gradient_bytes_per_token=300.0)
+    plan = arbitrary_plan(lengths, the_cost.layers, Random(seed), letters="kfcmnab")
+    table = the_cost.table(plan)
+    load = the_cost.loads(plan.chunks, plan.documents)
+    slices = slices_of(plan)
+    for stage in range(plan.stages):
+        for chunk in range(len(plan.chunks)):
+            document = slices.document[chunk]
+            loose = document >= 0 and slices.later[chunk] < 0
+            promised = (
+                table.held_bytes[Item.ACTIVATIONS][stage][chunk]
+                + table.workspace_bytes[Kind.BACKWARD][stage][chunk]
+                - the_cost.workspace_bytes(Kind.BACKWARD, load)[stage][chunk]
+                + (table.held_bytes[Item.KV_GRADIENTS][stage][document] if loose else 0.0)
+            )
+            found = slow_peak(the_cost, plan, stage, chunk)
+            assert promised == pytest.approx(found, abs=4 + 1e-9 * found)
+
+
+def test_recomputing_the_first_layers_costs_no_peak() -> None:
+    """Those recomputed first in the text come last in backward: what was kept has gone by then."""
+    the_cost = cost(layers=(4,), last_bytes=Bytes())
+    chunks, documents = (Chunk((Span(0, 0, 50),)),), (50,)
+    load = the_cost.loads(chunks, documents)
+
+    def workspace(choice: str) -> float:
+        plan = Plan(documents, (4,), chunks, ((choice,),), ((),))
+        return float(the_cost.table(plan).workspace_bytes[Kind.BACKWARD][0][0])
+
+    base = float(the_cost.workspace_bytes(Kind.BACKWARD, load)[0][0])
+    assert workspace("ffkk") == base
+    assert workspace("kkff") > base
+    counts = {"f": np.full((1, 1), 2.0), "k": np.full((1, 1), 2.0)}
+    assert the_cost.table_of(load, counts).workspace_bytes[Kind.BACKWARD][0][0] == base
