@@ -39,7 +39,8 @@ def profile(
                   constants, whose a2 spreads a head over all layers
     link_seconds  whether messages between stages cost time. Default: not for the published
                   constants, since InfiniPipe takes them as negligible
-    logits_held   whether logits live from F to B; else only while an op runs (fused loss)
+    logits_held   whether logits live from F to B; else only while F runs, and the output layer's
+                  backward with it (layers.early)
     """
     published = PUBLISHED.get(model.name) if device.name.startswith("a100") else None
     if published is not None:
@@ -84,10 +85,10 @@ def profile(
         },
         first_seconds={kind: Seconds() for kind in _COMPUTE},
         last_seconds={
-            Kind.FORWARD: Seconds(head_token),
-            Kind.BACKWARD: Seconds(2 * head_token),
-            Kind.INPUT: Seconds(head_token),
-            Kind.WEIGHT: Seconds(head_token),
+            kind: Seconds(share * head_token)
+            for kind, share in zip(
+                _COMPUTE, (1, 2, 1, 1) if logits_held else (3, 0, 0, 0), strict=True
+            )
         },
         recompute_seconds=_recompute_seconds(model, linear, attention, launch),
         gather_seconds={
@@ -105,11 +106,9 @@ def profile(
         * (ELEMENT_BYTES if published is not None else 4)
         * model.kv_hidden,
         weight_input_bytes=Bytes(weight_inputs, weight_inputs),
-        last_weight_input_bytes=Bytes(head_inputs, head_inputs),
+        last_weight_input_bytes=Bytes(head_inputs, head_inputs) if logits_held else Bytes(),
         workspace_bytes=none,
-        last_workspace_bytes=none
-        if logits_held
-        else {**none, Kind.FORWARD: logits, Kind.BACKWARD: logits, Kind.INPUT: logits},
+        last_workspace_bytes=none if logits_held else {**none, Kind.FORWARD: logits},
         last_workspace_tokens=0.0,
         # The study does not charge the one layer that lives again; elsewhere it is charged.
         recompute_workspace_bytes={letter: Bytes() for letter in LETTERS}
