@@ -59,8 +59,6 @@ def _own(batch: Batch, cost: Cost, options: Options) -> Played | None:
     room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     for _ in range(TIGHTENINGS):
         found = Search(batch, cost, options, room).run()
-        if found is None:
-            return None
         draft = found.draft()
         if "exact" in options.levers:
             return Played(found.seconds, found.over_bytes, draft)

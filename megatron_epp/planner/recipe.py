@@ -19,6 +19,8 @@ TAPERS: tuple[tuple[float, ...], ...] = (
     (0.1, 0.2, 0.3, 0.45, 0.6, 0.8),
 )
 
+WHOLE = 1e6  # as a share of a chunk: no document is cut that a stage can hold
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -29,6 +31,7 @@ class Recipe:
     extra_bins    more packs (or fewer) than even filling asks for
     front, back   numbers of TAPERS
     reverse       shortest documents first
+    bare          recompute for one document at a time only; memory holds the other forwards back
     """
 
     chunks: float
@@ -37,16 +40,21 @@ class Recipe:
     front: int = 0
     back: int = 0
     reverse: bool = False
+    bare: bool = False
 
     def __str__(self) -> str:
         parts = [f"about {self.chunks:.4g} chunks"]
-        if self.cut != 1.0:
+        if self.cut >= WHOLE:
+            parts.append("documents whole")
+        elif self.cut != 1.0:
             parts.append(f"slices of {self.cut:.3g} chunks")
         if self.extra_bins:
             parts.append(f"{self.extra_bins:+d} bins")
         parts += [f"small packs {end}" for end in ("front", "back") if getattr(self, end)]
         if self.reverse:
             parts.append("shortest first")
+        if self.bare:
+            parts.append("bare recompute")
         return ", ".join(parts)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import FULL
 from megatron_epp.planner.budget import Budget
 from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.diagonal import Solver
@@ -19,12 +20,12 @@ from megatron_epp.planner.listing import Listed, list_schedule
 from megatron_epp.planner.memory import most_tokens
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.paper_memory import papers_ledger
-from megatron_epp.planner.recipe import TAPERS, Recipe, cook
+from megatron_epp.planner.recipe import TAPERS, WHOLE, Recipe, cook
 from megatron_epp.planner.recompute import WHOLE_LAYERS, diagonal_counts, ladder
 from megatron_epp.planner.slicing import ideal_chunks
 from megatron_epp.planner.styles import Style, policy, styles
 from megatron_epp.planner.trim import trimmed
-from megatron_epp.planner.windows import pipelines, shrinking
+from megatron_epp.planner.windows import pipelines, shrinking, whole_groups
 from megatron_epp.planner.work import Counts, Work, loads_of, rates_of, work_of
 
 # What making a chunking and its arrays is worth, in simulated ops: so many, and so many for each
@@ -35,6 +36,7 @@ PROGRAM_OPS = 40_000
 OPS_PER_ENTRY = 1
 
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
+WHOLE_GRID = (0.35, 0.6, 1.0)  # the same, with documents left whole
 CLIMBERS = 2  # recipes of the grid that are improved
 GRID_SHARE = 0.35
 CLIMB_SHARE = 0.7  # of the effort, with the grid's
@@ -96,7 +98,7 @@ class Search:
         self.solver = Solver()
         self.split = "wsplit" in options.levers
         self.room_bytes = room_bytes
-        self.known: dict[Recipe, Found | None] = {}
+        self.known: dict[Recipe, Found] = {}
 
     def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> Work:
         self.budget.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
@@ -107,32 +109,41 @@ class Search:
             work = dataclasses.replace(work, budget_bytes=self.room_bytes)
         return work
 
-    def table(self, chunking: Chunking) -> Table | None:
-        """``chunking`` with just enough recompute for its window law; None where none is."""
+    def table(self, chunking: Chunking, *, bare: bool = False) -> Table:
+        """``chunking`` with just enough recompute for its window law; where ``bare``, or where
+        none is enough, for one document at a time; where that is too little too, all of it."""
         loads = loads_of(chunking, self.batch.lengths, self.options.multiple)
         work = self.work(chunking, loads, {})
-        cuts: tuple[int, ...] = ()
+        law, parts = self._law(chunking, loads, work)
+        laws = [law] if not bare else []
         if "window" in self.levers:
-            law = shrinking(chunking.sizes, self.cost.stages)
-        else:
-            seconds = work.forward_seconds + work.backward_seconds
-            delta = (self.cost.stages - 1) * float(seconds.mean())
-            programs = Programs(self.solver, chunking, loads, self.cost, work.budget_bytes)
-            grouped = group(programs, delta)
-            if grouped is None:
-                return None
-            cuts = grouped[0]
-            law = pipelines(chunking.sizes, list(cuts), self.cost.stages)
+            laws.append(whole_groups(chunking.sizes, self.cost.stages))
         steps = ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
-        counts = diagonal_counts(
-            self.solver, self.cost, loads, work, law, integer=False, steps=steps
-        )
+        counts: Counts | None = None
+        for least in laws:
+            counts = diagonal_counts(
+                self.solver, self.cost, loads, work, least, integer=False, steps=steps
+            )
+            if counts is not None:
+                break
         if counts is None:
-            return None
+            layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
+            counts = {FULL: np.tile(layers, (1, chunking.count))}
         if counts:
             self.budget.spend(PROGRAM_OPS)
             work = self.work(chunking, loads, counts)
-        return Table(chunking, loads, counts, work, law, len(cuts) + 1)
+        return Table(chunking, loads, counts, work, law, parts)
+
+    def _law(self, chunking: Chunking, loads: Loads, work: Work) -> tuple[np.ndarray, int]:
+        """Forwards before each backward, and the number of pipelines."""
+        if "window" in self.levers:
+            return shrinking(chunking.sizes, self.cost.stages), 1
+        seconds = work.forward_seconds + work.backward_seconds
+        delta = (self.cost.stages - 1) * float(seconds.mean())
+        programs = Programs(self.solver, chunking, loads, self.cost, work.budget_bytes)
+        grouped = group(programs, delta)
+        cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
+        return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
 
     def recomputed(self, found: Found, counts: Counts) -> Found | None:
         """``found`` with other recompute choices; None where the effort is spent."""
@@ -150,7 +161,8 @@ class Search:
         return Found(listed.seconds, listed.over_bytes, table, style, listed, name)
 
     def best_style(self, table: Table, name: str, *, many: bool = False) -> Found:
-        chosen = styles(self.split, many=many, strict="window" not in self.levers)
+        tight, strict = bool(table.counts), "window" not in self.levers
+        chosen = styles(self.split, many=many, strict=strict, tight=tight)
         best: Found | None = None
         for style in chosen:
             if best is not None and self.budget.spent:
@@ -161,23 +173,19 @@ class Search:
         assert best is not None
         return best
 
-    def try_recipe(self, recipe: Recipe) -> Found | None:
+    def try_recipe(self, recipe: Recipe) -> Found:
         if recipe not in self.known:
             chunking = cook(
                 recipe, self.batch.lengths, self.rates, self.most, self.options.multiple
             )
-            table = self.table(chunking)
-            self.known[recipe] = None if table is None else self.best_style(table, str(recipe))
+            self.known[recipe] = self.best_style(
+                self.table(chunking, bare=recipe.bare), str(recipe)
+            )
         return self.known[recipe]
 
-    def run(self) -> Found | None:
-        """The best plan of our own, None where no chunking fits."""
-        if "bins" in self.levers:
-            found = self._recipes()
-        else:
-            found = self._alg1()
-        if found is None:
-            return None
+    def run(self) -> Found:
+        """The best plan of our own; it may not fit."""
+        found = self._recipes() if "bins" in self.levers else self._alg1()
         best = min(
             (found, self.best_style(found.table, found.name, many=True)),
             key=lambda option: option.rank,
@@ -198,15 +206,12 @@ class Search:
             slot[None] + behind[:, None],
         )
 
-    def _alg1(self) -> Found | None:
+    def _alg1(self) -> Found:
         """Alg. 1's chunkings; all are played where K is chosen by simulation."""
-        options = []
-        for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates):
-            table = self.table(chunking)
-            if table is not None:
-                options.append((table, note))
-        if not options:
-            return None
+        options = [
+            (self.table(chunking), note)
+            for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
+        ]
         if "chunks" not in self.levers:
             options = [min(options, key=lambda option: self._predicted(option[0]))]
         played = [self.best_style(table, note) for table, note in options]
@@ -218,61 +223,50 @@ class Search:
         total = float(work.mean(axis=0).sum())
         return total * (1 + (self.cost.stages - 1) / table.work.chunks)
 
-    def _recipes(self) -> Found | None:
+    def _recipes(self) -> Found:
         total = float(self.rates.document_seconds(self.batch.lengths).sum())
         ideal = ideal_chunks(total, self.rates, self.cost.stages)
         factors = GRID if "chunks" in self.levers else (1.0,)
         whole = self.budget.left
-        grid = []
         # From the middle outwards, so that a small effort sees the likely ones.
         for factor in sorted(factors, key=lambda factor: abs(np.log(factor / 0.85))):
-            found = self.try_recipe(Recipe(max(1.0, ideal * factor)))
-            if found is not None:
-                grid.append(found)
-                recipe_of = Recipe(max(1.0, ideal * factor))
-                grid[-1] = dataclasses.replace(found, name=str(recipe_of))
-            if self.budget.left < whole * (1 - GRID_SHARE) and grid:
+            self.try_recipe(Recipe(max(1.0, ideal * factor)))
+            if self.budget.left < whole * (1 - GRID_SHARE):
                 break
-        if not grid:
-            return None
-        if "search" not in self.levers:
-            return min(grid, key=lambda found: found.rank)
-        return self._climb(whole)
+        if self._best()[1].table.counts:
+            # Memory is tight: K and V of cut documents may cost more than cutting saves.
+            for factor in WHOLE_GRID:
+                self.try_recipe(Recipe(max(1.0, ideal * factor), cut=WHOLE))
+        if "search" in self.levers:
+            self._climb(whole)
+        return self._best()[1]
 
-    def _climb(self, whole: float) -> Found:
+    def _best(self) -> tuple[Recipe, Found]:
+        return min(self.known.items(), key=lambda entry: entry[1].rank)
+
+    def _climb(self, whole: float) -> None:
         """From the best recipes of the grid, the best neighbour, and so on."""
-
-        def fits() -> list[tuple[tuple[float, float], Recipe]]:
-            known = ((f.rank, r) for r, f in self.known.items() if f is not None)
-            return sorted(known, key=lambda entry: entry[0])
-
-        for _, recipe in fits()[:CLIMBERS]:
-            at = recipe
-            while self.budget.left > whole * (1 - CLIMB_SHARE):
-                better = self._best_neighbour(at, whole)
-                if better is None:
-                    break
-                at = better
-        _, recipe = fits()[0]
-        found = self.known[recipe]
-        assert found is not None
-        return found
+        ranked = sorted(self.known, key=lambda recipe: self.known[recipe].rank)
+        for recipe in ranked[:CLIMBERS]:
+            at: Recipe | None = recipe
+            while at is not None and self.budget.left > whole * (1 - CLIMB_SHARE):
+                at = self._best_neighbour(at, whole)
 
     def _best_neighbour(self, recipe: Recipe, whole: float) -> Recipe | None:
-        here = self.known[recipe]
-        assert here is not None
-        best, best_rank = None, here.rank
-        for neighbour in neighbours(recipe, fixed_count="chunks" not in self.levers):
+        best, best_rank = None, self.known[recipe].rank
+        tight = bool(self.known[recipe].table.counts)
+        fixed = "chunks" not in self.levers
+        for neighbour in neighbours(recipe, tight=tight, fixed_count=fixed):
             if self.budget.left <= whole * (1 - CLIMB_SHARE):
                 break
             found = self.try_recipe(neighbour)
-            if found is not None and found.rank < best_rank:
+            if found.rank < best_rank:
                 best, best_rank = neighbour, found.rank
         return best
 
 
-def neighbours(recipe: Recipe, *, fixed_count: bool) -> Iterator[Recipe]:
-    """Recipes that differ in one number."""
+def neighbours(recipe: Recipe, *, tight: bool, fixed_count: bool) -> Iterator[Recipe]:
+    """Recipes that differ in one number; ``tight``: something is recomputed."""
 
     def changed(**fields: Any) -> Recipe:
         return dataclasses.replace(recipe, **fields)
@@ -280,6 +274,8 @@ def neighbours(recipe: Recipe, *, fixed_count: bool) -> Iterator[Recipe]:
     def near(index: int) -> Iterable[int]:
         return (at for at in (index + 1, index + 2, index - 1) if 0 <= at < len(TAPERS))
 
+    if tight:
+        yield changed(bare=not recipe.bare)
     for at in near(recipe.front):
         yield changed(front=at)
     for at in near(recipe.back):
@@ -289,6 +285,7 @@ def neighbours(recipe: Recipe, *, fixed_count: bool) -> Iterator[Recipe]:
             yield changed(chunks=max(1.0, recipe.chunks * factor))
         for extra in (1, -1, 2, -2):
             yield changed(extra_bins=recipe.extra_bins + extra)
-    for cut in (0.8, 1.25, 1.5):
-        yield changed(cut=recipe.cut * cut)
+    if recipe.cut < WHOLE:
+        for cut in (0.8, 1.25, 1.5):
+            yield changed(cut=recipe.cut * cut)
     yield changed(reverse=not recipe.reverse)

@@ -36,10 +36,13 @@ class Style:
         return " ".join(words)
 
 
-def styles(split: bool, *, many: bool, strict: bool = False) -> Iterator[Style]:
+def styles(
+    split: bool, *, many: bool, strict: bool = False, tight: bool = False
+) -> Iterator[Style]:
     """Those worth playing: a few for every chunking, or many for the best.
 
     strict   only those that keep to the window law
+    tight    memory binds: then a whole B, which holds nothing for its W, may be better
     """
     yield Style(strict=True)
     if strict:
@@ -51,11 +54,13 @@ def styles(split: bool, *, many: bool, strict: bool = False) -> Iterator[Style]:
         for lead in (-1, 0, 1, 2, 4, 8) if many else (0, 2):
             yield Style(strict=False, lead=lead)
         return
+    if tight and not many:
+        yield Style(strict=False, lead=2)
     yield Style(strict=False, split=True, held=4.0, patience=0.6)
     yield Style(strict=False, split=True, held=np.inf, patience=0.8)
     yield Style(strict=False, split=True, held=1.0, patience=0.3)
     if many:
-        for lead in (0, 2):
+        for lead in (-1, 0, 2, 4) if tight else (0, 2):
             yield Style(strict=False, lead=lead)
         for held in (0.0, 1.0, 2.0, 4.0, 8.0, np.inf):
             for patience in (0.0, 0.3, 0.6, 1.0):
