@@ -93,7 +93,7 @@ class Budget:
     # -------------------------------------------------------------- kept
 
     def save(self, folder: str):
-        text = "".join(f"{event}\n" for event in self.events)
+        text = "".join(f"{line}\n" for line in (f"stages {len(self.stage_bytes)}", *self.events))
         (Path(folder) / FILE_NAME).write_text(text, encoding="utf-8")
 
     def load(self, folder: str, iteration: int):
@@ -101,12 +101,13 @@ class Budget:
         path = Path(folder) / FILE_NAME
         if not path.exists():
             return
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        if head != f"stages {len(self.stage_bytes)}":
+            return  # another number of stages: nothing of this holds any more
+        for number, line in enumerate(lines, 2):
             try:
                 event = Event.parse(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-            if event.stage >= len(self.stage_bytes):
-                return  # another number of stages: nothing of this holds any more
             if event.iteration <= iteration + 1:
                 self._adopt(event)

@@ -1,0 +1,108 @@
+"""Residuals of ops, and a refit that is kept only where it foretells better."""
+
+import dataclasses
+from random import Random
+
+import pytest
+
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.fit import Sample
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Seconds
+from megatron_epp.cost.refit import LEAST, refit
+from megatron_epp.cost.residuals import Sorted, residuals
+from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Payload, Timed, Transfer
+from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.sim.play import play
+
+MODEL = Model("small", 4, 64, 176, 4, 2, 16, 1000, gated=True)
+PROFILE = profile(MODEL, DEVICES["cpu"])
+
+
+def test_a_played_plan_has_no_residuals() -> None:
+    cost = Cost(PROFILE, (2, 2), (1e15, 1e15))
+    plan = arbitrary_plan([500, 900, 70], cost.layers, Random(1), letters="kfcmnab")
+    table = cost.table(plan)
+    found = residuals(plan, table, play(plan, table).records)
+    assert len(found) == sum(map(len, plan.orders))
+    assert max(abs(one.error) for one in found) < 1e-9
+
+
+def test_transfers_and_nothing_have_no_residual() -> None:
+    cost = Cost(PROFILE, (4,), (1e15,))
+    plan = arbitrary_plan([50], cost.layers, Random(1))
+    message = Message(Payload.ACTIVATION, 0, 0, 1)
+    records = [
+        Timed(0, Transfer(Kind.SEND, message), 0.0, 1.0),
+        Timed(0, Op(Kind.FORWARD, 0), 1, 1),
+    ]
+    assert residuals(plan, cost.table(plan), records) == []
+
+
+def test_errors_are_sorted_by_slice_and_context() -> None:
+    cost = Cost(PROFILE, (4,), (1e15,))
+    plan = arbitrary_plan([600, 90], cost.layers, Random(4))
+    table = cost.table(plan)
+    sorts = Sorted()
+    sorts.add(residuals(plan, table, play(plan, table).records))
+    sorts.add(residuals(plan, table, play(plan, table).records))
+    rows = sorts.rows()
+    assert sum(int(row[4]) for row in rows) == 2 * len(plan.orders[0])
+    assert all(row[5] == "+0.0%" for row in rows)
+    assert sorts.rows(least=10**6) == []
+
+
+# ------------------------------------------------------------------ refit
+
+
+def samples(truth, count: int, seed: int = 0) -> dict[Kind, list[Sample]]:
+    """Ops of a machine that ``truth`` describes, with 2% noise."""
+    random = Random(seed)
+    made: dict[Kind, list[Sample]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    for _ in range(count):
+        tokens = random.randint(200, 4000)
+        context = random.choice((0, 0, 3000))
+        pairs = tokens * context + tokens * (tokens + 1) // 2
+        first = random.random() < 0.5
+        choice = random.choice(("kkkk", "fkkk", "ffff"))
+        for kind, rows in made.items():
+            seconds = 4 * truth.layer_seconds[kind](tokens, pairs)
+            ends = truth.first_seconds if first else truth.last_seconds
+            seconds += ends[kind](tokens, pairs)
+            if kind in BACKWARDS:
+                seconds += choice.count("f") * truth.recompute_seconds["f"](tokens, pairs)
+            noise = random.gauss(1, 0.02)
+            rows.append(Sample(choice, first, not first, tokens, pairs, 0, seconds * noise))
+    return made
+
+
+def slower(factor: float):
+    layer = {
+        kind: Seconds(s.per_token * factor, s.per_pair * factor, s.per_chunk * factor)
+        for kind, s in PROFILE.layer_seconds.items()
+    }
+    return dataclasses.replace(PROFILE, layer_seconds=layer)
+
+
+def test_a_machine_that_slowed_down_is_learnt() -> None:
+    truth = slower(1.6)
+    found = refit(PROFILE, samples(truth, 60))
+    assert found is not None
+    assert found.before > 0.2
+    assert found.after < 0.05
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        seconds = found.profile.layer_seconds[kind](2000, 2_001_000)
+        assert seconds == pytest.approx(truth.layer_seconds[kind](2000, 2_001_000), rel=0.1)
+    # Bytes and whatever else was not measured stay.
+    assert found.profile.saved_bytes == PROFILE.saved_bytes
+    assert found.profile.tensor_bytes_per_token == PROFILE.tensor_bytes_per_token
+
+
+def test_a_model_that_is_right_is_kept() -> None:
+    assert refit(PROFILE, samples(PROFILE, 60)) is None
+
+
+def test_nothing_is_learnt_of_few_ops() -> None:
+    assert refit(PROFILE, samples(slower(3.0), LEAST // 2 - 1)) is None

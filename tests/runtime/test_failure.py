@@ -1,0 +1,129 @@
+"""A rank without memory keeps its messages: the others run their programs to the end."""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_epp.ir import Kind, Op, Payload, Transfer, lower
+from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.runtime.clock import HostClock
+from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.link import Links
+from megatron_epp.runtime.meter import (
+    LimitReached,
+    NoMeter,
+    SavedBytesMeter,
+    out_of_memory,
+)
+from megatron_epp.runtime.store import Store
+from tests.runtime.test_executor import WIDTH, Linear
+from tests.runtime.world import run
+
+STAGES, FAILING = 3, 1
+
+
+def plan():
+    return arbitrary_plan([9, 14, 3, 7, 20], (1,) * STAGES, Random(5), split_backward=0.5)
+
+
+def fails_at(kind: Kind, chunk: int, error: Exception):
+    def at(op: Op) -> None:
+        if (op.kind, op.chunk) == (kind, chunk):
+            raise error
+
+    return at
+
+
+def run_stage(rank: int, kind: Kind, chunk: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    groups = {payload: dist.new_group(group_desc=payload.name) for payload in Payload}
+    the_plan = plan()
+    program = lower(the_plan)[rank]
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    compute = Linear(the_plan, rank, fails_at(kind, chunk, error) if rank == FAILING else id)
+    waiting, clock, store = Waiting(rank), HostClock(), Store({})
+    clock.start()
+    shape = lambda c: (the_plan.chunks[c].tokens, WIDTH)  # noqa: E731
+    links = Links(program, groups, shape, torch.float64, torch.device("cpu"))
+    executor = Executor(program, compute, links, store, clock, NoMeter(), waiting)
+    records = executor.run()
+    return {
+        "ops": [record.op for record in records] == list(program),
+        "sent": links.sent,
+        "received": links.received,
+        "failure": executor.failure and (executor.failure.op, executor.failure.reason),
+        "kept": len(compute.inputs),
+        "finite": bool(torch.isfinite(compute.gradient).all()),
+    }
+
+
+@pytest.mark.parametrize(("kind", "chunk"), [(Kind.FORWARD, 2), (Kind.BACKWARD, None)])
+def test_every_planned_message_leaves_and_comes(kind, chunk, tmp_path) -> None:
+    the_plan = plan()
+    if chunk is None:  # one whose backward is not split
+        chunk = next(op.chunk for op in the_plan.orders[FAILING] if op.kind is Kind.BACKWARD)
+        kind = Kind.INPUT  # the stage of the test runs its backward as two halves
+    found = run(STAGES, run_stage, tmp_path, kind, chunk)
+    assert all(isinstance(one, dict) for one in found), found
+    for rank, one in enumerate(found):
+        kinds = [op.kind for op in lower(the_plan)[rank] if isinstance(op, Transfer)]
+        assert one["ops"]
+        assert one["sent"] == kinds.count(Kind.SEND)
+        assert one["received"] == kinds.count(Kind.RECEIVE)
+        assert one["kept"] == 0
+        assert one["finite"]
+        assert (one["failure"] is not None) == (rank == FAILING)
+    assert found[FAILING]["failure"][1].startswith("CUDA out of memory")
+
+
+class Hungry:
+    """A stage whose op ``at`` raises; nothing else happens."""
+
+    def __init__(self, error: Exception):
+        self.error = error
+
+    def forward(self, chunk, received):
+        raise self.error
+
+    def abandon(self):
+        pass
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), RuntimeError("mat1 and mat2 shapes")])
+def test_other_errors_are_not_survived(error) -> None:
+    the_plan = arbitrary_plan([4], (1,), Random(0))
+    (program,) = lower(the_plan)
+    clock = HostClock()
+    clock.start()
+    links = Links(program, {}, lambda c: (1,), torch.float64, torch.device("cpu"))
+    executor = Executor(program, Hungry(error), links, Store({}), clock, NoMeter(), Waiting(0))
+    with pytest.raises(type(error), match=str(error)):
+        executor.run()
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert out_of_memory(MemoryError())
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"))
+    assert out_of_memory(LimitReached())
+    assert not out_of_memory(RuntimeError("shape"))
+    assert not out_of_memory(ValueError("can't allocate memory"))
+
+
+def test_a_limit_is_told_after_the_op_and_forgotten_with_it() -> None:
+    meter = SavedBytesMeter([], limit_bytes=1000)
+    with meter.watch(Store({})):
+        x = torch.ones(200, requires_grad=True)
+        y = x.exp()  # 800 bytes
+        meter.check()
+        z = nn.functional.gelu(y * 2)  # as many again
+        with pytest.raises(LimitReached, match="0.0 MiB held, the limit is 0.0"):
+            meter.check()
+        assert meter.op_peak() == 1600
+        del y, z
+        meter.op_peak()
+        meter.check()
