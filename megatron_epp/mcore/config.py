@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 OVERLONG = ("truncate", "drop", "split")
@@ -122,6 +123,8 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
     }
     if wanted.transformer_impl != "transformer_engine":
         defaults["apply_rope_fusion"] = False  # its kernel is Transformer Engine's
+    if find_spec("fused_weight_gradient_mlp_cuda") is None:
+        defaults["gradient_accumulation_fusion"] = False  # the output layer's kernel is apex's
     if wanted.max_position_embeddings is None:
         defaults["max_position_embeddings"] = wanted.seq_length
     return defaults

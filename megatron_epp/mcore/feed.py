@@ -47,13 +47,13 @@ class Feed:
         self.plan, self.slices, self.samples = plan, slices, samples
         self.documents, self.stage, self.share = documents, stage, share
         self.device = device
+        self._ready: dict[int, tuple[Tensor | None, ...]] = {}
 
     def rows(self, chunk: int) -> int:
         """Rows of the chunk's tensors over all ranks: its tokens, padded."""
         return self.share.padded(self.plan.chunks[chunk].tokens)
 
     def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
-        first, last = self.stage == 0, self.stage == self.plan.stages - 1
         total = self.rows(chunk)
         state = ChunkState(
             chunk,
@@ -63,13 +63,30 @@ class Feed:
             store,
             training,
         )
-        share = self.share.mine(total)
+        tensors = self._ready.pop(chunk, None) or self._tensors(chunk)
+        tokens, positions, labels, loss_mask = tensors
+        return ChunkBatch(
+            tokens=tokens,
+            positions=positions,
+            labels=labels,
+            loss_mask=loss_mask,
+            params=ChunkParams.of(state, positions[0]),
+        )
+
+    def prepare(self, chunk: int):
+        """Read the tokens of ``chunk`` now: while a GPU computes what was asked before."""
+        self._ready[chunk] = self._tensors(chunk)
+
+    def _tensors(self, chunk: int) -> tuple[Tensor | None, ...]:
+        """Tokens, positions, labels and loss mask of this rank's rows."""
+        first, last = self.stage == 0, self.stage == self.plan.stages - 1
+        share = self.share.mine(self.rows(chunk))
         count = share.stop - share.start
         positions = numpy.zeros(count, dtype=numpy.int64)
         tokens = numpy.zeros(count, dtype=numpy.int64) if first else None
         labels = numpy.zeros(count, dtype=numpy.int64) if last else None
         loss_mask = numpy.zeros(count, dtype=numpy.float32) if last else None
-        for rows in state.rows:
+        for rows in chunk_rows(self.plan, self.slices, chunk):
             begin, end = max(rows.start, share.start), min(rows.stop, share.stop)
             if begin >= end:
                 continue
@@ -83,14 +100,7 @@ class Feed:
                 tokens[mine] = self.documents.inputs(sample, start, stop)
             if labels is not None:
                 labels[mine], loss_mask[mine] = self.documents.targets(sample, start, stop)
-        positions_1T = self._tensor(positions)
-        return ChunkBatch(
-            tokens=self._tensor(tokens),
-            positions=positions_1T,
-            labels=self._tensor(labels),
-            loss_mask=self._tensor(loss_mask),
-            params=ChunkParams.of(state, positions_1T[0]),
-        )
+        return tuple(map(self._tensor, (tokens, positions, labels, loss_mask)))
 
     def _tensor(self, array: numpy.ndarray | None) -> Tensor | None:
         """[T] on the host -> [1, T] on the device; pinned first, so that no copy is waited for."""

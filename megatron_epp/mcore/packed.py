@@ -55,9 +55,7 @@ class ElasticAttention:
     t rows of this rank, T of the chunk: more where ``ulysses`` exchanges rows for heads.
     """
 
-    def __init__(
-        self, attention: Attention, layer: int, dropped: Dropped, ulysses: Ulysses | None
-    ):
+    def __init__(self, attention: Attention, layer: int, dropped: Dropped, ulysses: Ulysses | None):
         self.attention, self.layer = attention, layer
         self.dropped, self.ulysses = dropped, ulysses
 

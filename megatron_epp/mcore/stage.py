@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class ModelStage:
         self.reports: list[dict[str, Tensor]] = []
         self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
         order = plan.orders[self.stage]
+        forwards = [op.chunk for op in order if op.kind is Kind.FORWARD]
+        self._following = dict(pairwise(forwards))
         self._last_gradients = _last(order, (*BACKWARDS, Kind.WEIGHT))
         self._last_backward = _last(order, BACKWARDS)
         self._no_sync = ExitStack()
@@ -108,6 +111,12 @@ class ModelStage:
     # -------------------------------------------------------------- ops
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        sent = self._forward(chunk, received)
+        if (following := self._following.get(chunk)) is not None:
+            self.feed.prepare(following)
+        return sent
+
+    def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
         if received is not None and self.training:
             received.requires_grad_()
         get_attr_wrapped_model(self.model, "set_input_tensor")([received])

@@ -8,6 +8,7 @@ import torch
 from megatron_epp.layers.attention import PartsAttention
 from megatron_epp.layers.chunk import ChunkState
 from megatron_epp.mcore import backends
+from megatron_epp.mcore import config as config_module
 from megatron_epp.mcore.backends import Heads, attention_for
 from megatron_epp.mcore.certify import LLAMA, Trial, certify
 from megatron_epp.mcore.certify_small import Degrees
@@ -124,12 +125,17 @@ def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
     assert not hasattr(model[2], "is_first_microbatch")
 
 
-def test_what_defaults_and_plans_do_without() -> None:
-    """Fused positions are Transformer Engine's kernel; its linears have no W of ours."""
+def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
+    """Fused positions are Transformer Engine's kernel, and its linears have no W of ours; fused
+    accumulation of the output layer's gradient is apex's."""
     wanted = SimpleNamespace(max_position_embeddings=8, transformer_impl="transformer_engine")
     assert "apply_rope_fusion" not in elastic_defaults(wanted)
     wanted.transformer_impl = "local"
     assert elastic_defaults(wanted)["apply_rope_fusion"] is False
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    assert elastic_defaults(wanted)["gradient_accumulation_fusion"] is False
+    monkeypatch.setattr(config_module, "find_spec", lambda name: name)
+    assert "gradient_accumulation_fusion" not in elastic_defaults(wanted)
     for impl, fused, without in (
         ("local", False, set()),
         ("local", True, {"wsplit"}),
