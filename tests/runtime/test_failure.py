@@ -121,7 +121,7 @@ def test_a_limit_is_told_after_the_op_and_forgotten_with_it() -> None:
         y = x.exp()  # 800 bytes
         meter.check()
         z = nn.functional.gelu(y * 2)  # as many again
-        with pytest.raises(LimitReached, match="0.0 MiB held, the limit is 0.0"):
+        with pytest.raises(LimitReached, match=r"0\.0 MiB held, the limit is 0\.0"):
             meter.check()
         assert meter.op_peak() == 1600
         del y, z
