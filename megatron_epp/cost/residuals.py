@@ -53,7 +53,7 @@ class Sorted:
     def __init__(self):
         self._errors: dict[tuple[int, str, int, int], list[float]] = {}
 
-    def add(self, found: Iterable[Residual]):
+    def add(self, found: Iterable[Residual]) -> None:
         for one in found:
             key = one.stage, one.kind.value, _power(one.tokens), _power(one.context)
             self._errors.setdefault(key, []).append(one.error)
