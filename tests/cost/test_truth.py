@@ -50,7 +50,7 @@ def test_errors_are_sorted_by_slice_and_context() -> None:
     sorts.add(residuals(plan, table, play(plan, table).records))
     rows = sorts.rows()
     assert sum(int(row[4]) for row in rows) == 2 * len(plan.orders[0])
-    assert all(row[5] == "+0.0%" for row in rows)
+    assert all(float(row[5].rstrip("%")) == 0 for row in rows)
     assert sorts.rows(least=10**6) == []
 
 
@@ -92,9 +92,10 @@ def test_a_machine_that_slowed_down_is_learnt() -> None:
     assert found is not None
     assert found.before > 0.2
     assert found.after < 0.05
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        seconds = found.profile.layer_seconds[kind](2000, 2_001_000)
-        assert seconds == pytest.approx(truth.layer_seconds[kind](2000, 2_001_000), rel=0.1)
+    cases = Cost(truth, (4, 4), (1e15, 1e15)), Cost(found.profile, (4, 4), (1e15, 1e15))
+    plan = arbitrary_plan([2000, 900], (4, 4), Random(2))
+    right, learnt = (play(plan, cost.table(plan)).seconds for cost in cases)
+    assert learnt == pytest.approx(right, rel=0.05)
     # Bytes and whatever else was not measured stay.
     assert found.profile.saved_bytes == PROFILE.saved_bytes
     assert found.profile.tensor_bytes_per_token == PROFILE.tensor_bytes_per_token
