@@ -4,17 +4,17 @@
 # through elastic pipelines, and beside it the same corpus in plain packing and through Megatron's
 # own schedule. Prints the first plan, the losses and a table; draws what happened.
 #
-#   bash examples/quickstart.sh [FOLDER]        default: quickstart; about 6 minutes on two cores
+#   bash examples/quickstart.sh [FOLDER]        default: quickstart; about 8 minutes on two cores
 #
 # GPUs are used where there are two or more; otherwise two processes of the CPU, over gloo.
-# ITERS (default 40), CONTEXT (4096) and BUDGET (1, GiB of activations per stage) may be set.
+# ITERS (default 20), CONTEXT (4096) and BUDGET (1, GiB of activations per stage) may be set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-quickstart}
-ITERS=${ITERS:-40}
+ITERS=${ITERS:-20}
 CONTEXT=${CONTEXT:-4096}
 BUDGET=${BUDGET:-1}
-compared=${COMPARED:-8} # iterations of the runs that are only compared
+compared=${COMPARED:-4} # iterations of the runs that are only compared
 short=2048              # a context whose square Megatron's attention on a CPU can hold
 
 say() { printf '\n=== %s\n' "$*"; }
