@@ -7,9 +7,13 @@ saved. Nothing about the training changes. For hosts without a GPU.
 """
 
 import json
+import sys
 import time
 from functools import wraps
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megatron_epp.mcore import host
 
