@@ -1,6 +1,5 @@
 """What a planner made of one batch, over all replicas, as numbers for tables and JSON."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,6 @@ from megatron_epp.planner import (
     Planned,
     PlannedGroups,
     deal,
-    evaluation_plan,
     plan_step,
 )
 from megatron_epp.planner.bound import lower_bound_seconds
@@ -99,19 +97,6 @@ def outcome(
         share = lower_bound_seconds(np.array(sorted(lengths, reverse=True)), cost) / replicas
         bound = min(bound, max(longest, share))
     return Outcome(batch, planner, slowest, found, bound, took, step)
-
-
-def evaluation_step(lengths: Sequence[int], cost: Cost, options: Options, replicas: int) -> Step:
-    """A step of forwards alone."""
-    deals = deal(lengths, cost, replicas)
-    plans = (evaluation_plan([lengths[d] for d in held], cost, options) for held in deals)
-    return Step(
-        deals,
-        tuple(
-            dataclasses.replace(plan, replica=replica, replicas=replicas)
-            for replica, plan in enumerate(plans)
-        ),
-    )
 
 
 def known_planner(name: str) -> str:

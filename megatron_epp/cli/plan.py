@@ -9,10 +9,10 @@ from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write
 from megatron_epp.cli.layout import layout_cost
 from megatron_epp.cli.options import Refused
-from megatron_epp.cli.outcome import Outcome, evaluation_step, known_planner, outcome
+from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
-from megatron_epp.planner import Options, parse_levers
+from megatron_epp.planner import Options, evaluation_step, parse_levers
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
 
 

@@ -27,10 +27,10 @@ from typing import Any, TextIO
 
 from megatron_epp.cli import machine
 from megatron_epp.cli.options import AUTO, Refused
-from megatron_epp.cli.outcome import evaluation_step, outcome
+from megatron_epp.cli.outcome import outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import Options, planner_of
+from megatron_epp.planner import Options, evaluation_step, planner_of
 
 _REQUEST = {"id", "lengths", "replicas", "planner", "forward_only"}
 _PREDICTED = (

@@ -134,16 +134,11 @@ def make_step(
 ) -> Step:
     """The step that ``planner`` makes, or for ``forward_only`` one of forwards alone."""
     # Imported where plans are made, on rank 0: solver and compiler take seconds to load.
-    from megatron_epp.planner import deal, evaluation_plan, plan_step
+    from megatron_epp.planner import evaluation_step, plan_step
 
-    if not forward_only:
-        return plan_step(lengths, cost, options, planner, replicas).step
-    deals = deal(lengths, cost, replicas)
-    plans = (evaluation_plan([lengths[d] for d in held], cost, options) for held in deals)
-    return Step(
-        deals,
-        tuple(replace(plan, replica=r, replicas=replicas) for r, plan in enumerate(plans)),
-    )
+    if forward_only:
+        return evaluation_step(lengths, cost, options, replicas)
+    return plan_step(lengths, cost, options, planner, replicas).step
 
 
 def make_planning(

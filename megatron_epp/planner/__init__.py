@@ -9,7 +9,7 @@
 A plan is a pure function of these arguments: no clock, no chance, no order of the documents.
 """
 
-from megatron_epp.planner.deal import deal, plan_step
+from megatron_epp.planner.deal import deal, evaluation_step, plan_step
 from megatron_epp.planner.degrees import Choice, choose
 from megatron_epp.planner.evaluation import evaluation_plan
 from megatron_epp.planner.options import ALL, LEVERS, TRAINING, Options, parse_levers
@@ -32,6 +32,7 @@ __all__ = [
     "choose",
     "deal",
     "evaluation_plan",
+    "evaluation_step",
     "parse_levers",
     "plan_step",
     "planner_of",

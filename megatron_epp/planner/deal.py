@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
+from megatron_epp.planner.evaluation import evaluation_plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.result import Planned, PlannedStep
@@ -97,6 +98,19 @@ def plan_step(
     )
     step = Step(deals, tuple(found.plan for found in named))
     return PlannedStep(step, named, time.perf_counter() - began)
+
+
+def evaluation_step(lengths: Sequence[int], cost: Cost, options: Options, replicas: int) -> Step:
+    """A step of forwards alone: documents dealt, every replica's evaluation plan."""
+    deals = deal(lengths, cost, replicas)
+    plans = (evaluation_plan([lengths[d] for d in held], cost, options) for held in deals)
+    return Step(
+        deals,
+        tuple(
+            dataclasses.replace(plan, replica=replica, replicas=replicas)
+            for replica, plan in enumerate(plans)
+        ),
+    )
 
 
 def _slowest(planned: Sequence[Planned]) -> tuple[bool, float]:
