@@ -12,14 +12,16 @@ these in turn, with the same weights, kernels and executor:
     packing  within  60% of that peak     the least uniform recompute that fits
     epp      within  60% of that peak
 
-What is timed is the schedule, from the first op to the last of any stage; planning and optimizer
-are not in it. Medians over the batches of ratios of the same batch. The cost model is measured at
+and with --split both lines of epp again without the lever wsplit (every backward whole). What is
+timed is the schedule, from the first op to the last of any stage; planning and optimizer are not in
+it. Medians over the batches of ratios of the same batch. The cost model is measured at
 start. With --stock, Megatron's own schedule runs at context 4096 beside it.
 """
 
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import re
@@ -33,34 +35,54 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-VARIANTS = (("packing", None), ("epp", 1.0), ("packing", 0.6), ("epp", 0.6))
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """What plans an iteration, within which share of packing's peak (None: whatever it takes)."""
+
+    planner: str
+    share_of_peak: float | None
+    split: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.planner if self.split else f"{self.planner}, no split"
+
+
+VARIANTS = (
+    Variant("packing", None),
+    Variant("epp", 1.0),
+    Variant("packing", 0.6),
+    Variant("epp", 0.6),
+)
+SPLIT = (*VARIANTS, Variant("epp", 1.0, split=False), Variant("epp", 0.6, split=False))
 CASES = ("4096x32", "16384x32", "32768x32", "16384x8", "16384x128")
 LINE = "cpu_pipeline: "
+WORK, WORK_SPLIT = "--work", "--work-split"
 
 
 # ------------------------------------------------------------------ inside torchrun
 
 
-def work() -> None:
+def work(variants: Sequence[Variant], warm_up: int) -> None:
     """Megatron's trainer with the variants' plans in the place of one planner's."""
     from megatron_epp.mcore import host
 
     host.install_cpu_host()
     from megatron_epp.mcore import elastic, entry, schedule
 
-    elastic.make_planning = VariantSteps
-    elastic.GlobalBatches = repeated(elastic.GlobalBatches)
-    schedule.summary = told
+    def variant_of(iteration: int) -> int:
+        """Where iteration 1 warms up, it does so with the first variant, as iteration 2."""
+        return max(0, iteration - 1 - warm_up) % len(variants)
+
+    elastic.make_planning = functools.partial(VariantSteps, lambda at: variants[variant_of(at)])
+    elastic.GlobalBatches = repeated(elastic.GlobalBatches, len(variants), warm_up)
+    schedule.summary = functools.partial(told, variant_of)
     entry.main()
 
 
-def variant_of(iteration: int) -> int:
-    """Iteration 1 warms up with the first variant, which iteration 2 then repeats."""
-    return max(0, iteration - 2) % len(VARIANTS)
-
-
-def repeated(batches: type) -> type:
-    """Global batches, each given as often as there are variants, the first once more."""
+def repeated(batches: type, times: int, warm_up: int) -> type:
+    """Global batches, each given so many times, the first ``warm_up`` times more."""
 
     class Repeated(batches):
         given = 0
@@ -68,7 +90,7 @@ def repeated(batches: type) -> type:
         def __next__(self):
             batch = self.peek()
             self.given += 1
-            if self.given > 1 and (self.given - 1) % len(VARIANTS) == 0:
+            if self.given > warm_up and (self.given - warm_up) % times == 0:
                 self.consumed += self.size
             return batch
 
@@ -80,11 +102,11 @@ class VariantSteps:
 
     budget = None  # every variant has its own
 
-    def __init__(self, args, config, layers, multiple, groups, profile):
+    def __init__(self, variant_at, args, config, layers, multiple, groups, profile):
         from megatron_epp.mcore.planning import training_cost
         from megatron_epp.planner import Options
 
-        self.groups = groups
+        self.variant_at, self.groups = variant_at, groups
         self.cost = training_cost(args, config, layers, profile)
         self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
 
@@ -101,22 +123,24 @@ class VariantSteps:
         return Step.parse(share(text, error, self.groups.control))
 
     def _plan(self, iteration: int, lengths: Sequence[int]):
-        from megatron_epp.planner import plan_step
+        from megatron_epp.planner import TRAINING, plan_step
 
-        planner, share_of_peak = VARIANTS[variant_of(iteration)]
+        variant = self.variant_at(iteration)
+        levers = TRAINING if variant.split else TRAINING - {"wsplit"}
+        options = dataclasses.replace(self.options, levers=levers)
         ample = dataclasses.replace(self.cost, budget_bytes=(1e15,) * self.cost.stages)
-        if share_of_peak is None:
-            return plan_step(lengths, ample, self.options, planner).step
-        kept = plan_step(lengths, ample, self.options, "packing").planned[0].peak_bytes
-        budget = tuple(share_of_peak * peak for peak in kept)
+        if variant.share_of_peak is None:
+            return plan_step(lengths, ample, options, variant.planner).step
+        kept = plan_step(lengths, ample, options, "packing").planned[0].peak_bytes
+        budget = tuple(variant.share_of_peak * peak for peak in kept)
         within = dataclasses.replace(self.cost, budget_bytes=budget)
-        return plan_step(lengths, within, self.options, planner).step
+        return plan_step(lengths, within, options, variant.planner).step
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
         """Planned when asked for: planning is not timed here."""
 
 
-def told(iteration: int, step, report, planning_seconds: float, *others) -> str:
+def told(variant_of, iteration: int, step, report, planning_seconds: float, *others) -> str:
     """What the trainer logs of an iteration, here as JSON."""
     plan = step.plans[0]
     recomputed = sum(choice.count("f") for stage in plan.recompute for choice in stage)
@@ -150,7 +174,6 @@ def flags(corpus: Path, context: int, batch: int, iterations: int, dtype: str) -
         --train-iters {iterations} --lr 1e-4 --split 100,0,0 --eval-iters 0 --log-interval 1
         --data-path {corpus} --tokenizer-type SentencePieceTokenizer
         --tokenizer-model {corpus}.model
-        --decoder-first-pipeline-num-layers 5 --decoder-last-pipeline-num-layers 3
     """
     return text.split() + (["--bf16"] if dtype == "bf16" else [])
 
@@ -167,29 +190,38 @@ def torchrun(program: list[str], words: list[str], log: Path) -> str:
     return log.read_text(errors="replace")
 
 
-def measure(case: str, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
+def measure(
+    case: str,
+    variants: Sequence[Variant],
+    arguments: argparse.Namespace,
+    corpus: Path,
+    folder: Path,
+) -> list[dict]:
     context, batch = map(int, case.split("x"))
-    iterations = 1 + arguments.batches * len(VARIANTS)
+    iterations = arguments.warm_up + arguments.batches * len(variants)
     words = flags(corpus, context, batch, iterations, arguments.dtype)
     words += ["--epp", "--epp-effort", str(arguments.effort)]
     if arguments.cost_model:
         words += ["--epp-cost-model", arguments.cost_model]
-    text = torchrun([str(Path(__file__).resolve()), "--work"], words, folder / f"{case}.log")
+    program = [str(Path(__file__).resolve()), WORK_SPLIT if arguments.split else WORK]
+    program.append(str(arguments.warm_up))
+    text = torchrun(program, words, folder / f"{case}.log")
     entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
     assert len(entries) == iterations, f"{len(entries)} of {iterations} iterations were told"
-    return entries[1:]
+    return entries[arguments.warm_up :]
 
 
-def rows(case: str, entries: list[dict]) -> list[list[str]]:
+def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[list[str]]:
     context, batch = case.split("x")
     by_batch = [
-        {entry["variant"]: entry for entry in entries[start : start + len(VARIANTS)]}
-        for start in range(0, len(entries), len(VARIANTS))
+        {entry["variant"]: entry for entry in entries[start : start + len(variants)]}
+        for start in range(0, len(entries), len(variants))
     ]
     made = []
-    for number, (planner, share_of_peak) in enumerate(VARIANTS):
+    for number, variant in enumerate(variants):
         mine = [found[number] for found in by_batch]
-        against = 0 if number < 2 else 2
+        tight = variant.share_of_peak == 0.6
+        against = variants.index(Variant("packing", 0.6 if tight else None))
         ratios = [b[against]["seconds"] / b[number]["seconds"] for b in by_batch]
         peak_shares = [
             max(m / k for m, k in zip(b[number]["peaks"], b[0]["peaks"], strict=True))
@@ -200,8 +232,8 @@ def rows(case: str, entries: list[dict]) -> list[list[str]]:
             [
                 f"{int(context) // 1024}K",
                 batch,
-                "no recompute" if share_of_peak is None else f"{share_of_peak:.0%}",
-                planner,
+                "none" if variant.share_of_peak is None else f"{variant.share_of_peak:.0%}",
+                variant.name,
                 f"{statistics.median(m['tokens'] / m['seconds'] for m in mine):.0f}",
                 f"{statistics.median(ratios):.2f}",
                 f"{statistics.median(m['bubble'] for m in mine):.1%}",
@@ -220,7 +252,7 @@ HEADERS = [
     *("peak", "chunks", "predicted", "executor"),
 ]
 LEGEND = """\
-ratio: packing's seconds over this line's, same batch and budget, median. recomputed: layers run
+ratio: packing's seconds over this line's, same batch and budget, median. recomputed: whole layers run
 again, of all. peak: the worst stage of the worst batch, measured, over packing's without recompute
 (a budget is a promise on the predicted peak). predicted: predicted over measured seconds, less
 one. executor: its own time between ops, neither compute nor waiting, worst stage and iteration."""
@@ -248,10 +280,18 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="CONTEXTxDOCUMENTS")
     parser.add_argument("--batches", type=int, default=3, help="batches of each case")
+    parser.add_argument(
+        "--warm-up",
+        type=int,
+        choices=(0, 1),
+        default=1,
+        help="iterations before; 0: for long cases",
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--effort", type=int, default=4)
     parser.add_argument("--cost-model", metavar="FILE", help="instead of measuring at start")
     parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
+    parser.add_argument("--split", action="store_true", help="epp without wsplit beside epp")
     parser.add_argument("--stock", action="store_true", help="Megatron's own schedule too, at 4K")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     arguments = parser.parse_args()
@@ -264,10 +304,10 @@ def main() -> None:
         prepare = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py")]
         prepare += ["--standard-library", "--shuffle", "1", "--append-eod", "-o", str(corpus)]
         subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
-    table = []
+    variants, table = SPLIT if arguments.split else VARIANTS, []
     for case in arguments.cases:
-        print(f"{case}: {1 + arguments.batches * len(VARIANTS)} iterations ...", flush=True)
-        made = rows(case, measure(case, arguments, corpus, folder))
+        print(f"{case}: {arguments.batches} batches x {len(variants)} variants ...", flush=True)
+        made = rows(case, variants, measure(case, variants, arguments, corpus, folder))
         print(plain(HEADERS, made), flush=True)
         table += made
     beside = stock(arguments, corpus, folder) if arguments.stock else ""
@@ -294,8 +334,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--work" in sys.argv:
-        sys.argv.remove("--work")
-        work()
-    else:
+    flag = next((word for word in (WORK, WORK_SPLIT) if word in sys.argv), None)
+    if flag is None:
         main()
+    else:
+        at = sys.argv.index(flag)
+        _, warm_up = sys.argv[at : at + 2]
+        del sys.argv[at : at + 2]
+        work(SPLIT if flag == WORK_SPLIT else VARIANTS, int(warm_up))
