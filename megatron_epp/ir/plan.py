@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.op import BACKWARDS, Kind, Op
+from megatron_epp.ir.op import Kind, Op
 from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_recompute
 from megatron_epp.ir.span import NUMBER
 
@@ -144,13 +144,6 @@ class Plan:
     @property
     def splits_backward(self) -> bool:
         return any(op.kind is Kind.WEIGHT for order in self.orders for op in order)
-
-    def backward_kind(self, stage: int, chunk: int) -> Kind | None:
-        """B or I, whichever the plan uses for ``chunk`` on ``stage``."""
-        for op in self.orders[stage]:
-            if op.chunk == chunk and op.kind in BACKWARDS:
-                return op.kind
-        return None
 
     @property
     def digest(self) -> str:

@@ -252,10 +252,11 @@ HEADERS = [
     *("peak", "chunks", "predicted", "executor"),
 ]
 LEGEND = """\
-ratio: packing's seconds over this line's, same batch and budget, median. recomputed: whole layers run
-again, of all. peak: the worst stage of the worst batch, measured, over packing's without recompute
-(a budget is a promise on the predicted peak). predicted: predicted over measured seconds, less
-one. executor: its own time between ops, neither compute nor waiting, worst stage and iteration."""
+ratio: packing's seconds over this line's, same batch and budget, median. recomputed: layers run
+again whole, of all. peak: the worst stage of the worst batch, measured, over packing's without
+recompute (a budget is a promise on the predicted peak). predicted: predicted over measured seconds,
+less one. executor: its own time between ops, neither compute nor waiting, worst stage and
+iteration."""
 
 
 def stock(arguments: argparse.Namespace, corpus: Path, folder: Path) -> str:

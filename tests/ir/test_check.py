@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.ir import Deadlock, Kind, Op, Plan, PlanError, check, slices_of, walk
+from megatron_epp.ir import (
+    Deadlock,
+    Kind,
+    Op,
+    Plan,
+    PlanError,
+    backward_of,
+    check,
+    slices_of,
+    walk,
+)
 from tests.plans import EXAMPLE, evaluation, plans
 
 
@@ -125,7 +135,7 @@ def test_a_long_order_is_shown_around_where_it_stands() -> None:
 
 def test_kinds_of_backward() -> None:
     plan = Plan.parse(EXAMPLE)
-    assert plan.backward_kind(0, 1) is Kind.BACKWARD
+    assert backward_of(plan)[0][1] is Kind.BACKWARD
     assert not plan.forward_only and not plan.splits_backward
     assert evaluation(plan).forward_only
-    assert evaluation(plan).backward_kind(0, 1) is None
+    assert 1 not in backward_of(evaluation(plan))[0]
