@@ -64,7 +64,7 @@ WORK, WORK_SPLIT = "--work", "--work-split"
 # ------------------------------------------------------------------ inside torchrun
 
 
-def work(variants: Sequence[Variant], warm_up: int) -> None:
+def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
     """Megatron's trainer with the variants' plans in the place of one planner's."""
     from megatron_epp.mcore import host
 
@@ -76,23 +76,21 @@ def work(variants: Sequence[Variant], warm_up: int) -> None:
         return max(0, iteration - 1 - warm_up) % len(variants)
 
     elastic.make_planning = functools.partial(VariantSteps, lambda at: variants[variant_of(at)])
-    elastic.GlobalBatches = repeated(elastic.GlobalBatches, len(variants), warm_up)
+    elastic.GlobalBatches = repeated(elastic.GlobalBatches, len(variants), warm_up, first)
     schedule.summary = functools.partial(told, variant_of)
     entry.main()
 
 
-def repeated(batches: type, times: int, warm_up: int) -> type:
-    """Global batches, each given so many times, the first ``warm_up`` times more."""
+def repeated(batches: type, times: int, warm_up: int, first: int) -> type:
+    """Global batches from ``first`` on, each given so many times, the first ``warm_up`` more."""
 
     class Repeated(batches):
         given = 0
 
         def __next__(self):
-            batch = self.peek()
+            self.consumed = (first + max(0, self.given - warm_up) // times) * self.size
             self.given += 1
-            if self.given > warm_up and (self.given - warm_up) % times == 0:
-                self.consumed += self.size
-            return batch
+            return self.peek()
 
     return Repeated
 
@@ -204,7 +202,7 @@ def measure(
     if arguments.cost_model:
         words += ["--epp-cost-model", arguments.cost_model]
     program = [str(Path(__file__).resolve()), WORK_SPLIT if arguments.split else WORK]
-    program.append(str(arguments.warm_up))
+    program += [str(arguments.warm_up), str(arguments.first)]
     text = torchrun(program, words, folder / f"{case}.log")
     entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
     assert len(entries) == iterations, f"{len(entries)} of {iterations} iterations were told"
@@ -281,6 +279,7 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="CONTEXTxDOCUMENTS")
     parser.add_argument("--batches", type=int, default=3, help="batches of each case")
+    parser.add_argument("--first", type=int, default=0, help="number of the first batch")
     parser.add_argument(
         "--warm-up",
         type=int,
@@ -340,6 +339,6 @@ if __name__ == "__main__":
         main()
     else:
         at = sys.argv.index(flag)
-        _, warm_up = sys.argv[at : at + 2]
-        del sys.argv[at : at + 2]
-        work(SPLIT if flag == WORK_SPLIT else VARIANTS, int(warm_up))
+        warm_up, first = map(int, sys.argv[at + 1 : at + 3])
+        del sys.argv[at : at + 3]
+        work(SPLIT if flag == WORK_SPLIT else VARIANTS, warm_up, first)
