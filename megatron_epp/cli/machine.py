@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 
 from megatron_epp.cli.options import Refused
+from megatron_epp.cost.analytic import without_states
 from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.cost.devices import DEVICES, GIB, device
 from megatron_epp.cost.models import MODELS
@@ -59,6 +60,9 @@ def cost_of(
             profile=profile,
             **given,
         )
+    if cost.profile.provenance.device.partition(":")[0] == "cpu":
+        # As in training: a CPU's budget covers what chunks hold, no weights and no optimizer.
+        cost = dataclasses.replace(cost, profile=without_states(cost.profile))
     if budgets is not None and len(budgets) > 1:
         cost = dataclasses.replace(cost, budget_bytes=tuple(gib * GIB for gib in budgets))
     cost.require_states_fit()
