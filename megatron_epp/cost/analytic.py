@@ -101,6 +101,7 @@ def profile(
         first_bytes=Bytes(),
         last_bytes=logits if logits_held else Bytes(),
         kv_bytes_per_token=2.0 * ELEMENT_BYTES * model.kv_hidden,
+        keeps_last=False,
         # The papers charge K/V gradients like K and V; the executor adds them up in float32.
         kv_gradient_bytes_per_token=2.0
         * (ELEMENT_BYTES if published is not None else 4)

@@ -208,7 +208,7 @@ class Cost:
 
     def _bytes(self, per: Bytes, loads: Loads) -> np.ndarray:
         """[chunks] on one device."""
-        kept = loads.kept_tokens
+        kept = loads.kept_tokens(self.profile.keeps_last)
         return (per.per_token * (loads.tokens - kept) + per.per_cut_token * kept) / self.spread
 
     def saved_bytes(self, letter: str, loads: Loads) -> np.ndarray:
@@ -234,8 +234,11 @@ class Cost:
         return np.ceil(held)
 
     def kv_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, documents]: K and V of a cut document's context; 0 of whole documents."""
-        layer = self.profile.kv_bytes_per_token * loads.context_tokens / self.spread
+        """[stages, documents]: the buffer of a cut document's K and V; 0 of whole documents."""
+        kept = loads.context_tokens
+        if self.profile.keeps_last:
+            kept = np.where(kept > 0, loads.lengths, 0.0)
+        layer = self.profile.kv_bytes_per_token * kept / self.spread
         return np.ceil(np.outer(self.layers, layer))
 
     def kv_gradient_bytes(self, loads: Loads) -> np.ndarray:

@@ -31,11 +31,12 @@ class Loads:
     def chunks(self) -> int:
         return len(self.tokens)
 
-    @property
-    def kept_tokens(self) -> np.ndarray:
+    def kept_tokens(self, keeps_last: bool) -> np.ndarray:
         """[C] inputs whose K and V lie in their document's buffer and are not saved besides: of
-        lone slices but the last. What else is in the chunk is saved with the chunk."""
-        return np.where((self.later >= 0) & (self.tokens == self.cut_tokens), self.cut_tokens, 0.0)
+        lone slices, but of the last only with ``keeps_last``. What else is in the chunk is saved
+        with the chunk."""
+        kept = (self.later >= 0) | ((self.document >= 0) & keeps_last)
+        return np.where(kept & (self.tokens == self.cut_tokens), self.cut_tokens, 0.0)
 
     @property
     def context_tokens(self) -> np.ndarray:

@@ -124,6 +124,8 @@ class Profile:
     saved_bytes[letter]           one layer holds from F to B, K and V of cut documents apart
     first_bytes, last_bytes       besides, on the first and last stage, from F to B (logits)
     kv_bytes_per_token            K and V of one layer, of a cut document's context
+    keeps_last                    whether the context's buffer has room for the last slice's K and
+                                  V, too, which are then not saved with their chunk
     kv_gradient_bytes_per_token   their gradients, which add up in float32
     weight_input_bytes            one layer holds from I to W
     last_weight_input_bytes       besides, on the last stage: the output layer
@@ -155,6 +157,7 @@ class Profile:
     first_bytes: Bytes
     last_bytes: Bytes
     kv_bytes_per_token: float
+    keeps_last: bool
     kv_gradient_bytes_per_token: float
     weight_input_bytes: Bytes
     last_weight_input_bytes: Bytes
@@ -222,6 +225,12 @@ def _degree(value: Any) -> int:
     return value
 
 
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r}: expected true or false")
+    return value
+
+
 def _flat[T](kind: type[T]) -> Callable[[Any], T]:
     """Reads a flat dataclass from an object with exactly its fields."""
 
@@ -275,6 +284,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "saved_bytes": _by_letter(_BYTES),
     "first_bytes": _BYTES,
     "last_bytes": _BYTES,
+    "keeps_last": _flag,
     "weight_input_bytes": _BYTES,
     "last_weight_input_bytes": _BYTES,
     "workspace_bytes": _by_kind(_BYTES),

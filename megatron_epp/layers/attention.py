@@ -26,6 +26,7 @@ class PartsAttention:
     """Attention of chunks by kernels that give their log-sum-exp: torch's for the CPU."""
 
     name = "torch"
+    keeps_last = False
 
     def __init__(self, scale: float):
         self.scale = scale

@@ -59,3 +59,9 @@ def context_tokens(plan: Plan, slices: Slices) -> dict[int, int]:
             spans: Sequence[Span] = plan.chunks[chunk].spans
             contexts[document] = next(s.start for s in spans if s.document == document)
     return contexts
+
+
+def store_for(plan: Plan, slices: Slices, keeps_last: bool) -> Store:
+    """An empty store for an iteration; ``keeps_last``: with room for last slices, too."""
+    contexts = context_tokens(plan, slices)
+    return Store(contexts, {d: plan.documents[d] for d in contexts} if keeps_last else contexts)

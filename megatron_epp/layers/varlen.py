@@ -13,8 +13,8 @@ that is the ordinary one.
     query 4   # # # # #
 
 A slice's K and V are written behind its context in the store, so the kernel reads them there and
-nothing is concatenated. The last slice's are not kept: nobody attends to them later. For it alone
-the context is copied, one layer at a time, and forgotten when the kernel has run.
+nothing is concatenated. That goes for the last slice, too, to whose K and V nobody attends later:
+the store's buffers have room for whole documents (``keeps_last``).
 
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, P context.
 """
@@ -98,11 +98,6 @@ class Piece:
     def mine(self) -> slice:
         return slice(self.start, self.stop)
 
-    @property
-    def in_store(self) -> bool:
-        """Whether its K and V are kept for later slices."""
-        return self.slice is not None and not self.slice.last
-
 
 def pieces_of(state: ChunkState, device: torch.device) -> tuple[Piece, ...]:
     """The calls that ``state``'s chunk takes; made for its first layer, used by all."""
@@ -134,6 +129,8 @@ def _pieces(rows: Sequence[Rows], device: torch.device):
 
 class VarlenAttention:
     """Attention of chunks by ``kernel``."""
+
+    keeps_last = True
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel
@@ -173,7 +170,7 @@ class _Attend(torch.autograd.Function):
         store = state.store
         pieces = pieces_of(state, q_THD.device)
         for piece in pieces:
-            if piece.in_store:
+            if piece.slice is not None:
                 span = piece.slice.span
                 mine = piece.mine
                 store.append(layer, span.document, span.start, k_TGD[mine], v_TGD[mine])
@@ -186,7 +183,7 @@ class _Attend(torch.autograd.Function):
         ctx.call, ctx.kept, ctx.again = call, kept, again
         if again is not None:
             again.node = ctx
-        stored = all(piece.in_store for piece in pieces)
+        stored = all(piece.slice is not None for piece in pieces)
         ctx.save_for_backward(q_THD, *(() if stored else (k_TGD, v_TGD)))
         return out_THD
 
@@ -256,16 +253,10 @@ class _Call:
         self, piece: Piece, k_TGD: Tensor | None, v_TGD: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """K and V of the piece's call: [S, G, D], context first."""
-        store = self.state.store
-        if piece.in_store:
-            span = piece.slice.span
-            return store.context(self.layer, span.document, span.stop)
-        own = k_TGD[piece.mine], v_TGD[piece.mine]
-        if piece.slice is None or piece.slice.span.start == 0:
-            return own
+        if piece.slice is None:
+            return k_TGD[piece.mine], v_TGD[piece.mine]
         span = piece.slice.span
-        context = store.context(self.layer, span.document, span.start)
-        return tuple(torch.cat(parts) for parts in zip(context, own, strict=True))
+        return self.state.store.context(self.layer, span.document, span.stop)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
         """Leave the context's gradients in the store; the slice's own, with what later slices

@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower, slices_of
-from megatron_epp.layers.chunk import context_tokens
+from megatron_epp.layers.chunk import store_for
 from megatron_epp.mcore import entry, host, seams, stock, support
 from megatron_epp.mcore.backends import Attention, attention_for, this_device
 from megatron_epp.mcore.config import Config
@@ -31,7 +31,6 @@ from megatron_epp.mcore.stage import ModelStage
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Waiting
 from megatron_epp.runtime.meter import AllocatorMeter, Meter, SavedBytesMeter
-from megatron_epp.runtime.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,7 @@ def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, 
 
     config = get_model_config(model)
     slices = slices_of(plan)
-    store = Store(context_tokens(plan, slices))
+    store = store_for(plan, slices, alone.attention.keeps_last)
     samples = numpy.arange(len(plan.documents))
     documents = MadeUpDocuments(alone.args.padded_vocab_size)
     feed = Feed(plan, slices, samples, documents, stage, alone.share, alone.device)

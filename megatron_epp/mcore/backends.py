@@ -26,9 +26,11 @@ CHOICES = (AUTO, TE, TORCH)
 
 class Attention(Protocol):
     """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
-    output [T, H, D] and, with ``drop``, the promise to make it again."""
+    output [T, H, D] and, with ``drop``, the promise to make it again. ``keeps_last``: the K and V
+    of a document's last slice lie in the store, too."""
 
     name: str
+    keeps_last: bool
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool

@@ -275,6 +275,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         first_bytes=_alike(profile.first_bytes),
         last_bytes=_alike(profile.last_bytes),
         kv_bytes_per_token=float(kv * config.params_dtype.itemsize),
+        keeps_last=probe.keeps_last,
         kv_gradient_bytes_per_token=float(kv * gradient.itemsize),
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,

@@ -108,6 +108,7 @@ class Job:
             loaded_from=args.load,
             validate=lambda total: stock.validate(total, args),
             early_head=early_head(args),
+            keeps_last=attention.keeps_last,
             may_refit=self.config.epp_cost_model is None and self.config.epp_plan is None,
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead

@@ -58,6 +58,7 @@ class ElasticAttention:
     def __init__(self, attention: Attention, layer: int, dropped: Dropped, ulysses: Ulysses | None):
         self.attention, self.layer = attention, layer
         self.dropped, self.ulysses = dropped, ulysses
+        self.keeps_last = attention.keeps_last
 
     def __call__(
         self,

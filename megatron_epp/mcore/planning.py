@@ -19,6 +19,8 @@ from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError, Step
+from megatron_epp.layers.attention import PartsAttention
+from megatron_epp.layers.varlen import VarlenAttention
 from megatron_epp.mcore import host
 from megatron_epp.mcore.ahead import PlannerFailed, PlannerProcess, PlannerRefused
 from megatron_epp.mcore.budget import Budget
@@ -205,7 +207,12 @@ def analytic(args: Any) -> Profile:
     """What --epp-cost-model analytic stands for: the model's shape on the device's name."""
     early = early_head(args)
     made = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
-    return replace(made, last_workspace_tokens=float(block_tokens(args)) if early else 0.0)
+    attention = VarlenAttention if host.has_gpu() else PartsAttention
+    return replace(
+        made,
+        keeps_last=attention.keeps_last,
+        last_workspace_tokens=float(block_tokens(args)) if early else 0.0,
+    )
 
 
 def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:

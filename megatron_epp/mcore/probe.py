@@ -110,7 +110,7 @@ class Probe:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cores = len(os.sched_getaffinity(0))
         self._has_core = device.type == "cpu" and torch.get_num_threads() == 1 and ranks <= cores
-        self._random = torch.Generator().manual_seed(20250921)
+        self._random = torch.Generator(device).manual_seed(20250921)
 
     @property
     def first(self) -> bool:
@@ -119,6 +119,11 @@ class Probe:
     @property
     def last(self) -> bool:
         return bool(self.model.post_process)
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the stage's attention has the store keep the K and V of last slices, too."""
+        return self.model.decoder.layers[0].self_attention.core_attention.forward.keeps_last
 
     # -------------------------------------------------------------- parts
 
@@ -188,7 +193,7 @@ class Probe:
     def _pass(
         self, forward: Callable[[], Tensor], store: Store, weigh: bool, split: bool = False
     ) -> Measured:
-        scale = self._scale() if weigh else _NoScale()
+        scale = self._scale(store) if weigh else _NoScale()
         aside = Aside()
         with scale.watching(), self._deferring(aside) if split else nullcontext():
             start = self.now()
@@ -221,9 +226,9 @@ class Probe:
         with Deferral(self.model, besides) as deferral, deferral.into(aside):
             yield
 
-    def _scale(self) -> "_Scale":
+    def _scale(self, store: Store) -> "_Scale":
         if self.device.type == "cuda":
-            return _AllocatorScale()
+            return _AllocatorScale(store)
         return _SavedScale(SavedBytesMeter(self.model.parameters()))
 
     def _answer(self, store: Store):
@@ -235,7 +240,9 @@ class Probe:
     def _chunk(self, shape: Shape, letters: str) -> tuple[Store, ChunkParams]:
         """A chunk in the middle of its iteration: the K and V before it are kept, and gradients
         from a later slice lie ready."""
-        store = Store({0: shape.context + shape.tokens * shape.cut})
+        # Room for all of it: some kernels read the last slice's K and V behind its context's.
+        everything = shape.context + shape.tokens
+        store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         groups = self.config.num_query_groups // self.config.tensor_model_parallel_size
         groups //= self.config.context_parallel_size
         size = (shape.context, max(1, groups), self.config.kv_channels)
@@ -255,14 +262,19 @@ class Probe:
         return self._normal((rows, 1, self.config.hidden_size)).requires_grad_()
 
     def _normal(self, size: Sequence[int]) -> Tensor:
-        made = torch.randn(tuple(size), generator=self._random, dtype=torch.float32, device="cpu")
+        where = self._random.device
+        made = torch.randn(tuple(size), generator=self._random, dtype=torch.float32, device=where)
         return made.to(self.device, self._dtype)
 
     def _integers(self, tokens: int) -> Tensor:
         mine = self.share.mine(self.share.padded(tokens))
         rows = mine.stop - mine.start
         made = torch.randint(
-            0, self.model.vocab_size, (1, rows), generator=self._random, device="cpu"
+            0,
+            self.model.vocab_size,
+            (1, rows),
+            generator=self._random,
+            device=self._random.device,
         )
         return made.to(self.device)
 
@@ -332,20 +344,28 @@ class _SavedScale:
 
 
 class _AllocatorScale:
-    """The CUDA allocator's figures over what was there before; the store is made before, too."""
+    """The CUDA allocator's figures over what was there before; the store's bytes stay out, which
+    grow in F and shrink in B.
+    """
+
+    def __init__(self, store: Store):
+        self.store = store
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        self._base = torch.cuda.memory_allocated()
+        self._base = torch.cuda.memory_allocated() - self.store.bytes
+        self._stored = self.store.bytes
         yield
 
     def held(self) -> int:
-        return torch.cuda.memory_allocated() - self._base
+        self._stored = self.store.bytes
+        return torch.cuda.memory_allocated() - self._base - self.store.bytes
 
     def peak(self) -> int:
-        peak = torch.cuda.max_memory_allocated() - self._base
+        stored = max(self._stored, self.store.bytes)
+        peak = torch.cuda.max_memory_allocated() - self._base - stored
         torch.cuda.reset_peak_memory_stats()
         return peak
 

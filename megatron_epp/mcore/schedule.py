@@ -15,7 +15,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan, PlanError, Step, check, lower, slices_of
-from megatron_epp.layers.chunk import context_tokens
+from megatron_epp.layers.chunk import store_for
 from megatron_epp.layers.recompute import EXECUTABLE
 from megatron_epp.mcore import telemetry
 from megatron_epp.mcore.batches import Batch, Documents
@@ -39,7 +39,6 @@ from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Failure, Waiting
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.meter import Meter
-from megatron_epp.runtime.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +86,7 @@ class ElasticSchedule:
         validate: Callable[[torch.Tensor], None] | None = None,
         may_refit: bool = False,
         early_head: bool = False,
+        keeps_last: bool = False,
     ):
         self.groups, self.layers, self.planning = groups, layers, planning
         self.share, self.meter, self.waiting = share, meter, waiting
@@ -94,7 +94,7 @@ class ElasticSchedule:
         # Where what is learnt about memory is kept, and where it was kept before a resume.
         self.folders, self.loaded_from = folders, loaded_from
         self.validate = validate  # shows Megatron's re-run machine the iteration's summed loss
-        self.early_head = early_head
+        self.early_head, self.keeps_last = early_head, keeps_last
         self.truth = Truth(groups, folders, may_refit)
         self._resumed = False
         self.last_failure: Failure | None = None
@@ -315,7 +315,7 @@ class ElasticSchedule:
         stage = self.groups.stage
         slices = slices_of(plan)
         program = lower(plan)[stage]
-        store = Store(context_tokens(plan, slices))
+        store = store_for(plan, slices, self.keeps_last)
         feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
         self.clock.start()
         links = Links(

@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Kept:
-    """One layer's K/V of one document. C rows of context, G heads, D head size."""
+    """One layer's K/V of one document, and the gradients of its context's. C rows of the buffer or
+    of the context, G heads, D head size."""
 
     key_CGD: Tensor
     value_CGD: Tensor
@@ -27,14 +28,18 @@ class Store:
     """One preallocated buffer per (layer, cut document): no concatenation, no copy per slice.
 
     ``context_tokens[d]`` is how much of document ``d`` later slices attend to: all but its last
-    slice. The buffer appears with the first slice's forward. Gradients of K and V add up in
-    float32 (float64 for float64 tensors): a document of n slices adds n contributions, and the
-    plain model rounds their sum once. Everything of a layer is freed when the first slice's
-    backward has taken its gradients, or, in evaluation, by ``release``.
+    slice. ``kept_tokens[d]`` are the buffer's rows, where kernels want the last slice's K and V
+    behind its context's; else the context's. The buffer appears with the first slice's forward.
+    Gradients of K and V add up in float32 (float64 for float64 tensors): a document of n slices
+    adds n contributions, and the plain model rounds their sum once. Everything of a layer is freed
+    when the first slice's backward has taken its gradients, or, in evaluation, by ``release``.
     """
 
-    def __init__(self, context_tokens: Mapping[int, int]):
+    def __init__(
+        self, context_tokens: Mapping[int, int], kept_tokens: Mapping[int, int] | None = None
+    ):
         self.context_tokens = dict(context_tokens)
+        self.kept_tokens = self.context_tokens if kept_tokens is None else dict(kept_tokens)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.bytes = 0
         self.peak_bytes = 0
@@ -50,7 +55,7 @@ class Store:
         kept = self._kept.get((layer, document))
         if kept is None:
             assert start == 0, f"layer {layer}: document {document} begins at {start}"
-            shape = (self.context_tokens[document], *key_TGD.shape[1:])
+            shape = (self.kept_tokens[document], *key_TGD.shape[1:])
             kept = _Kept(key_TGD.new_empty(shape), value_TGD.new_empty(shape))
             self._kept[layer, document] = kept
             self._grew(kept.bytes)
@@ -71,9 +76,9 @@ class Store:
         return kept.key_CGD[start:stop], kept.value_CGD[start:stop]
 
     def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(layer, document, its whole buffer of K) of everything kept."""
+        """(layer, document, K of what later slices attend to) of everything kept."""
         for (layer, document), kept in self._kept.items():
-            yield layer, document, kept.key_CGD
+            yield layer, document, kept.key_CGD[: self.context_tokens[document]]
 
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
         """Add what a slice with P inputs before it contributes to their gradients."""
@@ -81,9 +86,9 @@ class Store:
         rows = key_grad_PGD.shape[0]
         if kept.key_grad_CGD is None:
             dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
-            # The last slice's backward comes first and its context is the whole buffer: a copy,
-            # where a fill with zeros would pass over the memory twice.
-            assert rows == kept.key_CGD.shape[0], "the last slice's backward comes first"
+            # The last slice's backward comes first and its context is all of it: a copy, where a
+            # fill with zeros would pass over the memory twice.
+            assert rows == self.context_tokens[document], "the last slice's backward comes first"
             kept.key_grad_CGD = key_grad_PGD.to(dtype, copy=True)
             kept.value_grad_CGD = value_grad_PGD.to(dtype, copy=True)
             self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)

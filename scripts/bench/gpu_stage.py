@@ -5,11 +5,12 @@
     scripts/bench/gpu_stage.py --device cpu --model tiny --slices 64 --contexts 0 128 --lengths 256
 
 Three tables. *Chunks*: a slice behind its context, through the stage's own layers: seconds of F, B
-and of a B that recomputes everything, bytes held from F to B by the allocator, and how far the cost
-model is off. The cost model is the one that training measures at its start, on other chunks than
-these. *Attention*: a document in slices against the whole document, attention alone; both compute
-the same query-key pairs, so the ratio of seconds is that of the time per flop. *Stage*: the same
-through the layers, F and B of all slices, by the executor.
+and of a B that recomputes everything; bytes by the allocator, what one layer holds from F to B and
+what all need at the peak, both without the kept K and V; and how far the cost model is off. The
+cost model is the one that training measures at its start, on other chunks than these. *Attention*:
+a document in slices against the whole document, attention alone; both compute the same query-key
+pairs, so the ratio of seconds is that of the time per flop. *Stage*: the same through the layers, F
+and B of all slices, by the executor.
 """
 
 import argparse
@@ -22,15 +23,8 @@ from typing import Any
 import shapes
 
 CHUNKS = (
-    "tokens",
-    "context",
-    "F ms",
-    "B ms",
-    "B full ms",
-    "held MiB",
-    "F off",
-    "B off",
-    "held off",
+    *("tokens", "context", "F ms", "B ms", "B full ms", "held MiB", "peak MiB"),
+    *("F off", "B off", "held off"),
 )
 SLICED = ("document", "slices of", "whole ms", "in slices ms", "ratio")
 
@@ -62,7 +56,10 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
                 backward = best(kept, "backward_seconds") / layers
                 full = best(again, "backward_seconds") / layers
                 expected = [seconds[kind](tokens, shape.pairs) for kind in seconds]
-                held = profile.saved_bytes[KEEP](tokens, 0)
+                # The last slice behind a context: its K and V may lie in the store.
+                kept_tokens = tokens if context and profile.keeps_last else 0
+                held = profile.saved_bytes[KEEP](tokens, kept_tokens)
+                peak = weighed.held_bytes + max(weighed.forward_bytes, weighed.backward_bytes)
                 errors = {
                     "F": expected[0] / forward - 1,
                     "B": expected[1] / backward - 1,
@@ -76,6 +73,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
                         str(context),
                         *(f"{1e3 * s:.3f}" for s in (forward, backward, full)),
                         f"{weighed.held_bytes / layers / 2**20:.1f}",
+                        f"{peak / 2**20:.1f}",
                         *(f"{error:+.1%}" for error in errors.values()),
                     ]
                 )
@@ -119,7 +117,7 @@ def attention_seconds(alone: Any, length: int, size: int, repeats: int) -> float
     cut = len(parts) > 1
     taken = []
     for _ in range(repeats + 1):
-        store = Store({0: parts[-1][0]} if cut else {})
+        store = Store({0: parts[-1][0]}, {0: length}) if cut else Store({})
         began = now(alone)
         passes = []
         for start, stop in parts:

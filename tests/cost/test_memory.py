@@ -32,12 +32,29 @@ def test_the_context_is_all_but_the_last_slice() -> None:
     load = loads("0[0:5]", "0[5:9]", "0[9:12] 1[0:4]", "2[0:7]", documents=(12, 4, 7))
     assert load.context_tokens.tolist() == [9, 0, 0]
     # Lone slices with a later one need not save K and V themselves; the tail and packs do.
-    assert load.kept_tokens.tolist() == [5, 4, 0, 0]
+    assert load.kept_tokens(keeps_last=False).tolist() == [5, 4, 0, 0]
+    assert load.kept_tokens(keeps_last=True).tolist() == [5, 4, 0, 0]
 
 
 def test_a_slice_beside_others_saves_its_own_rows() -> None:
     load = loads("0[0:5] 1[0:4]", "0[5:9]", documents=(9, 4))
-    assert load.kept_tokens.tolist() == [0, 0]
+    assert load.kept_tokens(keeps_last=False).tolist() == [0, 0]
+    assert load.kept_tokens(keeps_last=True).tolist() == [0, 4]
+
+
+def test_room_for_the_last_slice_is_taken_with_the_first() -> None:
+    kept, apart = (
+        cost(kv_bytes_per_token=10.0, kv_gradient_bytes_per_token=20.0, keeps_last=keeps)
+        for keeps in (True, False)
+    )
+    load = loads("0[0:5]", "0[5:9]", "1[0:6]", documents=(9, 6))
+    assert apart.kv_bytes(load).tolist() == [[150.0, 0.0], [100.0, 0.0]]
+    assert kept.kv_bytes(load).tolist() == [[270.0, 0.0], [180.0, 0.0]]
+    # Nobody leaves a gradient for it there, and its chunk saves it no more.
+    assert kept.kv_gradient_bytes(load).tolist() == apart.kv_gradient_bytes(load).tolist()
+    saved = kept.profile.saved_bytes["k"]
+    assert kept.saved_bytes("k", load).tolist() == [saved(5, 5), saved(4, 4), saved(6, 0)]
+    assert apart.saved_bytes("k", load).tolist() == [saved(5, 5), saved(4, 0), saved(6, 0)]
 
 
 def test_gradients_of_kept_rows_have_their_own_size() -> None:

@@ -130,6 +130,7 @@ def test_profiles_go_to_text_and_back(name: str, on: str, tmp_path: Path) -> Non
         ('"F": {', '"G": {', "expected an object with F, B, I, W"),
         ('"kv_bytes_per_token": ', '"kv_bytes_per_token": -', "expected a number of at least 0"),
         ('"kv_bytes_per_token": ', '"kv_bytes_per_token": 1e999, "x": ', "unknown x"),
+        ('"keeps_last": false', '"keeps_last": 0', "keeps_last: 0: expected true or false"),
         ('"2":', '"two":', "expected an object from degree to bytes per second"),
         ("{", "", "no JSON"),
     ],

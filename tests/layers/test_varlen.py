@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_epp.layers.chunk import store_for
 from megatron_epp.layers.flash_kernel import FlashKernel
 from megatron_epp.layers.plain_kernel import PlainKernel
 from megatron_epp.layers.selftest import require_right
@@ -39,6 +40,10 @@ class Varlen(Runner):
 
     kernel = PlainKernel(SCALE)
     drop = False
+
+    def __init__(self, plan, given, multiple: int = 1):
+        super().__init__(plan, given, multiple)
+        self.store = store_for(plan, self.slices, VarlenAttention.keeps_last)
 
     def attention(self, state, inputs) -> Tensor:
         attend = VarlenAttention(self.kernel)
@@ -102,8 +107,11 @@ def test_whole_documents_are_one_call_and_a_slice_is_another() -> None:
 def test_keys_and_values_that_the_store_keeps_are_not_saved_again() -> None:
     given = documents((11,), 2, 1, torch.float64)
     runner = Varlen(plan_of((11,), ["0[0:6]", "0[6:11]"], "F0 F1 B1 B0"), given)
-    assert len(runner.forward(0).out.grad_fn.saved_tensors) == 1  # q
-    assert len(runner.forward(1).out.grad_fn.saved_tensors) == 3
+    for chunk in range(2):
+        assert len(runner.forward(chunk).out.grad_fn.saved_tensors) == 1  # q
+    given = documents((11, 4), 2, 1, torch.float64)
+    runner = Varlen(plan_of((11, 4), ["0[0:6] 1[0:4]", "0[6:11]"], "F0 F1 B1 B0"), given)
+    assert len(runner.forward(0).out.grad_fn.saved_tensors) == 3  # of the whole one
 
 
 def test_later_gradients_are_rounded_once() -> None:

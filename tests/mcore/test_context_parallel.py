@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from megatron_epp.mcore.certify import LLAMA, Trial, certify
+from megatron_epp.mcore.certify import LLAMA, Trial, certify, read
 from megatron_epp.mcore.certify_small import Degrees, heads
 from megatron_epp.mcore.rows import RowShare
 from megatron_epp.mcore.support import refuse
@@ -36,6 +36,15 @@ def test_heads_that_do_not_divide_are_refused_by_flag() -> None:
         refuse(Wanted(context_parallel_size=4, tensor_model_parallel_size=2, **shape))
     with pytest.raises(ValueError, match=r"--context-parallel-size 2: 3 key/value heads"):
         refuse(Wanted(context_parallel_size=2, tensor_model_parallel_size=2, **shape))
+
+
+def test_the_certificate_takes_the_degree_from_its_flag_or_the_models() -> None:
+    assert read(["--cp", "2"]).degrees == Degrees(2, 1, 1, cp=2)
+    words = ["--context-parallel-size", "4", "--num-layers", "2"]
+    assert read(words).degrees.cp == 4
+    assert read([*words, "--cp", "2"]).degrees.ranks == 2
+    with pytest.raises(ValueError, match="--cp 0: expected at least 1"):
+        read(["--cp", "0"])
 
 
 def test_random_plans_over_context_parallel_ranks() -> None:

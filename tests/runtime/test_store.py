@@ -29,6 +29,22 @@ def test_slices_are_written_into_one_buffer() -> None:
     assert kept.context(1, 0, 10, 6)[0].shape == (4, GROUPS, SIZE)
 
 
+def test_buffers_can_have_room_for_the_last_slice() -> None:
+    kept = Store({0: 6}, {0: 10})
+    kept.append(1, 0, 0, tokens(6, 1), tokens(6, 2))
+    before = kept.bytes
+    kept.append(1, 0, 6, tokens(4, 3), tokens(4, 4))
+    assert kept.bytes == before == 2 * tokens(10).nbytes
+    assert kept.context(1, 0, 10)[0][:, 0, 0].tolist() == [1.0] * 6 + [3.0] * 4
+    # Nobody attends to the last slice later, so its K and V are left no gradients.
+    ((_, _, key),) = kept
+    assert len(key) == 6
+    kept.add_gradient(1, 0, tokens(6, 5), tokens(6, 6))
+    assert kept.gradient(1, 0, 0, 6)[1].unique().tolist() == [6.0]
+    kept.release(1, 0)
+    assert kept.bytes == 0
+
+
 def test_a_recomputed_layer_writes_nothing() -> None:
     kept = store()
     kept.append(0, 0, 0, tokens(6, 1), tokens(6, 1))

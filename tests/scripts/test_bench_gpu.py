@@ -41,9 +41,9 @@ def test_a_stage_is_measured(tmp_path) -> None:
     assert "A CPU with" in text and "Cost model off by: F: median" in text
     chunks, attention, stage = tables(text)
     assert [row[:2] for row in chunks] == [["64", "0"], ["64", "128"], ["128", "0"], ["128", "128"]]
-    assert all(float(cell) > 0 for row in chunks for cell in row[2:6])
+    assert all(float(cell) > 0 for row in chunks for cell in row[2:7])
     # A recomputed backward takes longer; bytes are linear in tokens, so those held are foretold.
-    assert all(float(row[8].rstrip("%")) == pytest.approx(0, abs=1) for row in chunks)
+    assert all(float(row[9].rstrip("%")) == pytest.approx(0, abs=1) for row in chunks)
     for table in (attention, stage):
         assert [row[:2] for row in table] == [["256", "64"], ["256", "128"]]
         assert all(float(row[4]) > 0 for row in table)

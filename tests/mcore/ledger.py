@@ -1,0 +1,80 @@
+"""Bytes that the cost model promises of a stage of its own measuring, and that running it holds.
+
+python -m tests.mcore.ledger parts|varlen      a line per plan: promised bytes, measured bytes
+
+``varlen`` is the attention of GPUs with plain kernels: its store has room for last slices.
+"""
+
+import sys
+from dataclasses import replace
+
+from megatron_epp.mcore import host
+
+host.install_cpu_host()
+
+import torch  # noqa: E402
+
+from megatron_epp.cost.cost import Cost  # noqa: E402
+from megatron_epp.ir import Chunk, Op, Plan  # noqa: E402
+from megatron_epp.layers.plain_kernel import PlainKernel  # noqa: E402
+from megatron_epp.layers.varlen import VarlenAttention  # noqa: E402
+from megatron_epp.mcore.alone import (  # noqa: E402
+    begin,
+    build_stage,
+    peak_bytes,
+    profile_of,
+    run_stage,
+)
+from megatron_epp.sim.play import play  # noqa: E402
+
+FLAGS = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --vocab-size 63 --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0 --seq-length 512 --max-position-embeddings 512
+    --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0
+    --tokenizer-type NullTokenizer
+"""
+# documents, chunks, recompute, order: where the peak is at the last slice, and where it is before.
+PLANS = (
+    ((500,), ("0[0:200]", "0[200:350]", "0[350:500]"), "kkk", "F0 F1 F2 B2 B1 B0"),
+    ((500,), ("0[0:400]", "0[400:500]"), "ff", "F0 F1 B1 B0"),
+    ((400, 400), ("0[0:200]", "0[200:400]", "1[0:400]"), "kkk", "F0 F2 B2 F1 B1 B0"),
+    ((400, 60), ("0[0:250]", "0[250:400] 1[0:60]"), "kf", "F0 F1 B1 B0"),
+)
+
+
+class Unseen(PlainKernel):
+    """Plain attention whose scores, alive while its backward runs, nobody counts: the kernels of a
+    GPU have none."""
+
+    def backward(self, *arguments):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return super().backward(*arguments)
+
+
+def plan_of(documents, chunks, letters, order) -> Plan:
+    return Plan(
+        documents=documents,
+        layers=(2,),
+        chunks=tuple(Chunk.parse(chunk.split()) for chunk in chunks),
+        recompute=(tuple(letter * 2 for letter in letters),),
+        orders=(tuple(map(Op.parse, order.split())),),
+    )
+
+
+def main(which: str) -> None:
+    alone = begin(FLAGS.split())
+    if which == "varlen":
+        scale = alone.args.kv_channels**-0.5
+        alone = replace(alone, attention=VarlenAttention(Unseen(scale)))
+    model = build_stage(alone, 2, True, True)
+    cost = Cost(profile_of(alone, model), (2,), (1e15,))
+    for words in PLANS:
+        plan = plan_of(*words)
+        table = replace(cost.table(plan), resident_bytes=(0.0,))
+        print(play(plan, table).peak_bytes[0], peak_bytes(run_stage(alone, model, plan, 0)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
