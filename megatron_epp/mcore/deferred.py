@@ -1,15 +1,16 @@
 """Megatron's linear layers, their weight gradients set aside where the plan splits a backward.
 
 For the length of one iteration each ColumnParallelLinear and RowParallelLinear of the stage asks
-here how to multiply. In a chunk whose backward is split it multiplies by
-:func:`megatron_epp.layers.deferred.deferred_linear`; in every other chunk by its own function, so a
-plain B computes what it computed before. A plan that splits nothing on a stage touches nothing.
+here how to multiply (seams.COLUMN_LINEAR, ROW_LINEAR). In a chunk whose backward is split it
+multiplies by :func:`megatron_epp.layers.deferred.deferred_linear`; in every other chunk by its own
+function, so a plain B computes what it computed before. A plan that splits nothing on a stage
+touches nothing.
 
 What stays in I: the gradients of norms, biases and embeddings, and of a weight that a linear
 borrows from the embedding (tied embeddings within one stage): autograd adds up both uses there.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn import Parameter
 
 from megatron_epp.ir import PlanError
 from megatron_epp.layers.deferred import Aside, Linear, deferred_linear
+from megatron_epp.mcore import seams
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
@@ -59,13 +61,14 @@ class Deferral:
         self._aside: Aside | None = None
 
     def __enter__(self) -> "Deferral":
+        assert all(map(seams.is_installed, (seams.COLUMN_LINEAR, seams.ROW_LINEAR)))
         for module in self.linears:
-            module._forward_impl = partial(self._multiply, module, module._forward_impl)
+            module.epp_multiply = partial(self._multiply, module)
         return self
 
     def __exit__(self, *error: Any):
         for module in self.linears:
-            del module._forward_impl  # the class's own shows again
+            del module.epp_multiply
 
     @contextmanager
     def into(self, aside: Aside | None) -> Iterator[None]:
@@ -79,17 +82,16 @@ class Deferral:
     def _multiply(
         self,
         module: nn.Module,
-        original: Callable[..., Tensor],
         input: Tensor,
         weight: Parameter,
         *,
         bias: Tensor | None,
         allreduce_dgrad: bool,
         sequence_parallel: bool,
-        tp_group: Any,
         gtp_remat_size: int = 1,
         **others: Any,
-    ) -> Tensor:
+    ) -> Any:
+        """The output, or NotImplemented where ``module`` is to multiply by itself."""
         deferred = (
             self._aside is not None
             and weight is module.weight
@@ -97,16 +99,7 @@ class Deferral:
             and input.requires_grad
             and gtp_remat_size == 1
         )
-        if deferred:
-            linear = Linear(weight, module.tp_group, sequence_parallel, allreduce_dgrad)
-            return deferred_linear(input, bias, linear, self._aside)
-        return original(
-            input,
-            weight,
-            bias=bias,
-            allreduce_dgrad=allreduce_dgrad,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            gtp_remat_size=gtp_remat_size,
-            **others,
-        )
+        if not deferred:
+            return NotImplemented
+        linear = Linear(weight, module.tp_group, sequence_parallel, allreduce_dgrad)
+        return deferred_linear(input, bias, linear, self._aside)

@@ -14,6 +14,8 @@ that it was not made for.
     sequence-parallel norm   cpu host  core.transformer.torch_norm.WrappedTorchNorm.__new__
     expert exchange          cpu host  token_dispatcher.maybe_move_tensor_to_cpu
     fusion warm-up           epp       training.initialize._warmup_jit_function
+    column linear            epp       ColumnParallelLinear._forward_impl
+    row linear               epp       RowParallelLinear._forward_impl
     schedule                 epp       training.training.get_forward_backward_func
 
 A Megatron-LM checkout that has the patches of ``patches/`` applied carries a marker in each patched
@@ -294,6 +296,20 @@ def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
     return warm_up
 
 
+def _multiply_as_told(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        # Set for one iteration, and only where its plan splits backwards (mcore/deferred.py).
+        multiply = getattr(self, "epp_multiply", None)
+        if multiply is not None:
+            output = multiply(input, weight, *args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        return original(self, input, weight, *args, **kwargs)
+
+    return _forward_impl
+
+
 # ------------------------------------------------------------------ the list
 
 INDEX_BUILDER = Seam(
@@ -379,6 +395,25 @@ FUSION_WARM_UP = Seam(
     relies_on=("megatron.training.initialize.set_jit_fusion_options",),
 )
 
+COLUMN_LINEAR = Seam(
+    name="column linear",
+    target="megatron.core.tensor_parallel.layers.ColumnParallelLinear._forward_impl",
+    when="epp",
+    reason="its own deferred weight gradients do nothing (backward_dw is pass): W needs its inputs",
+    fingerprint="3b1ac5c4df57a0c4",
+    replacement=_multiply_as_told,
+    relies_on=("megatron.core.tensor_parallel.layers.ColumnParallelLinear.forward",),
+)
+ROW_LINEAR = Seam(
+    name="row linear",
+    target="megatron.core.tensor_parallel.layers.RowParallelLinear._forward_impl",
+    when="epp",
+    reason="as the column linear's",
+    fingerprint="8007ed2c87e73988",
+    replacement=_multiply_as_told,
+    relies_on=("megatron.core.tensor_parallel.layers.RowParallelLinear.forward",),
+)
+
 
 def schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Seam:
     """The seam through which Megatron's trainer and its evaluation find their schedule.
@@ -420,5 +455,5 @@ def apply_schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., An
 
 ALWAYS_SEAMS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD)
 CPU_HOST_SEAMS = (NO_CUDA_ASSERTION, RANDOM_STATE, SEQUENCE_PARALLEL_NORM, EXPERT_EXCHANGE)
-EPP_SEAMS = (FUSION_WARM_UP,)
+EPP_SEAMS = (FUSION_WARM_UP, COLUMN_LINEAR, ROW_LINEAR)
 ALL_SEAMS = (*ALWAYS_SEAMS, *CPU_HOST_SEAMS, *EPP_SEAMS, schedule_seam(lambda original: original))

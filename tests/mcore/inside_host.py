@@ -325,6 +325,25 @@ def test_installing_is_idempotent_and_can_be_taken_back():
     assert not seams.is_installed(seams.FUSION_WARM_UP)
 
 
+def test_a_linear_multiplies_as_it_is_told_and_else_by_itself():
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, seam in (
+            (ColumnParallelLinear, seams.COLUMN_LINEAR),
+            (RowParallelLinear, seams.ROW_LINEAR),
+        ):
+            patch.setattr(kind, "_forward_impl", lambda self, input, weight, **others: "its own")
+            kind._forward_impl = seam.replacement(kind._forward_impl)
+            module = kind.__new__(kind)
+            torch.nn.Module.__init__(module)
+            assert module._forward_impl(input=1, weight=2, bias=None) == "its own"
+            module.epp_multiply = lambda x, weight, bias: (x, weight, bias)
+            assert module._forward_impl(input=1, weight=2, bias=3) == (1, 2, 3)
+            module.epp_multiply = lambda x, weight, bias: NotImplemented
+            assert module._forward_impl(input=1, weight=2, bias=3) == "its own"
+
+
 def test_the_schedule_starts_from_megatrons_own_each_time():
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
