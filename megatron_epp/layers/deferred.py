@@ -48,12 +48,13 @@ class Aside:
     def __init__(self, noticed: Callable[[Parameter], None] | None = None):
         self._noticed = noticed
         self._roots: dict[Parameter, Tensor] = {}
+        self._with: dict[Parameter, Parameter] = {}  # a bias: the weight whose root leads to it
 
     def __len__(self) -> int:
         return len(self._roots)
 
-    def __contains__(self, weight: Parameter) -> bool:
-        return weight in self._roots
+    def __contains__(self, parameter: Parameter) -> bool:
+        return parameter in self._roots or parameter in self._with
 
     @property
     def weights(self) -> tuple[Parameter, ...]:
@@ -62,18 +63,27 @@ class Aside:
     def add(self, linear: Linear, input_tK: Tensor, grad_TN: Tensor):
         """Hold what the gradient of ``linear``'s weight follows from."""
         weight = linear.weight_NK
-        assert weight not in self._roots, "a linear runs once per chunk"
         # Detached: with its history the input would keep the chunk's whole graph alive until W.
         with torch.enable_grad():
-            self._roots[weight] = _WeightGradient.apply(
-                weight, input_tK.detach(), grad_TN.detach(), linear
-            )
+            root = _WeightGradient.apply(weight, input_tK.detach(), grad_TN.detach(), linear)
+        self.hold(root, weight)
+
+    def hold(self, root: Tensor, weight: Parameter, bias: Parameter | None = None):
+        """Hold a root that leads to ``weight``, and to ``bias`` where the same product makes its
+        gradient."""
+        assert weight not in self._roots, "a linear runs once per chunk"
+        self._roots[weight] = root
+        if bias is not None:
+            self._with[bias] = weight
         if self._noticed is not None:
             self._noticed(weight)
 
-    def accumulate(self, weight: Parameter):
-        """Compute the gradient of ``weight``, add it to its ``grad``, free what it needed."""
+    def accumulate(self, parameter: Parameter):
+        """Compute the gradient of ``parameter``, and of what comes with it; add it to its ``grad``,
+        free what it needed."""
+        weight = self._with.get(parameter, parameter)
         root = self._roots.pop(weight)
+        self._with = {bias: other for bias, other in self._with.items() if other is not weight}
         # The root has no value and its gradient no meaning: what is given spares a fill with ones.
         torch.autograd.backward(root, root.detach())
 

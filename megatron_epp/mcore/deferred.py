@@ -6,40 +6,52 @@ multiplies by :func:`megatron_epp.layers.deferred.deferred_linear`; in every oth
 function, so a plain B computes what it computed before. A plan that splits nothing on a stage
 touches nothing.
 
+Transformer Engine's linears defer by a protocol of their own (layers/te_deferred.py): for as long
+their forward is wrapped.
+
 What stays in I: the gradients of norms, biases and embeddings, and of a weight that a linear
 borrows from the embedding (tied embeddings within one stage): autograd adds up both uses there.
+Of Transformer Engine's linears, biases that are added inside the product go with the weight.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_epp.ir import PlanError
 from megatron_epp.layers.deferred import Aside, Linear, deferred_linear
+from megatron_epp.layers.te_deferred import can_defer, deferred_forward
 from megatron_epp.mcore import seams
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
 
-def refuse_split(model: nn.Module) -> None:
-    """Raise a PlanError unless every linear layer of ``model`` can set its weight's gradient aside.
+def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
+    """What has no backward but in F, where the head is ``early``: there is nothing to set aside."""
+    return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 
-    Transformer Engine's linears defer by themselves (delay_wgrad_compute, backward_dw), to a queue
-    per module that this module does not speak to.
+
+def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
+    """Raise a PlanError unless every linear layer of ``model``, but those ``besides``, can set its
+    weight's gradient aside.
+
+    Of Transformer Engine's, those of one weight can: neither its grouped linears, nor its MLPs in
+    one piece, nor linears of a version that has no store for weight gradients.
     """
     for name, module in model.named_modules():
-        kind = type(module)
-        if kind.__module__.startswith(("transformer_engine", "megatron.core.extensions")) and any(
-            parameter.dim() > 1 for parameter in module.parameters(recurse=False)
-        ):
+        if any(module is other for other in besides):
+            continue
+        if _is_engines(module) and not can_defer(module):
             raise PlanError(
-                f"the plan splits backward into I and W, which {kind.__name__} ({name}) cannot do "
-                "here; give --transformer-impl local, or leave wsplit out of --epp-levers"
+                f"the plan splits backward into I and W, which {type(module).__name__} ({name}) "
+                "cannot do; give --transformer-impl local, or leave wsplit out of --epp-levers"
             )
         if isinstance(module, _LINEARS) and module.gradient_accumulation_fusion:
             raise PlanError(
@@ -48,15 +60,21 @@ def refuse_split(model: nn.Module) -> None:
             )
 
 
+def _is_engines(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer of Transformer Engine's, of whichever kind."""
+    return type(module).__module__.startswith(
+        ("transformer_engine", "megatron.core.extensions")
+    ) and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
 class Deferral:
     """The linears of one stage, but those ``besides``, for one iteration; a context."""
 
     def __init__(self, model: nn.Module, besides: Collection[nn.Module] = ()):
-        self.linears = [
-            module
-            for module in model.modules()
-            if isinstance(module, _LINEARS) and not any(module is other for other in besides)
-        ]
+        modules = [m for m in model.modules() if not any(m is other for other in besides)]
+        self.linears = [module for module in modules if isinstance(module, _LINEARS)]
+        self.engines = [module for module in modules if _is_engines(module) and can_defer(module)]
+        self._own: list[Any] = []  # of ``engines``: the forward that was set on the instance
         # A plain attribute, not a context variable: on a GPU backward has a thread of its own.
         self._aside: Aside | None = None
 
@@ -64,11 +82,19 @@ class Deferral:
         assert all(map(seams.is_installed, (seams.COLUMN_LINEAR, seams.ROW_LINEAR)))
         for module in self.linears:
             module.epp_multiply = partial(self._multiply, module)
+        for module in self.engines:
+            self._own.append(vars(module).get("forward"))
+            module.forward = partial(self._run, module, module.forward)
         return self
 
     def __exit__(self, *error: Any):
         for module in self.linears:
             del module.epp_multiply
+        for module, own in zip(self.engines, self._own, strict=True):
+            del module.forward  # the class's own shows again
+            if own is not None:
+                module.forward = own
+        self._own.clear()
 
     @contextmanager
     def into(self, aside: Aside | None) -> Iterator[None]:
@@ -78,6 +104,12 @@ class Deferral:
             yield
         finally:
             self._aside = None
+
+    def _run(self, module: Any, forward: Callable[..., Any], *args: Any, **others: Any) -> Any:
+        # A forward without a graph, as of a layer that will be recomputed, leaves nothing.
+        if self._aside is None or not torch.is_grad_enabled() or not module.weight.requires_grad:
+            return forward(*args, **others)
+        return deferred_forward(module, forward, self._aside, *args, **others)
 
     def _multiply(
         self,

@@ -177,8 +177,11 @@ def make_planning(
 
 
 def unusable_levers(args: Any) -> frozenset[str]:
-    """What plans of this job's layers must do without, unless it is asked for by name: Transformer
-    Engine's linears, and fused gradient accumulation, have no W of ours (mcore/deferred.py)."""
+    """What plans of this job's layers do without, unless it is asked for by name.
+
+    Fused gradient accumulation of Megatron's linears has no W (mcore/deferred.py). Transformer
+    Engine's linears have one, but no GPU has shown yet that it pays there, nor run it at all.
+    """
     if args.transformer_impl != "local" or args.gradient_accumulation_fusion:
         return frozenset({"wsplit"})
     return frozenset()

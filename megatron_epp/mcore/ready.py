@@ -50,10 +50,11 @@ class ReadyOrder:
 
     def finish(self, aside: Aside):
         """The stage's last W, with DDP's hooks awake."""
+        held = {parameter for parameter in self._order if parameter in aside}
         for parameter in self._order:
             if parameter in aside:
-                aside.accumulate(parameter)  # its hook reports
-            else:
+                aside.accumulate(parameter)  # its hook reports, and that of what comes with it
+            elif parameter not in held:
                 self._report(parameter)
         self._order.clear()
         assert not len(aside), "the last W holds a weight that the last I had not"

@@ -20,7 +20,7 @@ from megatron_epp.layers.recompute import EXECUTABLE
 from megatron_epp.mcore import telemetry
 from megatron_epp.mcore.batches import Batch, Documents
 from megatron_epp.mcore.budget import Budget
-from megatron_epp.mcore.deferred import refuse_split
+from megatron_epp.mcore.deferred import early_modules, refuse_split
 from megatron_epp.mcore.feed import Feed
 from megatron_epp.mcore.groups import Groups
 from megatron_epp.mcore.report import (
@@ -151,7 +151,8 @@ class ElasticSchedule:
             plan = step.plans[self.groups.replica]
             samples = batch.samples[list(step.deals[self.groups.replica])]
             if any(other.splits_backward for other in step.plans):
-                refuse_split(model)
+                last = self.groups.stage == self.groups.stages - 1
+                refuse_split(model, early_modules(model, self.early_head and last))
             stage = self._run(plan, samples, source.documents, model, config, forward_step_func)
             between = "gradients, optimizer and what else Megatron does between iterations"
             self.waiting.enter(between)

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, Kind, Op, Plan
 from megatron_epp.layers.deferred import Aside
-from megatron_epp.mcore.deferred import Deferral
+from megatron_epp.mcore.deferred import Deferral, early_modules
 from megatron_epp.mcore.feed import ChunkBatch, Feed
 from megatron_epp.mcore.ready import ReadyOrder
 from megatron_epp.runtime.store import Store
@@ -62,8 +62,7 @@ class ModelStage:
         self._no_sync = ExitStack()
         self._patched = ExitStack()
         self._aside = {op.chunk: Aside(self._set_aside) for op in order if op.kind is Kind.INPUT}
-        # Where the head's backward runs in F there is nothing of it to set aside.
-        besides = (get_attr_wrapped_model(model, "output_layer"),) if self._early_head else ()
+        besides = early_modules(model, self._early_head)
         self._deferral = Deferral(model, besides) if self._aside else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False

@@ -28,14 +28,14 @@ def plan():
     )
 
 
-def run(world, model) -> dict:
+def run(world, model, its_plan=None) -> dict:
     """The gradients of a stage in the middle; what neighbours send is the same every time."""
     import torch
 
     from megatron_epp.mcore.alone import run_stage
 
     torch.manual_seed(7)
-    run_stage(world, model, plan(), 1)
+    run_stage(world, model, plan() if its_plan is None else its_plan, 1)
     return {name: p.main_grad.clone() for name, p in model.named_parameters()}
 
 

@@ -126,8 +126,8 @@ def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
 
 
 def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
-    """Fused positions are Transformer Engine's kernel, and its linears have no W of ours; fused
-    accumulation of the output layer's gradient is apex's."""
+    """Fused positions are Transformer Engine's kernel, and its linears' W is for those who ask;
+    fused accumulation of the output layer's gradient is apex's."""
     wanted = SimpleNamespace(max_position_embeddings=8, transformer_impl="transformer_engine")
     assert "apply_rope_fusion" not in elastic_defaults(wanted)
     wanted.transformer_impl = "local"

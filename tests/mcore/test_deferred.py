@@ -16,6 +16,7 @@ from megatron_epp.layers.deferred import Aside, Linear, deferred_linear
 from megatron_epp.mcore import seams
 from megatron_epp.mcore.deferred import Deferral, refuse_split
 from megatron_epp.mcore.ready import ReadyOrder
+from tests.layers import engine
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.test_training import tensors
 
@@ -88,12 +89,36 @@ def test_what_cannot_split_is_refused_by_name():
     refuse_split(nn.Sequential(megatron_linear()))
     with pytest.raises(PlanError, match="--no-gradient-accumulation-fusion"):
         refuse_split(nn.Sequential(megatron_linear(fused=True)))
+    head = megatron_linear(fused=True)
+    refuse_split(nn.Sequential(head), [head])
+    refuse_split(nn.Sequential(engine.Linear(2, 2), engine.LayerNormLinear(2, 2)))
 
-    class Dense(nn.Linear):
-        __module__ = "transformer_engine.pytorch.module.linear"
+    class GroupedLinear(nn.Linear):
+        __module__ = "transformer_engine.pytorch.module.grouped_linear"
 
-    with pytest.raises(PlanError, match=r"which Dense \(0\) cannot do here; give --transformer"):
-        refuse_split(nn.Sequential(Dense(2, 2)))
+    with pytest.raises(PlanError, match=r"which GroupedLinear \(0\) cannot do; give --transfor"):
+        refuse_split(nn.Sequential(GroupedLinear(2, 2)))
+
+
+def test_engine_linears_defer_inside_the_context_and_are_given_back():
+    module, aside = engine.Linear(4, 3, bias=False), Aside()
+    model = nn.Sequential(module)
+    x = torch.ones(2, 1, 4, requires_grad=True)
+    module.forward = wrapped = module.forward  # as recompute wraps what a linear saves
+    with Deferral(model) as deferral:
+        model(x).sum().backward()
+        plain, module.weight.grad = module.weight.grad, None
+        with deferral.into(aside), torch.no_grad():
+            model(x)
+        with deferral.into(aside):
+            model(x).sum().backward()
+        assert module.weight.grad is None and aside.weights == (module.weight,)
+    assert module.forward is wrapped
+    aside.accumulate_all()
+    assert torch.equal(module.weight.grad, plain)
+    with Deferral(nn.Sequential(fresh := engine.Linear(4, 3))):
+        pass
+    assert "forward" not in vars(fresh)
 
 
 # ------------------------------------------------------------------ each gradient ready once
@@ -187,7 +212,11 @@ stage 0: F2 F0 F1 B1 B2 B0
 """
 
 
-def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path):
+WITH_ENGINE = ("-m", "tests.mcore.with_engine")
+
+
+@pytest.mark.parametrize("layers", ["local", "engine"])
+def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path, layers):
     """Overlapped reduction, a bucket per parameter, biases, tied embeddings on one stage: the
     same weights to the last bit after three iterations, however the backward is split."""
     corpus = write_corpus(tmp_path / "documents", [41] * 20)
@@ -216,7 +245,8 @@ def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path):
             save_interval=3,
         )
         unwanted = ("--disable-bias-linear", "--untie-embeddings-and-output-weights")
-        run = train([word for word in words if word not in unwanted])
+        words = [word for word in words if word not in unwanted]
+        run = train(words) if layers == "local" else train(words, program=WITH_ENGINE)
         assert run.status == 0, run.output
         assert len(run.losses) == 3
         folder: Path = tmp_path / name / "iter_0000003"

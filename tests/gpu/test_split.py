@@ -1,0 +1,80 @@
+"""Backwards in two halves through Transformer Engine's linears: the gradients of whole ones."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from tests.gpu.test_first_iteration import off, plan, run
+
+pytestmark = pytest.mark.gpu
+
+# Of chunks, whose Is run from the last to the first.
+ORDERS = {"as Is": (3, 2, 1, 0), "the other way": (0, 1, 2, 3), "mixed": (2, 0, 3, 1)}
+
+
+def halves(weights):
+    """The plan with every B as an I, and all W at the end; the last two chunks recomputed."""
+    from megatron_epp.ir import Kind, Op, check
+
+    whole = plan()
+    order = (
+        *(Op(Kind.FORWARD, c) for c in range(4)),
+        *(Op(Kind.INPUT, c) for c in reversed(range(4))),
+        *(Op(Kind.WEIGHT, c) for c in weights),
+    )
+    split = replace(
+        whole,
+        orders=(whole.orders[0], order, whole.orders[2]),
+        recompute=(whole.recompute[0], ("kk", "kk", "ff", "bb"), whole.recompute[2]),
+    )
+    check(split)
+    return split
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("weights", ORDERS)
+def test_halves_add_up_to_the_whole_from_the_first_iteration_on(
+    alone, engine, weights, biased, fused
+) -> None:
+    import torch
+
+    from megatron_epp.mcore.alone import build_stage
+    from megatron_epp.mcore.deferred import Deferral, refuse_split
+
+    args = copy.copy(alone.args)
+    args.gradient_accumulation_fusion, args.add_bias_linear = fused, biased
+    args.add_qkv_bias = biased
+    world = replace(alone, args=args)
+    whole, split = (build_stage(world, 2, False, False) for _ in range(2))
+    with torch.no_grad():
+        for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+            mine.copy_(theirs)
+    refuse_split(split)
+    assert len(Deferral(split).engines) == 8  # else W would have nothing to do
+    for _ in range(2):
+        assert off(run(world, split, halves(ORDERS[weights])), run(world, whole)) < 1e-2
+
+
+def test_what_i_leaves_is_what_w_adds(alone, engine) -> None:
+    """The guard can fail: without its Ws the weights of linears have no gradient at all."""
+    from megatron_epp.layers.deferred import Aside
+    from megatron_epp.mcore.alone import build_stage, probe_of
+    from megatron_epp.mcore.deferred import Deferral
+    from megatron_epp.mcore.probe import Shape
+
+    model = build_stage(alone, 1, False, False)
+    probe = probe_of(alone, model)
+    taken = Aside.accumulate_all
+    try:
+        Aside.accumulate_all = lambda self: None
+        model.zero_grad_buffer()
+        probe.layers(Shape(256), "k", split=True)
+    finally:
+        Aside.accumulate_all = taken
+    weights = [module.weight for module in Deferral(model).engines]
+    assert len(weights) == 4
+    assert all(float(weight.main_grad.norm()) == 0 for weight in weights)
+    probe.layers(Shape(256), "k", split=True)
+    assert all(float(weight.main_grad.norm()) > 0 for weight in weights)

@@ -1,0 +1,227 @@
+"""I and W of Transformer Engine's linears: the numbers of B, in any order of the Ws.
+
+On stand-ins (tests/layers/engine.py); tests/gpu has the same on a device.
+"""
+
+import copy
+import gc
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_epp.layers.deferred import Aside
+from megatron_epp.layers.te_deferred import can_defer, deferred_forward
+from megatron_epp.runtime.meter import SavedBytesMeter
+from megatron_epp.runtime.store import Store
+from tests.layers import engine
+from tests.layers.test_deferred import _Mark, _Marked
+
+T, H, FFN = 5, 8, 12
+KINDS = {
+    "no bias": {"bias": False},
+    "bias in the product": {},
+    "bias behind the product": {"unfused_bias": True},
+    "bias for others": {"return_bias": True},
+}
+
+
+class Net(nn.Module):
+    """A layer's MLP. ``aside``: where its linears leave their weights' gradients, or None: B."""
+
+    def __init__(self, **words):
+        super().__init__()
+        self.first = engine.LayerNormLinear(H, FFN, **words)
+        self.second = engine.Linear(FFN, H, **words)
+
+    def forward(self, x: Tensor, aside: Aside | None = None) -> Tensor:
+        for linear in (self.first, self.second):
+            if aside is None or not torch.is_grad_enabled():
+                x = linear(x)
+            else:
+                x = deferred_forward(linear, linear, aside, x)
+            if isinstance(x, tuple):
+                x = x[0] + x[1]
+            x = x.tanh()
+        return x
+
+
+def nets(**words) -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        net = Net(**words).double()
+    for parameter in net.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
+        parameter.ran = []
+    other = copy.deepcopy(net)
+    for parameter, copied in zip(net.parameters(), other.parameters(), strict=True):
+        copied.main_grad = torch.zeros_like(parameter)
+        copied.grad_added_to_main_grad, copied.ran = False, []
+    return net, other
+
+
+def reduce(net: Net) -> list:
+    """Megatron's hooks, on the node that adds up a gradient: each asks for one and takes it away.
+    What is returned must live as long as the hooks are to."""
+    nodes = []
+    for name, parameter in net.named_parameters():
+
+        def hook(*unused, name=name, parameter=parameter):
+            assert parameter.grad is not None, f"{name}: no gradient"
+            if not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+            parameter.ran.append(name)
+
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        node.register_hook(hook)
+        nodes.append(node)
+    return nodes
+
+
+def chunks(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        tuple(torch.randn(T, 1, H, dtype=torch.float64, generator=generator) for _ in range(2))
+        for _ in range(count)
+    ]
+
+
+def inputs(net: Net, asides: Sequence[Aside | None]) -> list[Tensor]:
+    """F of every chunk, then B or I in reverse; the gradients of their inputs."""
+    made = []
+    for (x, gradient), aside in zip(chunks(), asides, strict=True):
+        x = x.clone().requires_grad_()
+        made.append((x, net(x, aside), gradient))
+    for _, y, gradient in reversed(made):
+        y.backward(gradient)
+    return [x.grad for x, _, _ in made]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2), (1, 2, 0)])
+def test_i_and_w_are_b_in_any_order(kind, order, fused) -> None:
+    split, whole = nets(fuse_wgrad_accumulation=fused, **KINDS[kind])
+    alive = reduce(split), reduce(whole)
+    asides = [Aside() for _ in range(3)]
+    for mine, theirs in zip(inputs(split, asides), inputs(whole, [None] * 3), strict=True):
+        assert torch.equal(mine, theirs)
+    assert all(len(aside) == 2 for aside in asides)
+    for chunk in order:
+        asides[chunk].accumulate_all()
+        assert not len(asides[chunk])
+    for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        assert theirs.main_grad.norm() > 0
+        assert torch.allclose(mine.main_grad, theirs.main_grad, rtol=1e-12, atol=1e-12)
+        assert mine.ran == theirs.ran and len(mine.ran) == 3
+    del alive
+
+
+def test_of_a_deferred_weight_no_hook_runs_in_i() -> None:
+    net, _ = nets()
+    alive = reduce(net)
+    asides = [Aside(), Aside(), Aside()]
+    inputs(net, asides)
+    named = dict(net.named_parameters())
+    assert named.pop("first.layer_norm_weight").ran  # autograd's, in I
+    assert [p.ran for p in named.values()] == [[]] * 4
+    # A bias whose gradient comes out of the same product comes with its weight, either way round.
+    second = net.second
+    assert second.bias in asides[0] and second.weight in asides[0]
+    asides[0].accumulate(second.bias)
+    assert second.bias not in asides[0] and second.weight not in asides[0]
+    assert len(second.weight.ran) == len(second.bias.ran) == 1
+    del alive
+
+
+def test_only_deferred_forwards_differ_and_the_module_is_left_as_it_was() -> None:
+    split, whole = nets(fuse_wgrad_accumulation=True)
+    alive = reduce(split), reduce(whole)
+    before = dict(split.named_parameters())
+    store = split.first.wgrad_store
+    mixed = [Aside(), None, Aside()]
+    inputs(split, mixed), inputs(whole, [None] * 3)
+    assert dict(split.named_parameters()) == before
+    assert split.first.wgrad_store is store and not store.delay_wgrad_compute()
+    for aside in (mixed[0], mixed[2]):
+        aside.accumulate_all()
+    for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(mine.main_grad, theirs.main_grad, rtol=1e-12, atol=1e-12)
+    del alive
+
+
+def test_a_forward_that_fails_gives_the_module_back() -> None:
+    net, _ = nets()
+    linear, weight, store = net.first, net.first.weight, net.first.wgrad_store
+
+    def fails(x):
+        assert linear.weight is not weight and linear.wgrad_store is not store
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        deferred_forward(linear, fails, Aside(), torch.ones(1))
+    assert linear.weight is weight and linear.wgrad_store is store
+
+
+def test_a_recomputed_linear_defers_in_the_recomputation() -> None:
+    split, whole = nets()
+    aside = Aside()
+    (x, gradient), *_ = chunks()
+    mine, theirs = (x.clone().requires_grad_() for _ in range(2))
+    y = checkpoint(lambda t: split(t, aside), mine, use_reentrant=True)
+    assert not len(aside)
+    y.backward(gradient)
+    aside.accumulate_all()
+    whole(theirs).backward(gradient)
+    for a, b in zip(split.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_between_i_and_w_inputs_and_gradients_are_held_and_no_graph() -> None:
+    net, _ = nets(bias=False)
+    meter = SavedBytesMeter(net.parameters())
+    aside = Aside()
+    (x, gradient), *_ = chunks()
+    with meter.watch(Store({})):
+        mark = _Mark()
+        alive = weakref.ref(mark)
+        y = net(_Marked.apply(x.requires_grad_(), mark), aside)
+        del mark
+        assert alive() is not None
+        y.backward(gradient)
+        del y
+        gc.collect()
+        assert alive() is None
+        # Of both linears: the input, and the output's gradient.
+        assert meter.now == 8 * T * ((H + FFN) + (FFN + H))
+        aside.accumulate_all()
+        assert meter.now == 0
+
+
+def test_a_queue_of_the_modules_own_would_ask_for_its_order() -> None:
+    """What the stand-in stands in for: W of chunk 0 first takes what the first I has put there."""
+    torch.manual_seed(0)
+    linear = engine.Linear(H, H, delay_wgrad_compute=True).double()
+    outputs = [(linear(x.clone().requires_grad_()), gradient) for x, gradient in chunks(2)]
+    for y, gradient in reversed(outputs):
+        y.backward(gradient)
+    found = []
+    for _ in range(2):
+        linear.weight.grad = None
+        linear.backward_dw()
+        found.append(linear.weight.grad)
+    expected = [gradient.squeeze(1).t() @ x.squeeze(1) for x, gradient in chunks(2)]
+    assert torch.allclose(found[0], expected[1]) and torch.allclose(found[1], expected[0])
+
+
+def test_which_modules_can() -> None:
+    net, _ = nets()
+    assert can_defer(net.first) and can_defer(net.second)
+    net.second.weight_names = ["query", "key"]
+    assert not can_defer(net.second)
+    assert not can_defer(nn.Linear(2, 2))
