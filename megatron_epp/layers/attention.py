@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_epp.layers.chunk import ChunkState
 from megatron_epp.layers.kernels import attend, attend_backward
+from megatron_epp.layers.remake import AttendAgain
 
 
 class PartsAttention:
@@ -33,7 +34,7 @@ class PartsAttention:
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
-    ) -> "tuple[Tensor, AttendAgain | None]":
+    ) -> tuple[Tensor, AttendAgain | None]:
         """The output [T, H, D]; where it is to be dropped, also the promise to make it again."""
         again = AttendAgain() if drop else None
         return ChunkAttention.apply(q_THD, k_TGD, v_TGD, state, layer, self.scale, again), again
@@ -56,7 +57,7 @@ class ChunkAttention(torch.autograd.Function):
         state: ChunkState,
         layer: int,
         scale: float,
-        again: "AttendAgain | None" = None,
+        again: AttendAgain | None = None,
     ) -> Tensor:
         store = state.store
         # The value arrives as a view of the fused QKV projection's output: saved as it is, it
@@ -75,7 +76,7 @@ class ChunkAttention(torch.autograd.Function):
         ctx.again = again
         result = (out_THD, lse_TH) if again is None else ()
         if again is not None:
-            again.node = ctx
+            again.of(ctx, _once_more)
         ctx.save_for_backward(q_THD, *result, *(() if ctx.kept else (k_TGD, v_TGD)))
         return out_THD
 
@@ -98,7 +99,8 @@ class ChunkAttention(torch.autograd.Function):
             out_THD, lse_TH = saved
         else:
             out_THD, lse_TH = ctx.again.result()
-            ctx.again.node = ctx.again.run = ctx.again = None
+            ctx.again.forget()
+            ctx.again = None
         padded = q_THD.shape[0]
         dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         dk_TGD, dv_TGD = (t.new_empty(padded, *t.shape[1:]) for t in (k_TGD, v_TGD))
@@ -128,24 +130,10 @@ class ChunkAttention(torch.autograd.Function):
         return dq_THD, dk_TGD, dv_TGD, None, None, None, None
 
 
-class AttendAgain:
-    """The promise (layers.remake) of an attention's output, and its log-sum-exp."""
-
-    def __init__(self):
-        self.node: Any = None  # ChunkAttention's context; given back in its backward
-        self.run: tuple[Tensor, Tensor] | None = None
-
-    def value(self) -> Tensor:
-        return self.result()[0]
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        if self.run is None:
-            q_THD, k_TGD, v_TGD, _ = ChunkAttention.inputs(self.node)
-            with torch.no_grad():
-                self.run = _attend_rows(
-                    q_THD, k_TGD, v_TGD, self.node.state, self.node.layer, self.node.scale
-                )
-        return self.run
+def _once_more(ctx: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a forward whose own were dropped."""
+    q_THD, k_TGD, v_TGD, _ = ChunkAttention.inputs(ctx)
+    return _attend_rows(q_THD, k_TGD, v_TGD, ctx.state, ctx.layer, ctx.scale)
 
 
 def _attend_rows(

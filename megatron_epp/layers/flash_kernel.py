@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.varlen import Borders
+from megatron_epp.layers.varlen import Borders, Operands
 
 MOST_HEAD_SIZE = 256
 
@@ -25,17 +25,10 @@ class FlashKernel:
     def __init__(self, scale: float):
         self.scale = scale
 
-    def forward(
-        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders, backward: bool
-    ) -> tuple[Tensor, Any]:
+    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            q_THD,
-            k_SGD,
-            v_SGD,
-            borders.queries,
-            borders.keys,
-            borders.most_queries,
-            borders.most_keys,
+            *call.tensors,
+            *_lengths(call.borders),
             0.0,  # dropout
             True,  # causal
             False,  # no debug mask
@@ -45,31 +38,21 @@ class FlashKernel:
         return out_THD, (out_THD.detach(), lse_HT) if backward else None
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_SGD: Tensor,
-        v_SGD: Tensor,
-        kept: Any,
-        borders: Borders,
+        self, grad_THD: Tensor, call: Operands, kept: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out_THD, lse_HT = kept
-        # Without dropout nobody draws from this state.
-        state = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
+        device = grad_THD.device
         return torch.ops.aten._flash_attention_backward(
             grad_THD,
-            q_THD,
-            k_SGD,
-            v_SGD,
-            out_THD,
-            lse_HT,
-            borders.queries,
-            borders.keys,
-            borders.most_queries,
-            borders.most_keys,
+            *call.tensors,
+            *kept,
+            *_lengths(call.borders),
             0.0,
             True,
-            state,
-            torch.empty(0, device=q_THD.device),
+            torch.zeros(2, dtype=torch.uint64, device=device),  # random state of the dropout
+            torch.empty(0, device=device),
             scale=self.scale,
         )
+
+
+def _lengths(borders: Borders) -> tuple[Tensor, Tensor, int, int]:
+    return borders.queries, borders.keys, borders.most_queries, borders.most_keys

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.varlen import Borders
+from megatron_epp.layers.varlen import Borders, Operands
 
 
 class PlainKernel:
@@ -20,24 +20,16 @@ class PlainKernel:
     def __init__(self, scale: float):
         self.scale = scale
 
-    def forward(
-        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders, backward: bool
-    ) -> tuple[Tensor, Any]:
+    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         with torch.no_grad():
-            return self._attend(q_THD, k_SGD, v_SGD, borders), None
+            return self._attend(*call.tensors, call.borders), None
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_SGD: Tensor,
-        v_SGD: Tensor,
-        kept: Any,
-        borders: Borders,
+        self, grad_THD: Tensor, call: Operands, kept: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = [x.detach().requires_grad_() for x in (q_THD, k_SGD, v_SGD)]
+        inputs = [x.detach().requires_grad_() for x in call.tensors]
         with torch.enable_grad():
-            out_THD = self._attend(*inputs, borders)
+            out_THD = self._attend(*inputs, call.borders)
         return torch.autograd.grad(out_THD, inputs, grad_THD)
 
     def _attend(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders) -> Tensor:

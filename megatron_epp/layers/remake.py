@@ -21,6 +21,34 @@ class Promise(Protocol):
     def value(self) -> Tensor: ...
 
 
+class AttendAgain:
+    """The promise of an attention's output, and of what else its backward takes.
+
+    ``of`` says which node of autograd's made the output, and what makes it again from that.
+    """
+
+    def __init__(self):
+        self._node: Any = None
+        self._once_more: Callable[[Any], tuple[Tensor, Any]] | None = None
+        self._made: tuple[Tensor, Any] | None = None
+
+    def of(self, node: Any, once_more: Callable[[Any], tuple[Tensor, Any]]):
+        self._node, self._once_more = node, once_more
+
+    def value(self) -> Tensor:
+        return self.result()[0]
+
+    def result(self) -> tuple[Tensor, Any]:
+        if self._made is None:
+            with torch.no_grad():
+                self._made = self._once_more(self._node)
+        return self._made
+
+    def forget(self):
+        """In the node's backward: no cycle stays."""
+        self._node = self._once_more = self._made = None
+
+
 class Dropped:
     """What one layer drops right now: promises by where the dropped tensor's data begin.
 

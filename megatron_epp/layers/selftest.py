@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.layers.plain_kernel import PlainKernel
-from megatron_epp.layers.varlen import Borders, Kernel
+from megatron_epp.layers.varlen import Borders, Kernel, Operands
 
 # (queries, keys) of the documents of a call.
 CALLS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -69,7 +69,7 @@ def errors(
     q, grad = draw(sum(queries), heads), draw(sum(queries), heads)
     k, v = draw(sum(keys), groups), draw(sum(keys), groups)
     right, ours, plain = (
-        _run(judge, grad.to(to), q.to(to), k.to(to), v.to(to), borders)
+        _run(judge, grad.to(to), Operands(q.to(to), k.to(to), v.to(to), borders))
         for judge, to in (
             (PlainKernel(scale), torch.float64),
             (kernel, dtype),
@@ -79,11 +79,9 @@ def errors(
     return [_distances(found, right) for found in (ours, plain)]
 
 
-def _run(
-    kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, borders: Borders
-) -> tuple[Tensor, ...]:
-    out, kept = kernel.forward(q, k, v, borders, True)
-    return out, *kernel.backward(grad, q, k, v, kept, borders)
+def _run(kernel: Kernel, grad: Tensor, call: Operands) -> tuple[Tensor, ...]:
+    out, kept = kernel.forward(call, True)
+    return out, *kernel.backward(grad, call, kept)
 
 
 def _distances(found: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:

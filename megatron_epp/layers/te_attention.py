@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.varlen import Borders
+from megatron_epp.layers.varlen import Borders, Operands
 
 MASK = "padding_causal_bottom_right"
 
@@ -51,30 +51,22 @@ class TransformerEngineKernel:
             softmax_scale=scale,
         )
 
-    def forward(
-        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders, backward: bool
-    ) -> tuple[Tensor, Any]:
-        inputs = [_at_start(x) for x in (q_THD, k_SGD, v_SGD)]
+    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        inputs = _at_start(call)
         if not backward:
             with torch.no_grad():
-                return self._run(inputs, borders).view_as(q_THD), None
+                return self._run(inputs, call.borders).view_as(call.q_THD), None
         kept = _Run(inputs)
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            kept.output = self._run(kept.inputs, borders)
-        result = kept.output.detach().view_as(q_THD)
+            kept.output = self._run(kept.inputs, call.borders)
+        result = kept.output.detach().view_as(call.q_THD)
         kept.let_go()
         return result, kept
 
     def backward(
-        self,
-        grad_THD: Tensor,
-        q_THD: Tensor,
-        k_SGD: Tensor,
-        v_SGD: Tensor,
-        kept: Any,
-        borders: Borders,
+        self, grad_THD: Tensor, call: Operands, kept: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return kept.gradients(grad_THD, [_at_start(x) for x in (q_THD, k_SGD, v_SGD)])
+        return kept.gradients(grad_THD, _at_start(call))
 
     def _run(self, inputs: list[Tensor], borders: Borders) -> Tensor:
         """[T, H D]. All lengths are given: asked for them, the module would wait for the device.
@@ -96,10 +88,9 @@ class TransformerEngineKernel:
         return output
 
 
-def _at_start(tensor: Tensor) -> Tensor:
-    if tensor.storage_offset() == 0 and tensor.is_contiguous():
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+def _at_start(call: Operands) -> list[Tensor]:
+    """q, k and v, each at the beginning of its storage: copied where it is not."""
+    return [x if x.storage_offset() == 0 else x.clone() for x in call.tensors]
 
 
 class _Source(torch.autograd.Function):

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.layers.chunk import ChunkState, Rows
+from megatron_epp.layers.remake import AttendAgain
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +65,34 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What one call attends with: queries [T, H, D], keys and values [S, G, D], all contiguous."""
+
+    q_THD: Tensor
+    k_SGD: Tensor
+    v_SGD: Tensor
+    borders: Borders
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_THD, self.k_SGD, self.v_SGD
+
+
 class Kernel(Protocol):
-    """Attention of one call; q, k, v lie contiguous, the mask is causal at the bottom right.
+    """Attention of one call; the mask is causal at the bottom right.
 
     ``forward`` gives the output [T, H, D] and, for a backward to come, what the kernel needs of it
-    beyond q, k and v, which ``backward`` is given again.
+    beyond the operands, which ``backward`` is given again; it gives the gradients of q, k and v.
     """
 
     name: str
 
-    def forward(
-        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders, backward: bool
-    ) -> tuple[Tensor, Any]: ...
+    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]: ...
 
     def backward(
-        self, grad_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, kept: Any,
-        borders: Borders,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+        self, grad_THD: Tensor, call: Operands, kept: Any
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +156,7 @@ class VarlenAttention:
         state: ChunkState,
         layer: int,
         drop: bool,
-    ) -> tuple[Tensor, "AttendAgain | None"]:
+    ) -> tuple[Tensor, AttendAgain | None]:
         """The output [T, H, D]; where it is to be dropped, also the promise to make it again."""
         again = AttendAgain() if drop else None
         backward = torch.is_grad_enabled()
@@ -163,7 +175,7 @@ class _Attend(torch.autograd.Function):
         layer: int,
         kernel: Kernel,
         backward: bool,
-        again: "AttendAgain | None",
+        again: AttendAgain | None,
     ) -> Tensor:
         # A view of the fused QKV projection's output would keep all of that alive.
         q_THD, k_TGD, v_TGD = q_THD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
@@ -182,7 +194,7 @@ class _Attend(torch.autograd.Function):
                     store.release(layer, piece.slice.span.document)
         ctx.call, ctx.kept, ctx.again = call, kept, again
         if again is not None:
-            again.node = ctx
+            again.of(ctx, _once_more)
         stored = all(piece.slice is not None for piece in pieces)
         ctx.save_for_backward(q_THD, *(() if stored else (k_TGD, v_TGD)))
         return out_THD
@@ -194,8 +206,9 @@ class _Attend(torch.autograd.Function):
         if ctx.again is None:
             kept = ctx.kept
         else:
-            _, kept = ctx.again.run_once()
-            ctx.again.node = ctx.again.run = ctx.again = None
+            _, kept = ctx.again.result()
+            ctx.again.forget()
+            ctx.again = None
         ctx.kept = None
         gradients = call.backward(grad_THD.contiguous(), q_THD, k_TGD, v_TGD, kept)
         return *gradients, None, None, None, None, None
@@ -219,8 +232,7 @@ class _Call:
     ) -> tuple[Tensor, list[Any]]:
         outputs, kept = [], []
         for piece in self.pieces:
-            keys = self._keys(piece, k_TGD, v_TGD)
-            out, needed = self.kernel.forward(q_THD[piece.mine], *keys, piece.borders, backward)
+            out, needed = self.kernel.forward(self._operands(piece, q_THD, k_TGD, v_TGD), backward)
             outputs.append(out)
             kept.append(needed)
         return self._joined(outputs, q_THD), kept
@@ -235,11 +247,8 @@ class _Call:
     ) -> tuple[Tensor, Tensor, Tensor]:
         made: list[tuple[Tensor, ...]] = []
         for index, piece in enumerate(self.pieces):
-            keys = self._keys(piece, k_TGD, v_TGD)
-            mine = piece.mine
-            dq, dk, dv = self.kernel.backward(
-                grad_THD[mine], q_THD[mine], *keys, kept[index], piece.borders
-            )
+            call = self._operands(piece, q_THD, k_TGD, v_TGD)
+            dq, dk, dv = self.kernel.backward(grad_THD[piece.mine], call, kept[index])
             kept[index] = None  # freed before the next piece makes its gradients
             if piece.slice is not None:
                 dk, dv = self._of_slice(piece.slice, dk, dv)
@@ -249,14 +258,16 @@ class _Call:
         )  # fmt: skip
         return dq_THD, dk_TGD, dv_TGD
 
-    def _keys(
-        self, piece: Piece, k_TGD: Tensor | None, v_TGD: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """K and V of the piece's call: [S, G, D], context first."""
+    def _operands(
+        self, piece: Piece, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None
+    ) -> Operands:
+        """Of the piece's call; of a slice, the keys and values of its context first."""
         if piece.slice is None:
-            return k_TGD[piece.mine], v_TGD[piece.mine]
-        span = piece.slice.span
-        return self.state.store.context(self.layer, span.document, span.stop)
+            keys = k_TGD[piece.mine], v_TGD[piece.mine]
+        else:
+            span = piece.slice.span
+            keys = self.state.store.context(self.layer, span.document, span.stop)
+        return Operands(q_THD[piece.mine], *keys, piece.borders)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
         """Leave the context's gradients in the store; the slice's own, with what later slices
@@ -286,20 +297,7 @@ class _Call:
         return joined
 
 
-class AttendAgain:
-    """The promise (layers.remake) of an attention's output."""
-
-    def __init__(self):
-        self.node: Any = None  # _Attend's context; given back in its backward
-        self.run: tuple[Tensor, list[Any]] | None = None
-
-    def value(self) -> Tensor:
-        return self.run_once()[0]
-
-    def run_once(self) -> tuple[Tensor, list[Any]]:
-        """(output, what its backward needs)."""
-        if self.run is None:
-            call: _Call = self.node.call
-            with torch.no_grad():
-                self.run = call.forward(*call.inputs(self.node), True)
-        return self.run
+def _once_more(ctx: Any) -> tuple[Tensor, list[Any]]:
+    """(output, what its backward needs) of a forward whose own was dropped."""
+    call: _Call = ctx.call
+    return call.forward(*call.inputs(ctx), True)

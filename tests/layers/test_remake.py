@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_epp.ir import Span
-from megatron_epp.layers.attention import AttendAgain, ChunkAttention
+from megatron_epp.layers.attention import ChunkAttention
 from megatron_epp.layers.chunk import ChunkState, Rows
 from megatron_epp.layers.recompute import MODULES, wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
-from megatron_epp.layers.remake import Dropped
+from megatron_epp.layers.remake import AttendAgain, Dropped
 from megatron_epp.runtime.meter import SavedBytesMeter
 from megatron_epp.runtime.store import Store
 

@@ -16,7 +16,7 @@ from megatron_epp.layers.flash_kernel import FlashKernel
 from megatron_epp.layers.plain_kernel import PlainKernel
 from megatron_epp.layers.selftest import require_right
 from megatron_epp.layers.te_attention import MASK, TransformerEngineKernel
-from megatron_epp.layers.varlen import Borders, VarlenAttention
+from megatron_epp.layers.varlen import Borders, Operands, VarlenAttention
 from megatron_epp.planner.arbitrary import arbitrary_plan
 from tests.layers.test_attention import (
     HEAD_SIZE,
@@ -92,9 +92,9 @@ def test_whole_documents_are_one_call_and_a_slice_is_another() -> None:
     calls: list[list[tuple[int, int]]] = []
 
     class Counting(PlainKernel):
-        def forward(self, q_THD, k_SGD, v_SGD, borders, backward):
-            calls.append(borders.lengths)
-            return super().forward(q_THD, k_SGD, v_SGD, borders, backward)
+        def forward(self, call, backward):
+            calls.append(call.borders.lengths)
+            return super().forward(call, backward)
 
     class Counted(Varlen):
         kernel = Counting(SCALE)
@@ -140,12 +140,12 @@ def test_torchs_kernels_take_what_they_are_given() -> None:
         k, v = (torch.empty(256, GROUPS, 64, device=device, dtype=torch.bfloat16) for _ in "kv")
         sums = torch.empty(2, device=device, dtype=torch.int32)
         borders = Borders(sums, sums, 100, 256)
-        kernel = FlashKernel(SCALE)
-        out, kept = kernel.forward(q, k, v, borders, True)
-        gradients = kernel.backward(out, q, k, v, kept, borders)
+        kernel, call = FlashKernel(SCALE), Operands(q, k, v, borders)
+        out, kept = kernel.forward(call, True)
+        gradients = kernel.backward(out, call, kept)
         assert out.shape == q.shape and kept[1].shape == (HEADS, 100)
         assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
-        assert kernel.forward(q, k, v, borders, False)[1] is None
+        assert kernel.forward(call, False)[1] is None
 
 
 class _Saving(torch.autograd.Function):
@@ -154,7 +154,7 @@ class _Saving(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, borders):
         kernel = PlainKernel(SCALE)
-        out, _ = kernel.forward(q, k, v, borders, False)
+        out, _ = kernel.forward(Operands(q, k, v, borders), False)
         ctx.save_for_backward(q, k, v, out)
         ctx.borders = borders
         return out
@@ -163,7 +163,8 @@ class _Saving(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, out = ctx.saved_tensors
         assert out.shape == q.shape
-        return *PlainKernel(SCALE).backward(grad, q, k, v, None, ctx.borders), None
+        call = Operands(q, k, v, ctx.borders)
+        return *PlainKernel(SCALE).backward(grad, call, None), None
 
 
 class DotProductAttention(torch.nn.Module):
@@ -226,16 +227,17 @@ def test_transformer_engine_holds_no_keys_between_forward_and_backward(engine) -
     (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
     borders = Borders.of([9], [9], torch.device("cpu"))
     before = [holders(x) for x in (q, k, v)]
-    out, kept = kernel.forward(q, k, v, borders, True)
+    call = Operands(q, k, v, borders)
+    out, kept = kernel.forward(call, True)
     assert [holders(x) for x in (q, k, v)] == before
     assert holders(out) > holders(out.clone())  # which the graph does hold
-    expected = PlainKernel(SCALE).backward(grad, q, k, v, None, borders)
-    copies = [x.clone() for x in (q, k, v)]
+    expected = PlainKernel(SCALE).backward(grad, call, None)
+    copies = Operands(*(x.clone() for x in (q, k, v)), borders)
     for tensor in (q, k, v):
         tensor.fill_(torch.nan)  # whoever kept a view would see it
-    found = kernel.backward(grad, *copies, kept, borders)
+    found = kernel.backward(grad, copies, kept)
     assert all(map(torch.equal, found, expected))
-    assert kernel.forward(*copies, borders, False)[1] is None
+    assert kernel.forward(copies, False)[1] is None
 
 
 # ------------------------------------------------------------------ the self-test at start
@@ -258,16 +260,16 @@ class Upside(PlainKernel):
 class Forgetful(PlainKernel):
     name = "forgetful"
 
-    def backward(self, grad_THD, q_THD, k_SGD, v_SGD, kept, borders):
-        dq, dk, dv = super().backward(grad_THD, q_THD, k_SGD, v_SGD, kept, borders)
+    def backward(self, grad_THD, call, kept):
+        dq, dk, dv = super().backward(grad_THD, call, kept)
         return dq, dk, dv * 0
 
 
 class Lost(PlainKernel):
     name = "lost"
 
-    def forward(self, q_THD, k_SGD, v_SGD, borders, backward):
-        return torch.full_like(q_THD, torch.nan), None
+    def forward(self, call, backward):
+        return torch.full_like(call.q_THD, torch.nan), None
 
 
 def selftest(kernel, dtype=torch.bfloat16) -> None:
