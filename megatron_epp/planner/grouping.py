@@ -43,7 +43,9 @@ class Programs:
         forward = float(cost.seconds(Kind.FORWARD, loads).sum())
         self.layer_seconds = forward / sum(cost.layers) / loads.chunks  # F_hat, eq. 17
 
-    def layers(self, first: int, stop: int, *, integer: bool) -> np.ndarray | None:
+    def layers(
+        self, first: int, stop: int, room_bytes: np.ndarray, *, integer: bool
+    ) -> np.ndarray | None:
         """C of eqs 18 to 20 for the pipeline of groups first to stop; None where none fits."""
         chunking, cost = self.chunking, self.cost
         begin, end = chunking.starts[first], chunking.starts[stop]
@@ -56,7 +58,7 @@ class Programs:
             chunking.backward[begin:end] - begin,
             np.ascontiguousarray(self.moves[..., begin:end]),
             np.ascontiguousarray(self.freed[None, :, begin:end]),
-            self.room_bytes,
+            room_bytes,
             most,
             integer=integer,
         )
@@ -66,15 +68,16 @@ class Programs:
 
     def seconds(self, first: int, stop: int) -> float:
         """T_ckpt of groups first to stop, by the relaxation; infinite if they cannot fit."""
-        layers = self.layers(first, stop, integer=False)
+        layers = self.layers(first, stop, self.room_bytes, integer=False)
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())
 
-    def counts(self, cuts: Sequence[int]) -> Counts | None:
-        """The recompute choices of pipelines that begin at groups ``cuts``, as integers."""
+    def counts(self, cuts: Sequence[int], room_bytes: np.ndarray) -> Counts | None:
+        """The recompute choices of pipelines that begin at groups ``cuts``, as integers; None
+        where ``room_bytes`` are too few."""
         chunking, stages = self.chunking, self.cost.stages
         grid = np.zeros((stages, chunking.count))
         for first, stop in itertools.pairwise((0, *cuts, chunking.groups)):
-            layers = self.layers(first, stop, integer=True)
+            layers = self.layers(first, stop, room_bytes, integer=True)
             if layers is None:
                 return None
             begin, end = chunking.starts[first], chunking.starts[stop]

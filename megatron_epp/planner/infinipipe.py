@@ -33,8 +33,8 @@ SLICE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # K
 # Slices of fewer tokens are not tried, unless the longest document itself has few.
 LEAST_SLICE_TOKENS = 1024
 # The paper's ledger is not the exact one. Where a plan's exact peak exceeds the budget, its stages
-# are solved again with that much less, this often at most.
-TIGHTENINGS = 4
+# are solved again with that much less, this often at most; K and the grouping stay while they fit.
+TIGHTENINGS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,12 @@ def draft(batch: Batch, cost: Cost, options: Options, method: Method | None = No
     method = method or Method(chunkings)
     whole = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     room, solver = whole, Solver()
+    best: Candidate | None = None
     for _ in range(TIGHTENINGS):
-        best = best_candidate(solver, method, batch, cost, options, room)
-        counts = None if best is None else best.programs.counts(best.cuts)
+        counts = None if best is None else best.programs.counts(best.cuts, room)
+        if counts is None:
+            best = best_candidate(solver, method, batch, cost, options, room)
+            counts = None if best is None else best.programs.counts(best.cuts, room)
         if best is None or counts is None:
             break
         note = f"{best.note}, predicted {best.seconds:.6g} s"

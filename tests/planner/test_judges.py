@@ -8,14 +8,14 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_epp.ir import Kind, Op, Plan, PlanError, check
-from megatron_epp.planner import diagonal, flexsp
+from megatron_epp.planner import ALL, Options, diagonal, epp, flexsp
 from megatron_epp.planner.bound import lower_bound_seconds
 from megatron_epp.planner.deal import deal
 from megatron_epp.planner.finish import Batch
 from megatron_epp.planner.groups import group_costs
 from megatron_epp.planner.listing import list_schedule
 from megatron_epp.planner.recipe import Recipe, cook
-from megatron_epp.planner.recompute import freed_bytes
+from megatron_epp.planner.recompute import freed_bytes, ladder
 from megatron_epp.planner.styles import policy, styles
 from megatron_epp.planner.windows import shrinking
 from megatron_epp.planner.work import loads_of, rates_of, work_of
@@ -240,3 +240,68 @@ def cook_one():
     from megatron_epp.ir import Chunk, Span
 
     return Chunk((Span(0, 0, 5),))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
+    """Deep pipelines start with a few rows; what comes out keeps all of them."""
+    random = Random(seed)
+    cost = machine(pp=4, room_gib=3)
+    batch = Batch.of([random.randint(2_000, 12_000) for _ in range(30)])
+    chunking = cook(Recipe(40.0), batch.lengths, rates_of(cost), 10**9)
+    loads = loads_of(chunking, batch.lengths)
+    work = work_of(cost, chunking, loads, {})
+    law = shrinking(chunking.sizes, cost.stages)
+    solver = diagonal.Solver()
+    freed = freed_bytes(cost, loads, "kf")
+    most = np.full(chunking.count + cost.stages - 1, min(cost.layers))
+
+    def solved() -> np.ndarray:
+        found = diagonal.solve_order(
+            solver,
+            law,
+            work.backward_order,
+            work.whole_bytes,
+            freed,
+            work.budget_bytes,
+            most,
+            integer=False,
+        )
+        assert found is not None
+        return found
+
+    everything = solved()
+    assert everything.any()
+    monkeypatch.setattr(diagonal, "MANY_ENTRIES", 0)
+    on_demand = solved()
+    saved = freed[0] * diagonal.spread(on_demand[0], work.backward_order, cost.stages)
+    missing, _ = diagonal._missing(
+        law, work.backward_order, work.whole_bytes, saved, work.budget_bytes
+    )
+    assert missing.max() <= 0
+    assert on_demand.sum() <= everything.sum() * 1.1 + 4
+
+
+def test_uneven_layers_pay_where_the_last_stage_carries_the_head() -> None:
+    """And are left alone where the user fixed them."""
+    cost = machine(pp=4, head_seconds=True)
+    lengths = [20_000, 9_000] + [3_000] * 40
+    even = epp.plan(lengths, cost, Options(levers=ALL))
+    moved = epp.plan(lengths, cost, Options(levers=ALL, open_layers=True))
+    assert even.plan.layers == cost.layers
+    assert sum(moved.plan.layers) == sum(cost.layers)
+    assert moved.plan.layers[-1] < cost.layers[-1]
+    assert moved.seconds < 0.97 * even.seconds
+
+
+def test_the_ladder_is_convex() -> None:
+    """Each step frees its bytes at a higher price than the one before."""
+    cost = machine()
+    batch = Batch.of([30_000, 500])
+    loads = loads_of(cook(Recipe(4.0), batch.lengths, rates_of(cost), 10**9), batch.lengths)
+    letters = ladder(cost, loads)
+    assert letters[0] == "k" and letters[-1] == "f" and len(letters) > 2
+    saved = [cost.saved_bytes(letter, loads).sum() for letter in letters]
+    seconds = [cost.recompute_seconds(letter, loads).sum() for letter in letters]
+    prices = np.diff(seconds) / -np.diff(saved)
+    assert (np.diff(saved) < 0).all() and (np.diff(prices) > 0).all()

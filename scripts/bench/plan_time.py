@@ -1,0 +1,142 @@
+"""How long planning takes: by planner, by batch size, by stages; and cold.
+
+    python scripts/bench/plan_time.py [-o RESULTS.md]
+
+Processor seconds of one core with compiled code warm; the cold start, in which numba compiles, is
+measured in a process of its own with an empty cache. Wall time is the same on an idle core.
+"""
+
+import argparse
+import datetime
+import io
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron_epp.cost.cost import named_cost  # noqa: E402
+from megatron_epp.planner import ALL, PLANNERS, Options, plan_step  # noqa: E402
+from megatron_epp.planner.batches import open_corpus  # noqa: E402
+
+K = 1024
+CONTEXT = 96 * K
+COLD = """
+import time
+began = time.perf_counter()
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.planner import ALL, Options, plan_step
+from megatron_epp.planner.batches import open_corpus
+imported = time.perf_counter()
+lengths = open_corpus("wlb", 98304).batch(20, 512)
+cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
+begun = time.process_time()
+plan_step(lengths, cost, Options(context=98304, levers=ALL), "epp", 1)
+print(imported - began, time.process_time() - begun)
+"""
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |\n"
+
+
+def head(*cells: str) -> str:
+    return row(*cells) + f"|{'---|' * len(cells)}\n"
+
+
+def by_planner() -> str:
+    """Medians over five batches of each distribution."""
+    text = head("planner", *(f"pp {pp}, {name}" for pp in (4, 8) for name in ("wlb", "wikipedia")))
+    for name in PLANNERS:
+        cells = []
+        for pp in (4, 8):
+            cost = named_cost("gpt-13b", "a100-80g", pp=pp, cp=8)
+            for lengths in ("wlb", "wikipedia"):
+                corpus, taken = open_corpus(lengths, CONTEXT), []
+                for number in range(20, 25):
+                    batch = corpus.batch(number, 512)
+                    began = time.process_time()
+                    PLANNERS[name](batch, cost, Options(context=CONTEXT, levers=ALL))
+                    taken.append(time.process_time() - began)
+                cells.append(f"{statistics.median(taken):.2f} (most {max(taken):.2f})")
+        text += row(name, *cells)
+    return text
+
+
+def by_size() -> str:
+    """epp, llama3-70b on h100-80g, wlb: a replica per 512 documents, or one for all."""
+    text = head("documents", "stages", "replicas", "CPU s", "of it per replica", "chunks of a plan")
+    setups = [
+        (128, 8, 1),
+        (512, 8, 1),
+        (2048, 8, 1),
+        (512, 16, 1),
+        (512, 32, 1),
+        (512, 64, 1),
+        (2048, 8, 4),
+        (8192, 8, 16),
+        (8192, 64, 16),
+    ]
+    for documents, stages, replicas in setups:
+        cost = named_cost("llama3-70b", "h100-80g", pp=stages, cp=8, dp=replicas)
+        batch = open_corpus("wlb", CONTEXT).batch(2, documents)
+        began = time.process_time()
+        made = plan_step(batch, cost, Options(context=CONTEXT, levers=ALL), "epp", replicas)
+        taken = time.process_time() - began
+        print(f"{documents} {stages} {replicas}: {taken:.2f} s", file=sys.stderr, flush=True)
+        chunks = statistics.median(planned.chunks for planned in made.planned)
+        text += row(
+            documents, stages, replicas, f"{taken:.2f}", f"{taken / replicas:.2f}", f"{chunks:g}"
+        )
+    return text
+
+
+def cold() -> str:
+    with tempfile.TemporaryDirectory() as empty:
+        env = {**os.environ, "NUMBA_CACHE_DIR": empty, "PYTHONPATH": str(ROOT)}
+        run = [sys.executable, "-c", COLD]
+        texts = [
+            subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout
+            for _ in range(2)
+        ]
+    first, second = (tuple(map(float, text.split())) for text in texts)
+    return head("", "import s", "first plan, CPU s") + (
+        row("empty cache", f"{first[0]:.1f}", f"{first[1]:.1f}")
+        + row("compiled code on disk", f"{second[0]:.1f}", f"{second[1]:.1f}")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    text = io.StringIO()
+    print(f"# Planning time, {datetime.date.today()}\n", file=text)
+    print(
+        f"`python scripts/bench/plan_time.py` at {commit}, {platform.processor() or 'one core'} "
+        f"({platform.machine()}, {os.cpu_count()} cores), Python {platform.python_version()}.\n",
+        file=text,
+    )
+    warm = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
+    for plan in PLANNERS.values():
+        plan(open_corpus("wlb", CONTEXT).batch(0, 64), warm, Options(context=CONTEXT, levers=ALL))
+    print(f"## One replica, 512 documents, gpt-13b, 96K (CPU s)\n\n{by_planner()}", file=text)
+    print(f"## Growth\n\n{by_size()}", file=text)
+    print(f"## Cold start\n\n{cold()}", file=text)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(text.getvalue())
+    print(text.getvalue())
+
+
+if __name__ == "__main__":
+    main()
