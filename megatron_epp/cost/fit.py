@@ -6,7 +6,7 @@
     held bytes       ~ count(letter) * (whole tokens, cut tokens) + first * (...) + last * (...)
 
 What was not measured keeps the template's figure; I and W, where only B was measured, their
-template's share of B.
+template's share of B; and B, where only I and W were, its template's share of their sum.
 """
 
 import dataclasses
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from megatron_epp.cost.profile import LETTERS, Bytes, Profile, Provenance, Seconds
 from megatron_epp.cost.regression import Quality, fit
 from megatron_epp.ir import BACKWARDS, KEEP, Kind
+
+_HALVES = (Kind.INPUT, Kind.WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +127,19 @@ def _fit_seconds(
             count = sum(letter in row.choice for row in rows)
             if count > learnt.get(letter, 0):
                 recompute[letter], learnt[letter] = again, count
-    if samples.get(Kind.BACKWARD):
-        for kind in (Kind.INPUT, Kind.WEIGHT):
-            if not samples.get(kind):
-                for grid, old in (
-                    (layer, template.layer_seconds),
-                    (first, template.first_seconds),
-                    (last, template.last_seconds),
-                ):
-                    grid[kind] = _share(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD])
+    ends_and_layer = (
+        (layer, template.layer_seconds),
+        (first, template.first_seconds),
+        (last, template.last_seconds),
+    )
+    missing = [kind for kind in (Kind.BACKWARD, *_HALVES) if not samples.get(kind)]
+    for grid, old in ends_and_layer:
+        halves, halves_before = (_sum(*(of[kind] for kind in _HALVES)) for of in (grid, old))
+        if missing == [Kind.BACKWARD]:
+            grid[Kind.BACKWARD] = _share(halves, old[Kind.BACKWARD], halves_before, 1.0)
+        elif Kind.BACKWARD not in missing:
+            for kind in missing:
+                grid[kind] = _share(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD], 0.5)
     return {
         "layer_seconds": layer,
         "first_seconds": first,
@@ -152,14 +158,20 @@ def _seconds_row(sample: Sample, letters: Sequence[str]) -> list[float]:
     return row
 
 
-def _share(whole: Seconds, part_before: Seconds, whole_before: Seconds) -> Seconds:
-    """``whole`` in the proportion of ``part_before`` to ``whole_before``, figure by figure."""
+def _share(whole: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float) -> Seconds:
+    """``whole`` in the proportion of ``part_before`` to ``whole_before``, figure by figure; the
+    share is ``unknown`` where nothing was there before."""
 
     def share(name: str) -> float:
         before = getattr(whole_before, name)
-        return getattr(whole, name) * (getattr(part_before, name) / before if before else 0.5)
+        return getattr(whole, name) * (getattr(part_before, name) / before if before else unknown)
 
     return Seconds(*(share(field.name) for field in dataclasses.fields(Seconds)))
+
+
+def _sum(one: Seconds, other: Seconds) -> Seconds:
+    names = [field.name for field in dataclasses.fields(Seconds)]
+    return Seconds(*(getattr(one, name) + getattr(other, name) for name in names))
 
 
 def _pair(sample: Sample) -> tuple[float, float]:

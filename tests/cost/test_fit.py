@@ -173,6 +173,28 @@ def test_a_profile_is_found_again() -> None:
     assert Profile.from_json(found.to_json()) == found
 
 
+def test_a_whole_backward_follows_its_halves_where_only_they_were_measured() -> None:
+    """Else a machine that is slower than its profile would seem to gain by not splitting."""
+    random = np.random.default_rng(7)
+    halves = {Kind.INPUT: 1.5, Kind.WEIGHT: 1.5}
+    seconds = {
+        kind: [
+            dataclasses.replace(row, value=slower * seconds_of(TEMPLATE, kind, row))
+            for row in samples(random, 240, "k")
+        ]
+        for kind, slower in halves.items()
+    }
+    found = fit_profile(TEMPLATE, WHERE, seconds=seconds).profile
+    for grid, before in (
+        (found.layer_seconds, TEMPLATE.layer_seconds),
+        (found.last_seconds, TEMPLATE.last_seconds),
+    ):
+        for load in ((1_000, 0), (9_000, 4_000_000)):
+            assert grid[Kind.BACKWARD](*load) == pytest.approx(
+                1.5 * before[Kind.BACKWARD](*load), rel=1e-3
+            )
+
+
 def test_noise_is_seen_in_the_quality() -> None:
     rows = measured(noise=0.05)
     rows.pop("truth")
