@@ -64,4 +64,5 @@ def _plan(batch: Batch, cost: Cost, options: Options, most: int) -> tuple[Plan, 
         orders=(order,) * cost.stages,
     )
     loads = batch.named(loads_of(chunking, batch.lengths, options.multiple))
-    return plan, play(plan, cost.table_of(loads, with_kept(cost, {}, chunking.count))).peak_bytes
+    counts = with_kept(cost, {}, chunking.count)
+    return plan, play(plan, cost.table_of(loads, counts, forward_only=True)).peak_bytes
