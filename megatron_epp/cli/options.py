@@ -334,7 +334,7 @@ def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None
         default=levers,
         metavar="LIST",
         help="what the epp planner may use: all, default (what training can run), none, or names "
-        f"joined by commas; -NAME takes one away (default: {levers})",
+        f"joined by commas; {levers},-NAME takes one away (default: {levers})",
     )
     group.add_argument(
         "--effort",

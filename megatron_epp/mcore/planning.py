@@ -153,13 +153,12 @@ def make_planning(
 ) -> FixedSteps | PlannedSteps:
     if config.epp_plan is not None:
         return FixedSteps(config.epp_plan)
-    from megatron_epp.planner import Options, parse_levers, planner_of
-    from megatron_epp.planner.options import TRAINING
+    from megatron_epp.planner import Options, planner_of
 
     planner_of(config.epp_planner)  # refuses what no pipeline can run
     options = Options(
         context=args.seq_length,
-        levers=parse_levers(config.epp_levers, TRAINING - unusable_levers(args)),
+        levers=training_levers(config.epp_levers, args),
         effort=config.epp_effort,
         multiple=multiple,
     )
@@ -176,15 +175,31 @@ def make_planning(
     return PlannedSteps(cost, options, config.epp_planner, groups, config.epp_plan_ahead)
 
 
-def unusable_levers(args: Any) -> frozenset[str]:
-    """What plans of this job's layers do without, unless it is asked for by name.
+def training_levers(text: str, args: Any) -> frozenset[str]:
+    """The levers that --epp-levers ``text`` stands for in this job.
 
-    Fused gradient accumulation of Megatron's linears has no W (mcore/deferred.py). Transformer
-    Engine's linears have one, but no GPU has shown yet that it pays there, nor run it at all.
+    What the job cannot run is left out of default and all; a ValueError where it is named itself.
+    Left out, too, but run where it is named: the split backward of Transformer Engine's linears,
+    which no GPU has run yet.
     """
-    if args.transformer_impl != "local" or args.gradient_accumulation_fusion:
-        return frozenset({"wsplit"})
-    return frozenset()
+    from megatron_epp.planner.options import SIMULATION_ONLY, parse_levers
+
+    levers = parse_levers(text)
+    unusable = dict.fromkeys(SIMULATION_ONLY, "only simulation can do that")
+    unusable |= unusable_levers(args)
+    named = {word.strip() for word in text.split(",")}
+    for name in sorted(named & unusable.keys()):
+        raise ValueError(f"--epp-levers {name}: {unusable[name]}; leave it out")
+    unproven = set() if args.transformer_impl == "local" else {"wsplit"}
+    return levers - unusable.keys() - (unproven - named)
+
+
+def unusable_levers(args: Any) -> dict[str, str]:
+    """Levers that plans of this job's layers must do without, each with the reason: fused gradient
+    accumulation of Megatron's linears has no W (mcore/deferred.py)."""
+    if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
+        return {"wsplit": "fused gradient accumulation runs no I and W"}
+    return {}
 
 
 # ------------------------------------------------------------------ cost

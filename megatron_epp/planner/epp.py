@@ -1,7 +1,9 @@
 """Ours: chunks, order and recompute chosen by exact simulation, never slower than the others."""
 
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from megatron_epp.planner.finish import Batch, exact_peaks, finish
 from megatron_epp.planner.memory import no_plan_fits, require_fit
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
-from megatron_epp.planner.search import Search
+from megatron_epp.planner.search import Search, Tables
 from megatron_epp.planner.uneven import balanced
 from megatron_epp.planner.uniform import Played
 
@@ -20,6 +22,9 @@ HINDSIGHT = (seq1f1b, chunkflow, packing)
 # Where the paper's ledger is used (lever `exact` off) and promises too much, the budget is
 # tightened by what was missing, this often at most.
 TIGHTENINGS = 3
+
+# By layers of the stages and bytes of room: what tables of a search rest on, within one batch.
+SharedTables = defaultdict[tuple[tuple[int, ...], tuple[float, ...]], Tables]
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
@@ -30,16 +35,7 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     began = time.perf_counter()
     batch = Batch.of(lengths)
     require_fit(cost, batch.documents)
-    best, machine = _own(batch, cost, options), cost
-    if options.open_layers and "uneven" in options.levers:
-        # As many chunks as the plan with even layers turned out to have.
-        chunks = best.draft.chunking.count if best else 8 * cost.stages
-        moved = balanced(cost, batch.lengths, chunks)
-        if moved.layers != cost.layers:
-            other = _own(batch, moved, options)
-            if other is not None and (best is None or other.rank < best.rank):
-                best, machine = other, moved
-    candidates = [(best, machine)] if best is not None else []
+    candidates = list(_searched(batch, cost, options))
     faithful = infinipipe.draft(batch, cost, options)
     candidates.append((faithful, cost))
     for module in HINDSIGHT:
@@ -54,11 +50,34 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     return planned
 
 
-def _own(batch: Batch, cost: Cost, options: Options) -> Played | None:
+def _searched(batch: Batch, cost: Cost, options: Options) -> Iterator[tuple[Played, Cost]]:
+    """What our own searches find, each with the machine that it is for.
+
+    Whole backwards are searched first and for themselves, so that a plan that splits them has a
+    whole one to beat: I and W take longer than B on some machines, and hold more on all.
+    """
+    tables: SharedTables = defaultdict(dict)
+    for levers in dict.fromkeys((options.levers - {"wsplit"}, options.levers)):
+        chosen = dataclasses.replace(options, levers=levers)
+        best = _own(batch, cost, chosen, tables)
+        if best is not None:
+            yield best, cost
+        if options.open_layers and "uneven" in levers:
+            # As many chunks as the plan with even layers turned out to have.
+            chunks = best.draft.chunking.count if best else 8 * cost.stages
+            moved = balanced(cost, batch.lengths, chunks)
+            if moved.layers != cost.layers:
+                other = _own(batch, moved, chosen, tables)
+                if other is not None:
+                    yield other, moved
+
+
+def _own(batch: Batch, cost: Cost, options: Options, tables: SharedTables) -> Played | None:
     """What our own search finds, None where nothing of it fits."""
     room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     for _ in range(TIGHTENINGS):
-        found = Search(batch, cost, options, room).run()
+        shared = tables[cost.layers, tuple(room.tolist())]
+        found = Search(batch, cost, options, room, shared).run()
         draft = found.draft()
         if "exact" in options.levers:
             return Played(found.seconds, found.over_bytes, draft)

@@ -10,7 +10,7 @@ LEVERS = MappingProxyType(
         "chunks": "choose the number of chunks by exact simulation, not by the proxy of eq. 13",
         "bins": "pack by longest processing time into a free number of bins, not by Alg. 1",
         "window": "one pipeline whose window shrinks with the split counts, no barriers",
-        "wsplit": "split backward into I and W; the W fill bubbles",
+        "wsplit": "split backward into I and W where that pays; the W fill bubbles",
         "trim": "give back recompute, stage by stage and chunk by chunk, where memory has slack",
         "selective": "recompute named modules of a layer, not only whole layers",
         "exact": "charge K/V and their gradients only to what needs them",
@@ -18,8 +18,10 @@ LEVERS = MappingProxyType(
         "search": "a bounded local search over chunks, recompute and order",
     }
 )
-SIMULATION_ONLY = frozenset({"wsplit", "uneven"})
+SIMULATION_ONLY = frozenset({"uneven"})
 ALL = frozenset(LEVERS)
+# What the executor can run. Layers that cannot split a backward do without `wsplit`, which
+# training finds out from its flags (mcore.planning.unusable_levers).
 TRAINING = ALL - SIMULATION_ONLY
 
 

@@ -54,6 +54,9 @@ class Table:
     pipelines: int
 
 
+Tables = dict[Recipe, tuple[Table, float]]  # with the ops that making each is worth
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
     """A table played in one style."""
@@ -85,10 +88,17 @@ class Search:
     """One batch on one machine, with the levers that are on.
 
     room_bytes   per stage beside residents, if less than all of it
+    tables       those that another search made of the same batch, machine, levers but wsplit, and
+                 room: taken at the price of making them, so that nothing else changes
     """
 
     def __init__(
-        self, batch: Batch, cost: Cost, options: Options, room_bytes: np.ndarray | None = None
+        self,
+        batch: Batch,
+        cost: Cost,
+        options: Options,
+        room_bytes: np.ndarray | None = None,
+        tables: Tables | None = None,
     ):
         self.batch, self.cost, self.options = batch, cost, options
         self.levers = options.levers
@@ -99,6 +109,7 @@ class Search:
         self.split = "wsplit" in options.levers
         self.room_bytes = room_bytes
         self.known: dict[Recipe, Found] = {}
+        self.tables: Tables = {} if tables is None else tables
 
     def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> Work:
         self.budget.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
@@ -175,13 +186,19 @@ class Search:
 
     def try_recipe(self, recipe: Recipe) -> Found:
         if recipe not in self.known:
-            chunking = cook(
-                recipe, self.batch.lengths, self.rates, self.most, self.options.multiple
-            )
-            self.known[recipe] = self.best_style(
-                self.table(chunking, bare=recipe.bare), str(recipe)
-            )
+            self.known[recipe] = self.best_style(self.table_of(recipe), str(recipe))
         return self.known[recipe]
+
+    def table_of(self, recipe: Recipe) -> Table:
+        if recipe in self.tables:
+            table, ops = self.tables[recipe]
+            self.budget.spend(ops)
+            return table
+        before = self.budget.left
+        chunking = cook(recipe, self.batch.lengths, self.rates, self.most, self.options.multiple)
+        table = self.table(chunking, bare=recipe.bare)
+        self.tables[recipe] = table, before - self.budget.left
+        return table
 
     def run(self) -> Found:
         """The best plan of our own; it may not fit."""

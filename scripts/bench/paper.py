@@ -111,7 +111,7 @@ def targets(numbers: Sequence[int]) -> str:
         ("All levers", ALL, None),
         ("Without W-splitting", ALL - {"wsplit"}, None),
         ("Megatron's world (`--zero 1`), all levers", ALL, 1),
-        ("What training can run (no I and W, whole layers), `--zero 1`", Options().levers, 1),
+        ("What training can run (layers where they lie), `--zero 1`", Options().levers, 1),
     ):
         rows = []
         for work, faster, bubble, recompute in TARGETS:

@@ -14,7 +14,8 @@ from megatron_epp.mcore.certify import LLAMA, Trial, certify
 from megatron_epp.mcore.certify_small import Degrees
 from megatron_epp.mcore.config import elastic_defaults
 from megatron_epp.mcore.packed import ChunkParams, PositionedRotary, add_every_gradient
-from megatron_epp.mcore.planning import unusable_levers
+from megatron_epp.mcore.planning import training_levers, unusable_levers
+from megatron_epp.planner import TRAINING
 from megatron_epp.runtime.store import Store
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -142,7 +143,16 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
         ("transformer_engine", False, {"wsplit"}),
     ):
         args = SimpleNamespace(transformer_impl=impl, gradient_accumulation_fusion=fused)
-        assert unusable_levers(args) == without
+        assert training_levers("default", args) == TRAINING - without
+        assert training_levers("all", args) == TRAINING - without
+        assert training_levers("-wsplit", args) == TRAINING - {"wsplit"}
+        if unusable_levers(args):
+            with pytest.raises(ValueError, match=r"wsplit: .* no I and W; leave it out"):
+                training_levers("bins, wsplit", args)
+        else:
+            assert training_levers("bins, wsplit", args) == {"bins", "wsplit"}
+        with pytest.raises(ValueError, match="--epp-levers uneven: only simulation can do that"):
+            training_levers("default,uneven", args)
 
 
 class Table(torch.nn.Module):

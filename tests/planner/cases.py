@@ -6,6 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.profile import Seconds
+from megatron_epp.ir import Kind
 
 GIB = 2**30
 # Long enough to be cut, short enough to be packed; some equal, some of a single token.
@@ -39,3 +41,16 @@ def machine(pp: int = 4, room_gib: float = 60.0, **how: Any) -> Cost:
 def with_room(cost: Cost, room_gib: float) -> Cost:
     budget = tuple(states + room_gib * GIB for states in cost.states_bytes)
     return dataclasses.replace(cost, budget_bytes=budget)
+
+
+def priced(cost: Cost, price: float) -> Cost:
+    """``cost`` where I and W of a layer together take ``price`` more than B, as a share of it."""
+    seconds = dict(cost.profile.layer_seconds)
+    whole, half = seconds[Kind.BACKWARD], seconds[Kind.INPUT]
+    seconds[Kind.INPUT] = Seconds(
+        half.per_token + price * whole.per_token,
+        half.per_pair + price * whole.per_pair,
+        half.per_chunk + price * whole.per_chunk,
+    )
+    profile = dataclasses.replace(cost.profile, layer_seconds=seconds)
+    return dataclasses.replace(cost, profile=profile)

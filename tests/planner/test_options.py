@@ -13,7 +13,8 @@ def test_levers_are_sets_names_and_exceptions() -> None:
     assert parse_levers("all,-wsplit") == ALL - {"wsplit"}
     assert parse_levers("-bins") == TRAINING - {"bins"}
     assert parse_levers("-bins", default=ALL) == ALL - {"bins"}
-    assert "wsplit" not in TRAINING
+    assert "wsplit" in TRAINING
+    assert "uneven" not in TRAINING
 
 
 def test_unknown_levers_are_named_with_the_nearest() -> None:

@@ -22,7 +22,7 @@ from megatron_epp.planner.bound import lower_bound_seconds
 from megatron_epp.planner.options import SIMULATION_ONLY
 from megatron_epp.planner.result import Planned
 from megatron_epp.sim.play import play
-from tests.planner.cases import LENGTHS, machine, machines
+from tests.planner.cases import LENGTHS, ROOMS_GIB, machine, machines, priced
 from tests.sim.replay import Replay
 
 QUICK = settings(
@@ -153,8 +153,42 @@ def test_training_levers_give_plans_that_training_runs() -> None:
     cost = machine(pp=4, room_gib=3)
     planned = PIPELINES["epp"](lengths, cost, Options())
     assert not TRAINING & SIMULATION_ONLY
-    assert not planned.plan.splits_backward or "wsplit" in TRAINING
     assert planned.plan.layers == cost.layers
+
+
+@given(
+    LENGTHS,
+    st.integers(2, 8),
+    st.sampled_from(ROOMS_GIB),
+    st.sampled_from((ALL, TRAINING, frozenset[str](), ALL - {"exact"}, ALL - {"bins"})),
+    st.integers(0, 2),
+    st.sampled_from((0.0, 0.02, 0.2)),
+)
+@settings(QUICK, max_examples=40)
+def test_splitting_is_never_slower_than_not(lengths, pp, room_gib, levers, effort, price) -> None:
+    cost = priced(machine(pp=pp, room_gib=room_gib), price)
+    whole, split = (
+        planned_or_refused("epp", lengths, cost, Options(levers=chosen, effort=effort))
+        for chosen in (levers - {"wsplit"}, levers | {"wsplit"})
+    )
+    if whole is not None:
+        assert split is not None and split.fits
+        assert split.seconds <= whole.seconds
+
+
+def test_backwards_stay_whole_where_splitting_does_not_pay() -> None:
+    """The same batch and machine, whose bubbles are small; only what I and W take beyond B
+    differs, by as much as it does on large chunks of a CPU."""
+    lengths = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 40
+    cost = machine(pp=4, zero=1)
+    free, dear, whole = (
+        PIPELINES["epp"](lengths, priced(cost, price), Options(levers=levers))
+        for price, levers in ((0.0, ALL), (0.03, ALL), (0.0, ALL - {"wsplit"}))
+    )
+    assert free.plan.splits_backward
+    assert free.seconds < whole.seconds
+    assert not dear.plan.splits_backward
+    assert dear.seconds <= whole.seconds
 
 
 def test_a_document_that_never_fits_is_named() -> None:
@@ -187,6 +221,17 @@ def test_evaluation_plans_are_forwards_only(lengths, cost) -> None:
     played = play(plan, cost.table(plan))
     assert all(p <= b for p, b in zip(played.peak_bytes, cost.budget_bytes, strict=True))
     assert lower_bound_seconds(lengths, cost, forward_only=True) <= played.seconds * (1 + 1e-12)
+
+
+def test_evaluation_charges_what_passes_through_a_forward() -> None:
+    """A single document, and a budget between its peak with that and without."""
+    cost = machine(pp=1)
+    one = evaluation_plan([15_962], cost)
+    peak = max(play(one, cost.table(one)).peak_bytes)
+    tight = dataclasses.replace(cost, budget_bytes=(peak - 1,))
+    finer = evaluation_plan([15_962], tight)
+    assert len(finer.chunks) > len(one.chunks)
+    assert max(play(finer, tight.table(finer)).peak_bytes) < peak
 
 
 @pytest.mark.parametrize("name", GROUPS)
