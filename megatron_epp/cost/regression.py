@@ -7,6 +7,7 @@ import numpy as np
 
 ROUNDS = 6  # of reweighting, towards the least sum of absolute relative errors
 HOLD_OUT = 4  # every fourth row judges
+_STILL_TOLD = 0.1  # of all that the rows tell of any coefficients, without the judging rows
 _SMALLEST_RESIDUAL = 1e-3  # below 0.1% all rows weigh alike
 
 
@@ -44,7 +45,8 @@ def fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> Fit:
 
     Errors count relative to what was measured, since a short op matters as much as a long one;
     rows far off count less (a busy machine makes outliers). The coefficients come from all rows,
-    the quality from a fit without every fourth.
+    the quality from a fit without every fourth, or near it: a row judges only where the others tell
+    of the same coefficients.
     """
     rows_RN = np.asarray(features, np.float64)
     values_R = np.asarray(measured, np.float64)
@@ -53,16 +55,13 @@ def fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> Fit:
     if not (np.isfinite(rows_RN).all() and np.isfinite(values_R).all() and (values_R > 0).all()):
         raise ValueError("measurements: expected finite numbers above 0")
     coefficients = _robust(rows_RN, values_R)
-    seen = np.arange(len(values_R)) % HOLD_OUT != HOLD_OUT - 1
-    columns = int((rows_RN != 0).any(axis=0).sum())
-    if seen.sum() > columns and not seen.all():
-        unseen_R = ~seen
-        judge = _robust(rows_RN[seen], values_R[seen])
-        errors = np.abs(rows_RN[unseen_R] @ judge / values_R[unseen_R] - 1)
-        judged = int(unseen_R.sum())
+    judges_R = _judges(rows_RN / values_R[:, None])
+    judged = int(judges_R.sum())
+    if judged:
+        judge = _robust(rows_RN[~judges_R], values_R[~judges_R])
+        errors = np.abs(rows_RN[judges_R] @ judge / values_R[judges_R] - 1)
     else:
         errors = np.abs(rows_RN @ coefficients / values_R - 1)
-        judged = 0
     quality = Quality(
         len(values_R),
         judged,
@@ -71,6 +70,31 @@ def fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> Fit:
         float(errors.max()),
     )
     return Fit(tuple(map(float, coefficients)), quality)
+
+
+def _judges(rows_RN: np.ndarray) -> np.ndarray:
+    """Which rows to hold out, [R]: one of four, while more rows than coefficients remain.
+
+    Held out blindly, all rows of one sort may go (the only ones with a certain recompute choice,
+    say): the rest knows nothing of its coefficients, and its prediction is 0, wrong by 100%. In an
+    orthonormal basis of what the rows tell, all rows together tell 1 of every direction.
+    """
+    scale_N = np.linalg.norm(rows_RN, axis=0)
+    basis_RK, singular_K, _ = np.linalg.svd(
+        rows_RN[:, scale_N > 0] / scale_N[scale_N > 0], full_matrices=False
+    )
+    basis_RK = basis_RK[:, singular_K > 1e-9 * singular_K.max(initial=0.0)]
+    judges_R = np.zeros(len(rows_RN), bool)
+    told_KK = np.eye(basis_RK.shape[1])
+    for row, direction_K in enumerate(basis_RK):
+        if (row + 1) // HOLD_OUT <= judges_R.sum():
+            continue
+        if len(rows_RN) - judges_R.sum() - 1 <= basis_RK.shape[1]:
+            break
+        without_KK = told_KK - np.outer(direction_K, direction_K)
+        if np.linalg.eigvalsh(without_KK).min(initial=1.0) >= _STILL_TOLD:
+            told_KK, judges_R[row] = without_KK, True
+    return judges_R
 
 
 def _robust(rows_RN: np.ndarray, values_R: np.ndarray) -> np.ndarray:

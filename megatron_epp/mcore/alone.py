@@ -99,8 +99,10 @@ def probe_of(alone: Alone, model: Any) -> Any:
     from megatron_epp.mcore.head import block_tokens, early_head
     from megatron_epp.mcore.probe import Probe
 
-    head_tokens = block_tokens(alone.args) if early_head(alone.args) else None
-    return Probe(unwrap_model(model), forward_step, alone.share, alone.device, head_tokens)
+    args = alone.args
+    head_tokens = block_tokens(args) if early_head(args) else None
+    unwrapped = unwrap_model(model)
+    return Probe(unwrapped, forward_step, alone.share, alone.device, head_tokens, args.seq_length)
 
 
 def profile_of(alone: Alone, model: Any) -> Profile:

@@ -90,8 +90,9 @@ class Measured:
 class Probe:
     """Runs parts of ``model``, this stage's unwrapped GPTModel.
 
-    ``share`` is this rank's share of a chunk's rows. Gradients of parameters add up as in training;
-    whoever probes clears them.
+    ``share`` is this rank's share of a chunk's rows; ``context`` how long the model's tables of
+    positions are: those of a longer chunk start anew. Gradients of parameters add up as in
+    training; whoever probes clears them.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class Probe:
         share: RowShare,
         device: torch.device,
         head_tokens: int | None,
+        context: int,
     ):
-        self.model, self.forward_step = model, forward_step
+        self.model, self.forward_step, self.context = model, forward_step, context
         self.early_head, self.head_tokens = head_tokens is not None, head_tokens or 0
         self.config = model.config
         self.device, self.share = device, share
@@ -254,7 +256,8 @@ class Probe:
         state = ChunkState(0, shape.rows, rows, letters, store)
         positions = torch.zeros(rows, dtype=torch.int64)
         for part in shape.rows:
-            positions[part.start : part.stop] = torch.arange(part.span.start, part.span.stop)
+            counted = torch.arange(part.span.start, part.span.stop)
+            positions[part.start : part.stop] = counted % self.context
         return store, ChunkParams.of(state, positions[self.share.mine(rows)].to(self.device))
 
     def _hidden(self, shape: Shape) -> Tensor:

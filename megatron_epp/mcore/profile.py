@@ -143,9 +143,10 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         return Profile.from_json(text)
     began = time.perf_counter()
     head_tokens = block_tokens(args) if early_head(args) else None
-    probe = Probe(unwrap_model(model), forward_step, rows, this_device(), head_tokens)
+    device, context = this_device(), args.seq_length
+    probe = Probe(unwrap_model(model), forward_step, rows, device, head_tokens, context)
     with undisturbed(model):
-        profile = calibrate(probe, groups, model_shape(args), args.seq_length, wanted)
+        profile = calibrate(probe, groups, model_shape(args), context, wanted)
     if groups.control.rank() == 0:
         places = [folder for folder in (args.save, config.epp_record) if folder]
         for folder in places:

@@ -49,6 +49,19 @@ def test_a_fit_is_judged_on_rows_it_has_not_seen() -> None:
     assert fit(features[:4], clean[:4]).quality.judged == 0
 
 
+def test_no_sort_of_rows_is_held_out_whole() -> None:
+    """Every fourth row of a regular grid is one sort, of which a fit without it knows nothing."""
+    sorts = np.tile(np.eye(4), (2, 1)) * np.repeat([128.0, 256.0], 4)[:, None]
+    result = fit(sorts, sorts @ (1.0, 2.0, 3.0, 4.0))
+    assert result.quality.judged == 1
+    assert result.quality.worst < 1e-9
+    # A sort of one row judges nobody, and is missed by nobody.
+    lonely = fit(sorts[[0, 1, 2, 3, 4, 5, 6]], [1.0, 2.0, 3.0, 4.0, 2.0, 4.0, 6.0])
+    assert lonely.quality.judged == 1
+    assert lonely.quality.worst < 1e-9
+    assert fit([[0.0]] * 8, [1.0] * 8).quality.median == 1.0
+
+
 def test_a_fit_survives_outliers() -> None:
     random = np.random.default_rng(1)
     features = np.column_stack([random.uniform(100, 10_000, 60), np.ones(60)])

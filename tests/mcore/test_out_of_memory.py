@@ -1,0 +1,90 @@
+"""Training that runs out of memory goes on: less is planned, the same documents are computed."""
+
+import dataclasses
+import re
+
+import pytest
+
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.devices import DEVICES, GIB
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Profile
+from megatron_epp.mcore.budget import FILE_NAME
+from tests.mcore.runs import flags, train, write_corpus
+
+LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]
+LIMIT_GIB = 0.0007
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def cost_model(corpus, tmp_path_factory):
+    """Bytes as measured here; seconds that are the same in every run of this test."""
+    folder = tmp_path_factory.mktemp("measured")
+    done = run(corpus, None, epp_record=folder, train_iters=1)
+    assert done.status == 0, done.output
+    path = folder / "epp-cost-model.json"
+    measured = Profile.load(str(path))
+    model = Model("m", 4, 32, 64, 4, 2, 8, 128, gated=True)
+    foretold = analytic_profile(model, DEVICES["cpu"])
+    names = ("layer_seconds", "first_seconds", "last_seconds", "recompute_seconds")
+    seconds = {name: getattr(foretold, name) for name in names}
+    dataclasses.replace(
+        measured, **seconds, link_seconds_per_token=0.0, link_latency_seconds=1e-5
+    ).save(str(path))
+    return path
+
+
+def run(corpus, cost_model, **changes):
+    return train(
+        flags(
+            corpus,
+            epp=True,
+            epp_cost_model=cost_model,
+            hidden_dropout=0.1,  # the repetition must draw what the first attempt drew
+            **changes,
+        )
+    )
+
+
+def test_a_limit_that_nobody_knew_of_is_survived(corpus, cost_model, tmp_path) -> None:
+    """Losses and gradients are those of a run whose budget was small from the start."""
+    limit = {"epp_memory_limit_gib": LIMIT_GIB}
+    hit = run(corpus, cost_model, **limit, epp_record=tmp_path / "hit")
+    assert hit.status == 0, hit.output
+    repeated = re.findall(r"repeated with less memory: (iteration \d+ stage \d .*)", hit.output)
+    assert repeated
+    assert re.search(r"stage \d, iteration \d+: was in [FB]\d+ .*: out of memory", hit.output)
+    kept = (tmp_path / "hit" / FILE_NAME).read_text()
+    assert all(line in kept for line in repeated)
+    budgets = dict(re.findall(r"stage (\d) budget_bytes (\d+)", kept))
+    assert budgets["0"] == budgets["1"]
+
+    knew = run(
+        corpus,
+        cost_model,
+        **limit,
+        epp_memory_budget_gib=int(budgets["0"]) / GIB,
+        epp_record=tmp_path / "knew",
+    )
+    assert knew.status == 0, knew.output
+    assert "repeated with less memory" not in knew.output
+    assert len(hit.losses) == 3
+    assert hit.losses == knew.losses
+    assert hit.grad_norms == knew.grad_norms
+    for iteration in (1, 2, 3):
+        name = f"iteration-00000{iteration}.step"
+        steps = [(tmp_path / which / name).read_text() for which in ("hit", "knew")]
+        assert steps[0] == steps[1]
+
+
+def test_what_can_never_fit_ends_with_one_line(corpus, cost_model) -> None:
+    ended = run(corpus, cost_model, epp_memory_limit_gib=0.00001, train_iters=1)
+    assert "repeated with less memory" in ended.output
+    (line,) = ended.errors
+    assert re.search(r"document \d+ of \d+ tokens on stage \d needs at least .* GiB", line)
+    assert re.findall(r"exitcode +: (-?\d+)", ended.output) == ["2", "2"]

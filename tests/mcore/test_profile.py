@@ -1,0 +1,149 @@
+"""The measured profile: what it is refused for, what it measures, and the command that makes it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Profile, Provenance
+from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
+from megatron_epp.mcore import host
+
+host.install_cpu_host()
+
+from megatron_epp.mcore.calibrate import CPU_FLOPS, REPEATS, grid  # noqa: E402
+from megatron_epp.mcore.probe import Shape  # noqa: E402
+from megatron_epp.mcore.profile import main, provenance_of, require  # noqa: E402
+from tests.mcore.runs import MODEL  # noqa: E402
+
+HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8
+
+
+def args(**changes) -> SimpleNamespace:
+    values = {
+        "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": 4,
+        "kv_channels": HEAD, "group_query_attention": True, "num_query_groups": GROUPS,
+        "padded_vocab_size": 128, "swiglu": True, "normalization": "RMSNorm",
+        "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
+        "transformer_impl": "local", "add_bias_linear": False, "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
+        "pipeline_model_parallel_size": 2, "overlap_grad_reduce": False,
+        "align_grad_reduce": True, "params_dtype": "torch.float32", **changes,
+    }  # fmt: skip
+    return SimpleNamespace(**values)
+
+
+def measured(provenance: Provenance) -> Profile:
+    model = Model("m", 2, HIDDEN, FFN, 4, GROUPS, HEAD, 128, gated=True)
+    made = analytic_profile(model, DEVICES["cpu"])
+    return dataclasses.replace(made, provenance=provenance)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 64},
+        {"num_query_groups": 4},
+        {"swiglu": False},
+        {"padded_vocab_size": 256},
+        {"tensor_model_parallel_size": 2},
+        {"overlap_grad_reduce": True, "align_grad_reduce": False},  # logits are kept
+    ],
+)
+def test_another_models_profile_is_refused(changes) -> None:
+    mine, theirs = provenance_of(args()), provenance_of(args(**changes))
+    assert require(measured(mine), mine, "a.json").provenance == mine
+    with pytest.raises(ValueError, match=r"cost model a\.json is of another model: it says"):
+        require(measured(theirs), mine, "a.json")
+
+
+def test_another_device_or_format_is_refused() -> None:
+    mine = provenance_of(args())
+    other = dataclasses.replace(mine, device="cpu: an abacus, 1 threads a rank")
+    with pytest.raises(ValueError, match="another device: it says 'cpu: an abacus"):
+        require(measured(other), mine, "a.json")
+    with pytest.raises(ValueError, match="another dtype"):
+        require(measured(provenance_of(args(params_dtype="torch.bfloat16"))), mine, "a.json")
+
+
+def test_an_analytic_profile_was_measured_on_nothing() -> None:
+    analytic = analytic_profile(Model("m", 2, 64, 128, 4, 2, 8, 128), DEVICES["cpu"])
+    assert require(analytic, provenance_of(args()), "a.json") is analytic
+
+
+# ------------------------------------------------------------------ what is measured
+
+
+@pytest.mark.parametrize("hidden", [64, 512, 2048])
+def test_the_grid_follows_the_work_not_the_clock(hidden) -> None:
+    model = Model("m", 8, hidden, 4 * hidden, 8, 8, hidden // 8, 1000)
+    shapes = grid(model, 16384, CPU_FLOPS)
+    assert shapes == grid(model, 16384, CPU_FLOPS)
+    work = sum(
+        (4 if letter == FULL else 3)
+        * (shape.tokens * model.layer_flops_per_token + shape.pairs * model.layer_flops_per_pair)
+        for shape, letter in shapes
+    )
+    assert REPEATS * work <= CPU_FLOPS or max(shape.tokens for shape, _ in shapes) <= 128
+    # What is recomputed is measured kept, too: the difference is what counts.
+    kept = {shape for shape, letter in shapes if letter == KEEP}
+    assert {shape for shape, letter in shapes if letter == FULL} <= kept
+
+
+def test_the_grid_stays_within_the_context() -> None:
+    model = Model("m", 8, 32, 64, 4, 4, 8, 100)
+    for shape, _ in grid(model, 256, CPU_FLOPS):
+        assert shape.context + shape.tokens <= 256
+
+
+def test_made_up_chunks_have_the_pairs_they_say() -> None:
+    assert Shape(10, 5).pairs == 10 * 5 + 55
+    pieces = Shape(10, pieces=3)
+    assert [span.tokens for span in pieces.spans] == [4, 3, 3]
+    assert pieces.pairs == 10 + 6 + 6
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
+    """One process: every byte that a layer saves is known by hand."""
+    out = tmp_path / "model.json"
+    # A context in which query-key pairs take a time that can be seen.
+    words = [*MODEL.split(), "--ffn-hidden-size", str(FFN), "--seq-length", "4096"]
+    main(["--pp", "1", "-o", str(out), *words, "--vocab-size", "127"])
+    said = capsys.readouterr().out
+    assert "errors" in said
+    assert "held-out" in said
+    made = Profile.load(str(out))
+    assert made.provenance.source.startswith("measured; ")
+    assert f"hidden {HIDDEN} ffn {FFN}" in made.provenance.model
+    element = 4
+    kv = 2 * GROUPS * HEAD * element
+    norm = 2 * HIDDEN * element + element  # normalised, scaled; one over the deviation
+    gated = (2 * FFN + FFN + FFN + FFN) * element  # both halves, gate, silu, product
+    heads = 4 * HEAD * element
+    rotary = 4 * HEAD * element  # cosines and sines, of queries and of keys
+    by_hand = 2 * (HIDDEN * element + norm) + 2 * heads + 4 * element + kv + rotary + gated
+    assert made.saved_bytes[KEEP].per_token == pytest.approx(by_hand, abs=1)
+    # The K and V of a slice that later ones attend to are the store's.
+    assert made.saved_bytes[KEEP].per_cut_token == pytest.approx(by_hand - kv, abs=1)
+    assert made.saved_bytes[FULL].per_token == pytest.approx(HIDDEN * element, abs=1)
+    assert made.saved_bytes["n"].per_token == pytest.approx(by_hand - 2 * norm, abs=1)
+    assert made.saved_bytes["c"].per_token == pytest.approx(by_hand - heads - 4 * element, abs=1)
+    assert made.kv_bytes_per_token == made.kv_gradient_bytes_per_token == kv
+    # No logits are kept: a hidden state's gradient, and what the last norm saves.
+    assert made.last_bytes.per_token < 6 * HIDDEN * element
+    assert made.last_workspace_bytes[Kind.FORWARD].per_token > 128 * element
+    for letter in (FULL, *SELECTIVE):
+        assert made.recompute_seconds[letter](1000, 500_500) > 0
+
+
+def test_what_cannot_be_measured_is_one_line(tmp_path) -> None:
+    with pytest.raises(ValueError, match="no folder"):
+        main(["-o", str(tmp_path / "nowhere" / "x.json"), *MODEL.split()])
+    with pytest.raises(ValueError, match="--pp 0: expected at least 1"):
+        main(["--pp", "0", *MODEL.split()])
