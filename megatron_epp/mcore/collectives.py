@@ -62,6 +62,12 @@ SCHEDULE = (
         "seconds and bytes of all stages, for the log line",
     ),
     Listed(
+        "memory limit",
+        "epp_stage",
+        _from("megatron_epp.runtime.peers.Peers.any"),
+        "after every op, with --epp-memory-limit-gib only: no rank of a stage gives up alone",
+    ),
+    Listed(
         "records",
         "epp_control",
         _from("megatron_epp.mcore.report.gather_records"),

@@ -85,14 +85,15 @@ def _may_speak() -> bool:
     try:
         store = _meeting_place()
         order = store.add(_REFUSED, 1)
-        if rank == 0:
-            store.set(_SPOKEN, "by rank 0")
+        mine = rank == 0 and store.add(_SPOKEN, 1) == 1
         started = torch.distributed.is_initialized()
         patience = PATIENCE_SECONDS if started else PATIENCE_AT_START_SECONDS
         deadline = time.monotonic() + patience
         while store.add(_REFUSED, 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.02)
-        return rank == 0 or (order == 1 and not store.check([_SPOKEN]))
+        if rank != 0:
+            mine = order == 1 and store.add(_SPOKEN, 1) == 1
+        return mine
     except (RuntimeError, ValueError, KeyError):
         # No store, or it went with rank 0, which then has spoken.
         return rank == 0

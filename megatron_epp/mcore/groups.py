@@ -8,11 +8,13 @@ from megatron.core import parallel_state as mpu
 
 from megatron_epp.ir import Payload
 from megatron_epp.runtime.link import connect
+from megatron_epp.runtime.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """``control`` spans the world, on the host; ``payload`` the pipeline, one per direction."""
+    """``control`` spans the world, on the host; ``payload`` the pipeline, one per direction;
+    ``peers`` the tensor- and context-parallel ranks of the stage, None where it has one rank."""
 
     control: dist.ProcessGroup
     payload: dict[Payload, dist.ProcessGroup]
@@ -21,6 +23,7 @@ class Groups:
     replica: int
     replicas: int
     leads: bool  # of its stage's tensor- and context-parallel ranks, the one that reports
+    peers: Peers | None = None
 
     @classmethod
     def make(cls, device: torch.device) -> "Groups":
@@ -37,6 +40,15 @@ class Groups:
                 group = dist.new_group(list(ranks), group_desc=name) if len(ranks) > 1 else None
                 if ranks == tuple(pipeline) and group is not None:
                     payload[direction] = group
+        together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
+        dist.all_gather_object(every, tuple(together), group=control)
+        peers = None
+        for ranks in sorted(set(every)):
+            if len(ranks) > 1:
+                group = dist.new_group(list(ranks), backend="gloo", group_desc="epp_stage")
+                if ranks == tuple(together):
+                    busy = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
+                    peers = Peers(group, busy)
         stage = mpu.get_pipeline_model_parallel_rank()
         connect(payload, stage, len(pipeline), device)
         return cls(
@@ -48,6 +60,7 @@ class Groups:
             replicas=mpu.get_data_parallel_world_size(),
             leads=mpu.get_tensor_model_parallel_rank() == 0
             and mpu.get_context_parallel_rank() == 0,
+            peers=peers,
         )
 
     @property

@@ -51,6 +51,7 @@ class PlannedSteps:
         self.budget = Budget(cost.budget_bytes, cost.states_bytes)
         self._ahead = ahead and groups.control.rank() == 0
         self.ahead: PlannerProcess | None = None
+        self._evaluation_tokens: int | None = None
         self._start_ahead()
 
     def _start_ahead(self):
@@ -64,6 +65,11 @@ class PlannedSteps:
         """Plan with the budget as it is now; what was planned ahead is forgotten."""
         self.cost = replace(self.cost, budget_bytes=self.budget.stage_bytes)
         self._start_ahead()
+
+    def shrink_evaluation(self, tokens: int):
+        """Evaluate in chunks of at most ``tokens`` from now on. Not kept for a resumed run: the
+        loss is the same, however it is computed."""
+        self._evaluation_tokens = tokens
 
     def adopt(self, profile: Profile):
         """Plan with another cost model from now on."""
@@ -82,7 +88,12 @@ class PlannedSteps:
         return Step.parse(share(text, error, self.groups.control))
 
     def _plan(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
-        planner = self.planner
+        planner, replicas = self.planner, self.groups.replicas
+        if forward_only and self._evaluation_tokens is not None:
+            from megatron_epp.planner import evaluation_step
+
+            most = self._evaluation_tokens
+            return evaluation_step(lengths, self.cost, self.options, replicas, most)
         if self.ahead is not None:
             name = _request_name(iteration, lengths, forward_only)
             try:
@@ -95,7 +106,6 @@ class PlannedSteps:
                 logger.warning(
                     "iteration %d: the planner failed (%s); using %s", iteration, failure, planner
                 )
-        replicas = self.groups.replicas
         return make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
 
     def _require_fit(self, step: Step):

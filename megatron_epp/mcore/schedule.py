@@ -1,6 +1,7 @@
 """The schedule that takes the place of Megatron's: documents, a plan, its execution, gradients."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -60,6 +61,9 @@ class Planning(Protocol):
     def narrow(self) -> None:
         """The budget has changed: plan with it from now on."""
 
+    def shrink_evaluation(self, tokens: int) -> None:
+        """Evaluate in chunks of at most ``tokens`` from now on."""
+
     @property
     def cost(self) -> Cost | None:
         """What ops are foretold by; None where plans are given."""
@@ -97,6 +101,7 @@ class ElasticSchedule:
         self.early_head, self.keeps_last = early_head, keeps_last
         self.truth = Truth(groups, folders, may_refit)
         self._resumed = False
+        self._evaluation_tokens: float = math.inf  # of a chunk; memory ran out with more
         self.last_failure: Failure | None = None
         self.clock = CudaClock() if device.type == "cuda" else HostClock()
         self.last_report: IterationReport | None = None
@@ -165,11 +170,15 @@ class ElasticSchedule:
                     force_all_reduce=force_all_reduce,
                 )
             if forward_only:
-                break
-            failures = self._report(iteration, step, source).failures
+                failures = self._gather().failures
+            else:
+                failures = self._report(iteration, step, source).failures
             if not failures:
                 break
-            self._start_over(iteration, failures, model)
+            if forward_only:
+                self._evaluate_in_less(iteration, failures, step)
+            else:
+                self._start_over(iteration, failures, model)
             restore_random_states(random)
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -210,13 +219,14 @@ class ElasticSchedule:
         """
         budget = self.planning.budget
         if budget is None:
-            worst = failures[0]
-            raise PlanError(
-                f"stage {worst.stage} ran out of memory at {worst.failure} of iteration "
-                f"{iteration}, {worst.held_bytes / GIB:.4g} GiB held: the plan was given "
-                "(--epp-plan), so no other can be made; leave it out"
-            )
+            raise _no_other_plan(f"iteration {iteration}", failures[0])
+        # One a stage: the rank that got furthest tells how much there is.
+        worst: dict[int, StageReport] = {}
         for failure in failures:
+            before = worst.setdefault(failure.stage, failure)
+            if failure.held_bytes > before.held_bytes:
+                worst[failure.stage] = failure
+        for failure in worst.values():
             held = f"{failure.failure}, {failure.held_bytes / GIB:.4g} GiB held for chunks"
             event = budget.failed(iteration, failure.stage, failure.held_bytes, held)
             if self.groups.control.rank() == 0:
@@ -226,6 +236,32 @@ class ElasticSchedule:
             parameter.grad = None
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()
+
+    def _evaluate_in_less(self, iteration: int, failures: Sequence[StageReport], step: Step):
+        """An evaluation ran out of memory: it is repeated in smaller chunks. It keeps nothing from
+        forward to backward, so what training may hold is not touched."""
+        at = f"the evaluation after iteration {iteration}"
+        if self.planning.budget is None:
+            raise _no_other_plan(at, failures[0])
+        failed = min(failures, key=lambda one: self._tokens(step, one))
+        tokens = self._tokens(step, failed)
+        if tokens == 1 or tokens > self._evaluation_tokens:
+            raise PlanError(
+                f"stage {failed.stage} ran out of memory at {failed.failure} of {at}, {tokens} "
+                "tokens, and there are no smaller chunks: lower --epp-memory-budget-gib, use more "
+                "devices or a shorter context"
+            )
+        if self.groups.control.rank() == 0:
+            logger.warning(
+                "%s is repeated in smaller chunks: stage %d ran out of memory at %s of %d tokens",
+                at, failed.stage, failed.failure, tokens,
+            )  # fmt: skip
+        self._evaluation_tokens = tokens // 2
+        self.planning.shrink_evaluation(self._evaluation_tokens)
+
+    @staticmethod
+    def _tokens(step: Step, failed: StageReport) -> int:
+        return step.plans[failed.replica].chunks[failed.failure.chunk].tokens
 
     def _learn(self, iteration: int, step: Step, report: IterationReport):
         """Where a peak came near its budget and was promised lower, promise less from now on."""
@@ -328,7 +364,14 @@ class ElasticSchedule:
         )
         with ModelStage(model, config, forward_step, feed, plan, store, self.early_head) as compute:
             executor = Executor(
-                program, compute, links, store, self.clock, self.meter, self.waiting
+                program,
+                compute,
+                links,
+                store,
+                self.clock,
+                self.meter,
+                self.waiting,
+                self.groups.peers,
             )
             self.last_records = executor.run()
             self.last_failure = executor.failure
@@ -341,16 +384,21 @@ class ElasticSchedule:
         borders = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
         update_seqlen_stats_from_cu_seqlens(torch.from_numpy(borders).to(self.device))
 
+    def _gather(self, foretold: float = 0.0) -> IterationReport:
+        """What became of the iteration on all ranks; ``foretold`` seconds for this one's ops."""
+        groups = self.groups
+        mine = StageReport.of(
+            groups.replica, groups.stage, self.last_records, foretold, self.last_failure
+        )
+        return gather_report(mine, groups.leads, groups.control)
+
     def _report(self, iteration: int, step: Step, source: Any) -> IterationReport:
         groups, planning = self.groups, self.planning
         foretold = 0.0
         if planning.cost is not None and self.last_failure is None:
             plan = step.plans[groups.replica]
             foretold = self.truth.busy(planning.cost, plan, self.last_records)
-        mine = StageReport.of(
-            groups.replica, groups.stage, self.last_records, foretold, self.last_failure
-        )
-        report = gather_report(mine, groups.leads, groups.control)
+        report = self._gather(foretold)
         if report.failures:
             return report
         self.last_report, self.last_step = report, step
@@ -375,6 +423,14 @@ class ElasticSchedule:
             if profile is not None:
                 planning.adopt(profile)
         return report
+
+
+def _no_other_plan(at: str, failed: StageReport) -> PlanError:
+    return PlanError(
+        f"stage {failed.stage} ran out of memory at {failed.failure} of {at}, "
+        f"{failed.held_bytes / GIB:.4g} GiB held: the plan was given (--epp-plan), so no other can "
+        "be made; leave it out"
+    )
 
 
 def summary(iteration: int, step: Step, report: IterationReport, planning_seconds: float) -> str:

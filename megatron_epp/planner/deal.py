@@ -100,10 +100,15 @@ def plan_step(
     return PlannedStep(step, named, time.perf_counter() - began)
 
 
-def evaluation_step(lengths: Sequence[int], cost: Cost, options: Options, replicas: int) -> Step:
-    """A step of forwards alone: documents dealt, every replica's evaluation plan."""
+def evaluation_step(
+    lengths: Sequence[int], cost: Cost, options: Options, replicas: int, most: int | None = None
+) -> Step:
+    """A step of forwards alone: documents dealt, every replica's evaluation plan.
+
+    ``most``: tokens of a chunk, None where memory alone decides.
+    """
     deals = deal(lengths, cost, replicas)
-    plans = (evaluation_plan([lengths[d] for d in held], cost, options) for held in deals)
+    plans = (evaluation_plan([lengths[d] for d in held], cost, options, most) for held in deals)
     return Step(
         deals,
         tuple(

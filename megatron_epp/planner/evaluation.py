@@ -18,8 +18,11 @@ from megatron_epp.sim.play import play
 FINEST = 64
 
 
-def evaluation_plan(lengths: Sequence[int], cost: Cost, options: Options | None = None) -> Plan:
-    """Every chunk's F on every stage, in chunks of about equal time that fit the budget.
+def evaluation_plan(
+    lengths: Sequence[int], cost: Cost, options: Options | None = None, most: int | None = None
+) -> Plan:
+    """Every chunk's F on every stage, in chunks of about equal time that fit the budget, and of at
+    most ``most`` tokens where that is given.
 
     Activations are not kept, so memory asks only for a chunk's own workspace and for the K and V
     of one cut document at a time. A PlanError where even that does not fit.
@@ -27,8 +30,14 @@ def evaluation_plan(lengths: Sequence[int], cost: Cost, options: Options | None 
     options = options or Options()
     batch = Batch.of(lengths)
     longest = int(batch.lengths[0])
-    most = int(batch.lengths.sum())
+    total = int(batch.lengths.sum())
+    most = total if most is None else min(most, total)
     while True:
+        if most < max(options.multiple, longest // FINEST):
+            raise PlanError(
+                f"document {batch.names[0]} of {longest} tokens does not fit in evaluation, even "
+                f"in {FINEST} slices: raise the memory budget or use more devices"
+            )
         plan, peaks = _plan(batch, cost, options, most)
         room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
         used = np.array(peaks) - np.array(cost.states_bytes)
@@ -37,11 +46,6 @@ def evaluation_plan(lengths: Sequence[int], cost: Cost, options: Options | None 
             check(plan)
             return plan
         most = min(most - 1, int(max(chunk.tokens for chunk in plan.chunks) * 0.6))
-        if most < max(options.multiple, longest // FINEST):
-            raise PlanError(
-                f"document {batch.names[0]} of {longest} tokens does not fit in evaluation, even "
-                f"in {FINEST} slices: raise the memory budget or use more devices"
-            )
 
 
 def _plan(batch: Batch, cost: Cost, options: Options, most: int) -> tuple[Plan, tuple[int, ...]]:

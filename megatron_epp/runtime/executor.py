@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,6 +14,7 @@ from megatron_epp.ir import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Prog
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.meter import Meter, free_cached_memory, out_of_memory
+from megatron_epp.runtime.peers import Peers
 from megatron_epp.runtime.store import Store
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,10 @@ class Compute(Protocol):
 
     def abandon(self) -> None:
         """Free everything that is kept for later ops: there will be none."""
+
+
+class OutOfMemory(RuntimeError):
+    """One of the ranks that compute an op together has no memory for it: none can go on."""
 
 
 class LinkLost(RuntimeError):
@@ -82,6 +88,8 @@ class Executor:
     When an op runs out of memory the other ranks must not wait for this one: it frees all, takes
     every message that comes and sends zeros where it should send something, to the program's end.
     What became of it is in ``failure``; the iteration's gradients are worth nothing then.
+    ``peers`` compute the same ops with this rank: all of them give up, at one op, or the job ends
+    with an :class:`OutOfMemory`.
     """
 
     def __init__(
@@ -93,7 +101,9 @@ class Executor:
         clock: HostClock | CudaClock,
         meter: Meter,
         waiting: Waiting,
+        peers: Peers | None = None,
     ):
+        self.peers = peers
         self.program, self.compute, self.links, self.store = program, compute, links, store
         self.clock, self.meter, self.waiting = clock, meter, waiting
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
@@ -134,12 +144,30 @@ class Executor:
         frame, and the tensors with the error."""
         try:
             self._do[op.kind](op)
-            self.meter.check()
         except (MemoryError, RuntimeError) as error:
             if isinstance(op, Transfer) or not out_of_memory(error):
                 raise
-            return str(error).splitlines()[0]
-        return None
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if self.peers is not None and not self.peers.all_failed(str(op)):
+                raise OutOfMemory(
+                    f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
+                    "layers; the others wait for it in there, so the iteration cannot be repeated: "
+                    "lower --epp-memory-budget-gib"
+                ) from None
+            return reason
+        return None if isinstance(op, Transfer) or self.failure is not None else self._over()
+
+    def _over(self) -> str | None:
+        """Why the op that is done should not have been: this rank's limit, or a peer's."""
+        reason = None
+        try:
+            self.meter.check()
+        except MemoryError as error:
+            reason = str(error)
+        limited = self.meter.limit_bytes < math.inf
+        if self.peers is not None and limited and self.peers.any(reason is not None):
+            return reason or "on another rank of this stage"
+        return reason
 
     def _give_up(self, op: Op, reason: str):
         held = min(self.meter.op_peak(), self.meter.limit_bytes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,74 @@ def test_what_can_never_fit_ends_with_one_line(corpus, cost_model) -> None:
     (line,) = ended.errors
     assert re.search(r"document \d+ of \d+ tokens on stage \d needs at least .* GiB", line)
     assert re.findall(r"exitcode +: (-?\d+)", ended.output) == ["2", "2"]
+
+
+# ------------------------------------------------------------------ evaluation
+
+
+def hungry(way: str, corpus, **changes):
+    words = flags(corpus, epp=True, **changes)
+    return train(words, program=(str(Path(__file__).parent / "hungry.py"), way))
+
+
+EVALUATION = {"train_iters": 2, "eval_interval": 1, "eval_iters": 1, "split": "70,30,0"}
+
+
+def validation(text: str) -> list[float]:
+    return [float(x) for x in re.findall(r"validation loss at .*lm loss value: ([0-9.E+-]+)", text)]
+
+
+def test_an_evaluation_without_memory_is_repeated_in_smaller_chunks(corpus) -> None:
+    plain = train(flags(corpus, epp=True, **EVALUATION))
+    starved = hungry("evaluation", corpus, **EVALUATION)
+    assert starved.status == 0, starved.output
+    assert re.search(
+        r"the evaluation after iteration 1 is repeated in smaller chunks: stage 1 ran out of "
+        r"memory at F\d+ of \d+ tokens",
+        starved.output,
+    )
+    assert plain.losses == starved.losses
+    assert len(validation(plain.output)) >= 2
+    assert validation(starved.output) == pytest.approx(validation(plain.output), rel=1e-5)
+
+
+def test_an_evaluation_that_never_fits_ends_with_one_line(corpus) -> None:
+    ended = hungry("starving", corpus, **EVALUATION)
+    (line,) = ended.errors
+    assert re.search(
+        r"document \d+ of \d+ tokens does not fit in evaluation|"
+        r"stage 1 ran out of memory at F\d+ of the evaluation after iteration 1, \d tokens, and "
+        r"there are no smaller chunks",
+        line,
+    )
+    assert re.findall(r"exitcode +: (-?\d+)", ended.output) == ["2", "2"]
+
+
+# ------------------------------------------------------------------ ranks that share layers
+
+SHARED = {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2}
+
+
+def test_ranks_that_share_layers_give_up_together(corpus) -> None:
+    """One alone is over its limit; or both have no memory at the same place of an op."""
+    free = train(flags(corpus, epp=True, **SHARED))
+    assert free.status == 0, free.output
+    limit = hungry("limit", corpus, **SHARED, epp_memory_limit_gib=2 * LIMIT_GIB)
+    together = hungry("together", corpus, **SHARED)
+    for starved in (limit, together):
+        assert starved.status == 0, starved.output
+        assert "repeated with less memory" in starved.output
+        assert starved.losses == pytest.approx(free.losses, rel=1e-5)
+    assert "out of memory (on another rank of this stage)" in limit.output
+    assert together.output.count("out of memory (none for the scores)") == 2
+
+
+def test_one_that_fails_in_the_midst_of_a_layer_ends_the_job(corpus) -> None:
+    ended = hungry("alone", corpus, **SHARED)
+    (line,) = ended.errors
+    assert re.search(
+        r"iteration 2: was in F0 .*out of memory \(none for the scores\) on one of the ranks that "
+        r"share its layers",
+        line,
+    )
+    assert "2" in re.findall(r"exitcode +: (-?\d+)", ended.output)

@@ -1,0 +1,48 @@
+"""Ranks that compute every op together: where one has no memory, none of them may go on.
+
+    rank 0   F2 ... all-reduce ... done        rank 1   F2 ... no memory: never joins
+
+Inside an op they meet in the collectives of its layers, so a rank that leaves an op half-way leaves
+the others waiting. Two cases can be survived. A limit is checked when the op is done, where they
+can ask each other. And memory that runs out at the same place on all of them, which is the rule, as
+they hold the same: nobody waits then. Whoever fails alone must end the job.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+PATIENCE_SECONDS = 30.0  # how long a rank that failed waits for the others to fail, too
+
+
+class Peers:
+    """``group``: these ranks, on the host. ``busy``: the groups whose collectives ops issue."""
+
+    def __init__(self, group: dist.ProcessGroup, busy: Sequence[dist.ProcessGroup]):
+        self.group, self.busy = group, tuple(busy)
+        self._failures = 0
+
+    def any(self, failed: bool) -> bool:
+        """Whether one of them failed; every one asks, at the same op."""
+        flag = torch.tensor([float(failed)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        return bool(flag)
+
+    def all_failed(self, what: str) -> bool:
+        """On a rank that failed in the midst of ``what``: whether all others did, after as many
+        collectives. Needs nothing of a rank that has not failed."""
+        self._failures += 1
+        issued = [group._get_sequence_number_for_group() for group in self.busy]
+        store = dist.distributed_c10d._get_default_store()
+        ranks = dist.get_process_group_ranks(self.group)
+        keys = {rank: f"megatron_epp/no memory/{self._failures}/{rank}" for rank in ranks}
+        mine = f"{what} {issued}"
+        store.set(keys[dist.get_rank()], mine)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not store.check(list(keys.values())):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return all(store.get(key).decode() == mine for key in keys.values())
