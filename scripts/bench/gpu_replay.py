@@ -33,12 +33,14 @@ HEADERS = [
 
 def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """By planner, its plan of the batch."""
-    from megatron_epp.planner import PIPELINES, Options
+    from megatron_epp.planner import PIPELINES, Options, parse_levers
     from megatron_epp.planner.batches import open_corpus
 
     corpus = open_corpus(arguments.lengths, arguments.context)
     lengths = corpus.batch(arguments.batch, arguments.documents)
-    options = Options(context=arguments.context, effort=arguments.effort)
+    options = Options(
+        context=arguments.context, levers=parse_levers(arguments.levers), effort=arguments.effort
+    )
     print(f"{len(lengths)} documents of {sum(lengths)} tokens, longest {max(lengths)}", flush=True)
     return {name: PIPELINES[name](lengths, cost, options) for name in arguments.planners}
 
@@ -146,6 +148,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=128, help="of the batch (default: 128)")
     parser.add_argument("--batch", type=int, default=0, help="which batch of them (default: 0)")
     parser.add_argument("--planners", nargs="+", default=PLANNERS)
+    parser.add_argument("--levers", default="default", help="of epp (default: default)")
     parser.add_argument("--effort", type=int, default=4)
     parser.add_argument("--budget-gib", type=float, default=32.0,
                         help="for chunks, of every stage (default: 32)")  # fmt: skip
