@@ -18,7 +18,7 @@ from megatron_epp.planner import (
     plan_step,
 )
 from megatron_epp.planner.bound import lower_bound_seconds
-from megatron_epp.planner.registry import unknown_planner
+from megatron_epp.planner.names import unknown_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +102,5 @@ def outcome(
 def known_planner(name: str) -> str:
     """``name``; a ValueError with the near matches where no planner is called so."""
     if name not in PLANNERS:
-        raise ValueError(unknown_planner(name, PLANNERS))
+        raise ValueError(unknown_name("planner", name, PLANNERS))
     return name

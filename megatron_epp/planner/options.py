@@ -1,8 +1,9 @@
 """What a planner may do, and how hard it may look."""
 
-import difflib
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from megatron_epp.planner.names import unknown_name
 
 # Every lever of `epp`, with what it does where it is on. None of them belongs to another planner.
 LEVERS = MappingProxyType(
@@ -74,6 +75,4 @@ def parse_levers(text: str, default: frozenset[str] = TRAINING) -> frozenset[str
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, LEVERS, n=2)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"unknown lever {name!r}{hint} Known: {', '.join(LEVERS)}, all, default, none"
+    return unknown_name("lever", name, LEVERS, "all", "default", "none")

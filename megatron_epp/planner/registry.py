@@ -1,10 +1,10 @@
 """The planners by name."""
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import chunkflow, epp, flexsp, hybrid_cp, infinipipe, packing, seq1f1b
+from megatron_epp.planner.names import unknown_name
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned, PlannedGroups
 
@@ -39,10 +39,4 @@ def planner_of(name: str) -> PlanFunction:
             f"planner {name!r} makes no pipeline plan, so nothing can run it; "
             f"expected one of {', '.join(PIPELINES)}"
         )
-    raise ValueError(unknown_planner(name, PIPELINES))
-
-
-def unknown_planner(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, known, n=2)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"unknown planner {name!r}{hint} Known: {', '.join(known)}"
+    raise ValueError(unknown_name("planner", name, PIPELINES))

@@ -2,7 +2,15 @@
 
 import pytest
 
-from megatron_epp.planner import ALL, LEVERS, TRAINING, Options, parse_levers, planner_of
+from megatron_epp.planner import (
+    ALL,
+    LEVERS,
+    PIPELINES,
+    TRAINING,
+    Options,
+    parse_levers,
+    planner_of,
+)
 
 
 def test_levers_are_sets_names_and_exceptions() -> None:
@@ -18,8 +26,13 @@ def test_levers_are_sets_names_and_exceptions() -> None:
 
 
 def test_unknown_levers_are_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown lever 'wsplitt'; did you mean wsplit\?"):
+    known = f"Known: {', '.join(LEVERS)}, all, default, none"
+    with pytest.raises(ValueError) as near:
         parse_levers("wsplitt")
+    assert str(near.value) == f"unknown lever 'wsplitt'; did you mean wsplit? {known}"
+    with pytest.raises(ValueError) as far:
+        parse_levers("xyzzy")
+    assert str(far.value) == f"unknown lever 'xyzzy'. {known}"
     with pytest.raises(ValueError, match="no lever named"):
         parse_levers(" ")
     with pytest.raises(ValueError, match="unknown lever 'speed'"):
@@ -38,5 +51,8 @@ def test_planners_are_found_by_name() -> None:
     assert planner_of("epp") is not planner_of("packing")
     with pytest.raises(ValueError, match=r"unknown planner 'infinipip'; did you mean infinipipe"):
         planner_of("infinipip")
+    with pytest.raises(ValueError) as far:
+        planner_of("xyzzy")
+    assert str(far.value) == f"unknown planner 'xyzzy'. Known: {', '.join(PIPELINES)}"
     with pytest.raises(ValueError, match="makes no pipeline plan"):
         planner_of("flexsp")
