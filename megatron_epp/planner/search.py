@@ -1,7 +1,8 @@
 """The search of `epp`: chunks by recipe, played in several styles, improved step by step."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.paper_memory import papers_ledger
 from megatron_epp.planner.recipe import TAPERS, WHOLE, Recipe, cook
 from megatron_epp.planner.recompute import WHOLE_LAYERS, diagonal_counts, ladder
+from megatron_epp.planner.replay import replayed
 from megatron_epp.planner.slicing import ideal_chunks
 from megatron_epp.planner.styles import Style, policy, styles
 from megatron_epp.planner.trim import trimmed
@@ -40,6 +42,8 @@ WHOLE_GRID = (0.35, 0.6, 1.0)  # the same, with documents left whole
 CLIMBERS = 2  # recipes of the grid that are improved
 GRID_SHARE = 0.35
 CLIMB_SHARE = 0.7  # of the effort, with the grid's
+STRICT = Style(strict=True)
+ALIKE = (1.0, 0.75, 0.5, 0.25)  # of the layers that uniform recompute needs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +133,7 @@ class Search:
         laws = [law] if not bare else []
         if "window" in self.levers:
             laws.append(whole_groups(chunking.sizes, self.cost.stages))
-        steps = ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
+        steps = self._ladder(loads)
         counts: Counts | None = None
         for least in laws:
             counts = diagonal_counts(
@@ -145,6 +149,9 @@ class Search:
             work = self.work(chunking, loads, counts)
         return Table(chunking, loads, counts, work, law, parts)
 
+    def _ladder(self, loads: Loads) -> str:
+        return ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
+
     def _law(self, chunking: Chunking, loads: Loads, work: Work) -> tuple[np.ndarray, int]:
         """Forwards before each backward, and the number of pipelines."""
         if "window" in self.levers:
@@ -156,20 +163,43 @@ class Search:
         cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
         return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
 
-    def recomputed(self, found: Found, counts: Counts) -> Found | None:
-        """``found`` with other recompute choices; None where the effort is spent."""
+    def recounted(self, table: Table, counts: Counts) -> Table | None:
+        """``table`` with other recompute choices; None where the effort is spent."""
         if self.budget.spent:
             return None
         counts = {letter: grid for letter, grid in counts.items() if grid.any()}
-        work = self.work(found.table.chunking, found.table.loads, counts)
-        table = dataclasses.replace(found.table, counts=counts, work=work)
-        return self.play(table, found.style, found.name)
+        work = self.work(table.chunking, table.loads, counts)
+        return dataclasses.replace(table, counts=counts, work=work)
+
+    def recomputed(self, found: Found, counts: Counts) -> Found | None:
+        """``found`` with other recompute choices, in its style or in the very orders that it has,
+        what is better; None where the effort is spent."""
+        table = self.recounted(found.table, counts)
+        if table is None:
+            return None
+        anew = self.play(table, found.style, found.name)
+        return min(anew, self.replay(table, found), key=lambda option: option.rank)
+
+    def replay(self, table: Table, found: Found) -> Found:
+        """``table``, of the same chunks, in the orders of ``found``."""
+        self._spend_play(table, found.style)
+        listed = replayed(table.work, found.listed, found.style.split)
+        return dataclasses.replace(
+            found,
+            seconds=listed.seconds,
+            over_bytes=listed.over_bytes,
+            table=table,
+            listed=listed,
+        )
 
     def play(self, table: Table, style: Style, name: str) -> Found:
-        self.budget.spend(table.work.stages * table.work.chunks * (3 if style.split else 2))
+        self._spend_play(table, style)
         sizes = table.chunking.sizes
         listed = list_schedule(table.work, policy(style, table.work, sizes, table.law))
         return Found(listed.seconds, listed.over_bytes, table, style, listed, name)
+
+    def _spend_play(self, table: Table, style: Style) -> None:
+        self.budget.spend(table.work.stages * table.work.chunks * (3 if style.split else 2))
 
     def best_style(self, table: Table, name: str, *, many: bool = False) -> Found:
         tight, strict = bool(table.counts), "window" not in self.levers
@@ -203,13 +233,72 @@ class Search:
     def run(self) -> Found:
         """The best plan of our own; it may not fit."""
         found = self._recipes() if "bins" in self.levers else self._alg1()
-        best = min(
-            (found, self.best_style(found.table, found.name, many=True)),
-            key=lambda option: option.rank,
-        )
-        if "trim" in self.levers and best.table.counts:
-            best = self._trimmed(best)
+        best, start = self._best_of_many(found), None
+        while best.table.counts and best is not start:
+            start = best
+            if "trim" in self.levers:
+                best = self._trimmed(best)
+            alike = min(self._alike(best), key=lambda option: option.rank, default=best)
+            if alike.rank < best.rank:
+                best = self._best_of_many(alike)
         return best
+
+    def _best_of_many(self, found: Found) -> Found:
+        many = self.best_style(found.table, found.name, many=True)
+        return min(found, many, key=lambda option: option.rank)
+
+    def _alike(self, best: Found) -> Iterator[Found]:
+        """Uniform recompute on the best chunkings: one letter for so many layers of every stage
+        and chunk. As few as the window law needs, or the orders found; and fewer, where forwards
+        wait for memory."""
+        tokens = best.table.chunking.tokens
+        others = (
+            found
+            for found in self.known.values()
+            if not np.array_equal(found.table.chunking.tokens, tokens)
+        )
+        for found in (best, *sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]):
+            for letter in self._ladder(found.table.loads)[1:]:
+                named = dataclasses.replace(found, name=f"{found.name}, {letter} alike")
+                law = self._least_alike(
+                    named, letter, lambda table, of: self.play(table, STRICT, of.name)
+                )
+                own = self._least_alike(named, letter, lambda table, of: self.replay(table, of))
+                if law is None or own is None:
+                    return
+                yield law
+                yield own
+                least = int(law.table.counts[letter].max())
+                for layers in sorted({math.ceil(least * share) for share in ALIKE}):
+                    played = self.recomputed(named, self._uniform(found, letter, layers))
+                    if played is None:
+                        return
+                    yield played
+
+    def _least_alike(
+        self, found: Found, letter: str, play: Callable[[Table, Found], Found]
+    ) -> Found | None:
+        """``found`` with ``letter`` for the fewest layers that fit when played so, all where none
+        does; None where the effort is spent."""
+        low, high = 1, max(self.cost.layers)
+        best: Found | None = None
+        while low <= high:
+            middle = (low + high) // 2
+            table = self.recounted(found.table, self._uniform(found, letter, middle))
+            if table is None:
+                return None
+            played = play(table, found)
+            if best is None or played.over_bytes <= 0 or best.over_bytes > 0:
+                best = played
+            if played.over_bytes > 0:
+                low = middle + 1
+            else:
+                high = middle - 1
+        return best
+
+    def _uniform(self, found: Found, letter: str, layers: int) -> Counts:
+        grid = np.minimum(np.array(self.cost.layers, dtype=np.float64), layers)[:, None]
+        return {letter: np.tile(grid, (1, found.table.chunking.count))}
 
     def _trimmed(self, found: Found) -> Found:
         slot = np.empty(found.table.chunking.count, dtype=np.int64)

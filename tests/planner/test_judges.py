@@ -1,5 +1,6 @@
 """Slow, obvious judges for whatever has an optimum: exhaustive search, and scipy's MILP solver."""
 
+import dataclasses
 import itertools
 from random import Random
 
@@ -7,15 +8,16 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from megatron_epp.ir import Kind, Op, Plan, PlanError, check
+from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
 from megatron_epp.planner import ALL, Options, diagonal, epp, flexsp
 from megatron_epp.planner.bound import lower_bound_seconds
 from megatron_epp.planner.deal import deal
-from megatron_epp.planner.finish import Batch
+from megatron_epp.planner.finish import Batch, Draft, plan_of
 from megatron_epp.planner.groups import group_costs
 from megatron_epp.planner.listing import list_schedule
 from megatron_epp.planner.recipe import Recipe, cook
 from megatron_epp.planner.recompute import freed_bytes, ladder
+from megatron_epp.planner.replay import replayed
 from megatron_epp.planner.styles import policy, styles
 from megatron_epp.planner.windows import shrinking
 from megatron_epp.planner.work import loads_of, rates_of, work_of
@@ -305,3 +307,48 @@ def test_the_ladder_is_convex() -> None:
     seconds = [cost.recompute_seconds(letter, loads).sum() for letter in letters]
     prices = np.diff(seconds) / -np.diff(saved)
     assert (np.diff(saved) < 0).all() and (np.diff(prices) > 0).all()
+
+
+def test_orders_played_again_take_what_they_took() -> None:
+    """Whole and split, over links; and with other work what the simulator says."""
+    cost = machine(pp=4, room_gib=3, link_seconds=True)
+    batch = Batch.of([20_000, 9_000, 7_000] + [1_500] * 12)
+    chunking = cook(Recipe(12.0), batch.lengths, rates_of(cost), 10**9)
+    loads = loads_of(chunking, batch.lengths)
+    more = {"f": np.full((4, chunking.count), 3.0)}
+    plain, recomputing = (work_of(cost, chunking, loads, counts) for counts in ({}, more))
+    law = shrinking(chunking.sizes, cost.stages)
+    for style in styles(True, many=True):
+        listed = list_schedule(plain, policy(style, plain, chunking.sizes, law))
+        again = replayed(plain, listed, style.split)
+        assert again.seconds == listed.seconds
+        assert (again.start == listed.start).all() and (again.stop == listed.stop).all()
+        assert (again.peak_bytes == listed.peak_bytes).all()
+        other = replayed(recomputing, listed, style.split)
+        draft = Draft(chunking, more, listed.kinds, listed.chunks, style.split)
+        plan = plan_of(batch, draft, cost)
+        played = play(plan, cost.table(plan))
+        assert other.seconds == pytest.approx(played.seconds, rel=1e-12)
+        peaks = other.peak_bytes + np.array(cost.states_bytes)
+        assert peaks == pytest.approx(played.peak_bytes, rel=1e-12)
+
+
+def test_no_uniform_recompute_beats_the_plan_on_its_own_orders() -> None:
+    """One letter for so many layers of every stage and chunk, within the same budget."""
+    lengths = [2_676, 16_384, 3_507, 16_384]
+    ample = machine(pp=4, room_gib=1e6)
+    kept = epp.plan(lengths, ample, Options())
+    states = np.array(ample.states_bytes)
+    for share in (0.75, 0.5):
+        budget = states + share * (np.array(kept.peak_bytes) - states)
+        cost = dataclasses.replace(ample, budget_bytes=tuple(budget.tolist()))
+        ours = epp.plan(lengths, cost, Options())
+        assert ours.fits and ours.recompute_ratio > 0
+        for letter, layers in itertools.product("nbf", range(1, max(cost.layers) + 1)):
+            choice = letter * layers + KEEP * (cost.layers[0] - layers)
+            alike = dataclasses.replace(
+                ours.plan, recompute=((choice,) * ours.chunks,) * cost.stages, predicted=None
+            )
+            played = play(alike, cost.table(alike))
+            if (np.array(played.peak_bytes) <= budget).all():
+                assert ours.seconds <= played.seconds * (1 + 1e-9)
