@@ -59,7 +59,7 @@ SCHEDULE = (
         "report",
         "epp_control",
         _from("megatron_epp.mcore.report.gather_report"),
-        "seconds and bytes of all stages, for the log line",
+        "seconds and bytes of all stages, for the log line, and whether one ran out of memory",
     ),
     Listed(
         "memory limit",

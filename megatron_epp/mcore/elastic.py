@@ -105,7 +105,7 @@ class Job:
             recorder=self.recorder,
             device=device,
             folders=[folder for folder in (args.save, self.config.epp_record) if folder],
-            loaded_from=args.load,
+            loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
             validate=lambda total: stock.validate(total, args),
             early_head=early_head(args),
             keeps_last=attention.keeps_last,

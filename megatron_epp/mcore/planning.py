@@ -25,6 +25,7 @@ from megatron_epp.mcore import host
 from megatron_epp.mcore.ahead import PlannerFailed, PlannerProcess, PlannerRefused
 from megatron_epp.mcore.budget import Budget
 from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.fallbacks import Fallbacks
 from megatron_epp.mcore.fixed import FixedSteps
 from megatron_epp.mcore.groups import Groups
 from megatron_epp.mcore.head import block_tokens, early_head
@@ -42,12 +43,22 @@ class PlannedSteps:
     """Rank 0 plans, all ranks get its text; a refusal on rank 0 is refused everywhere.
 
     With ``ahead`` a process of its own plans, asked one iteration early. When it fails, training
-    goes on with the fallback planner for that iteration, which is logged. Plans stay within
-    ``budget``; whoever changes it calls :meth:`narrow`.
+    goes on with the fallback planner for that iteration, which is logged and kept: ``fallbacks``
+    (on rank 0) also names those of a run that is resumed. Plans stay within ``budget``; whoever
+    changes it calls :meth:`narrow`.
     """
 
-    def __init__(self, cost: Cost, options: Any, planner: str, groups: Groups, ahead: bool):
+    def __init__(
+        self,
+        cost: Cost,
+        options: Any,
+        planner: str,
+        groups: Groups,
+        ahead: bool,
+        fallbacks: Fallbacks | None = None,
+    ):
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
+        self.fallbacks = fallbacks or Fallbacks(())
         self.budget = Budget(cost.budget_bytes, cost.states_bytes)
         self._ahead = ahead and groups.control.rank() == 0
         self.ahead: PlannerProcess | None = None
@@ -94,7 +105,11 @@ class PlannedSteps:
 
             most = self._evaluation_tokens
             return evaluation_step(lengths, self.cost, self.options, replicas, most)
-        if self.ahead is not None:
+        before = None if forward_only else self.fallbacks.of(iteration)
+        if before is not None:
+            planner = before
+            logger.warning("iteration %d: planned by %s, as before the resume", iteration, planner)
+        elif self.ahead is not None:
             name = _request_name(iteration, lengths, forward_only)
             try:
                 self.ahead.ask(name, lengths, forward_only)
@@ -106,6 +121,8 @@ class PlannedSteps:
                 logger.warning(
                     "iteration %d: the planner failed (%s); using %s", iteration, failure, planner
                 )
+                if not forward_only:  # evaluations are planned alike by everybody
+                    self.fallbacks.add(iteration, planner, str(failure))
         return make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
 
     def _require_fit(self, step: Step):
@@ -174,15 +191,22 @@ def make_planning(
     )
     cost = training_cost(args, config, layers, profile)
     # What is available differs between hosts and moments: rank 0's is everybody's.
-    budgets = json.dumps(cost.budget_bytes)
-    if groups.control.rank() == 0 and config.epp_memory_budget_gib is None:
-        budgets = _kept_budgets(args, cost.stages) or budgets
-        if args.save:
-            Path(args.save).mkdir(parents=True, exist_ok=True)
-            (Path(args.save) / DEFAULT_BUDGETS).write_text(budgets)
-    budgets = share(budgets, None, groups.control)
+    budgets, error, fallbacks = json.dumps(cost.budget_bytes), None, None
+    if groups.control.rank() == 0:
+        if config.epp_memory_budget_gib is None:
+            budgets = _kept_budgets(args, cost.stages) or budgets
+            if args.save:
+                Path(args.save).mkdir(parents=True, exist_ok=True)
+                (Path(args.save) / DEFAULT_BUDGETS).write_text(budgets)
+        try:
+            places = [folder for folder in (args.save, config.epp_record) if folder]
+            fallbacks = Fallbacks(places, None if args.finetune else args.load)
+        except ValueError as refusal:
+            error = str(refusal)
+    budgets = share(budgets, error, groups.control)
     cost = replace(cost, budget_bytes=tuple(json.loads(budgets)))
-    return PlannedSteps(cost, options, config.epp_planner, groups, config.epp_plan_ahead)
+    ahead = config.epp_plan_ahead
+    return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks)
 
 
 def training_levers(text: str, args: Any) -> frozenset[str]:

@@ -1,10 +1,11 @@
 """What was foretold against what happened; where they drift apart, the cost model is refitted.
 
 A refit takes effect with the next iteration, and is kept in a file named after that iteration
-beside the checkpoint: a resumed run plans with the cost model with which the run before it would
-have planned on.
+beside the checkpoint: a resumed run plans with the cost models with which the run before it
+planned, each from its iteration on, and learns anew where they end.
 """
 
+import json
 import logging
 import re
 from collections import deque
@@ -39,6 +40,7 @@ class Truth:
         self.groups, self.folders, self.may_refit = groups, folders, may_refit
         self.drift = Drift()
         self._samples: deque[tuple[Kind, Sample]] = deque(maxlen=REMEMBERED)
+        self._recorded: dict[int, Profile] = {}  # by iteration, of the run that is resumed
         self._tried = -PAUSE
 
     def busy(self, cost: Cost, plan: Plan, records: Sequence[Timed]) -> float:
@@ -59,7 +61,17 @@ class Truth:
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
         """A better cost model from the next iteration on; collective while the alarm is on."""
-        if not (self.may_refit and self.drift.alarmed and iteration - self._tried >= PAUSE):
+        recorded = self._recorded.pop(iteration + 1, None)
+        if recorded is not None:
+            if self.groups.control.rank() == 0:
+                logger.warning(
+                    "from iteration %d on: the refit of before the resume", iteration + 1
+                )
+            self.drift.forget()
+            self._samples.clear()
+            return recorded
+        due = self.drift.alarmed and iteration - self._tried >= PAUSE
+        if not (self.may_refit and due) or self._recorded:
             return None
         self._tried = iteration
         group = self.groups.control
@@ -94,19 +106,33 @@ class Truth:
         return found.profile.to_json()
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
-        """The refit that was in force when ``iteration`` is the next; collective."""
+        """The refit that was in force when ``iteration`` is the next; later ones come when it is
+        their turn. Collective."""
         if not (folder and self.may_refit):
             return None
         text = error = None
         if self.groups.control.rank() == 0:
-            kept = {
-                int(named[1]): path
-                for path in Path(folder).glob("epp-cost-model.from-*.json")
-                if (named := _NAMED.fullmatch(path.name)) and int(named[1]) <= iteration
-            }
             try:
-                text = Profile.load(str(kept[max(kept)])).to_json() if kept else None
+                text = json.dumps(self._kept(folder))
             except ValueError as refusal:
                 error = str(refusal)
-        text = share(text, error, self.groups.control)
-        return Profile.from_json(text) if text else None
+        kept = json.loads(share(text, error, self.groups.control))
+        profiles = {int(first): Profile.from_json(each) for first, each in kept.items()}
+        self._recorded = {first: each for first, each in profiles.items() if first > iteration}
+        before = [first for first in profiles if first <= iteration]
+        return profiles[max(before)] if before else None
+
+    def _kept(self, folder: str) -> dict[int, str]:
+        """The texts of all refits in ``folder``, by iteration; copied to where this run keeps its
+        own."""
+        kept = {
+            int(named[1]): Profile.load(str(path))
+            for path in Path(folder).glob("epp-cost-model.from-*.json")
+            if (named := _NAMED.fullmatch(path.name))
+        }
+        for place in self.folders:
+            for first, profile in kept.items():
+                if not (path := Path(place) / _FILE.format(first)).exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    profile.save(str(path))
+        return {first: profile.to_json() for first, profile in kept.items()}

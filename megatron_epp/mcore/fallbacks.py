@@ -1,0 +1,58 @@
+"""Iterations that were planned by the fallback, because the planner failed: kept, and replayed.
+
+A planner dies by accident, and the plan that is used meanwhile is another one: the losses differ
+by rounding, or by what dropout draws. A run that is resumed from before such an iteration would
+ask a planner that lives. So every fallback is a line in a file beside the checkpoint:
+
+    iteration 2 planner packing the planner process has ended
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+FILE_NAME = "epp-fallbacks.txt"
+
+_LINE = re.compile(r"iteration ([1-9]\d*) planner (\S+) (.+)")
+
+
+class Fallbacks:
+    """``folders``: where they are kept; ``loaded_from``: the folder of the run that is resumed.
+
+    What another run left in ``folders`` is forgotten. ValueError: a file that cannot be read.
+    """
+
+    def __init__(self, folders: Sequence[str], loaded_from: str | None = None):
+        self.folders = tuple(folders)
+        self._lines: dict[int, str] = {}
+        self._planners: dict[int, str] = {}
+        if loaded_from is not None and (path := Path(loaded_from) / FILE_NAME).exists():
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                match = _LINE.fullmatch(line)
+                if match is None:
+                    raise ValueError(
+                        f"{path}, line {number}: {line[:60]!r} is no fallback; expected "
+                        "'iteration N planner NAME REASON'"
+                    )
+                self._note(int(match[1]), match[2], line)
+        for folder in self.folders:
+            if self._lines or (Path(folder) / FILE_NAME).exists():
+                self._write(folder)
+
+    def of(self, iteration: int) -> str | None:
+        """The planner that stood in for the planner in ``iteration``, if one did."""
+        return self._planners.get(iteration)
+
+    def add(self, iteration: int, planner: str, reason: str) -> None:
+        words = " ".join(reason.split()) or "no reason"
+        self._note(iteration, planner, f"iteration {iteration} planner {planner} {words}")
+        for folder in self.folders:
+            self._write(folder)
+
+    def _note(self, iteration: int, planner: str, line: str) -> None:
+        self._lines[iteration], self._planners[iteration] = line, planner
+
+    def _write(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lines = (line for _, line in sorted(self._lines.items()))
+        (Path(folder) / FILE_NAME).write_text("".join(f"{line}\n" for line in lines))

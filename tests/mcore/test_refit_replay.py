@@ -1,0 +1,47 @@
+"""A resumed run adopts the refits of the run before it, each at its own iteration."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Profile
+from tests.runtime.world import run
+
+FIRST = profile(Model("m", 4, 32, 64, 4, 2, 8, 128), DEVICES["cpu"])
+SECOND = dataclasses.replace(FIRST, link_latency_seconds=0.5)
+
+
+def replay(rank: int, before: str, now: str, iteration: int) -> list[Any]:
+    import torch.distributed as dist
+
+    from megatron_epp.mcore import host
+
+    host.install_cpu_host()
+    from megatron_epp.mcore.truth import Truth
+
+    groups = SimpleNamespace(control=dist.new_group(), leads=rank == 0)
+    truth = Truth(groups, [now], may_refit=True)
+    adopted = [truth.resume(before, iteration)]
+    for passed in range(iteration, 8):
+        truth.drift.alarmed = True
+        adopted.append(truth.refit(passed, None))
+        if truth._recorded == {}:
+            break
+    return [one and one.link_latency_seconds for one in adopted]
+
+
+def test_refits_come_at_their_iterations(tmp_path) -> None:
+    before, now = tmp_path / "before", tmp_path / "now"
+    before.mkdir()
+    FIRST.save(str(before / "epp-cost-model.from-000003.json"))
+    SECOND.save(str(before / "epp-cost-model.from-000007.json"))
+    started = FIRST.link_latency_seconds
+    # Resumed where iteration 5 is the next: what is refitted after 6 counts from 7 on. The drift's
+    # alarm is on all the time, and nothing is learnt anew before the recorded ones are through.
+    found = run(2, replay, tmp_path, str(before), str(now), 5)
+    assert found == [[started, None, 0.5]] * 2
+    assert Profile.load(str(now / "epp-cost-model.from-000007.json")) == SECOND
+    assert Profile.load(str(now / "epp-cost-model.from-000003.json")) == FIRST
