@@ -2,7 +2,8 @@
 
 A stage that came near its budget and held more than was predicted gets a margin; one that ran out
 of memory gets less than it held. Every change is an event with its iteration, kept beside the
-checkpoint: on resume, plans are made with the budgets that they were made with before.
+checkpoint: on resume, plans are made with the budgets that they were made with before, each from
+its iteration on.
 """
 
 import math
@@ -56,6 +57,7 @@ class Budget:
         self.stage_bytes = tuple(map(float, stage_bytes))
         self.states_bytes = tuple(map(float, states_bytes))
         self.events: list[Event] = []
+        self._recorded: list[Event] = []  # of the run that is resumed, still to come
 
     def _adopt(self, event: Event) -> Event:
         bytes_ = list(self.stage_bytes)
@@ -78,8 +80,14 @@ class Budget:
     ) -> list[Event]:
         """What the iteration's peaks (for chunks) say of the promised ones (states included).
 
-        Learnt from the next iteration on.
+        Learnt from the next iteration on. While there are events of the run that is resumed, those
+        are what was learnt.
         """
+        if self._recorded:
+            due = [event for event in self._recorded if event.iteration <= iteration + 1]
+            self._recorded = [event for event in self._recorded if event not in due]
+            lower = (event for event in due if event.budget_bytes < self.stage_bytes[event.stage])
+            return [self._adopt(event) for event in lower]
         learnt = []
         for stage, (promise, peak) in enumerate(zip(predicted_bytes, peak_bytes, strict=True)):
             states = self.states_bytes[stage]
@@ -93,11 +101,13 @@ class Budget:
     # -------------------------------------------------------------- kept
 
     def save(self, folder: str):
-        text = "".join(f"{line}\n" for line in (f"stages {len(self.stage_bytes)}", *self.events))
+        lines = (f"stages {len(self.stage_bytes)}", *self.events, *self._recorded)
+        text = "".join(f"{line}\n" for line in lines)
         (Path(folder) / FILE_NAME).write_text(text, encoding="utf-8")
 
     def load(self, folder: str, iteration: int):
-        """Adopt the events of a run that is resumed behind ``iteration``."""
+        """Adopt the events of a run that is resumed behind ``iteration``; later ones when it is
+        their turn."""
         path = Path(folder) / FILE_NAME
         if not path.exists():
             return
@@ -111,3 +121,5 @@ class Budget:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             if event.iteration <= iteration + 1:
                 self._adopt(event)
+            else:
+                self._recorded.append(event)

@@ -210,7 +210,7 @@ class ElasticSchedule:
         if budget is not None and self.loaded_from:
             budget.load(self.loaded_from, iteration - 1)
             if budget.events:
-                self.planning.narrow()
+                self._narrow()
 
     def _start_over(self, iteration: int, failures: Sequence[StageReport], model: Any):
         """A rank ran out of memory: nothing of this iteration counts, and plans get less room.

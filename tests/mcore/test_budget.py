@@ -67,6 +67,28 @@ def test_a_resumed_run_knows_what_was_learnt_before_its_checkpoint(tmp_path) -> 
     assert fresh.stage_bytes == (1.0,)
 
 
+def test_what_was_learnt_behind_the_checkpoint_is_learnt_again_in_time(tmp_path) -> None:
+    ours = budget()
+    ours.failed(5, 0, 500, "F1")
+    ours.measured(8, (950.0, 900.0), (0, 990))
+    ours.save(str(tmp_path))
+    again = budget()
+    again.load(str(tmp_path), 3)  # resumed where iteration 4 is the next
+    assert again.stage_bytes == (1000.0, 1000.0)
+    # Iteration 4 tells the same as it told then; from 5 on stage 0 has less.
+    assert [event.iteration for event in again.measured(4, (900.0, 900.0), (10, 10))] == [5]
+    assert again.stage_bytes == (ours.stage_bytes[0], 1000.0)
+    # A near miss of an iteration that had none then is not learnt: the next plans would differ.
+    assert again.measured(6, (900.0, 900.0), (10, 990)) == []
+    again.save(str(tmp_path))
+    assert (tmp_path / FILE_NAME).read_text().count("iteration") == 2
+    # What is lower by now, because memory ran out on the way, is not raised.
+    again.failed(7, 1, 300, "F2")
+    assert again.measured(8, (950.0, 900.0), (0, 10)) == []
+    assert again.stage_bytes == (ours.stage_bytes[0], 285.0)
+    assert again.measured(9, (950.0, 270.0), (0, 284)) != []
+
+
 def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
     (tmp_path / FILE_NAME).write_text("stages 2\niteration 1 stage 0 budget_bytes 5 why\nno\n")
     with pytest.raises(ValueError, match=rf"{FILE_NAME}, line 3: 'no' is no budget event"):
