@@ -110,20 +110,42 @@ class PlannedSteps:
             planner = before
             logger.warning("iteration %d: planned by %s, as before the resume", iteration, planner)
         elif self.ahead is not None:
-            name = _request_name(iteration, lengths, forward_only)
             try:
-                self.ahead.ask(name, lengths, forward_only)
-                return Step.parse(self.ahead.reply(name)["step"])
-            except PlannerRefused as refusal:
-                raise PlanError(str(refusal)) from refusal
+                return self._asked(iteration, lengths, forward_only)
             except PlannerFailed as failure:
-                planner = FALLBACK
-                logger.warning(
-                    "iteration %d: the planner failed (%s); using %s", iteration, failure, planner
-                )
-                if not forward_only:  # evaluations are planned alike by everybody
-                    self.fallbacks.add(iteration, planner, str(failure))
+                if not forward_only:
+                    return self._stand_in(iteration, lengths, failure)
+                # Evaluations are planned alike by everybody.
+                logger.warning("an evaluation: the planner failed (%s)", failure)
         return make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
+
+    def _asked(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
+        """The planner process's step. PlannerFailed: it gave none; PlanError: there can be none."""
+        assert self.ahead is not None
+        name = _request_name(iteration, lengths, forward_only)
+        try:
+            self.ahead.ask(name, lengths, forward_only)
+            return Step.parse(self.ahead.reply(name)["step"])
+        except PlannerRefused as refusal:
+            raise PlanError(str(refusal)) from refusal
+
+    def _stand_in(self, iteration: int, lengths: Sequence[int], failure: PlannerFailed) -> Step:
+        """The fallback's step, which is kept; where that does not fit, the planner's after all."""
+        said = f"iteration {iteration}: the planner failed ({failure})"
+        try:
+            step = make_step(
+                lengths, self.cost, self.options, FALLBACK, self.groups.replicas, False
+            )
+            self._require_fit(step)
+        except ValueError as excess:
+            logger.warning("%s, and %s does not fit; asking once more", said, FALLBACK)
+            try:
+                return self._asked(iteration, lengths, False)
+            except PlannerFailed as again:
+                raise PlanError(f"{said}, and again ({again}); by {FALLBACK}: {excess}") from again
+        logger.warning("%s; using %s", said, FALLBACK)
+        self.fallbacks.add(iteration, FALLBACK, str(failure))
+        return step
 
     def _require_fit(self, step: Step):
         """The promise of every stage is within its budget, or nobody trains."""

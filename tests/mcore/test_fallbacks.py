@@ -1,12 +1,22 @@
 """An iteration that the fallback planned is planned so again by a run that is resumed before it."""
 
+import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.ir import Step
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.analytic import without_states
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.models import Model
+from megatron_epp.ir import PlanError, Step
+from megatron_epp.mcore.ahead import PlannerFailed
 from megatron_epp.mcore.fallbacks import FILE_NAME, Fallbacks
+from megatron_epp.mcore.planning import PlannedSteps
+from megatron_epp.planner import Options, plan_step
 from tests.mcore.runs import flags, train, write_corpus
 
 LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]
@@ -34,6 +44,50 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
     (tmp_path / FILE_NAME).write_text("iteration 7 planner packing died\niteration 0 no\n")
     with pytest.raises(ValueError, match=rf"{FILE_NAME}, line 2: 'iteration 0 no' is no fallback"):
         Fallbacks([], str(tmp_path))
+
+
+class Dying:
+    """A planner process that dies ``times`` times before it answers."""
+
+    def __init__(self, times: int, steps: PlannedSteps):
+        self.times, self.steps = times, steps
+
+    def ask(self, name, lengths, forward_only) -> None:
+        self.lengths = lengths
+
+    def reply(self, name) -> dict[str, str]:
+        self.times -= 1
+        if self.times >= 0:
+            raise PlannerFailed("the planner process has ended")
+        made = plan_step(self.lengths, self.steps.cost, self.steps.options, "epp", 1).step
+        return {"step": str(made)}
+
+
+@pytest.mark.parametrize(
+    ("room", "deaths", "planner"),
+    [
+        (1.0, 1, "packing"),
+        (0.4, 1, "epp"),  # what packing makes does not fit: the planner is asked once more
+        (0.4, 2, None),
+    ],
+)
+def test_a_fallback_that_does_not_fit_is_not_used(room, deaths, planner) -> None:
+    model = Model("m", 4, 32, 64, 4, 2, 8, 128, gated=True)
+    profile = without_states(analytic_profile(model, DEVICES["cpu"]))
+    ample = Cost(profile, (2, 2), (1e12, 1e12))
+    lengths = [900, 700, 30, 20]
+    kept = plan_step(lengths, ample, Options(context=4096), "packing", 1).planned[0].peak_bytes
+    cost = dataclasses.replace(ample, budget_bytes=tuple(room * peak for peak in kept))
+    groups = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0), replicas=1)
+    steps = PlannedSteps(cost, Options(context=4096), "epp", groups, ahead=False)
+    steps.ahead = Dying(deaths, steps)
+    if planner is None:
+        with pytest.raises(PlanError, match=r"iteration 3: the planner failed .*, and again"):
+            steps._plan(3, lengths, False)
+    else:
+        step = steps._plan(3, lengths, False)
+        assert [plan.predicted.planner for plan in step.plans] == [planner]
+    assert steps.fallbacks.of(3) == ("packing" if planner == "packing" else None)
 
 
 def test_a_resumed_run_repeats_the_fallback(tmp_path) -> None:
