@@ -359,10 +359,7 @@ def ablation(numbers: Sequence[int]) -> str:
             rows.append(
                 (
                     f"{work}, {documents} documents",
-                    *(
-                        spread([r for r in ratios[n] if r == r] or [float("nan")], "{:.2f}")
-                        for n in ABLATIONS
-                    ),
+                    *(_spread_of_fitting(ratios[name]) for name in ABLATIONS),
                 )
             )
     return table(("iteration time / infinipipe's", *ABLATIONS), rows)
