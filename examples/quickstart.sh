@@ -2,13 +2,23 @@
 # From a fresh checkout to a trained model: the environment, a corpus of real documents (the source
 # text of Python's standard library), a small Llama-style model trained over two pipeline stages
 # through elastic pipelines, and beside it the same corpus in plain packing and through Megatron's
-# own schedule. Prints the first plan, the losses and a table; draws what happened.
+# own schedule. Prints a plan, the losses and a table; draws what happened.
 #
-#   bash examples/quickstart.sh [FOLDER]        default: quickstart; about 8 minutes on two cores
+#   bash examples/quickstart.sh [FOLDER]        default: quickstart; 6 to 10 minutes on two cores
 #
 # GPUs are used where there are two or more; otherwise two processes of the CPU, over gloo.
 # ITERS (default 20), CONTEXT (4096) and BUDGET (1, GiB of activations per stage) may be set.
 set -euo pipefail
+case ${1:-} in
+-h | --help)
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+-*)
+    echo "quickstart: unknown option $1; expected a folder to write to" >&2
+    exit 2
+    ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-quickstart}
 ITERS=${ITERS:-20}
@@ -16,6 +26,17 @@ CONTEXT=${CONTEXT:-4096}
 BUDGET=${BUDGET:-1}
 compared=${COMPARED:-4} # iterations of the runs that are only compared
 short=2048              # a context whose square Megatron's attention on a CPU can hold
+
+for name in ITERS CONTEXT compared; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || {
+        echo "quickstart: ${name^^}=${!name}: expected a whole number of at least 1" >&2
+        exit 2
+    }
+done
+[[ $BUDGET =~ ^[0-9]*\.?[0-9]+$ ]] || {
+    echo "quickstart: BUDGET=$BUDGET: expected GiB, as in 0.5" >&2
+    exit 2
+}
 
 say() { printf '\n=== %s\n' "$*"; }
 

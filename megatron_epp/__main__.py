@@ -8,6 +8,14 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+if sys.version_info < (3, 12):  # noqa: UP036  (whoever runs an older one is told)
+    print(
+        f"megatron_epp: error: this is Python {sys.version.split()[0]}; expected 3.12 or newer "
+        "(scripts/setup_env.sh makes .venv/bin/python)",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
 from megatron_epp.cli.options import DOING, PROGRAM, parse
 
 

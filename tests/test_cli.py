@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -510,6 +511,30 @@ def test_serve_and_plan_agree(capsys, lengths):
     request = json.dumps({"id": 0, "lengths": list(LENGTHS)})
     found = run("serve", "--pp", 2, *MACHINE, stdin=f"{request}\n")
     assert Step.parse(json.loads(found.stdout)["step"]).plans[0] == Plan.parse(shown)
+
+
+def test_what_is_no_plain_file_is_written_into(capsys, lengths, tmp_path):
+    """A device, a pipe: it must stay what it was."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        printed(capsys, "plan", "--lengths", lengths, *MACHINE, "--pp", 2, "-o", pipe)
+        assert Plan.parse(reader.communicate()[0]).documents == LENGTHS
+    assert pipe.is_fifo()
+    (link := tmp_path / "link").symlink_to(tmp_path / "far.plan")
+    printed(capsys, "plan", "--lengths", lengths, *MACHINE, "--pp", 2, "-o", link)
+    assert link.is_symlink() and Plan.parse((tmp_path / "far.plan").read_text())
+
+
+def test_degrees_divide_the_heads(capsys, lengths):
+    told = refused(capsys, "plan", "--lengths", lengths, *MACHINE, "--pp", 2, "--tp", 3)
+    assert "--tp 3 --cp 8: their product must divide the 32 attention heads of gpt-7b" in told
+
+
+def test_a_budget_of_a_cpu_covers_no_weights(capsys, plan, tmp_path):
+    """As in training, so that pictures and plans tell of the same bytes."""
+    machine = ["--model", "gpt-7b", "--device", "cpu", "--memory-budget-gib", 500]
+    facts = json.loads(printed(capsys, "simulate", plan, *machine, "--json").out)
+    assert facts["states_bytes"] == [0.0, 0.0]
 
 
 def test_main_imports_no_solver(plan):

@@ -4,14 +4,12 @@ import argparse
 import json
 
 from megatron_epp.cli import machine
-from megatron_epp.cli.files import read_text
-from megatron_epp.ir import Plan, PlanError, Step, check
+from megatron_epp.cli.files import read_plans
+from megatron_epp.ir import Plan, PlanError, check
 
 
 def run(arguments: argparse.Namespace) -> int:
-    text = read_text(arguments.plan, "plan")
-    alone = text.count("plan v1") == 1 and "step v1" not in text
-    plans = (Plan.parse(text),) if alone else Step.parse(text).plans
+    plans = read_plans(arguments.plan)
     for plan in plans:
         where = f"replica {plan.replica}: " if len(plans) > 1 else ""
         try:

@@ -16,7 +16,7 @@ def read_text(path: str, what: str) -> str:
             data = sys.stdin.buffer.read()
         else:
             data = Path(path).read_bytes()
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except OSError as error:
         raise ValueError(f"{what} {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -25,19 +25,27 @@ def read_text(path: str, what: str) -> str:
         ) from error
 
 
-def read_step(path: str) -> Step:
-    """The step in the file; a single plan is a step of one replica."""
-    return Step.parse(read_text(path, "plan"))
+def read_plans(path: str) -> tuple[Plan, ...]:
+    """The plans of all replicas that the file holds; one on its own may be of any replica."""
+    text = read_text(path, "plan")
+    try:
+        if text.count("plan v1") == 1 and "step v1" not in text:
+            return (Plan.parse(text),)
+        return Step.parse(text).plans
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
 
 
 def read_plan(path: str, replica: int) -> Plan:
-    """One replica's plan of the file at ``path``; a plan on its own may be of any replica."""
-    text = read_text(path, "plan")
-    if text.count("plan v1") == 1 and "step v1" not in text:
-        return Plan.parse(text)
-    plans = Step.parse(text).plans
+    """One replica's plan of the file at ``path``."""
+    plans = read_plans(path)
+    if len(plans) == 1 and replica in (0, plans[0].replica):
+        return plans[0]
     if replica >= len(plans):
-        raise ValueError(f"--replica {replica}: {path} holds {len(plans)} replicas, from 0")
+        raise ValueError(
+            f"--replica {replica}: {path} holds {len(plans)} of {plans[0].replicas} replicas, "
+            f"from {plans[0].replica}"
+        )
     return plans[replica]
 
 
@@ -52,13 +60,19 @@ def read_records(path: str) -> tuple[Timed, ...]:
 
 
 def write(path: str, data: str | bytes) -> None:
-    """Through a file beside it, so that what stands at ``path`` is always whole."""
+    """Through a file beside it, so that what stands at ``path`` is always whole; into what is no
+    plain file (a device, a pipe) as it is."""
     target = Path(path)
     if target.is_dir():
         raise ValueError(f"{path}: is a folder; expected a file name")
-    partial = target.with_name(f".{target.name}.partial")
+    content = data.encode() if isinstance(data, str) else data
     try:
-        partial.write_bytes(data.encode() if isinstance(data, str) else data)
+        if target.exists() and not target.is_file():
+            target.write_bytes(content)
+            return
+        target = target.resolve()  # a link stays one
+        partial = target.with_name(f".{target.name}.partial")
+        partial.write_bytes(content)
         partial.replace(target)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

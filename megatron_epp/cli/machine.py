@@ -7,7 +7,7 @@ from megatron_epp.cli.options import Refused
 from megatron_epp.cost.analytic import without_states
 from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.cost.devices import DEVICES, GIB, device
-from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.models import MODELS, model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
 
@@ -60,6 +60,12 @@ def cost_of(
             profile=profile,
             **given,
         )
+        heads = model(arguments.model).heads
+        if heads % (cost.tp * cost.cp):
+            raise Refused(
+                f"--tp {cost.tp} --cp {cost.cp}: their product must divide the {heads} attention "
+                f"heads of {arguments.model}"
+            )
     if cost.profile.provenance.device.partition(":")[0] == "cpu":
         # As in training: a CPU's budget covers what chunks hold, no weights and no optimizer.
         cost = dataclasses.replace(cost, profile=without_states(cost.profile))

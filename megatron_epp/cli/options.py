@@ -106,7 +106,7 @@ def _version() -> str:
     try:
         return version("megatron-epp")
     except PackageNotFoundError:
-        return "(not installed)"
+        return "from a checkout"
 
 
 # ------------------------------------------------------------------ types

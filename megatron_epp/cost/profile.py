@@ -209,14 +209,14 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value < 0
-    ):
-        raise ValueError(f"{value!r}: expected a number of at least 0")
-    return float(value)
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number) and number >= 0:
+                return number
+    except OverflowError:
+        raise ValueError("a whole number of hundreds of digits: expected a number") from None
+    raise ValueError(f"{value!r}: expected a number of at least 0")
 
 
 def _degree(value: Any) -> int:

@@ -194,7 +194,10 @@ class _Reader:
         orders = tuple(self.indexed("stage", lambda words: tuple(map(Op.parse, words))))
         predicted = self.predicted()
         if self.at < len(self.lines):
-            self.fail("did not expect this line here; see the order in ir/plan.py")
+            self.fail(
+                "did not expect this line here; the order is plan, replica, documents, "
+                "layers, chunk, recompute, stage, predicted"
+            )
         if not recompute:
             recompute = tuple((KEEP * count,) * len(chunks) for count in layers)
         return Plan(documents, layers, chunks, recompute, orders, replica, replicas, predicted)

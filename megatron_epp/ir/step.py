@@ -19,6 +19,7 @@ from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.span import NUMBER
 
+_OTHER_VERSION = re.compile(r"(plan|step) v(?!1$)[0-9]+")
 _DEAL = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
 
 
@@ -78,6 +79,9 @@ class Step:
         lines = [re.sub(r"\s+", " ", line.split("#")[0]).strip() for line in text.split("\n")]
         starts = [number for number, line in enumerate(lines) if line == "plan v1"]
         if not starts:
+            other = next((line for line in lines if _OTHER_VERSION.fullmatch(line)), None)
+            if other is not None:
+                raise PlanError(f"{other!r}: another version; this program reads v1")
             raise PlanError("no 'plan v1' line; expected a plan or a step as --epp-record writes")
         plans = []
         for start, stop in zip(starts, [*starts[1:], len(lines)], strict=True):

@@ -1,5 +1,6 @@
 """The planner process, seen from the trainer: asked one iteration ahead, replaced when it dies."""
 
+import atexit
 import json
 import logging
 import os
@@ -57,6 +58,8 @@ class PlannerProcess:
         self._asked: set[str] = set()
         self._replies: dict[str, dict[str, Any]] = {}
         self._start()
+        # Before the folder goes, or a process that is still starting complains of it.
+        atexit.register(self.close)
 
     def ask(self, name: str, lengths: Sequence[int], forward_only: bool) -> None:
         """Send a request unless one of that name is under way."""
@@ -138,4 +141,6 @@ class PlannerProcess:
 
     def close(self):
         self._stop()
+        self._folder.cleanup()
+        atexit.unregister(self.close)
         self._folder.cleanup()

@@ -107,7 +107,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         elif "action" not in how:
             how.setdefault("type", field.type)
         group.add_argument("--" + field.name.replace("_", "-"), default=field.default, **how)
+    _mend_help(parser)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser):
+    """Some of Megatron's help texts (0.19) hold a bare %, at which --help breaks off."""
+    for action in parser._actions:
+        try:
+            (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Drift:
         before, self.alarmed = self.alarmed, abs(error) > BAND
         if self.alarmed and not before:
             return [
-                f"drift: the last {WINDOW} iterations took {error:+.0%} of what was foretold "
+                f"drift: the last {WINDOW} iterations took {error:+.0%} against what was foretold "
                 f"(median; the band is {BAND:.0%})"
             ]
         if before and not self.alarmed:

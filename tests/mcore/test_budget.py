@@ -116,7 +116,10 @@ def test_drift_is_told_once_and_when_it_is_over() -> None:
     drift = Drift()
     told = [drift.see(1.0, report(1.3, (1.0,), (1.0,))) for _ in range(WINDOW + 3)]
     assert [bool(words) for words in told] == [False] * (WINDOW - 1) + [True] + [False] * 3
-    assert f"took +30% of what was foretold (median; the band is {BAND:.0%})" in told[WINDOW - 1][0]
+    assert (
+        f"took +30% against what was foretold (median; the band is {BAND:.0%})"
+        in told[WINDOW - 1][0]
+    )
     assert drift.alarmed
     back = [drift.see(1.0, report(1.0, (1.0,), (1.0,))) for _ in range(WINDOW)]
     assert sum(map(bool, back)) == 1
