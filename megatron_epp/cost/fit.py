@@ -69,6 +69,7 @@ def fit_profile(
     held_bytes: Sequence[Sample] = (),
     workspace_bytes: Mapping[Kind, Sequence[Sample]] | None = None,
     link_seconds: Sequence[tuple[int, float]] = (),
+    near: bool = False,
 ) -> Fitted:
     """``template`` with everything replaced that the samples speak of.
 
@@ -76,6 +77,8 @@ def fit_profile(
     held_bytes        from F to B, K and V of cut documents apart
     workspace_bytes   at an op's peak beyond what is held
     link_seconds      (tokens, seconds) of messages between stages
+    near              whether seconds stay as near to the template's as the samples allow: those of
+                      one pipeline do not tell its layers from its ends
 
     The samples are of one device under ``tp`` and ``cp``; the communication that they contain
     becomes part of the layer's seconds.
@@ -84,7 +87,7 @@ def fit_profile(
     quality: dict[str, Quality] = {}
     if tp * cp > 1:
         fields["all_to_all_bytes_per_token"] = fields["tensor_bytes_per_token"] = 0.0
-    fields |= _fit_seconds(template, seconds, quality)
+    fields |= _fit_seconds(template, seconds, quality, near)
     if held_bytes:
         fields |= _fit_held(template, held_bytes, quality)
     if workspace_bytes:
@@ -97,7 +100,10 @@ def fit_profile(
 
 
 def _fit_seconds(
-    template: Profile, samples: Mapping[Kind, Sequence[Sample]], quality: dict[str, Quality]
+    template: Profile,
+    samples: Mapping[Kind, Sequence[Sample]],
+    quality: dict[str, Quality],
+    near: bool,
 ) -> dict:
     layer, first, last = (
         dict(grid)
@@ -113,7 +119,10 @@ def _fit_seconds(
             for letter in LETTERS
             if letter != KEEP and kind in BACKWARDS and any(letter in row.choice for row in rows)
         )
-        result = fit([_seconds_row(row, letters) for row in rows], [row.value for row in rows])
+        prior = _seconds_columns(template, kind, letters) if near else None
+        result = fit(
+            [_seconds_row(row, letters) for row in rows], [row.value for row in rows], prior
+        )
         quality[f"seconds of {kind.value}"] = result.quality
         numbers = iter(result.coefficients)
         layer[kind] = Seconds(next(numbers), next(numbers), next(numbers))
@@ -156,6 +165,16 @@ def _seconds_row(sample: Sample, letters: Sequence[str]) -> list[float]:
     for letter in letters:
         row += [float(sample.choice.count(letter) * feature) for feature in load]
     return row
+
+
+def _seconds_columns(profile: Profile, kind: Kind, letters: Sequence[str]) -> list[float]:
+    """What ``profile`` says of the columns of :func:`_seconds_row`."""
+    columns = list(dataclasses.astuple(profile.layer_seconds[kind]))
+    for end in (profile.first_seconds[kind], profile.last_seconds[kind]):
+        columns += [end.per_token, end.per_chunk]
+    for letter in letters:
+        columns += dataclasses.astuple(profile.recompute_seconds[letter])
+    return columns
 
 
 def _share(whole: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float) -> Seconds:

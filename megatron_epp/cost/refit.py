@@ -31,7 +31,7 @@ def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit |
     seen = {kind: [s for i, s in enumerate(rows) if i % JUDGES] for kind, rows in samples.items()}
     judges = {kind: rows[::JUDGES] for kind, rows in samples.items()}
     learnt = fit_profile(
-        profile, profile.provenance, tp=profile.tp, cp=profile.cp, seconds=seen
+        profile, profile.provenance, tp=profile.tp, cp=profile.cp, seconds=seen, near=True
     ).profile
     # The fit gives up communication, which its samples contain.
     learnt = dataclasses.replace(profile, **{name: getattr(learnt, name) for name in _LEARNT})

@@ -9,6 +9,7 @@ ROUNDS = 6  # of reweighting, towards the least sum of absolute relative errors
 HOLD_OUT = 4  # every fourth row judges
 _STILL_TOLD = 0.1  # of all that the rows tell of any coefficients, without the judging rows
 _SMALLEST_RESIDUAL = 1e-3  # below 0.1% all rows weigh alike
+_PULL = 0.03  # towards the prior, of what all rows together tell of a coefficient
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,15 @@ class Fit:
     quality: Quality
 
 
-def fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> Fit:
+def fit(
+    features: Sequence[Sequence[float]],
+    measured: Sequence[float],
+    prior: Sequence[float] | None = None,
+) -> Fit:
     """Coefficients with features @ coefficients ~ measured: [rows, n], [rows].
+
+    Coefficients that the rows do not tell apart share what they explain in any way, or with
+    ``prior`` [n] in the way nearest to that, times whatever all of it is off by.
 
     Errors count relative to what was measured, since a short op matters as much as a long one;
     rows far off count less (a busy machine makes outliers). The coefficients come from all rows,
@@ -54,11 +62,15 @@ def fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> Fit:
         raise ValueError(f"{len(values_R)} measurements of {len(rows_RN)} rows: expected as many")
     if not (np.isfinite(rows_RN).all() and np.isfinite(values_R).all() and (values_R > 0).all()):
         raise ValueError("measurements: expected finite numbers above 0")
-    coefficients = _robust(rows_RN, values_R)
+    prior_N = None
+    if prior is not None:
+        prior_N = np.asarray(prior, np.float64)
+        prior_N = prior_N / np.median(np.maximum(rows_RN @ prior_N, 1e-30) / values_R)
+    coefficients = _robust(rows_RN, values_R, prior_N)
     judges_R = _judges(rows_RN / values_R[:, None])
     judged = int(judges_R.sum())
     if judged:
-        judge = _robust(rows_RN[~judges_R], values_R[~judges_R])
+        judge = _robust(rows_RN[~judges_R], values_R[~judges_R], prior_N)
         errors = np.abs(rows_RN[judges_R] @ judge / values_R[judges_R] - 1)
     else:
         errors = np.abs(rows_RN @ coefficients / values_R - 1)
@@ -97,7 +109,7 @@ def _judges(rows_RN: np.ndarray) -> np.ndarray:
     return judges_R
 
 
-def _robust(rows_RN: np.ndarray, values_R: np.ndarray) -> np.ndarray:
+def _robust(rows_RN: np.ndarray, values_R: np.ndarray, prior_N: np.ndarray | None) -> np.ndarray:
     relative_RN = rows_RN / values_R[:, None]
     scale_N = np.linalg.norm(relative_RN, axis=0)
     used = scale_N > 0
@@ -106,7 +118,12 @@ def _robust(rows_RN: np.ndarray, values_R: np.ndarray) -> np.ndarray:
     solution = np.zeros(used.sum())
     for _ in range(ROUNDS):
         root_R = np.sqrt(weight_R)
-        solution = nnls(scaled_RN * root_R[:, None], root_R)
+        matrix, target = scaled_RN * root_R[:, None], root_R
+        if prior_N is not None:
+            pull = _PULL * np.sqrt(weight_R.mean())
+            matrix = np.vstack((matrix, pull * np.eye(len(solution))))
+            target = np.concatenate((target, pull * (prior_N * scale_N)[used]))
+        solution = nnls(matrix, target)
         weight_R = 1 / np.maximum(np.abs(scaled_RN @ solution - 1), _SMALLEST_RESIDUAL)
     coefficients = np.zeros(rows_RN.shape[1])
     coefficients[used] = solution / scale_N[used]

@@ -101,6 +101,20 @@ def test_a_machine_that_slowed_down_is_learnt() -> None:
     assert found.profile.tensor_bytes_per_token == PROFILE.tensor_bytes_per_token
 
 
+def test_layers_and_ends_stay_apart() -> None:
+    """Stages of one pipeline do not tell them apart; the profile that was there does."""
+    truth = slower(1.6)
+    found = refit(PROFILE, samples(truth, 60))
+    assert found is not None
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        learnt, right = (p.layer_seconds[kind].per_token for p in (found.profile, truth))
+        assert learnt == pytest.approx(right, rel=0.15)
+    plan = arbitrary_plan([2000, 900], (7, 1), Random(2))
+    cases = Cost(truth, (7, 1), (1e15, 1e15)), Cost(found.profile, (7, 1), (1e15, 1e15))
+    right, learnt = (play(plan, cost.table(plan)).seconds for cost in cases)
+    assert learnt == pytest.approx(right, rel=0.1)
+
+
 def test_a_model_that_is_right_is_kept() -> None:
     assert refit(PROFILE, samples(PROFILE, 60)) is None
 
