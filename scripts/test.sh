@@ -12,4 +12,5 @@ bash scripts/check.sh
 cores=$(nproc 2>/dev/null || echo 2)
 workers=${EPP_TEST_WORKERS:-$((cores < 4 ? cores : 4))}
 # A file stays in one process: its fixtures, some of which start a training run, are then built once.
-exec "${EPP_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist loadfile "$@"
+# Files keep the order of tests/conftest.py, longest first, or one process ends long after the others.
+exec "${EPP_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

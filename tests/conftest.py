@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    # Training runs take longest: with several processes they come first.
+    items.sort(key=lambda item: "mcore" not in item.path.parts)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
