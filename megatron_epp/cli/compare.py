@@ -55,8 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
     print(f"batches  {numbers[0]} to {numbers[-1]}; medians, with the lowest and highest")
     print()
-    print(_table(names, made), end="")
-    print(f"\ncold start {seconds_text(cold)}, not in the plan times", end="")
+    print(_table(names, made))
+    print("gap: seconds over a lower bound that no plan beats; worst: the longest plan time")
+    print(f"cold start {seconds_text(cold)}, not in the plan times", end="")
     print("".join(f"\n{line}" for line in _verdict(made)))
     for name, why in failed.items():
         print(f"{name} failed: {why}")

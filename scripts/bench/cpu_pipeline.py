@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -69,15 +69,24 @@ def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
     from megatron_epp.mcore import host
 
     host.install_cpu_host()
+    take_turns(variants, VariantSteps, told, warm_up, first)
+
+
+def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, first: int) -> None:
+    """Train: every batch from ``first`` on with each of the variants in turn.
+
+    steps   makes the plans; the first thing it is given is the variant of an iteration's number
+    tell    what is logged of an iteration; given first which variant it was, by number
+    """
     from megatron_epp.mcore import elastic, entry, schedule
 
     def variant_of(iteration: int) -> int:
         """Where iteration 1 warms up, it does so with the first variant, as iteration 2."""
         return max(0, iteration - 1 - warm_up) % len(variants)
 
-    elastic.make_planning = functools.partial(VariantSteps, lambda at: variants[variant_of(at)])
+    elastic.make_planning = functools.partial(steps, lambda at: variants[variant_of(at)])
     elastic.GlobalBatches = repeated(elastic.GlobalBatches, len(variants), warm_up, first)
-    schedule.summary = functools.partial(told, variant_of)
+    schedule.summary = functools.partial(tell, variant_of)
     entry.main()
 
 
@@ -138,7 +147,9 @@ class VariantSteps:
         """Planned when asked for: planning is not timed here."""
 
 
-def told(variant_of, iteration: int, step, report, planning_seconds: float, *others) -> str:
+def told(
+    variant_of: Callable, iteration: int, step, report, planning_seconds: float, *others
+) -> str:
     """What the trainer logs of an iteration, here as JSON."""
     plan = step.plans[0]
     recomputed = sum(choice.count("f") for stage in plan.recompute for choice in stage)

@@ -43,14 +43,10 @@ def work() -> None:
     from megatron_epp.mcore import host
 
     host.install_cpu_host()
-    from megatron_epp.mcore import calibrate, elastic, entry, schedule
+    from megatron_epp.mcore import calibrate
 
-    pipeline.VARIANTS = VARIANTS
     calibrate.measure_split = priced(calibrate.measure_split)
-    elastic.make_planning = SplitSteps
-    elastic.GlobalBatches = pipeline.repeated(elastic.GlobalBatches)
-    schedule.summary = told
-    entry.main()
+    pipeline.take_turns(VARIANTS, SplitSteps, told, warm_up=1, first=0)
 
 
 def priced(measure_split: Callable) -> Callable:
@@ -90,7 +86,7 @@ class SplitSteps(pipeline.VariantSteps):
         ample = dataclasses.replace(self.cost, budget_bytes=(1e15,) * self.cost.stages)
         packed = plan_step(lengths, ample, self.options, "packing").planned[0]
         within = dataclasses.replace(self.cost, budget_bytes=packed.peak_bytes)
-        variant = VARIANTS[pipeline.variant_of(iteration)]
+        variant = self.variant_at(iteration)
         levers = self.options.levers - {"wsplit"}
         if variant == "wsplit":
             levers |= {"wsplit"}
@@ -124,7 +120,7 @@ def halved(plan: Any, cost: Any, at_end: bool) -> Any:
     return dataclasses.replace(plan, predicted=Prediction(played.seconds, peaks, "halved"))
 
 
-def told(iteration: int, step, report, planning_seconds: float, *others) -> str:
+def told(variant_of: Callable, iteration: int, step, report, *others) -> str:
     """What the trainer logs of an iteration, here as JSON."""
     from megatron_epp.ir import Kind
 
