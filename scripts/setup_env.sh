@@ -84,7 +84,7 @@ install() { # progress goes to stderr, so that callers may read our stdout
     if [[ -n $uv ]]; then
         "$uv" pip install --python "$python" "$@" >&2
     else
-        "$python" -m pip install --disable-pip-version-check --progress-bar off -q "$@" >&2
+        "$python" -m pip install --disable-pip-version-check "$@" >&2
     fi
 }
 
