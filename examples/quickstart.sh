@@ -91,14 +91,14 @@ run() { # run NAME PROGRAM... : progress on the terminal, everything in NAME.log
 cost=$out/cost-model.json
 say "1 of 4: elastic pipelines, context $CONTEXT, $ITERS iterations"
 # The first run measures this host once; the others plan with the same figures.
-rm -rf "$out/epp" "$out/packing" "$out/epp-short"
+rm -rf "$out/epp" "$out/turns" "$out/epp-short"
 run epp -m megatron_epp.pretrain_gpt $(flags "$CONTEXT" "$ITERS") --epp --epp-record "$out/epp" \
     --epp-memory-budget-gib "$BUDGET"
 cp "$out/epp/epp-cost-model.json" "$cost"
 
-say "2 of 4: the planner 'packing' (whole documents side by side), same batches"
-run packing -m megatron_epp.pretrain_gpt $(flags "$CONTEXT" "$compared") --epp \
-    --epp-planner packing --epp-record "$out/packing" --epp-cost-model "$cost" --epp-memory-budget-gib "$BUDGET"
+say "2 of 4: each batch by 'epp' and by 'packing' (whole documents side by side) in turn"
+run turns examples/quickstart_turns.py $(flags "$CONTEXT" $((2 * compared - 1))) --epp \
+    --epp-record "$out/turns" --epp-cost-model "$cost" --epp-memory-budget-gib "$BUDGET"
 
 say "3 of 4: elastic pipelines at context $short"
 run epp-short -m megatron_epp.pretrain_gpt $(flags "$short" "$compared") --epp \

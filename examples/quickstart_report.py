@@ -13,8 +13,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -86,8 +86,8 @@ def iterations(text: str) -> Iterator[tuple[int, int, float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Per iteration, the first left out: it warms up. Seconds are whole iterations, optimizer
-    included; the bubble is the share of stages x schedule in which a stage computes nothing."""
+    """Per iteration. Seconds are the schedule's, from the first op of any stage to the last: no
+    planning, no optimizer. The bubble is the share of stages x seconds in which none computes."""
 
     name: str
     context: int
@@ -99,26 +99,30 @@ class Run:
     chunks: list[int]
     plan: str
 
-    def tokens_per_second(self, first: int = 1, last: int | None = None) -> float:
-        rates = [t / s for t, s in zip(self.tokens, self.seconds, strict=True)]
-        return statistics.median(rates[first:last])
+    def only(self, iterations: Sequence[int]) -> "Run":
+        """Those iterations of it, counted from 0."""
+        lists = ("losses", "seconds", "tokens", "bubbles", "peaks", "chunks")
+        return replace(self, **{x: [getattr(self, x)[i] for i in iterations] for x in lists})
 
-    def row(self, reference: "Run | None") -> list[str]:
-        count = None if reference is None else min(len(self.seconds), len(reference.seconds))
-        mine = self.tokens_per_second(last=count)
-        ratio = "1.00"
-        if reference is not None:
-            ratio = f"{mine / reference.tokens_per_second(last=count):.2f}"
-        worst = [max(stage) for stage in zip(*self.peaks[1:count], strict=True)]
+    def warm(self) -> "Run":
+        return self.only(range(1, len(self.seconds)))
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second."""
+        return [t / s for t, s in zip(self.tokens, self.seconds, strict=True)]
+
+    def row(self, ratio: float) -> list[str]:
+        worst = [max(stage) for stage in zip(*self.peaks, strict=True)]
         return [
             self.name,
             f"{self.context}",
-            f"{mine:.0f}",
-            ratio,
-            f"{statistics.median(self.bubbles[1:count]):.1%}",
+            f"{statistics.median(self.rates):.0f}",
+            f"{ratio:.2f}",
+            f"{statistics.median(self.bubbles):.1%}",
             "0.0%",
             " / ".join(f"{peak / MIB:.0f}" for peak in worst),
-            f"{statistics.median(self.chunks[1:count]):.0f}",
+            f"{statistics.median(self.chunks):.0f}",
             self.plan,
         ]
 
@@ -135,7 +139,7 @@ def elastic(folder: Path, name: str, title: str, context: int, plan: str) -> Run
         name=title,
         context=context,
         losses=[loss for *_, loss in logged],
-        seconds=[milliseconds / 1e3 for _, _, milliseconds, _ in logged],
+        seconds=[span(timed) for timed in records],
         tokens=[sum(step.lengths) for step in steps],
         bubbles=[bubble(timed) for timed in records],
         peaks=[peaks(timed) for timed in records],
@@ -146,9 +150,12 @@ def elastic(folder: Path, name: str, title: str, context: int, plan: str) -> Run
 
 def bubble(records: tuple[Timed, ...]) -> float:
     stages = {record.stage for record in records}
-    span = max(r.stop for r in records) - min(r.start for r in records)
     busy = sum(r.seconds for r in records if r.op.kind in COMPUTE)
-    return 1 - busy / (len(stages) * span)
+    return 1 - busy / (len(stages) * span(records))
+
+
+def span(records: tuple[Timed, ...]) -> float:
+    return max(r.stop for r in records) - min(r.start for r in records)
 
 
 def peaks(records: tuple[Timed, ...]) -> tuple[int, ...]:
@@ -164,17 +171,17 @@ def stock(folder: Path, context: int, batch: int) -> Run:
     for line in re.findall(r"stock (\{.*?\})", text):
         entry = json.loads(line)
         told.setdefault(entry["iteration"], {})[entry["stage"]] = entry
-    bubbles, most = [], []
+    seconds, bubbles, most = [], [], []
     for number, *_ in logged:
         stages = [told[number][stage] for stage in sorted(told[number])]
-        span = max(stage["seconds"] for stage in stages)
-        bubbles.append(1 - sum(stage["busy"] for stage in stages) / (len(stages) * span))
+        seconds.append(max(stage["seconds"] for stage in stages))
+        bubbles.append(1 - sum(stage["busy"] for stage in stages) / (len(stages) * seconds[-1]))
         most.append(tuple(stage["peak_bytes"] for stage in stages))
     return Run(
         name="Megatron's own schedule",
         context=context,
         losses=[loss for *_, loss in logged],
-        seconds=[milliseconds / 1e3 for _, _, milliseconds, _ in logged],
+        seconds=seconds,
         tokens=[context * batch] * len(logged),
         bubbles=bubbles,
         peaks=most,
@@ -195,31 +202,34 @@ def context_of(folder: Path, name: str) -> int:
 def report(folder: Path, budget: str) -> None:
     main = context_of(folder, "epp")
     short = context_of(folder, "stock")
-    runs = {
-        "epp": elastic(folder, "epp", "elastic pipeline", main, "planner epp"),
-        "packing": elastic(folder, "packing", "packing", main, "planner packing"),
-        "epp-short": elastic(folder, "epp-short", "elastic pipeline", short, "planner epp"),
-        "stock": stock(folder, short, batch=8),
-    }
+    trained = elastic(folder, "epp", "elastic pipeline", main, "planner epp")
+    turns = elastic(folder, "turns", "elastic pipeline", main, "planner epp")
+    # Iteration 1 warms up; then every batch comes twice (quickstart_turns.py).
+    ours = turns.only(range(1, len(turns.seconds), 2))
+    packed = turns.only(range(2, len(turns.seconds), 2))
+    packed = replace(packed, name="packing", plan="planner packing")
+    ours_short = elastic(folder, "epp-short", "elastic pipeline", short, "planner epp").warm()
+    theirs = stock(folder, short, batch=8).warm()
     _first_plan(folder, budget)
-    trained = runs["epp"]
     print("\nlosses, elastic pipelines:")
     shown = [0, *range(4, len(trained.losses), 5)]
     print("  " + "  ".join(f"{n + 1}: {trained.losses[n]:.3f}" for n in shown))
     print(f"  fell from {trained.losses[0]:.3f} to {trained.losses[-1]:.3f}\n")
     headers = ["run", "context", "tokens/s", "ratio", "bubble", "padding"]
     headers += ["peak MiB by stage", "chunks", "how"]
-    rows = [runs["epp"].row(runs["packing"]), runs["packing"].row(None)]
-    rows += [runs["epp-short"].row(runs["stock"]), runs["stock"].row(None)]
+    in_turn = statistics.median(a / b for a, b in zip(ours.rates, packed.rates, strict=True))
+    beside = statistics.median(ours_short.rates) / statistics.median(theirs.rates)
+    rows = [ours.row(in_turn), packed.row(1.0), ours_short.row(beside), theirs.row(1.0)]
     print(plain(headers, rows))
     print(_DIFFERENCES)
-    _pictures(folder, runs, budget)
+    _pictures(folder, trained, budget)
 
 
 _DIFFERENCES = """\
-tokens/s    medians over iterations after the first; tokens of documents, no padding counted
-ratio       against the line below it: the same batches for packing; the same corpus and context
-            for Megatron's own schedule
+tokens/s    medians over iterations after the first, schedules alone (no planning, no optimizer);
+            tokens of documents, no padding counted
+ratio       against the line below it: batch by batch and in turn for packing; another run on the
+            same corpus and context for Megatron's own schedule
 peak        bytes that autograd saved and K/V buffers, worst iteration; no weights, no optimizer
 What differs: elastic pipeline and packing run in one executor with the same kernels on the same
 documents, each of which attends to itself alone. Megatron strings the documents together, cuts
@@ -242,8 +252,8 @@ def _draw(step: Path, folder: Path, budget: str, extra: list[str]) -> None:
     subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
 
 
-def _pictures(folder: Path, runs: dict[str, Run], budget: str) -> None:
-    curves = draw_curves([("elastic pipeline", runs["epp"].losses)], "quickstart: training loss")
+def _pictures(folder: Path, trained: Run, budget: str) -> None:
+    curves = draw_curves([("elastic pipeline", trained.losses)], "quickstart: training loss")
     (folder / "loss.svg").write_text(to_svg(curves))
     (folder / "loss.png").write_bytes(to_png(curves))
     step = (folder / "epp" / "iteration-000002.step").resolve()

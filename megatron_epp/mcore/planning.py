@@ -247,7 +247,7 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
     for name in sorted(named & unusable.keys()):
         raise ValueError(f"--epp-levers {name}: {unusable[name]}; leave it out")
     unproven = set() if args.transformer_impl == "local" else {"wsplit"}
-    return levers - unusable.keys() - (unproven - named)
+    return frozenset(levers - unusable.keys() - (unproven - named))
 
 
 def unusable_levers(args: Any) -> dict[str, str]:

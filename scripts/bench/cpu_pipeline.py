@@ -110,12 +110,17 @@ class VariantSteps:
     budget = None  # every variant has its own
 
     def __init__(self, variant_at, args, config, layers, multiple, groups, profile):
-        from megatron_epp.mcore.planning import training_cost
+        from megatron_epp.mcore.planning import training_cost, training_levers
         from megatron_epp.planner import Options
 
         self.variant_at, self.groups = variant_at, groups
         self.cost = training_cost(args, config, layers, profile)
-        self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
+        self.options = Options(
+            context=args.seq_length,
+            levers=training_levers(config.epp_levers, args),
+            effort=config.epp_effort,
+            multiple=multiple,
+        )
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
         from megatron_epp.ir import Step
@@ -130,10 +135,10 @@ class VariantSteps:
         return Step.parse(share(text, error, self.groups.control))
 
     def _plan(self, iteration: int, lengths: Sequence[int]):
-        from megatron_epp.planner import TRAINING, plan_step
+        from megatron_epp.planner import plan_step
 
         variant = self.variant_at(iteration)
-        levers = TRAINING if variant.split else TRAINING - {"wsplit"}
+        levers = self.options.levers - (set() if variant.split else {"wsplit"})
         options = dataclasses.replace(self.options, levers=levers)
         ample = dataclasses.replace(self.cost, budget_bytes=(1e15,) * self.cost.stages)
         if variant.share_of_peak is None:

@@ -145,6 +145,7 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
         args = SimpleNamespace(transformer_impl=impl, gradient_accumulation_fusion=fused)
         assert training_levers("default", args) == TRAINING - without
         assert training_levers("all", args) == TRAINING - without
+        assert hash(training_levers("all", args))  # options are values
         assert training_levers("-wsplit", args) == TRAINING - {"wsplit"}
         if unusable_levers(args):
             with pytest.raises(ValueError, match=r"wsplit: .* no I and W; leave it out"):
