@@ -70,7 +70,7 @@ def by_planner() -> str:
 
 
 def by_size() -> str:
-    """epp, llama3-70b on h100-80g, wlb: a replica per 512 documents, or one for all."""
+    """epp, llama3-70b on h200-141g, wlb: a replica per 512 documents, or one for all."""
     text = head("documents", "stages", "replicas", "CPU s", "of it per replica", "chunks of a plan")
     setups = [
         (128, 8, 1),
@@ -84,7 +84,7 @@ def by_size() -> str:
         (8192, 64, 16),
     ]
     for documents, stages, replicas in setups:
-        cost = named_cost("llama3-70b", "h100-80g", pp=stages, cp=8, dp=replicas)
+        cost = named_cost("llama3-70b", "h200-141g", pp=stages, cp=8, dp=replicas)
         batch = open_corpus("wlb", CONTEXT).batch(2, documents)
         began = time.process_time()
         made = plan_step(batch, cost, Options(context=CONTEXT, levers=ALL), "epp", replicas)
