@@ -200,12 +200,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"--{name} {getattr(wanted, name)}: expected at least 1")
     if torch.cuda.is_available():
         wanted.pp = min(wanted.pp, max(1, torch.cuda.device_count() // (wanted.tp * wanted.cp)))
-    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
-        if not any(word == flag or word.startswith(flag + "=") for word in flags):
-            raise ValueError(f"{flag} is missing; give the flags of your training")
     output = Path(wanted.output)
     if not output.resolve().parent.is_dir():
         raise ValueError(f"-o {wanted.output}: no folder {output.resolve().parent}")
+    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
+        if not any(word == flag or word.startswith(flag + "=") for word in flags):
+            raise ValueError(f"{flag} is missing; give the flags of your training")
     processes = wanted.pp * wanted.tp * wanted.cp
     print(f"measuring with {processes} process(es) ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
