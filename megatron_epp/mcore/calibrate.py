@@ -45,9 +45,13 @@ class Point:
     letter: str = KEEP
 
 
-# Chunks as planners make them, of thousands of tokens: kernels for few rows run at other speeds.
+_ALL = 2**30  # whatever the context still has room for
+
+# Chunks as planners make them, of thousands of tokens: kernels for few rows run at other speeds,
+# and a pair costs more where K and V no longer fit into a cache.
 _POINTS = (
     Point(0.5),
+    Point(0.5, _ALL),
     Point(1.0, pieces=8),
     Point(0.5, 4.0),
     Point(1.0),
