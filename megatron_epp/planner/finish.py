@@ -15,10 +15,15 @@ from megatron_epp.planner.bound import lower_bound_seconds
 from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
-from megatron_epp.planner.work import loads_of, with_kept
+from megatron_epp.planner.work import Work, loads_of, with_kept
 from megatron_epp.sim.play import Played, play
 
-_KINDS = {False: (Kind.FORWARD, Kind.BACKWARD), True: (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)}
+# By code in Draft.kinds, where backwards are whole and where they are split.
+_KINDS = {
+    False: (Kind.FORWARD, Kind.BACKWARD),
+    True: (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD),
+}
+WHOLE_AGAIN, NOTHING = 3, -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class Draft:
     """A plan as arrays.
 
     counts[letter]   [stages, chunks] layers with that recompute choice; the rest is kept
-    kinds, chunks    [stages, ops] the orders: 0 F, 1 B (I where split), 2 W
+    kinds, chunks    [stages, ops] the orders: 0 F, 1 B (I where split), 2 W, 3 B where split,
+                     -1 nothing
     """
 
     chunking: Chunking
@@ -82,6 +88,22 @@ def plan_of(batch: Batch, draft: Draft, cost: Cost) -> Plan:
 def played_as(batch: Batch, draft: Draft, plan: Plan, cost: Cost, options: Options) -> Played:
     loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
     return play(plan, cost.table_of(loads, with_kept(cost, draft.counts, loads.chunks)))
+
+
+def whole_again(kinds: np.ndarray, chunks: np.ndarray, work: Work) -> np.ndarray:
+    """``kinds`` of split orders with a B where the first stage runs W right behind I and B takes
+    no longer.
+
+    Nobody waits for the gradient of the first stage's input, so that delays nothing; and a B holds
+    nothing for its W. On other stages an I hands its gradient on before its W.
+    """
+    follows = (kinds[0, :-1] == 1) & (kinds[0, 1:] == 2) & (chunks[0, :-1] == chunks[0, 1:])
+    halves = work.input_seconds[0] + work.weight_seconds[0]
+    pays = work.backward_seconds[0] <= halves * (1 + 1e-9)  # alike but for rounding
+    at = np.flatnonzero(follows & pays[chunks[0, :-1]])
+    kinds = kinds.copy()
+    kinds[0, at], kinds[0, at + 1] = WHOLE_AGAIN, NOTHING
+    return kinds
 
 
 def exact_peaks(batch: Batch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
@@ -125,7 +147,7 @@ def _orders(draft: Draft) -> tuple[tuple[Op, ...], ...]:
     kinds = _KINDS[draft.split]
     ops = [[Op(kind, c) for c in range(draft.chunking.count)] for kind in kinds]
     return tuple(
-        tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True))
+        tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True) if kind != NOTHING)
         for row in zip(draft.kinds.tolist(), draft.chunks.tolist(), strict=True)
     )
 

@@ -14,7 +14,7 @@ from megatron_epp.ir import FULL
 from megatron_epp.planner.budget import Budget
 from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.diagonal import Solver
-from megatron_epp.planner.finish import Batch, Draft
+from megatron_epp.planner.finish import Batch, Draft, whole_again
 from megatron_epp.planner.grouping import Programs, group
 from megatron_epp.planner.infinipipe import chunkings as alg1_chunkings
 from megatron_epp.planner.listing import Listed, list_schedule
@@ -77,11 +77,14 @@ class Found:
         return self.over_bytes, self.seconds
 
     def draft(self) -> Draft:
+        kinds, chunks = self.listed.kinds, self.listed.chunks
+        if self.style.split:
+            kinds = whole_again(kinds, chunks, self.table.work)
         return Draft(
             self.table.chunking,
             self.table.counts,
-            self.listed.kinds,
-            self.listed.chunks,
+            kinds,
+            chunks,
             self.style.split,
             self.table.pipelines,
             note=f"{self.name}; {self.style}",

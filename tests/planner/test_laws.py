@@ -13,16 +13,16 @@ from megatron_epp.ir import FULL, Chunk, Kind, Op, Plan, Span, check
 from megatron_epp.planner import diagonal
 from megatron_epp.planner.buckets import longest_first
 from megatron_epp.planner.chunking import Chunking, assemble
-from megatron_epp.planner.finish import Batch, Draft, finish
+from megatron_epp.planner.finish import WHOLE_AGAIN, Batch, Draft, finish, whole_again
 from megatron_epp.planner.listing import Policy, list_schedule
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.recipe import TAPERS, Recipe, cook
 from megatron_epp.planner.slicing import Spans, cut_each
-from megatron_epp.planner.styles import policy, styles
+from megatron_epp.planner.styles import Style, policy, styles
 from megatron_epp.planner.uniform import strict
 from megatron_epp.planner.windows import constant, pipelines, shrinking, whole_groups
 from megatron_epp.planner.work import Work, loads_of, rates_of, work_of
-from tests.planner.cases import LENGTHS, machine, machines
+from tests.planner.cases import LENGTHS, machine, machines, priced
 
 SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=8).map(lambda s: sorted(s, reverse=True))
 
@@ -128,6 +128,35 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
         assert planned.seconds == pytest.approx(listed.seconds, rel=1e-12)
         room = np.array(planned.peak_bytes) - np.array(cost.states_bytes)
         assert room == pytest.approx(listed.peak_bytes, rel=1e-9, abs=4)
+
+
+@given(LENGTHS, machines(), st.sampled_from((0.0, 0.1)))
+@settings(max_examples=20, deadline=None)
+def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) -> None:
+    """Where W stands right behind I, a B delays nobody, saves the price and holds no more."""
+    cost = priced(cost, price)
+    batch = Batch.of(lengths)
+    chunking = cook(Recipe(12), batch.lengths, rates_of(cost), 50_000)
+    work = work_of(cost, chunking, loads_of(chunking, batch.lengths), {})
+    law = shrinking(chunking.sizes, cost.stages)
+    style = Style(strict=True, split=True, held=0.0, patience=1.0)
+    listed = list_schedule(work, policy(style, work, chunking.sizes, law))
+    halves = Draft(chunking, {}, listed.kinds, listed.chunks, split=True)
+    kinds = whole_again(listed.kinds, listed.chunks, work)
+    apart, merged = (
+        finish("test", batch, draft, cost, Options(), 0.0)
+        for draft in (halves, dataclasses.replace(halves, kinds=kinds))
+    )
+    assert (merged.plan.orders == apart.plan.orders) == (not (kinds == WHOLE_AGAIN).any())
+    assert merged.seconds <= apart.seconds * (1 + 1e-9)
+    assert all(m <= a for m, a in zip(merged.peak_bytes, apart.peak_bytes, strict=True))
+    for before, after in itertools.pairwise(merged.plan.orders[0]):
+        assert (before.kind, after.kind) != (Kind.INPUT, Kind.WEIGHT) or (
+            before.chunk != after.chunk
+        )
+    dearer = priced(cost, -0.5)  # where B takes longer than both, they stay apart
+    work = work_of(dearer, chunking, loads_of(chunking, batch.lengths), {})
+    assert (whole_again(listed.kinds, listed.chunks, work) == listed.kinds).all()
 
 
 @given(LENGTHS, machines(), st.floats(1, 60), st.sampled_from((1, 16, 64)))
