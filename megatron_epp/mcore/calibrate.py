@@ -47,9 +47,13 @@ class Point:
 
 _ALL = 2**30  # whatever the context still has room for
 
+# What a chunk costs whatever its size shows in small ones only. They cost little to measure and
+# are easily disturbed, so they run twice as often as the others.
+_SMALL = (Point(0.125), Point(0.25), Point(0.25, 4.0))
 # Chunks as planners make them, of thousands of tokens: kernels for few rows run at other speeds,
 # and a pair costs more where K and V no longer fit into a cache.
 _POINTS = (
+    *_SMALL,
     Point(0.5),
     Point(0.5, _ALL),
     Point(1.0, pieces=8),
@@ -61,6 +65,7 @@ _POINTS = (
     Point(1.0, 2.0),
     Point(1.0, 2.0, letter=FULL),
     Point(1.0, 4.0),
+    *_SMALL,
 )
 
 
