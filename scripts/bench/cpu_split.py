@@ -5,7 +5,8 @@
 
 The job of cpu_pipeline.py: two stages (gloo, one core each), 8 layers, hidden 512, real documents.
 First table: one layer, and the output layer with the loss, alone on chunks of several sizes, both
-processes at once: B against I and W. Second table: for every batch, one after the other,
+processes at once: B against I and W, in turn and in changing order; medians, the price of pairs,
+with the quarter and three quarters of it. Second table: for every batch, one after the other,
 
     epp   every backward whole                  the seconds that the others are compared with
     I W   the same plan, each B as an I and its W at once: the price on whole plans
@@ -31,8 +32,8 @@ import cpu_pipeline as pipeline
 
 VARIANTS = ("epp", "I W", "end", "wsplit")
 LINE = "cpu_split: "
-SIZES = (16, 64, 256, 1024, 2048)
-REPEATS = 5
+SIZES = (16, 64, 256, 1024, 2048, 4096)
+REPEATS = 16
 
 
 # ------------------------------------------------------------------ inside torchrun
@@ -60,8 +61,9 @@ def priced(measure_split: Callable) -> Callable:
             shape = Shape(size)
             for part in ("layer", "output layer") if probe.last else ("layer",):
                 whole, halves = [], []
-                for _ in range(REPEATS):
-                    for split, runs in ((False, whole), (True, halves)):
+                for repeat in range(REPEATS):
+                    turn = ((False, whole), (True, halves))
+                    for split, runs in turn if repeat % 2 else reversed(turn):
                         if part == "layer":
                             runs.append(probe.layers(shape, KEEP, split=split))
                         else:
@@ -69,9 +71,9 @@ def priced(measure_split: Callable) -> Callable:
                 entry = {
                     "part": part,
                     "tokens": size,
-                    "B": min(run.backward_seconds for run in whole),
-                    "I": min(run.backward_seconds for run in halves),
-                    "W": min(run.weight_seconds for run in halves),
+                    "B": [run.backward_seconds for run in whole],
+                    "I": [run.backward_seconds for run in halves],
+                    "W": [run.weight_seconds for run in halves],
                 }
                 print(LINE + json.dumps(entry), flush=True)
         return measure_split(probe, tokens)
@@ -152,19 +154,21 @@ def measure(case: str, arguments: argparse.Namespace, corpus: Path, folder: Path
     return [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
 
 
-PRICE_HEADERS = ["part", "tokens", "B ms", "I ms", "W ms", "price"]
+PRICE_HEADERS = ["part", "tokens", "B ms", "I ms", "W ms", "price", "quarters"]
 
 
 def price_rows(entries: list[dict]) -> list[list[str]]:
-    """Of both processes, the median."""
+    """Of both processes together."""
     made = []
     found = [entry for entry in entries if "part" in entry]
     for part in ("layer", "output layer"):
         for size in SIZES:
             mine = [e for e in found if e["part"] == part and e["tokens"] == size]
-            whole, first, second = (statistics.median(e[k] for e in mine) for k in "BIW")
-            times = [f"{1e3 * seconds:.2f}" for seconds in (whole, first, second)]
-            made.append([part, str(size), *times, f"{(first + second) / whole - 1:+.1%}"])
+            runs = [[seconds for e in mine for seconds in e[k]] for k in "BIW"]
+            times = [f"{1e3 * statistics.median(seconds):.2f}" for seconds in runs]
+            prices = [(i + w) / b - 1 for b, i, w in zip(*runs, strict=True)]
+            low, middle, high = statistics.quantiles(prices)
+            made.append([part, str(size), *times, f"{middle:+.1%}", f"{low:+.1%} {high:+.1%}"])
     return made
 
 
