@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,13 @@ from megatron_epp.runtime.agree import share
 
 logger = logging.getLogger(__name__)
 
-# What a calibration may compute on one rank: on a CPU about six seconds of one core at the 110
-# Gflops that a server core of 2023 reaches in float32; on a GPU about two seconds.
-CPU_FLOPS = 700e9
-GPU_FLOPS = 1e15
-REPEATS = 2  # the fastest counts: whatever else runs on a host only ever adds
+# What a calibration may compute on one rank: on a CPU about nine seconds of one core at the 110
+# Gflops that a server core of 2023 reaches in float32; on a GPU about three seconds.
+CPU_FLOPS = 1e12
+GPU_FLOPS = 1.5e15
+# The median counts. The fastest would be what an op can take, and iterations are made of what ops
+# do take: on a shared host 5% to 10% more.
+REPEATS = 3
 _BYTES_TOKENS = (128, 256)  # bytes are linear in tokens: the slope of two small chunks
 
 
@@ -49,7 +52,7 @@ _ALL = 2**30  # whatever the context still has room for
 
 # What a chunk costs whatever its size shows in small ones only. They cost little to measure and
 # are easily disturbed, so they run twice as often as the others.
-_SMALL = (Point(0.125), Point(0.25), Point(0.25, 4.0))
+_SMALL = (Point(0.125), Point(0.25), Point(0.25, 4.0), Point(0.25, _ALL))
 # Chunks as planners make them, of thousands of tokens: kernels for few rows run at other speeds,
 # and a pair costs more where K and V no longer fit into a cache.
 _POINTS = (
@@ -193,17 +196,17 @@ def _measure_seconds(
             dist.barrier(groups.control)
             measured = probe.layers(shape, letter)
             runs.setdefault((shape, letter), []).append(measured)
-    best = {
-        key: (min(m.forward_seconds for m in got), min(m.backward_seconds for m in got))
+    typical = {
+        key: (median(m.forward_seconds for m in got), median(m.backward_seconds for m in got))
         for key, got in runs.items()
     }
-    for (shape, letter), (forward, backward) in best.items():
+    for (shape, letter), (forward, backward) in typical.items():
         load = (shape.tokens, shape.pairs, 0)
         if letter == KEEP:
             readings.forward.append(Sample(KEEP, False, False, *load, forward))
             readings.backward.append(Sample(KEEP, False, False, *load, backward))
-        elif (shape, KEEP) in best:
-            plain = best[shape, KEEP]
+        elif (shape, KEEP) in typical:
+            plain = typical[shape, KEEP]
             readings.again.append((letter, max(0.0, backward - plain[1]), plain[0]))
     for tokens in (largest // 4, largest // 2):
         shape = Shape(tokens)
@@ -212,8 +215,8 @@ def _measure_seconds(
         for same in zip(*got, strict=True):
             _, first, last = same[0]
             ends = (first, last, tokens, shape.pairs, 0)
-            forward = min(measured.forward_seconds for measured, *_ in same)
-            backward = min(measured.backward_seconds for measured, *_ in same)
+            forward = median(measured.forward_seconds for measured, *_ in same)
+            backward = median(measured.backward_seconds for measured, *_ in same)
             readings.forward.append(Sample("", *ends, forward))
             readings.backward.append(Sample("", *ends, backward))
     layer = probe.model.decoder.layers[0]
@@ -221,7 +224,7 @@ def _measure_seconds(
     modules = {"mlp": (layer.mlp,), "layernorm": (layer.input_layernorm, layer.pre_mlp_layernorm)}
     for name, parts in modules.items():
         seconds = [sum(probe.module_seconds(shape, p) for p in parts) for _ in range(REPEATS)]
-        readings.module_seconds[name] = min(seconds) / shape.tokens
+        readings.module_seconds[name] = median(seconds) / shape.tokens
 
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings):
