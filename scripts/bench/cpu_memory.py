@@ -19,7 +19,6 @@ cost model is measured at the start of every run, as in training.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import random
@@ -31,7 +30,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from headline import ROOT, heading, host, write
+
 sys.path.insert(0, str(ROOT))
 
 SECTIONS = ("truth2", "truth4", "budgets", "uniform", "failure")
@@ -460,16 +460,8 @@ def main() -> None:
             text = failure(place)
         print(text, flush=True)
         made.append(text)
-    if arguments.output:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
-        with open(arguments.output, "a", encoding="utf-8") as out:
-            out.write(
-                f"## {datetime.date.today()}, commit {commit or 'unknown'}\n\n"
-                f"`{' '.join(['scripts/bench/cpu_memory.py', *sys.argv[1:]])}`, "
-                f"{os.cpu_count()} cores\n\n" + "\n".join(made)
-            )
+    hardware = f"{host()}, fp32, processes of one thread"
+    write(arguments.output, heading(hardware) + "\n".join(made))
 
 
 if __name__ == "__main__":

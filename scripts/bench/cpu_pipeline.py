@@ -20,7 +20,6 @@ start. With --stock, Megatron's own schedule runs at context 4096 beside it.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import os
@@ -32,7 +31,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from headline import ROOT, heading, host, write
+
 sys.path.insert(0, str(ROOT))
 
 
@@ -329,25 +329,11 @@ def main() -> None:
         table += made
     beside = stock(arguments, corpus, folder) if arguments.stock else ""
     print(plain(HEADERS, table), LEGEND, beside, sep="\n")
-    if arguments.output:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
-        processor = next(
-            (
-                line.split(":")[1].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            "unknown processor",
-        )
-        with open(arguments.output, "a", encoding="utf-8") as out:
-            out.write(
-                f"## {datetime.date.today()}, commit {commit or 'unknown'}\n\n"
-                f"`{' '.join(['scripts/bench/cpu_pipeline.py', *sys.argv[1:]])}`\n\n"
-                f"{processor}, {os.cpu_count()} cores, {arguments.dtype}, two processes of one "
-                f"thread.\n\n{markdown(HEADERS, table)}\n{LEGEND}\n\n{beside}\n\n"
-            )
+    hardware = f"{host()}, {arguments.dtype}, two processes of one thread"
+    write(
+        arguments.output,
+        f"{heading(hardware)}{markdown(HEADERS, table)}\n{LEGEND}\n\n{beside}\n\n",
+    )
 
 
 if __name__ == "__main__":

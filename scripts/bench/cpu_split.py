@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import cpu_pipeline as pipeline
+from headline import heading, host, write
 
 VARIANTS = ("epp", "I W", "end", "wsplit")
 LINE = "cpu_split: "
@@ -232,13 +233,12 @@ def main() -> None:
         table += rows(case, entries, arguments.batches)
         print(plain(HEADERS, table), flush=True)
     print(plain(PRICE_HEADERS, price_rows(price)))
-    if arguments.output:
-        with open(arguments.output, "a", encoding="utf-8") as out:
-            command = " ".join(["scripts/bench/cpu_split.py", *sys.argv[1:]])
-            out.write(
-                f"`{command}`\n\n{markdown(PRICE_HEADERS, price_rows(price))}\n"
-                f"{markdown(HEADERS, table)}\n"
-            )
+    hardware = f"{host()}, {arguments.dtype}, two processes of one thread"
+    write(
+        arguments.output,
+        f"{heading(hardware)}{markdown(PRICE_HEADERS, price_rows(price))}\n"
+        f"{markdown(HEADERS, table)}\n",
+    )
 
 
 if __name__ == "__main__":

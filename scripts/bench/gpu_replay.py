@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import shapes
+from headline import ROOT, heading, write
 
 PLANNERS = ("packing", "seq1f1b", "infinipipe", "epp")
 HEADERS = [
@@ -165,7 +166,7 @@ def main() -> None:
         shapes.keep_to(arguments.device)
     except ValueError as error:
         sys.exit(f"gpu_replay: {error}")
-    sys.path.insert(0, str(shapes.ROOT))
+    sys.path.insert(0, str(ROOT))
 
     from megatron_epp.mcore import host
 
@@ -187,9 +188,9 @@ def main() -> None:
         f"{arguments.budget_gib:g} GiB for chunks, attention by {alone.attention.name}"
     )
     print(f"\n{what}\n{plain(HEADERS, table)}")
-    shapes.write(
+    write(
         arguments.output,
-        f"{shapes.heading('gpu_replay.py')}{what}.\n\n{markdown(HEADERS, table)}\n",
+        f"{heading(shapes.hardware())}{what}.\n\n{markdown(HEADERS, table)}\n",
     )
 
 

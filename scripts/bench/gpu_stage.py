@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import shapes
+from headline import ROOT, heading, write
 
 CHUNKS = (
     *("tokens", "context", "F ms", "B ms", "B full ms", "held MiB", "peak MiB"),
@@ -203,7 +204,7 @@ def main() -> None:
         shapes.keep_to(arguments.device)
     except ValueError as error:
         sys.exit(f"gpu_stage: {error}")
-    sys.path.insert(0, str(shapes.ROOT))
+    sys.path.insert(0, str(ROOT))
 
     from megatron_epp.mcore import host
 
@@ -237,9 +238,9 @@ def main() -> None:
         print(f"\n{name}\n{plain(headers, rows)}")
     print(f"cost model off by: {'; '.join(errors)}")
     parts = [f"### {name}\n\n{markdown(headers, rows)}\n" for name, headers, rows in tables]
-    shapes.write(
+    write(
         arguments.output,
-        f"{shapes.heading('gpu_stage.py')}{what}.\n\n{parts[0]}Cost model off by: "
+        f"{heading(shapes.hardware())}{what}.\n\n{parts[0]}Cost model off by: "
         f"{'; '.join(errors)}.\n\n{parts[1]}{parts[2]}",
     )
 

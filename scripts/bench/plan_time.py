@@ -1,29 +1,26 @@
 """How long planning takes: by planner, by batch size, by stages; and cold.
 
-    python scripts/bench/plan_time.py [-o RESULTS.md]
+    python scripts/bench/plan_time.py [-o RESULT.md]
 
 Processor seconds of one core with compiled code warm; the cold start, in which numba compiles, is
 measured in a process of its own with an empty cache. Wall time is the same on an idle core.
 """
 
 import argparse
-import datetime
-import io
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from headline import ROOT, heading, host, write
+
 sys.path.insert(0, str(ROOT))
 
-from megatron_epp.cost.cost import named_cost  # noqa: E402
-from megatron_epp.planner import ALL, PLANNERS, Options, plan_step  # noqa: E402
-from megatron_epp.planner.batches import open_corpus  # noqa: E402
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.planner import ALL, PLANNERS, Options, plan_step
+from megatron_epp.planner.batches import open_corpus
 
 K = 1024
 CONTEXT = 96 * K
@@ -114,28 +111,19 @@ def cold() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     args = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    text = io.StringIO()
-    print(f"# Planning time, {datetime.date.today()}\n", file=text)
-    print(
-        f"`python scripts/bench/plan_time.py` at {commit}, {platform.processor() or 'one core'} "
-        f"({platform.machine()}, {os.cpu_count()} cores), Python {platform.python_version()}.\n",
-        file=text,
-    )
     warm = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
     for plan in PLANNERS.values():
         plan(open_corpus("wlb", CONTEXT).batch(0, 64), warm, Options(context=CONTEXT, levers=ALL))
-    print(f"## One replica, 512 documents, gpt-13b, 96K (CPU s)\n\n{by_planner()}", file=text)
-    print(f"## Growth\n\n{by_size()}", file=text)
-    print(f"## Cold start\n\n{cold()}", file=text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text.getvalue())
-    print(text.getvalue())
+    parts = (
+        ("One replica, 512 documents, gpt-13b, 96K (CPU s)", by_planner),
+        ("Growth", by_size),
+        ("Cold start", cold),
+    )
+    text = "\n".join(f"### {title}\n\n{table()}" for title, table in parts)
+    print(text)
+    write(args.output, heading(f"{host()}, one of them used") + text)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,7 @@
-"""What the GPU benchmarks run: models by name as Megatron's flags, and the head of a result."""
+"""What the GPU benchmarks run: models by name as Megatron's flags, on this device."""
 
-import datetime
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-_WORDS = tuple(sys.argv[1:])  # as they were typed: Megatron is given others
 
 _LLAMA = """
     --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
@@ -63,23 +56,11 @@ def keep_to(device: str) -> None:
         raise ValueError("--device cuda: this host has no CUDA GPU; --device cpu tries the script")
 
 
-def heading(script: str) -> str:
-    """Date, commit, command and hardware, as markdown."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    command = " ".join([f"scripts/bench/{script}", *_WORDS])
-    return (
-        f"## {datetime.date.today()}, commit {commit or 'unknown'}\n\n`{command}`\n\n"
-        f"{hardware()}\n\n"
-    )
-
-
 def hardware() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return f"A CPU with {len(os.sched_getaffinity(0))} cores: a trial of the script, no result."
+        return f"A CPU with {len(os.sched_getaffinity(0))} cores: a trial of the script, no result"
     properties = torch.cuda.get_device_properties(0)
     engine = "without Transformer Engine"
     try:
@@ -90,12 +71,5 @@ def hardware() -> str:
         pass
     return (
         f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, torch {torch.__version__}, "
-        f"{engine}."
+        f"{engine}"
     )
-
-
-def write(path: str | None, text: str) -> None:
-    """To the end of a file, where one was named."""
-    if path is not None:
-        with open(path, "a", encoding="utf-8") as out:
-            out.write(text)

@@ -1,0 +1,38 @@
+"""The head of a benchmark's result says when, of which commit, by which command, on what."""
+
+import re
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+HEADLINE = Path(__file__).parents[2] / "scripts" / "bench" / "headline.py"
+
+
+def headline() -> ModuleType:
+    """As a script would import it, which is when it looks at the command."""
+    spec = spec_from_file_location("headline", HEADLINE)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_holds_what_repeats_the_run(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "argv", ["/elsewhere/some.py", "--cases", "4096x8", "-o", "a b.md"])
+    module = headline()
+    sys.argv[:] = ["some.py", "--num-layers", "8"]  # as before Megatron reads its flags
+    path = tmp_path / "new" / "result.md"
+    for table in ("| 1 |\n", "| 2 |\n"):
+        module.write(str(path), module.heading(f"{module.host()}, fp32") + table)
+    result = (
+        r"## \d{4}-\d\d-\d\d, commit [0-9a-z-]+\n\n"
+        r"`scripts/bench/some\.py --cases 4096x8 -o 'a b\.md'`\n\n"
+        r".+, \d+ cores, Python 3\.[0-9.]+, fp32\.\n\n"
+    )
+    assert re.fullmatch(rf"{result}\| 1 \|\n{result}\| 2 \|\n", path.read_text())
+
+
+def test_without_a_file_nothing_is_written(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    headline().write(None, "text")
+    assert not list(tmp_path.iterdir())
