@@ -1,7 +1,7 @@
 """What the papers report, and what our simulation of the same says, side by side.
 
     python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random]
-                                  [--batches 10] [--first 30] [-o RESULTS.md]
+                                  [--batches 10] [--first 30] [-o RESULT.md]
 
 Everything here is simulated with the cost model of megatron_epp.cost: nothing ran on a GPU. The
 batches are number ``first`` and following of the shipped distributions with the default seed.
@@ -12,19 +12,16 @@ default reports none of those.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import io
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
+from headline import ROOT, heading, host, write
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(ROOT))
 
 from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.planner import ALL, PIPELINES, PLANNERS, Options, homogeneous, infinipipe
@@ -175,7 +172,7 @@ def targets(numbers: Sequence[int]) -> str:
             "plan CPU s: epp / infinipipe",
             "reached",
         )
-        parts.append(f"### {title}\n\n{table(head, rows)}")
+        parts.append(f"#### {title}\n\n{table(head, rows)}")
         say(parts[-1])
     return "\n".join(parts)
 
@@ -447,28 +444,16 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--first", type=int, default=30)
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     args = parser.parse_args()
     numbers = range(args.first, args.first + args.batches)
     text = io.StringIO()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    print(f"# Plans against plans, {datetime.date.today()}\n", file=text)
-    print(
-        f"`python scripts/bench/paper.py --parts {args.parts} --batches {args.batches} "
-        f"--first {args.first}` at {commit}, {platform.machine()}, Python "
-        f"{platform.python_version()}.\n",
-        file=text,
-    )
     print("All times are simulated. Medians over the batches, (least..most) behind.\n", file=text)
     for name in args.parts.split(","):
         title, part = PARTS[name]
-        print(f"## {title}\n\n{part(numbers)}", file=text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text.getvalue())
+        print(f"### {title}\n\n{part(numbers)}", file=text)
     print(text.getvalue())
+    write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
 
 
 if __name__ == "__main__":
