@@ -530,11 +530,16 @@ def test_degrees_divide_the_heads(capsys, lengths):
     assert "--tp 3 --cp 8: their product must divide the 32 attention heads of gpt-7b" in told
 
 
-def test_a_budget_of_a_cpu_covers_no_weights(capsys, plan, tmp_path):
-    """As in training, so that pictures and plans tell of the same bytes."""
-    machine = ["--model", "gpt-7b", "--device", "cpu", "--memory-budget-gib", 500]
+def test_a_budget_of_a_cpu_covers_no_weights(capsys, plan, lengths):
+    """As in training, so that pictures and plans tell of the same bytes. The weights alone are
+    beyond this budget."""
+    machine = ["--model", "gpt-7b", "--device", "cpu", "--memory-budget-gib", 10]
     facts = json.loads(printed(capsys, "simulate", plan, *machine, "--json").out)
     assert facts["states_bytes"] == [0.0, 0.0]
+    words = ["--pp", 2, "--planner", "packing", "--json"]
+    assert json.loads(printed(capsys, "plan", "--lengths", lengths, *machine, *words).out)["fits"]
+    told = refused(capsys, "simulate", plan, *machine[:3], "a100-80g", *machine[4:])
+    assert "memory budget 10 GiB: stage 0 needs more than" in told
 
 
 def test_main_imports_no_solver(plan):

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 
 from megatron_epp.cli.options import Refused
-from megatron_epp.cost.analytic import without_states
+from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.cost.devices import DEVICES, GIB, device
 from megatron_epp.cost.models import MODELS, model
@@ -66,9 +66,6 @@ def cost_of(
                 f"--tp {cost.tp} --cp {cost.cp}: their product must divide the {heads} attention "
                 f"heads of {arguments.model}"
             )
-    if cost.profile.provenance.device.partition(":")[0] == "cpu":
-        # As in training: a CPU's budget covers what chunks hold, no weights and no optimizer.
-        cost = dataclasses.replace(cost, profile=without_states(cost.profile))
     if budgets is not None and len(budgets) > 1:
         cost = dataclasses.replace(cost, budget_bytes=tuple(gib * GIB for gib in budgets))
     cost.require_states_fit()
@@ -93,7 +90,7 @@ def _measured_cost(
         budget = device(arguments.device).budget_bytes
     else:
         raise Refused("--memory-budget-gib is missing (or a --device, for its own)")
-    return Cost(profile, layers, (budget,) * pp, arguments.tp, cp, dp, zero or 1)
+    return Cost(budgeted(profile), layers, (budget,) * pp, arguments.tp, cp, dp, zero or 1)
 
 
 def planning_cost(arguments: argparse.Namespace) -> Cost:

@@ -284,8 +284,8 @@ def _machine(command: argparse.ArgumentParser, *, pp: bool, required: bool) -> N
         type=positive("GiB"),
         nargs="+",
         metavar="X",
-        help="of one device, model states included; one number, or one for every stage "
-        "(default: the device's own)",
+        help="of one device, model states included (on a CPU without them); one number, or one "
+        "for every stage (default: the device's own)",
     )
     group.add_argument(
         "--zero",

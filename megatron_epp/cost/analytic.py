@@ -148,6 +148,12 @@ def without_states(measured: Profile) -> Profile:
     return dataclasses.replace(measured, states=States(0.0, 0.0, 0.0, 0.0, 0.0))
 
 
+def budgeted(profile: Profile) -> Profile:
+    """What a budget covers, as in training: everything, but on a CPU only what chunks hold."""
+    on_cpu = profile.provenance.device.partition(":")[0] == "cpu"
+    return without_states(profile) if on_cpu else profile
+
+
 def _published_rates(
     model: Model, published: Published, b1_divisor: float
 ) -> tuple[float, float, float]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.loads import Loads, loads_of
@@ -461,6 +462,6 @@ def named_cost(
     if profile is None:
         profile = analytic_profile(the_model, the_device, **assumptions)
     budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
-    cost = Cost(profile, stage_layers, (budget,) * pp, tp, cp, dp, zero)
+    cost = Cost(budgeted(profile), stage_layers, (budget,) * pp, tp, cp, dp, zero)
     cost.require_states_fit()
     return cost
