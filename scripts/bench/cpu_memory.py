@@ -30,6 +30,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from cpu_pipeline import corpus_of
 from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
@@ -439,14 +440,9 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="cpu_memory-"))
-    corpus = Path(arguments.data_path) if arguments.data_path else folder / "stdlib"
-    if not arguments.data_path:
-        prepare = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py")]
-        prepare += ["--standard-library", "--shuffle", "1", "--append-eod", "-o", str(corpus)]
-        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
     if "uniform" in arguments.sections and "budgets" not in arguments.sections:
         parser.error("uniform reads what budgets measured: name both")
-    place = Place(corpus, folder, arguments.hidden, arguments.documents)
+    place = Place(corpus_of(arguments, folder), folder, arguments.hidden, arguments.documents)
     made = []
     for section in arguments.sections:
         print(f"{section} ...", flush=True)

@@ -192,6 +192,17 @@ def flags(corpus: Path, context: int, batch: int, iterations: int, dtype: str) -
     return text.split() + (["--bf16"] if dtype == "bf16" else [])
 
 
+def corpus_of(arguments: argparse.Namespace, folder: Path) -> Path:
+    """The prefix of --data-path, or of a corpus made in ``folder`` from Python's own source."""
+    if arguments.data_path:
+        return Path(arguments.data_path)
+    prefix = folder / "stdlib"
+    prepare = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py")]
+    prepare += ["--standard-library", "--shuffle", "1", "--append-eod", "-o", str(prefix)]
+    subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+    return prefix
+
+
 def torchrun(program: list[str], words: list[str], log: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -316,11 +327,7 @@ def main() -> None:
     from megatron_epp.show.table import markdown, plain
 
     folder = Path(tempfile.mkdtemp(prefix="cpu_pipeline-"))
-    corpus = Path(arguments.data_path) if arguments.data_path else folder / "stdlib"
-    if not arguments.data_path:
-        prepare = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py")]
-        prepare += ["--standard-library", "--shuffle", "1", "--append-eod", "-o", str(corpus)]
-        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+    corpus = corpus_of(arguments, folder)
     variants, table = SPLIT if arguments.split else VARIANTS, []
     for case in arguments.cases:
         print(f"{case}: {arguments.batches} batches x {len(variants)} variants ...", flush=True)

@@ -21,7 +21,6 @@ import dataclasses
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -221,11 +220,7 @@ def main() -> None:
     from megatron_epp.show.table import markdown, plain
 
     folder = Path(tempfile.mkdtemp(prefix="cpu_split-"))
-    corpus = Path(arguments.data_path) if arguments.data_path else folder / "stdlib"
-    if not arguments.data_path:
-        prepare = [sys.executable, str(pipeline.ROOT / "scripts" / "prepare_corpus.py")]
-        prepare += ["--standard-library", "--shuffle", "1", "--append-eod", "-o", str(corpus)]
-        subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+    corpus = pipeline.corpus_of(arguments, folder)
     price, table = [], []
     for case in arguments.cases:
         entries = measure(case, arguments, corpus, folder)

@@ -18,12 +18,11 @@ import argparse
 import dataclasses
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import shapes
-from headline import ROOT, heading, write
+from headline import heading, write
 
 PLANNERS = ("packing", "seq1f1b", "infinipipe", "epp")
 HEADERS = [
@@ -137,13 +136,9 @@ def keep(folder: str | None, planned: dict[str, Any], records: dict[str, list[An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=shapes.MODELS, default="llama-7b")
+    parser = shapes.parser(__doc__)
     parser.add_argument("--layers", type=int, help="of all stages together (default: the model's)")
     parser.add_argument("--pp", type=int, default=4, help="stages (default: 4)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--lengths", default="wikipedia", help="a name, a file or a .idx")
     parser.add_argument("--context", type=int, default=131072)
     parser.add_argument("--documents", type=int, default=128, help="of the batch (default: 128)")
@@ -157,31 +152,19 @@ def main() -> None:
     parser.add_argument("--link-latency-us", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--keep", metavar="FOLDER", help="plans and records of every planner")
-    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     arguments, others = parser.parse_known_args()
     total = arguments.layers or shapes.MODELS[arguments.model][0]
     if arguments.pp < 1 or total % arguments.pp:
-        sys.exit(f"gpu_replay: --pp {arguments.pp}: expected a divisor of the {total} layers")
-    try:
-        shapes.keep_to(arguments.device)
-    except ValueError as error:
-        sys.exit(f"gpu_replay: {error}")
-    sys.path.insert(0, str(ROOT))
-
-    from megatron_epp.mcore import host
-
-    host.install_cpu_host()
-    from megatron_epp.mcore.alone import begin
-    from megatron_epp.show.table import markdown, plain
-
+        shapes.refuse(f"--pp {arguments.pp}: expected a divisor of the {total} layers")
     layers = (total // arguments.pp,) * arguments.pp
-    on_gpu = arguments.device == "cuda"
-    alone = begin(shapes.flags(arguments.model, total, arguments.context, on_gpu, others))
+    alone = shapes.begin(arguments, total, arguments.context, others)
     cost = cost_of(alone, arguments, layers)
     planned = plans_of(alone, cost, arguments)
     records = replayed(alone, planned, layers, arguments.repeats)
     table = rows(planned, records, cost)
     keep(arguments.keep, planned, records)
+    from megatron_epp.show.table import markdown, plain
+
     what = (
         f"{arguments.model}, {arguments.pp} stages of {layers[0]} layers, {arguments.documents} "
         f"documents of {arguments.lengths} within {arguments.context} tokens, "

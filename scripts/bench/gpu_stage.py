@@ -15,13 +15,12 @@ and B of all slices, by the executor.
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import shapes
-from headline import ROOT, heading, write
+from headline import heading, write
 
 CHUNKS = (
     *("tokens", "context", "F ms", "B ms", "B full ms", "held MiB", "peak MiB"),
@@ -185,12 +184,8 @@ def sliced_rows(seconds_of: Any, arguments: argparse.Namespace) -> list[list[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=shapes.MODELS, default="llama-7b")
+    parser = shapes.parser(__doc__)
     parser.add_argument("--layers", type=int, default=2, help="of the stage (default: 2)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--slices", type=int, nargs="+", metavar="TOKENS",
                         default=[2048, 4096, 8192, 16384, 32768])  # fmt: skip
     parser.add_argument("--contexts", type=int, nargs="+", metavar="TOKENS",
@@ -198,23 +193,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS",
                         default=[32768, 65536, 131072], help="of documents")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts (default: 3)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     arguments, others = parser.parse_known_args()
-    try:
-        shapes.keep_to(arguments.device)
-    except ValueError as error:
-        sys.exit(f"gpu_stage: {error}")
-    sys.path.insert(0, str(ROOT))
-
-    from megatron_epp.mcore import host
-
-    host.install_cpu_host()
-    from megatron_epp.mcore.alone import begin, build_stage
+    context = max(max(arguments.contexts) + max(arguments.slices), *arguments.lengths)
+    alone = shapes.begin(arguments, arguments.layers, context, others)
+    from megatron_epp.mcore.alone import build_stage
     from megatron_epp.show.table import markdown, plain
 
-    context = max(max(arguments.contexts) + max(arguments.slices), *arguments.lengths)
-    on_gpu = arguments.device == "cuda"
-    alone = begin(shapes.flags(arguments.model, arguments.layers, context, on_gpu, others))
     model = build_stage(alone, arguments.layers, True, True)
     chunks, errors = chunk_rows(alone, model, arguments)
     del model

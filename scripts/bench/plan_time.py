@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_epp.cost.cost import named_cost
 from megatron_epp.planner import ALL, PLANNERS, Options, plan_step
 from megatron_epp.planner.batches import open_corpus
+from megatron_epp.show.table import markdown
 
 K = 1024
 CONTEXT = 96 * K
@@ -39,19 +40,12 @@ print(imported - began, time.process_time() - begun)
 """
 
 
-def row(*cells: object) -> str:
-    return f"| {' | '.join(map(str, cells))} |\n"
-
-
-def head(*cells: str) -> str:
-    return row(*cells) + f"|{'---|' * len(cells)}\n"
-
-
 def by_planner() -> str:
     """Medians over five batches of each distribution."""
-    text = head("planner", *(f"pp {pp}, {name}" for pp in (4, 8) for name in ("wlb", "wikipedia")))
+    headers = ["planner", *(f"pp {pp}, {name}" for pp in (4, 8) for name in ("wlb", "wikipedia"))]
+    rows = []
     for name in PLANNERS:
-        cells = []
+        cells = [name]
         for pp in (4, 8):
             cost = named_cost("gpt-13b", "a100-80g", pp=pp, cp=8)
             for lengths in ("wlb", "wikipedia"):
@@ -62,13 +56,14 @@ def by_planner() -> str:
                     PLANNERS[name](batch, cost, Options(context=CONTEXT, levers=ALL))
                     taken.append(time.process_time() - began)
                 cells.append(f"{statistics.median(taken):.2f} (most {max(taken):.2f})")
-        text += row(name, *cells)
-    return text
+        rows.append(cells)
+    return markdown(headers, rows)
 
 
 def by_size() -> str:
     """epp, llama3-70b on h200-141g, wlb: a replica per 512 documents, or one for all."""
-    text = head("documents", "stages", "replicas", "CPU s", "of it per replica", "chunks of a plan")
+    headers = ["documents", "stages", "replicas", "CPU s", "of it per replica", "chunks of a plan"]
+    rows = []
     setups = [
         (128, 8, 1),
         (512, 8, 1),
@@ -88,10 +83,9 @@ def by_size() -> str:
         taken = time.process_time() - began
         print(f"{documents} {stages} {replicas}: {taken:.2f} s", file=sys.stderr, flush=True)
         chunks = statistics.median(planned.chunks for planned in made.planned)
-        text += row(
-            documents, stages, replicas, f"{taken:.2f}", f"{taken / replicas:.2f}", f"{chunks:g}"
-        )
-    return text
+        setup = map(str, (documents, stages, replicas))
+        rows.append([*setup, f"{taken:.2f}", f"{taken / replicas:.2f}", f"{chunks:g}"])
+    return markdown(headers, rows)
 
 
 def cold() -> str:
@@ -102,11 +96,10 @@ def cold() -> str:
             subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout
             for _ in range(2)
         ]
-    first, second = (tuple(map(float, text.split())) for text in texts)
-    return head("", "import s", "first plan, CPU s") + (
-        row("empty cache", f"{first[0]:.1f}", f"{first[1]:.1f}")
-        + row("compiled code on disk", f"{second[0]:.1f}", f"{second[1]:.1f}")
-    )
+    found = ([f"{float(seconds):.1f}" for seconds in text.split()] for text in texts)
+    names = ("empty cache", "compiled code on disk")
+    rows = [[name, *seconds] for name, seconds in zip(names, found, strict=True)]
+    return markdown(["", "import s", "first plan, CPU s"], rows)
 
 
 def main() -> None:

@@ -1,7 +1,13 @@
 """What the GPU benchmarks run: models by name as Megatron's flags, on this device."""
 
+import argparse
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from headline import ROOT
 
 _LLAMA = """
     --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
@@ -44,16 +50,38 @@ def flags(model: str, layers: int, context: int, on_gpu: bool, others: Sequence[
     return [*text.split(), *gpu, *others]
 
 
-def keep_to(device: str) -> None:
-    """Before torch looks for GPUs: hide them where the CPU is asked for. ValueError: none here."""
-    if device == "cpu":
+def parser(documentation: str) -> argparse.ArgumentParser:
+    """With the options that all have; what it does not know is for Megatron."""
+    made = argparse.ArgumentParser(
+        description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--model", choices=MODELS, default="llama-7b")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    made.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
+    return made
+
+
+def refuse(why: str) -> NoReturn:
+    sys.exit(f"{Path(sys.argv[0]).stem}: {why}")
+
+
+def begin(arguments: argparse.Namespace, layers: int, context: int, others: Sequence[str]) -> Any:
+    """Megatron on the device of ``arguments``, to build stages of their model with."""
+    if arguments.device == "cpu":  # before torch looks for GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        return
     import torch
 
-    if not torch.cuda.is_available():
-        raise ValueError("--device cuda: this host has no CUDA GPU; --device cpu tries the script")
+    on_gpu = arguments.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        refuse("--device cuda: this host has no CUDA GPU; --device cpu tries the script")
+    sys.path.insert(0, str(ROOT))
+    from megatron_epp.mcore import host
+
+    host.install_cpu_host()
+    from megatron_epp.mcore import alone
+
+    return alone.begin(flags(arguments.model, layers, context, on_gpu, others))
 
 
 def hardware() -> str:
