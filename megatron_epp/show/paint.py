@@ -8,6 +8,7 @@ stage 1 |   F0 F1 ...       |
 memory of each stage against its budget, on the same time axis
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,10 +20,13 @@ from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_wid
 from megatron_epp.show.timeline import Timeline, chunk_names, recomputed_share
 from megatron_epp.show.units import GIB, bytes_text, share_text, tokens_text
 
-# Pixels: wide enough for the numbers of most chunks, within what a page or a viewer can show.
-_NARROWEST, _WIDEST, _PER_OP = 1400.0, 3200.0, 12.0
+# Pixels. A picture is so wide that this share of its ops can show their numbers, within limits.
+_NARROWEST, _WIDEST = 1400.0, 12000.0
+_NUMBERED = 0.8
 _LEFT, _RIGHT = 92.0, 132.0
-_TITLE, _TEXT, _SMALL = 17.0, 12.0, 10.5
+_TITLE, _TEXT, _SMALL, _LEAST = 17.0, 12.0, 10.5, 8.0
+_PADDING = 3.0  # between a bar's label and its sides, both together
+_PER_TICK = 110.0
 _ROW_GAP = 5.0
 _CRITICAL = 2.5
 _TRANSFER = 0.3  # of a row's height: ops of the stage lie above
@@ -42,6 +46,11 @@ class _Axis:
             return self.left
         return self.left + (self.right - self.left) * seconds / self.stop
 
+    @property
+    def ticks(self) -> int:
+        """The most of them."""
+        return max(1, int((self.right - self.left) / _PER_TICK))
+
 
 def draw_timeline(timeline: Timeline, width: float | None = None) -> Drawing:
     """The picture of one run: rows, and the memory curves where there are any."""
@@ -55,8 +64,7 @@ def draw_comparison(predicted: Timeline, measured: Timeline, width: float | None
 
 def _drawing(timelines: list[Timeline], width: float | None) -> Drawing:
     if width is None:
-        ops = max(len(order) for timeline in timelines for order in timeline.plan.orders)
-        width = max(_NARROWEST, min(_WIDEST, _PER_OP * ops))
+        width = _width(timelines)
     axis = _Axis(max(t.seconds for t in timelines), _LEFT, width - _RIGHT)
     shapes: list[Shape] = []
     y = 14.0
@@ -69,6 +77,20 @@ def _drawing(timelines: list[Timeline], width: float | None) -> Drawing:
     return Drawing(width, y, tuple(shapes))
 
 
+def _width(timelines: list[Timeline]) -> float:
+    per_second = sorted(
+        (text_width(str(op_of(record).chunk), _LEAST) + _PADDING) / record.seconds
+        for timeline in timelines
+        for record in timeline.records
+        if record.seconds
+    )
+    if not per_second:
+        return _NARROWEST
+    enough = per_second[math.ceil(_NUMBERED * len(per_second)) - 1]
+    width = _LEFT + enough * max(t.seconds for t in timelines) + _RIGHT
+    return max(_NARROWEST, min(_WIDEST, math.ceil(width)))
+
+
 def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[list[Shape], float]:
     shapes: list[Shape] = []
     y += 16
@@ -79,7 +101,9 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
         f"{timeline.stages} stages, {len(timeline.plan.chunks)} chunks, "
         f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
     )
-    shapes.append(Label(width - 14, y, figures, _TEXT, colours.QUIET_INK, "end"))
+    # Beside the heading: the right end of a wide picture is far away.
+    x = max(_LEFT, 14 + text_width(heading, 1.2 * _TITLE)) + 24
+    shapes.append(Label(x, y, figures, _TEXT, colours.QUIET_INK))
     y += 12
     row = max(14.0, min(34.0, 320.0 / timeline.stages))
     top = y
@@ -96,13 +120,13 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
 
 
 def _grid(timeline: Timeline, axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
-    for place, _ in timeline.ticks(10, axis.stop):
+    for place, _ in timeline.ticks(axis.ticks, axis.stop):
         x = axis.x(place)
         yield Path(((x, top - 3), (x, bottom + 3)), colours.GRID, 1)
 
 
 def _time_labels(timeline: Timeline, axis: _Axis, y: float) -> Iterator[Shape]:
-    for place, label in timeline.ticks(10, axis.stop):
+    for place, label in timeline.ticks(axis.ticks, axis.stop):
         yield Label(axis.x(place), y, label, _SMALL, colours.QUIET_INK, "middle")
 
 
@@ -163,8 +187,8 @@ def _bar(
         height = max(2.5, 0.45 * row * share)
         yield Rect(x, y + row - height, inner, height, colours.RECOMPUTE)
     for text in (str(op), str(op.chunk)):
-        size = min(_TEXT, row * 0.5)
-        if text_width(text, size) + 3 <= width:
+        size = min(_TEXT, row * 0.6, (width - _PADDING) / text_width(text, 1.0))
+        if size >= _LEAST - 1e-9:
             colour = paints.ink(op.chunk)
             yield Label(x + width / 2, y + row / 2 + size * 0.36, text, size, colour, "middle")
             break

@@ -5,10 +5,12 @@ import io
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect
 
 _POINTS_PER_INCH = 72
+_MOST_PIXELS = 16384  # of a side: more is what viewers refuse, matplotlib at four times that
 
 
 def to_png(drawing: Drawing, scale: float = 2.0) -> bytes:
-    """``scale`` device pixels for each pixel of the drawing."""
+    """``scale`` device pixels for each pixel of the drawing; fewer of a very large one."""
+    scale = min(scale, _MOST_PIXELS / max(drawing.width, drawing.height))
     # Here, not above: half a second, which a text picture should not wait for. No pyplot: it
     # would choose a window system and keep every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -22,6 +22,7 @@ from megatron_epp.show.colours import FAMILIES, palette
 from megatron_epp.show.page import to_html
 from megatron_epp.show.paint import draw_comparison, draw_timeline
 from megatron_epp.show.png import to_png
+from megatron_epp.show.shapes import Label, Rect, text_width
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.text import FILL, text_gantt
 from megatron_epp.show.timeline import timeline, timeline_of
@@ -115,6 +116,28 @@ def test_svg_holds_every_op_at_its_time():
     (s0, x0, _), (s1, x1, _) = min(starts), max(starts)
     for second, x, _ in starts:
         assert x == pytest.approx(x0 + (second - s0) * (x1 - x0) / (s1 - s0), abs=0.02)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 30), (8, 200), (64, 70)])
+def test_long_plans_have_numbers_that_fit(stages, chunks):
+    plan = one_f_one_b(stages, chunks)
+    content = timeline_of(play(plan, unit_table(plan)), unit="units")
+    numbered = 0
+    bar = None
+    for shape in draw_timeline(content).shapes:
+        if isinstance(shape, Rect) and " on stage " in shape.title:
+            bar = shape  # and then its label, if it has one
+        elif bar and isinstance(shape, Label) and bar.y < shape.y < bar.y + bar.height:
+            assert bar.title.split()[0].endswith(shape.text) and shape.size >= 7.99
+            assert shape.x == pytest.approx(bar.x + bar.width / 2, abs=0.5)
+            assert text_width(shape.text, shape.size) < bar.width
+            numbered += 1
+    assert numbered >= 0.8 * len(content.records)
+
+
+def test_a_png_stays_within_what_viewers_show():
+    data = to_png(draw_timeline(timeline_of(played(example())), 40000))
+    assert struct.unpack(">II", data[16:24])[0] == 16384
 
 
 def test_slices_share_an_accent_and_darken():
