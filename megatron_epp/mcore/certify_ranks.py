@@ -26,6 +26,7 @@ from megatron_epp.runtime.traffic import Traffic, Transferred
 class Given:
     """A planning that hands out the steps it was given."""
 
+    source = "the plan"
     budget = None  # no plan of these was made to fit
     cost = None
 

@@ -14,6 +14,7 @@ class FixedSteps:
 
     def __init__(self, path: str):
         self.path = Path(path)
+        self.source = f"--epp-plan {path}: the plan"
         self._step: Step | None = None
         if not self.path.exists():
             raise ValueError(f"--epp-plan {path}: no such file or folder")
@@ -26,6 +27,7 @@ class FixedSteps:
         path = self.path / f"iteration-{iteration:06d}.step"
         if not path.exists():
             raise PlanError(f"--epp-plan {self.path}: holds no {path.name}")
+        self.source = f"--epp-plan {path}: the plan"
         return _read(path)
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:

@@ -48,6 +48,8 @@ class PlannedSteps:
     changes it calls :meth:`narrow`.
     """
 
+    source = "the plan"
+
     def __init__(
         self,
         cost: Cost,

@@ -55,6 +55,10 @@ class Planning(Protocol):
         """Training will ask for ``iteration`` with these lengths: begin with it."""
 
     @property
+    def source(self) -> str:
+        """Names the latest step where it is refused: the plan, or the file that holds it."""
+
+    @property
     def budget(self) -> Budget | None:
         """What plans must stay within; None where they are given."""
 
@@ -303,6 +307,18 @@ class ElasticSchedule:
 
     def _accept(self, step: Step, lengths: list[int], forward_only: bool):
         """Raise a PlanError unless this job can run ``step`` on these documents."""
+        source = self.planning.source
+        if len(step.plans) != self.groups.replicas:
+            raise PlanError(
+                f"{source} is for {len(step.plans)} data-parallel replicas; "
+                f"this job has {self.groups.replicas}"
+            )
+        plan = step.plans[self.groups.replica]
+        if plan.layers != self.layers:
+            raise PlanError(
+                f"{source} is for {_stages_text(plan.layers)}; "
+                f"this job has {_stages_text(self.layers)}"
+            )
         if step.lengths != tuple(lengths):
             odd = next(
                 (d for d, pair in enumerate(zip(step.lengths, lengths, strict=False))
@@ -316,29 +332,22 @@ class ElasticSchedule:
                     f"{odd} has {lengths[odd]}"
                 )
             raise PlanError(
-                f"the plan is for {where}: a plan runs only on documents of the lengths it "
+                f"{source} is for {where}: a plan runs only on documents of the lengths it "
                 "was made for (leave --epp-plan out to plan each batch)"
-            )
-        if len(step.plans) != self.groups.replicas:
-            raise PlanError(
-                f"the plan is for {len(step.plans)} data-parallel replicas; "
-                f"this job has {self.groups.replicas}"
-            )
-        plan = step.plans[self.groups.replica]
-        if plan.layers != self.layers:
-            raise PlanError(
-                f"the plan is for stages of {plan.layers} layers; this job has {self.layers}"
             )
         if plan.forward_only != forward_only:
             kind = "evaluation" if plan.forward_only else "training"
-            raise PlanError(f"the plan is for {kind} only")
+            raise PlanError(f"{source} is for {kind} only")
         odd_letters = {x for stage in plan.recompute for c in stage for x in c} - set(EXECUTABLE)
         if odd_letters:
             raise PlanError(
-                f"the plan recomputes by choice {' '.join(sorted(odd_letters))}, which training "
+                f"{source} recomputes by choice {' '.join(sorted(odd_letters))}, which training "
                 f"cannot run yet; expected {' or '.join(EXECUTABLE)}"
             )
-        check(plan)
+        try:
+            check(plan)
+        except PlanError as error:
+            raise PlanError(f"{source} cannot be run: {error}") from error
 
     def _run(
         self,
@@ -431,6 +440,10 @@ def _no_other_plan(at: str, failed: StageReport) -> PlanError:
         f"{failed.held_bytes / GIB:.4g} GiB held: the plan was given (--epp-plan), so no other can "
         "be made; leave it out"
     )
+
+
+def _stages_text(layers: Sequence[int]) -> str:
+    return f"{len(layers)} stage{'s' * (len(layers) > 1)} of {' '.join(map(str, layers))} layers"
 
 
 def summary(iteration: int, step: Step, report: IterationReport, planning_seconds: float) -> str:

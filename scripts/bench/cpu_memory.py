@@ -68,6 +68,7 @@ def work(tasks: list[dict]) -> None:
 class Tasks:
     """Plans on rank 0 as the iteration's task says, with the trainer's measured cost model."""
 
+    source = "the plan"
     budget = None  # every task has its own
 
     def __init__(self, tasks, args, config, layers, multiple, groups, profile):

@@ -107,6 +107,7 @@ def repeated(batches: type, times: int, warm_up: int, first: int) -> type:
 class VariantSteps:
     """Plans on rank 0 as the iteration's variant says; the trainer's cost model, another budget."""
 
+    source = "the plan"
     budget = None  # every variant has its own
 
     def __init__(self, variant_at, args, config, layers, multiple, groups, profile):

@@ -180,7 +180,18 @@ def one_chunk_each(lengths: list[int], layers: tuple[int, ...]) -> Plan:
 def test_a_plan_for_other_documents(corpus, tmp_path):
     plan = tmp_path / "plan"
     plan.write_text(str(one_chunk_each([7] * 6, (4,))))
-    refused(flags(corpus, epp_plan=plan, **ONE), "7 inputs in document 0")
+    said = f"--epp-plan {plan}: the plan is for 7 inputs in document 0; the batch's document 0 has"
+    refused(flags(corpus, epp_plan=plan, **ONE), said)
+
+
+def test_a_folder_of_plans_for_another_job(corpus, tmp_path):
+    step = Step.parse(str(one_chunk_each([7] * 6, (2, 2))))
+    (tmp_path / "iteration-000001.step").write_text(str(step))
+    refused(
+        flags(corpus, epp_plan=tmp_path, **ONE),
+        f"--epp-plan {tmp_path}/iteration-000001.step: the plan is for 2 stages of 2 2 layers; "
+        "this job has 1 stage of 4 layers",
+    )
 
 
 def test_ranks_that_hold_different_plans(corpus, tmp_path, monkeypatch):
