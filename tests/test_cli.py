@@ -68,6 +68,7 @@ def test_plan_prints_a_plan_that_passes(capsys, lengths):
     check(made)
     assert made.documents == LENGTHS  # all of the file, in its order
     assert "lower bound" in shown.err and "gap" in shown.err
+    assert "\nhow         chunks of about 1/" in shown.err
 
 
 def test_plan_writes_simulate_agrees_check_passes(capsys, lengths, tmp_path):

@@ -78,8 +78,8 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"machine     {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
         f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
         f"dp {cost.dp}, zero {cost.zero}",
-        f"planner     {made.planner}{f' ({found.note})' if found.note else ''}, planned in "
-        f"{seconds_text(made.plan_seconds)}",
+        f"planner     {made.planner}, planned in {seconds_text(made.plan_seconds)}",
+        *([f"how         {found.note}"] if found.note else []),
         f"iteration   {seconds_text(made.seconds)}; lower bound "
         f"{seconds_text(made.lower_bound_seconds)}, gap {share_text(made.gap)}",
         f"of the time bubbles {share_text(found.bubble_ratio)}, recompute "

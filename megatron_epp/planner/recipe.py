@@ -43,18 +43,22 @@ class Recipe:
     bare: bool = False
 
     def __str__(self) -> str:
-        parts = [f"about {self.chunks:.4g} chunks"]
+        parts = [f"chunks of about 1/{self.chunks:.3g} of the work"]
         if self.cut >= WHOLE:
-            parts.append("documents whole")
+            parts.append("documents left whole")
         elif self.cut != 1.0:
-            parts.append(f"slices of {self.cut:.3g} chunks")
+            parts.append(f"slices of {self.cut:.0%} of a chunk")
         if self.extra_bins:
-            parts.append(f"{self.extra_bins:+d} bins")
-        parts += [f"small packs {end}" for end in ("front", "back") if getattr(self, end)]
+            extra = abs(self.extra_bins)
+            more = "more" if self.extra_bins > 0 else "fewer"
+            parts.append(f"{extra} pack{'s' * (extra > 1)} {more} than even filling needs")
+        ends = [end for end, small in (("first", self.front), ("last", self.back)) if small]
+        if ends:
+            parts.append(f"small packs {' and '.join(ends)}")
         if self.reverse:
-            parts.append("shortest first")
+            parts.append("short documents first")
         if self.bare:
-            parts.append("bare recompute")
+            parts.append("recompute for one document at a time")
         return ", ".join(parts)
 
 

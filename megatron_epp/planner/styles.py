@@ -28,12 +28,19 @@ class Style:
     lead: int = 0
 
     def __str__(self) -> str:
-        words = ["1F1B" if self.strict else "list"]
+        parts = ["1F1B order" if self.strict else "order free within memory"]
         if self.lead:
-            words.append(f"lead {self.lead:+d}")
-        if self.split:
-            words.append(f"W up to {self.held:g} late, patience {self.patience:g}")
-        return " ".join(words)
+            where = "ahead of" if self.lead > 0 else "behind"
+            parts.append(f"forwards {abs(self.lead)} {where} 1F1B")
+        if self.split and not self.held:
+            parts.append("backward split, weight gradients at once")
+        elif self.split:
+            parts.append("backward split, weight gradients in gaps")
+            if np.isfinite(self.held):
+                parts.append(f"at most {self.held:g} of them waiting")
+            if self.patience:
+                parts.append(f"overrunning a gap by up to {self.patience:.0%}")
+        return ", ".join(parts)
 
 
 def styles(
