@@ -1,208 +1,71 @@
 """Attention of chunks against a naive softmax over whole documents, forward and backward."""
 
-from dataclasses import dataclass
-from itertools import pairwise
 from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, slices_of
-from megatron_epp.layers.attention import ChunkAttention
-from megatron_epp.layers.chunk import ChunkState, chunk_rows, context_tokens
+from megatron_epp.ir import Span, slices_of
+from megatron_epp.layers.chunk import chunk_rows, context_tokens
 from megatron_epp.layers.kernels import attend, attend_backward
 from megatron_epp.planner.arbitrary import arbitrary_plan
-from megatron_epp.runtime.store import Store
+from tests.layers.runner import (
+    NAMES,
+    ROWS,
+    SCALE,
+    Documents,
+    Dropping,
+    Runner,
+    Varlen,
+    distances,
+    documents,
+    naive,
+    plan_of,
+    require_exact,
+    sliced_plan,
+)
 
-LAYER = 3  # any: the store's key
-HEAD_SIZE = 8
-SCALE = 0.3
-NAMES = ("out", "dq", "dk", "dv")
-
-Documents = list[tuple[Tensor, ...]]  # q, k, v and the gradient of the output, of each document
-
-
-def documents(
-    lengths: tuple[int, ...], heads: int, groups: int, dtype: torch.dtype, seed: int = 0
-) -> Documents:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(length: int, count: int) -> Tensor:
-        shape = (length, count, HEAD_SIZE)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return [
-        (draw(length, heads), draw(length, groups), draw(length, groups), draw(length, heads))
-        for length in lengths
-    ]
+RUNNERS = (Runner, Varlen, Dropping)
 
 
-def naive(given: Documents) -> list[tuple[Tensor, ...]]:
-    """(out, dq, dk, dv) of each document in float64: scores, mask, softmax, autograd."""
-    results = []
-    for q, k, v, grad in given:
-        q, k, v = (tensor.double().requires_grad_() for tensor in (q, k, v))
-        repeat = q.shape[1] // k.shape[1]
-        keys, values = (t.repeat_interleave(repeat, 1) for t in (k, v))
-        scores_HTS = torch.einsum("thd,shd->hts", q, keys) * SCALE
-        hidden = torch.ones(len(q), len(q)).triu(1).bool()
-        weights_HTS = scores_HTS.masked_fill(hidden, -torch.inf).softmax(-1)
-        out = torch.einsum("hts,shd->thd", weights_HTS, values)
-        results.append((out, *torch.autograd.grad(out, (q, k, v), grad.double())))
-    return results
-
-
-@dataclass
-class Pass:
-    """A chunk's forward on its way to its backward."""
-
-    state: ChunkState
-    inputs: tuple[Tensor, ...]  # q, k, v of all rows
-    out: Tensor
-
-
-class Runner:
-    """Runs a plan's single stage of one layer. ``multiple``: rows are padded up to it."""
-
-    def __init__(self, plan: Plan, given: Documents, multiple: int = 1):
-        self.plan, self.given, self.multiple = plan, given, multiple
-        self.slices = slices_of(plan)
-        self.store = Store(context_tokens(plan, self.slices))
-        self.results = [
-            tuple(torch.full_like(t, torch.nan) for t in (q, q, k, v)) for q, k, v, _ in given
-        ]
-        self.passes: dict[int, Pass] = {}
-
-    def run(self) -> list[tuple[Tensor, ...]]:
-        for op in self.plan.orders[0]:
-            if op.kind is Kind.FORWARD:
-                self.passes[op.chunk] = self.forward(op.chunk)
-            else:
-                self.backward(self.passes.pop(op.chunk))
-        assert len(self.store) == 0 and self.store.bytes == 0
-        return self.results
-
-    def forward(self, chunk: int) -> Pass:
-        rows = chunk_rows(self.plan, self.slices, chunk)
-        total = -(-rows[-1].stop // self.multiple) * self.multiple
-        training = not self.plan.forward_only
-        state = ChunkState(chunk, rows, total, "k", self.store, training)
-        inputs = tuple(
-            self.gathered(rows, total, kind).requires_grad_(training) for kind in range(3)
-        )
-        out = self.attention(state, inputs)
-        if self.plan.recompute[0][chunk] == "f":
-            # As a checkpoint does it: the first graph is dropped, the second goes backward.
-            self.scatter(rows, 0, out)
-            inputs = tuple(t.detach().requires_grad_(training) for t in inputs)
-            return Pass(state, inputs, out.detach())
-        self.scatter(rows, 0, out)
-        return Pass(state, inputs, out)
-
-    @staticmethod
-    def attention(state: ChunkState, inputs: tuple[Tensor, ...]) -> Tensor:
-        return ChunkAttention.apply(*inputs, state, LAYER, SCALE)
-
-    def backward(self, made: Pass) -> None:
-        out = made.out if made.out.requires_grad else self.attention(made.state, made.inputs)
-        rows = made.state.rows
-        grad = self.gathered(rows, made.state.tokens, 3)
-        for kind, gradient in enumerate(torch.autograd.grad(out, made.inputs, grad), 1):
-            assert not gradient[rows[-1].stop :].any(), "padding has no gradient"
-            self.scatter(rows, kind, gradient)
-        assert not out[rows[-1].stop :].any(), "padding's output is zero"
-
-    def gathered(self, rows, total: int, kind: int) -> Tensor:
-        """The rows' tensor; what stands in the padding is far from zero."""
-        parts = [self.given[r.span.document][kind][r.span.start : r.span.stop] for r in rows]
-        padding = torch.full((total - rows[-1].stop, *parts[0].shape[1:]), 1e3).to(parts[0].dtype)
-        return torch.cat([*parts, padding])
-
-    def scatter(self, rows, kind: int, tensor: Tensor) -> None:
-        for r in rows:
-            span = r.span
-            self.results[span.document][kind][span.start : span.stop] = tensor[r.start : r.stop]
-
-
-def plan_of(lengths: tuple[int, ...], chunks: list[str], order: str, recompute: str = "") -> Plan:
-    return Plan(
-        documents=lengths,
-        layers=(1,),
-        chunks=tuple(Chunk.parse(chunk.split()) for chunk in chunks),
-        recompute=(tuple(recompute or "k" * len(chunks)),),
-        orders=(tuple(map(Op.parse, order.split())),),
-    )
-
-
-def errors(results, expected) -> dict[str, float]:
-    """max |difference| over all documents, for out, dq, dk, dv; what is compared is of unit size
-    (or 0: a lone input's weights have no gradient).
-    """
-    return {
-        name: max(
-            float((mine[kind].detach() - theirs[kind].detach()).abs().max())
-            for mine, theirs in zip(results, expected, strict=True)
-        )
-        for kind, name in enumerate(NAMES)
-    }
-
-
-ROWS = {
-    "whole": plan_of((7,), ["0[0:7]"], "F0 B0"),
-    "one input": plan_of((1,), ["0[0:1]"], "F0 B0"),
-    "pack": plan_of((5, 1, 9), ["0[0:5] 1[0:1] 2[0:9]"], "F0 B0"),
-    "slices": plan_of((23,), ["0[0:8]", "0[8:9]", "0[9:23]"], "F0 F1 F2 B2 B1 B0"),
-    "slices of one input": plan_of((3,), ["0[0:1]", "0[1:2]", "0[2:3]"], "F0 F1 F2 B2 B1 B0"),
-    "hybrid, the tail first": plan_of((11, 4), ["0[0:6]", "0[6:11] 1[0:4]"], "F0 F1 B1 B0"),
-    "hybrid, the tail last": plan_of((11, 4), ["0[0:6]", "1[0:4] 0[6:11]"], "F0 F1 B1 B0"),
-    "a first slice beside others": plan_of(
-        (11, 4, 3), ["1[0:4] 0[0:6] 2[0:3]", "0[6:11]"], "F0 F1 B1 B0"
-    ),
-    "a middle slice beside others": plan_of(
-        (12, 4), ["0[0:3]", "1[0:4] 0[3:8]", "0[8:12]"], "F0 F1 F2 B2 B1 B0"
-    ),
-    "two cut documents at once": plan_of(
-        (9, 10), ["0[0:5]", "1[0:3]", "0[5:9]", "1[3:10]"], "F1 F0 F3 F2 B3 B2 B0 B1"
-    ),
-}
-
-
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize(("heads", "groups"), [(2, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("kind", ROWS)
-def test_every_kind_of_row(kind, heads, groups, multiple) -> None:
+def test_every_kind_of_row(kind, heads, groups, multiple, runner) -> None:
     plan = ROWS[kind]
     given = documents(plan.documents, heads, groups, torch.float64)
-    found = errors(Runner(plan, given, multiple).run(), naive(given))
-    assert max(found.values()) < 1e-13, found
+    require_exact(runner, plan, given, multiple)
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("seed", range(40))
-def test_arbitrary_plans_with_recompute(seed) -> None:
+def test_arbitrary_plans_with_recompute(seed, runner) -> None:
     random = Random(seed)
     lengths = tuple(random.randint(1, 30) for _ in range(random.randint(1, 5)))
     plan = arbitrary_plan(lengths, (1,), random)
     given = documents(lengths, 4, 2, torch.float64, seed)
-    found = errors(Runner(plan, given, random.choice((1, 4))).run(), naive(given))
-    assert max(found.values()) < 1e-13, (found, str(plan))
+    require_exact(runner, plan, given, random.choice((1, 4)))
 
 
-def test_evaluation_frees_with_the_last_slice() -> None:
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_evaluation_frees_with_the_last_slice(runner) -> None:
     plan = plan_of((23, 6), ["0[0:8]", "0[8:9] 1[0:6]", "0[9:23]"], "F0 F1 F2")
     given = documents(plan.documents, 2, 1, torch.float64)
     with torch.no_grad():
-        results = Runner(plan, given).run()
+        results = runner(plan, given).run()
     expected = naive(given)
     assert all((a[0] - b[0]).abs().max() < 1e-14 for a, b in zip(results, expected, strict=True))
 
 
-def test_no_document_sees_another() -> None:
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_no_document_sees_another(runner) -> None:
     """Its neighbours in the pack may hold anything."""
     plan = plan_of((5, 6, 4), ["0[0:5] 1[0:6] 2[0:4]"], "F0 B0")
     given = documents(plan.documents, 2, 2, torch.float64)
     strange = [tuple(50 * t + 7 for t in given[0]), given[1], tuple(-t for t in given[2])]
-    usual, beside = Runner(plan, given).run()[1], Runner(plan, strange).run()[1]
+    usual, beside = runner(plan, given).run()[1], runner(plan, strange).run()[1]
     assert all(map(torch.equal, usual, beside))
 
 
@@ -230,29 +93,11 @@ def plain_kernel(given: Documents) -> list[tuple[Tensor, ...]]:
     return results
 
 
-def distances(results, expected) -> dict[str, float]:
-    """Root-mean-square error over all documents together."""
-    return {
-        name: float(
-            sum(
-                ((mine[kind].detach().double() - theirs[kind].detach()) ** 2).sum()
-                for mine, theirs in zip(results, expected, strict=True)
-            )
-            ** 0.5
-        )
-        for kind, name in enumerate(NAMES)
-    }
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("slices", [1, 2, 5, 16])
 def test_rounding_is_at_most_twice_the_plain_kernels(dtype, slices) -> None:
-    length = 320
-    borders = [length * i // slices for i in range(slices + 1)]
-    chunks = [f"0[{a}:{b}]" for a, b in pairwise(borders)]
-    order = [f"F{i}" for i in range(slices)] + [f"B{i}" for i in reversed(range(slices))]
-    plan = plan_of((length,), chunks, " ".join(order))
-    given = documents((length,), 4, 2, dtype)
+    plan = sliced_plan(320, slices)
+    given = documents(plan.documents, 4, 2, dtype)
     expected = naive(given)
     ours, plain = (distances(r, expected) for r in (Runner(plan, given).run(), plain_kernel(given)))
     for name in NAMES:

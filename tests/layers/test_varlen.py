@@ -2,8 +2,6 @@
 
 import re
 import sys
-from itertools import pairwise
-from random import Random
 from types import ModuleType
 
 import pytest
@@ -11,81 +9,26 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_epp.layers.chunk import store_for
 from megatron_epp.layers.flash_kernel import FlashKernel
 from megatron_epp.layers.plain_kernel import PlainKernel
 from megatron_epp.layers.selftest import require_right
 from megatron_epp.layers.te_attention import MASK, TransformerEngineKernel
-from megatron_epp.layers.varlen import Borders, Operands, VarlenAttention
-from megatron_epp.planner.arbitrary import arbitrary_plan
-from tests.layers.test_attention import (
+from megatron_epp.layers.varlen import Borders, Operands
+from tests.layers.runner import (
     HEAD_SIZE,
-    LAYER,
     NAMES,
     ROWS,
     SCALE,
-    Runner,
+    Varlen,
     distances,
     documents,
-    errors,
     naive,
     plan_of,
+    require_exact,
+    sliced_plan,
 )
 
 HEADS, GROUPS = 4, 2
-
-
-class Varlen(Runner):
-    """Runs a plan through a kernel. ``drop``: outputs are dropped, and made again for backward."""
-
-    kernel = PlainKernel(SCALE)
-    drop = False
-
-    def __init__(self, plan, given, multiple: int = 1):
-        super().__init__(plan, given, multiple)
-        self.store = store_for(plan, self.slices, VarlenAttention.keeps_last)
-
-    def attention(self, state, inputs) -> Tensor:
-        attend = VarlenAttention(self.kernel)
-        out, again = attend(*inputs, state, LAYER, self.drop)
-        if self.drop and not self.plan.forward_only:
-            assert torch.equal(again.value(), out)  # as the layer behind would ask for it
-            assert again.value() is again.value()
-        return out
-
-
-class Dropping(Varlen):
-    drop = True
-
-
-@pytest.mark.parametrize("runner", [Varlen, Dropping])
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize(("heads", "groups"), [(2, 2), (4, 1)])
-@pytest.mark.parametrize("kind", ROWS)
-def test_every_kind_of_row(kind, heads, groups, multiple, runner) -> None:
-    plan = ROWS[kind]
-    given = documents(plan.documents, heads, groups, torch.float64)
-    found = errors(runner(plan, given, multiple).run(), naive(given))
-    assert max(found.values()) < 1e-13, found
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_arbitrary_plans_with_recompute(seed) -> None:
-    random = Random(seed)
-    lengths = tuple(random.randint(1, 30) for _ in range(random.randint(1, 5)))
-    plan = arbitrary_plan(lengths, (1,), random)
-    given = documents(lengths, HEADS, GROUPS, torch.float64, seed)
-    found = errors(Varlen(plan, given, random.choice((1, 4))).run(), naive(given))
-    assert max(found.values()) < 1e-13, (found, str(plan))
-
-
-def test_evaluation_frees_with_the_last_slice() -> None:
-    plan = plan_of((23, 6), ["0[0:8]", "0[8:9] 1[0:6]", "0[9:23]"], "F0 F1 F2")
-    given = documents(plan.documents, 2, 1, torch.float64)
-    with torch.no_grad():
-        results = Varlen(plan, given).run()
-    expected = naive(given)
-    assert all((a[0] - b[0]).abs().max() < 1e-13 for a, b in zip(results, expected, strict=True))
 
 
 def test_whole_documents_are_one_call_and_a_slice_is_another() -> None:
@@ -116,14 +59,9 @@ def test_keys_and_values_that_the_store_keeps_are_not_saved_again() -> None:
 
 def test_later_gradients_are_rounded_once() -> None:
     """bf16 slices add up in float32: a rounding error that does not grow with their number."""
-    length, slices = 320, 16
-    borders = [length * i // slices for i in range(slices + 1)]
-    chunks = [f"0[{a}:{b}]" for a, b in pairwise(borders)]
-    order = [f"F{i}" for i in range(slices)] + [f"B{i}" for i in reversed(range(slices))]
-    given = documents((length,), HEADS, GROUPS, torch.bfloat16)
+    given = documents((320,), HEADS, GROUPS, torch.bfloat16)
     expected = naive(given)
-    sliced = Varlen(plan_of((length,), chunks, " ".join(order)), given).run()
-    whole = Varlen(plan_of((length,), [f"0[0:{length}]"], "F0 B0"), given).run()
+    sliced, whole = (Varlen(sliced_plan(320, slices), given).run() for slices in (16, 1))
     ours, plain = distances(sliced, expected), distances(whole, expected)
     for name in NAMES:
         assert ours[name] <= 2 * plain[name], (name, ours, plain)
@@ -213,8 +151,7 @@ def test_transformer_engine_is_given_what_it_takes(kind, drop, engine) -> None:
     Engine.drop = drop
     plan = ROWS[kind]
     given = documents(plan.documents, HEADS, GROUPS, torch.float64)
-    found = errors(Engine(plan, given, 8).run(), naive(given))
-    assert max(found.values()) < 1e-13, found
+    require_exact(Engine, plan, given, 8)
 
 
 def holders(tensor: Tensor) -> int:
