@@ -3,9 +3,9 @@
 
     scripts/bench/cpu_pipeline.py [--cases 4096x32 16384x32 ...] [--batches N] [-o RESULT.md]
 
-Two pipeline stages (gloo, one core each), 8 layers, hidden 512, 8 heads in 4 groups; documents are
-the source text of this Python's standard library, or --data-path. For every batch the same job runs
-these in turn, with the same weights, kernels and executor:
+Two pipeline stages, or --pp (gloo, one core each), 8 layers, hidden 512, 8 heads in 4 groups;
+documents are the source text of this Python's standard library, or --data-path. For every batch the
+same job runs these in turn, with the same weights, kernels and executor:
 
     packing, no recompute                 its peak on each stage is the 100% of the budgets below
     epp      within 100% of that peak
@@ -15,7 +15,9 @@ these in turn, with the same weights, kernels and executor:
 and with --split both lines of epp again without the lever wsplit (every backward whole). What is
 timed is the schedule, from the first op to the last of any stage; planning and optimizer are not in
 it. Medians over the batches of ratios of the same batch. The cost model is measured at
-start. With --stock, Megatron's own schedule runs at context 4096 beside it.
+start. With --stock, Megatron's own schedule runs at context 4096 beside it. With --pp 4 on fewer
+cores than four, processes share them: orders, peaks and splits are as they would be, seconds and
+bubbles are not.
 """
 
 import argparse
@@ -157,8 +159,11 @@ def told(
     variant_of: Callable, iteration: int, step, report, planning_seconds: float, *others
 ) -> str:
     """What the trainer logs of an iteration, here as JSON."""
+    from megatron_epp.ir import Kind
+
     plan = step.plans[0]
     recomputed = sum(choice.count("f") for stage in plan.recompute for choice in stage)
+    weights = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
     entry = {
         "iteration": iteration,
         "variant": variant_of(iteration),
@@ -169,6 +174,7 @@ def told(
         "peaks": list(report.peak_bytes),
         "chunks": len(plan.chunks),
         "recomputed": recomputed / (len(plan.chunks) * sum(plan.layers)),
+        "split": weights / (len(plan.chunks) * plan.stages),
         "predicted": plan.predicted.seconds if plan.predicted else None,
         "plan_seconds": planning_seconds,
     }
@@ -178,13 +184,15 @@ def told(
 # ------------------------------------------------------------------ outside
 
 
-def flags(corpus: Path, context: int, batch: int, iterations: int, dtype: str) -> list[str]:
+def flags(
+    corpus: Path, context: int, batch: int, iterations: int, dtype: str, stages: int = 2
+) -> list[str]:
     text = f"""
         --num-layers 8 --hidden-size 512 --ffn-hidden-size 1376 --num-attention-heads 8
         --group-query-attention --num-query-groups 4 --normalization RMSNorm --swiglu
         --disable-bias-linear --position-embedding-type rope
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-        --pipeline-model-parallel-size 2 --seq-length {context}
+        --pipeline-model-parallel-size {stages} --seq-length {context}
         --max-position-embeddings {context} --global-batch-size {batch}
         --train-iters {iterations} --lr 1e-4 --split 100,0,0 --eval-iters 0 --log-interval 1
         --data-path {corpus} --tokenizer-type SentencePieceTokenizer
@@ -204,10 +212,10 @@ def corpus_of(arguments: argparse.Namespace, folder: Path) -> Path:
     return prefix
 
 
-def torchrun(program: list[str], words: list[str], log: Path) -> str:
+def torchrun(program: list[str], words: list[str], log: Path, processes: int = 2) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", *program, *words]
+    command += ["--nproc-per-node", str(processes), *program, *words]
     with log.open("w") as out:
         done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     if done.returncode:
@@ -225,13 +233,13 @@ def measure(
 ) -> list[dict]:
     context, batch = map(int, case.split("x"))
     iterations = arguments.warm_up + arguments.batches * len(variants)
-    words = flags(corpus, context, batch, iterations, arguments.dtype)
+    words = flags(corpus, context, batch, iterations, arguments.dtype, arguments.pp)
     words += ["--epp", "--epp-effort", str(arguments.effort)]
     if arguments.cost_model:
         words += ["--epp-cost-model", arguments.cost_model]
     program = [str(Path(__file__).resolve()), WORK_SPLIT if arguments.split else WORK]
     program += [str(arguments.warm_up), str(arguments.first)]
-    text = torchrun(program, words, folder / f"{case}.log")
+    text = torchrun(program, words, folder / f"{case}.log", arguments.pp)
     entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
     assert len(entries) == iterations, f"{len(entries)} of {iterations} iterations were told"
     return entries[arguments.warm_up :]
@@ -267,6 +275,7 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
                 f"{max(peak_shares):.0%}",
                 f"{statistics.median(m['chunks'] for m in mine):.0f}",
                 f"{statistics.median(errors):+.0%}" if errors else "",
+                f"{statistics.median(m['split'] for m in mine):.0%}",
                 f"{max(m['own'] for m in mine):.2%}",
             ]
         )
@@ -275,21 +284,22 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
 
 HEADERS = [
     *("context", "documents", "budget", "planner", "tokens/s", "ratio", "bubble", "recomputed"),
-    *("peak", "chunks", "predicted", "executor"),
+    *("peak", "chunks", "predicted", "split", "executor"),
 ]
 LEGEND = """\
 ratio: packing's seconds over this line's, same batch and budget, median. recomputed: layers run
 again whole, of all. peak: the worst stage of the worst batch, measured, over packing's without
 recompute (a budget is a promise on the predicted peak). predicted: predicted over measured seconds,
-less one. executor: its own time between ops, neither compute nor waiting, worst stage and
-iteration."""
+less one. split: backwards run as I and W, of all. executor: its own time between ops, neither
+compute nor waiting, worst stage and iteration."""
 
 
 def stock(arguments: argparse.Namespace, corpus: Path, folder: Path) -> str:
     """Megatron's own schedule at context 4096, 32 samples: tokens per second of its schedule.
     The first iteration warms up."""
-    words = [*flags(corpus, 4096, 32, 2, arguments.dtype), "--micro-batch-size", "1"]
-    text = torchrun([str(Path(__file__).with_name("stock.py"))], words, folder / "stock.log")
+    words = [*flags(corpus, 4096, 32, 2, arguments.dtype, arguments.pp), "--micro-batch-size", "1"]
+    program = [str(Path(__file__).with_name("stock.py"))]
+    text = torchrun(program, words, folder / "stock.log", arguments.pp)
     seconds: dict[int, float] = {}
     for found in re.findall(r"stock (\{.*?\})", text):
         entry = json.loads(found)
@@ -316,6 +326,7 @@ def main() -> None:
         default=1,
         help="iterations before; 0: for long cases",
     )
+    parser.add_argument("--pp", type=int, choices=(2, 4), default=2, help="stages")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--effort", type=int, default=4)
     parser.add_argument("--cost-model", metavar="FILE", help="instead of measuring at start")
@@ -337,7 +348,7 @@ def main() -> None:
         table += made
     beside = stock(arguments, corpus, folder) if arguments.stock else ""
     print(plain(HEADERS, table), LEGEND, beside, sep="\n")
-    hardware = f"{host()}, {arguments.dtype}, two processes of one thread"
+    hardware = f"{host()}, {arguments.dtype}, {arguments.pp} processes of one thread"
     write(
         arguments.output,
         f"{heading(hardware)}{markdown(HEADERS, table)}\n{LEGEND}\n\n{beside}\n\n",
