@@ -48,17 +48,18 @@ class Point:
     letter: str = KEEP
 
 
-_ALL = 2**30  # whatever the context still has room for
-
 # What a chunk costs whatever its size shows in small ones only. They cost little to measure and
 # are easily disturbed, so they run twice as often as the others.
-_SMALL = (Point(0.125), Point(0.25), Point(0.25, 4.0), Point(0.25, _ALL))
-# Chunks as planners make them, of thousands of tokens: kernels for few rows run at other speeds,
-# and a pair costs more where K and V no longer fit into a cache.
+_SMALL = (Point(0.125), Point(0.25))
+# Slices of fewer tokens are not what planners cut, and kernels take up to twice as long for a pair
+# where they have few queries, which would pass for what every pair costs.
+_LEAST_SLICE = 512
+_SMALL_SLICES = (Point(0.25, 4.0), Point(0.25, 16.0))
+# Chunks as planners make them, of thousands of tokens; a pair costs more where K and V no longer
+# fit into a cache.
 _POINTS = (
-    *_SMALL,
     Point(0.5),
-    Point(0.5, _ALL),
+    Point(0.5, 16.0),
     Point(1.0, pieces=8),
     Point(0.5, 4.0),
     Point(1.0),
@@ -68,8 +69,13 @@ _POINTS = (
     Point(1.0, 2.0),
     Point(1.0, 2.0, letter=FULL),
     Point(1.0, 4.0),
-    *_SMALL,
 )
+
+
+def _points(base: int) -> tuple[Point, ...]:
+    slices = [p for p in _SMALL_SLICES if p.tokens * base >= _LEAST_SLICE]
+    small = (*_SMALL, *slices)
+    return (*small, *_POINTS, *small)
 
 
 def grid(model: Model, context: int, flops: float) -> list[tuple[Shape, str]]:
@@ -77,7 +83,7 @@ def grid(model: Model, context: int, flops: float) -> list[tuple[Shape, str]]:
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
         made = []
-        for point in _POINTS:
+        for point in _points(base):
             tokens = max(16, int(base * point.tokens))
             behind = min(int(base * point.context), max(0, context - tokens))
             made.append((Shape(min(tokens, context), behind, point.pieces), point.letter))
