@@ -175,7 +175,7 @@ def told(
         "chunks": len(plan.chunks),
         "recomputed": recomputed / (len(plan.chunks) * sum(plan.layers)),
         "split": weights / (len(plan.chunks) * plan.stages),
-        "predicted": plan.predicted.seconds if plan.predicted else None,
+        "predicted": plan.predicted.seconds,
         "plan_seconds": planning_seconds,
     }
     return LINE + json.dumps(entry)
@@ -261,7 +261,8 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
             max(m / k for m, k in zip(b[number]["peaks"], b[0]["peaks"], strict=True))
             for b in by_batch
         ]
-        errors = [m["predicted"] / m["seconds"] - 1 for m in mine if m["predicted"]]
+        errors = [m["predicted"] / m["seconds"] - 1 for m in mine]
+        foretold = [b[against]["predicted"] / b[number]["predicted"] for b in by_batch]
         made.append(
             [
                 f"{int(context) // 1024}K",
@@ -270,11 +271,12 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
                 variant.name,
                 f"{statistics.median(m['tokens'] / m['seconds'] for m in mine):.0f}",
                 f"{statistics.median(ratios):.2f}",
+                f"{statistics.median(foretold):.2f}",
                 f"{statistics.median(m['bubble'] for m in mine):.1%}",
                 f"{statistics.median(m['recomputed'] for m in mine):.1%}",
                 f"{max(peak_shares):.0%}",
                 f"{statistics.median(m['chunks'] for m in mine):.0f}",
-                f"{statistics.median(errors):+.0%}" if errors else "",
+                f"{statistics.median(errors):+.0%}",
                 f"{statistics.median(m['split'] for m in mine):.0%}",
                 f"{max(m['own'] for m in mine):.2%}",
             ]
@@ -283,15 +285,16 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
 
 
 HEADERS = [
-    *("context", "documents", "budget", "planner", "tokens/s", "ratio", "bubble", "recomputed"),
-    *("peak", "chunks", "predicted", "split", "executor"),
+    *("context", "documents", "budget", "planner", "tokens/s", "ratio", "foretold", "bubble"),
+    *("recomputed", "peak", "chunks", "predicted", "split", "executor"),
 ]
 LEGEND = """\
-ratio: packing's seconds over this line's, same batch and budget, median. recomputed: layers run
-again whole, of all. peak: the worst stage of the worst batch, measured, over packing's without
-recompute (a budget is a promise on the predicted peak). predicted: predicted over measured seconds,
-less one. split: backwards run as I and W, of all. executor: its own time between ops, neither
-compute nor waiting, worst stage and iteration."""
+ratio: packing's seconds over this line's, same batch and budget, median. foretold: the same of the
+seconds that the cost model promised. recomputed: layers run again whole, of all. peak: the worst
+stage of the worst batch, measured, over packing's without recompute (a budget is a promise on the
+predicted peak). predicted: predicted over measured seconds, less one. split: backwards run as I and
+W, of all. executor: its own time between ops, neither compute nor waiting, worst stage and
+iteration."""
 
 
 def stock(arguments: argparse.Namespace, corpus: Path, folder: Path) -> str:
