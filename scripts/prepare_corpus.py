@@ -21,6 +21,7 @@ import fnmatch
 import io
 import json
 import logging
+import math
 import multiprocessing
 import os
 import random
@@ -86,7 +87,7 @@ def find_lines(path: Path) -> list[Place]:
 
 
 def read_document(place: Place, json_key: str) -> str | None:
-    """The text of a document; None if it is not UTF-8.
+    """The text of a document; None if it is not UTF-8, or says half a character in JSON.
 
     Raises:
         ValueError: a line is not a JSON object with a text under ``json_key``
@@ -102,11 +103,15 @@ def read_document(place: Place, json_key: str) -> str | None:
     where = f"{place.path}, byte {place.start}"
     try:
         value = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not a line of JSON: {error}") from None
     text = value.get(json_key) if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise ValueError(f'{where}: no text under "{json_key}"; name the key with --json-key')
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return None
     return text
 
 
@@ -286,6 +291,7 @@ def histogram(lengths: numpy.ndarray) -> str:
 def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Finds the documents, trains the tokenizer, writes the corpus."""
     places = find_documents(options)
+    options.output.parent.mkdir(parents=True, exist_ok=True)  # what cannot be, before the work
     total_bytes = sum(
         place.size if place.size >= 0 else os.path.getsize(place.path) for place in places
     )
@@ -296,6 +302,8 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         sample = min(total_bytes, int(options.sample_mb * 1e6))
         with show(options, total=sample, unit="B", unit_scale=True, desc="tokenizer") as progress:
             lines = list(training_lines(places, options.json_key, sample, progress))
+            if not any(lines):
+                raise ValueError("no document with text to train a tokenizer on")
             model = train_tokenizer(lines, options.vocab_size)
     else:
         model_path = options.tokenizer_model
@@ -305,7 +313,6 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     if eod == -1:
         raise ValueError(f"{model_path}: has no end-of-sentence token for --append-eod to append")
 
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     # Under other names until they are whole, and the index last: what can be opened is complete.
     partial_bin, partial_idx = (Path(f"{options.output}.{s}.partial") for s in ("bin", "idx"))
     try:
@@ -428,8 +435,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if (options.input is None) == (not options.standard_library):
         parser.error("give a folder or a .jsonl, or --standard-library, and not both")
-    if options.workers < 1 or options.sample_mb <= 0:
+    if options.workers < 1 or not 0 < options.sample_mb < math.inf:
         parser.error("--workers and --sample-mb must be positive")
+    if not 0 < options.vocab_size < 2**31:
+        parser.error(f"--vocab-size {options.vocab_size}: expected a number of pieces, as 8192")
+    if not options.output.name:
+        parser.error("-o: expected a PREFIX, as data/pages")
     return options
 
 
@@ -437,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         prepare(options, say=print)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"prepare_corpus: {error}", file=sys.stderr)
         return 2
     return 0

@@ -188,6 +188,9 @@ def test_standard_library_is_found(script) -> None:
         ("blank.jsonl", [], "holds no line; expected one JSON object per line"),
         ("list.jsonl", [], 'byte 0: no text under "text"; name the key with --json-key'),
         ("broken.jsonl", [], "byte 14: not a line of JSON"),
+        ("deep.jsonl", [], "byte 0: not a line of JSON: maximum recursion depth"),
+        ("half.jsonl", [], "no document with text to train a tokenizer on"),
+        ("folder", ["-o", "/dev/null/x"], "/dev/null"),
         (
             "folder",
             ["--vocab-size", "100"],
@@ -215,6 +218,7 @@ def test_bad_input_has_one_line(
         arguments = ["--tokenizer-model", str(tmp_path / "m.model")]
     elif make and make != "folder":
         text = {"blank.jsonl": "\n \n", "list.jsonl": "[1]\n", "broken.jsonl": '{"text": "a"}\n{\n'}
+        text |= {"deep.jsonl": "[" * 100_000, "half.jsonl": '{"text": "\\ud800"}\n{"text": ""}\n'}
         source.write_text(text.get(make, "plain"))
     capsys.readouterr()
     assert run(script, source, "-o", tmp_path / "out", *arguments) == 2
@@ -222,3 +226,12 @@ def test_bad_input_has_one_line(
     assert len(said) == 1
     assert line in said[0]
     assert not list(tmp_path.glob("out.*"))
+
+
+@pytest.mark.parametrize(
+    "words", ["--vocab-size 0", "--sample-mb inf", "--sample-mb nan", "--workers 0", "-o ."]
+)
+def test_numbers_that_cannot_be(script, capsys, words: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        script.parse(["texts", "-o", "x", *words.split()])
+    assert "expected a" in (said := capsys.readouterr().err) or "must be positive" in said
