@@ -23,6 +23,7 @@ from megatron_epp.mcore.certify_judge import worst_gradient
 from megatron_epp.mcore.certify_small import Degrees
 
 BOUND = 1e-12
+MOST_RANKS = 64
 # A run without model flags certifies both kinds.
 LLAMA = (
     "--hidden-size 1024 --num-attention-heads 16 --group-query-attention "
@@ -53,6 +54,11 @@ class Trial:
         for name in ("pp", "tp", "dp", "cp"):
             if getattr(self.degrees, name) < 1:
                 raise ValueError(f"--{name} {getattr(self.degrees, name)}: expected at least 1")
+        if self.degrees.ranks > MOST_RANKS:
+            raise ValueError(
+                f"{self.degrees}: {self.degrees.ranks} processes of this host; expected at most "
+                f"{MOST_RANKS}, as a small layout certifies what a large one runs"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,11 @@ def test_without_model_flags_it_certifies_two_models(capsys) -> None:
     [
         ("--batches 0", "--batches 0: expected at least 1"),
         ("--pp 0", "--pp 0: expected at least 1"),
+        (
+            "--pp 40 --tp 2",
+            "PP 40, TP 2, DP 1: 80 processes of this host; expected at most 64, as a small layout "
+            "certifies what a large one runs",
+        ),
         ("--pp two", "argument --pp: invalid int value: 'two'"),
         ("--timeout 0", "--timeout 0.0: expected at least 1"),
     ],
