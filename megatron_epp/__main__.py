@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = str(error).split("\n")[0] or type(error).__name__
         print(f"{PROGRAM}: error: {text}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"{PROGRAM}: error: out of memory ({error})", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

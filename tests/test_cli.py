@@ -1,5 +1,6 @@
 """The command line: what it prints, what it refuses, and that it never shows a traceback."""
 
+import dataclasses
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.cli.options import COMMANDS
 from megatron_epp.cli.serve import serve
+from megatron_epp.cost.devices import DEVICES
 from megatron_epp.ir import Plan, Step, check, parse_records
 from tests.planner.test_batches import write_index
 
@@ -300,7 +302,23 @@ def test_bad_lengths(capsys, tmp_path, text):
         ),
         (("compare", "--lengths", "wlb", *COMMON, "--batches", "many"), ["--batches", "'many'"]),
         (("compare", "--lengths", "wlb", *COMMON, "--planner", "epp", "pakcing"), ["packing"]),
+        (("plan", "--lenths", "wlb"), ["unknown option '--lenths'", "--lengths"]),
+        (
+            ("plan", "--lengths", "wlb", *COMMON, "--batch", 10**14),
+            ["batch 100000000000000 of 512 documents: lies behind 4294967296 epochs"],
+        ),
+        (
+            ("plan", "--lengths", "wlb", *COMMON, "--global-batch-size", 10**14),
+            ["out of memory (Unable to allocate"],
+        ),
+        (
+            ("plan", "--lengths", "wlb", *MACHINE[:4], "--pp", "auto", "--devices", 10**14 - 1),
+            ["no split of the devices works", "expected 1 to 32, the layers"],
+        ),
         (("check", "no.plan"), ["no.plan", "No such file"]),
+        (("check", "no.plan", "--width", 80), ["unknown option '--width'"]),
+        (("draw", "no.plan", "--width", 10**6), ["whole number of at most 100000"]),
+        (("draw", "no.plan", "--width", "9" * 5000), ["whole number of at most 100000"]),
         (("check",), ["PLAN"]),
         (("serve", "--pp", 2), ["--model is missing"]),
         (("chck",), ["unknown command 'chck'; did you mean check?"]),
@@ -526,6 +544,13 @@ def test_what_is_no_plain_file_is_written_into(capsys, lengths, tmp_path):
     assert link.is_symlink() and Plan.parse((tmp_path / "far.plan").read_text())
 
 
+def test_options_of_a_machine_need_one(capsys, plan):
+    for words in (["--layers", 16, 15], ["--memory-budget-gib", 1], ["--no-head-seconds"]):
+        for command in ("check", "draw"):
+            told = refused(capsys, command, plan, *words)
+            assert f"{words[0].replace('no-', '')} has no effect without a machine" in told
+
+
 def test_degrees_divide_the_heads(capsys, lengths):
     told = refused(capsys, "plan", "--lengths", lengths, *MACHINE, "--pp", 2, "--tp", 3)
     assert "--tp 3 --cp 8: their product must divide the 32 attention heads of gpt-7b" in told
@@ -541,6 +566,18 @@ def test_a_budget_of_a_cpu_covers_no_weights(capsys, plan, lengths):
     assert json.loads(printed(capsys, "plan", "--lengths", lengths, *machine, *words).out)["fits"]
     told = refused(capsys, "simulate", plan, *machine[:3], "a100-80g", *machine[4:])
     assert "memory budget 10 GiB: stage 0 needs more than" in told
+
+
+@pytest.mark.parametrize("field", ["name", "group_bytes_per_second", "linear_flops"])
+def test_a_device_file_of_odd_values(capsys, plan, tmp_path, field):
+    path = tmp_path / "device.json"
+    for odd in (-1, None, [], 10**400, True):
+        if field == "linear_flops" and odd is True:
+            continue  # a number to Python, and harmless
+        described = dataclasses.asdict(DEVICES["h100-80g"]) | {field: odd}
+        path.write_text(json.dumps(described))
+        told = refused(capsys, "simulate", plan, "--model", "gpt-7b", "--device", path)
+        assert f"device file {path}: " in told and "expected" in told
 
 
 def test_main_imports_no_solver(plan):

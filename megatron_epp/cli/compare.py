@@ -24,7 +24,7 @@ _WARM_UP = 24  # documents
 
 
 def run(arguments: argparse.Namespace) -> int:
-    names = [known_planner(name) for name in arguments.planner or PLANNERS]
+    names = [known_planner(name) for name in dict.fromkeys(arguments.planner or PLANNERS)]
     options = options_of(arguments)
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)

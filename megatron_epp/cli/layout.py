@@ -1,6 +1,7 @@
 """``--pp auto`` and ``--cp auto``: the split of the devices that the first batch likes best."""
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -66,7 +67,8 @@ def _splits(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
     if arguments.devices % group:
         raise Refused(f"--devices {arguments.devices}: expected a multiple of tp x dp = {group}")
     free = arguments.devices // group
-    for pp in range(1, free + 1):
+    small = [degree for degree in range(1, math.isqrt(free) + 1) if free % degree == 0]
+    for pp in sorted({*small, *(free // degree for degree in small)}):
         cp = free // pp
-        if free % pp == 0 and arguments.pp in (AUTO, pp) and arguments.cp in (AUTO, cp):
+        if arguments.pp in (AUTO, pp) and arguments.cp in (AUTO, cp):
             yield pp, cp

@@ -15,8 +15,16 @@ _ASSUMPTIONS = ("b1_divisor", "head_seconds", "link_seconds", "logits_held")
 
 
 def wanted(arguments: argparse.Namespace) -> bool:
-    """Whether the options name a machine at all."""
-    return bool(arguments.model or arguments.device or arguments.cost_model)
+    """Whether the options name a machine at all; refused where they only say how to use one."""
+    if arguments.model or arguments.device or arguments.cost_model:
+        return True
+    for name in ("layers", "memory_budget_gib", "zero", "dp", *_ASSUMPTIONS):
+        if getattr(arguments, name) is not None:
+            raise Refused(
+                f"--{name.replace('_', '-')} has no effect without a machine; expected --model and "
+                "--device, or --cost-model"
+            )
+    return False
 
 
 def cost_of(

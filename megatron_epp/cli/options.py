@@ -40,9 +40,13 @@ class Parser(argparse.ArgumentParser):
         raise Refused(message)
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        command, *others = args
+        known = [name for action in self.flags(command) for name in action]
+        for word in others:  # first: a misspelt option is often missing, too
+            if word.startswith("--") and word != "--" and word.split("=")[0] not in known:
+                self.error(_unknown(word, known, command))
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            known = [name for action in self.flags(found.command) for name in action]
             self.error(_unknown(unknown[0], known, found.command))
         return found
 
@@ -112,16 +116,15 @@ def _version() -> str:
 # ------------------------------------------------------------------ types
 
 
-def whole(least: int) -> Callable[[str], int]:
+def whole(least: int, most: int = 10**15 - 1) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
-            value = int(text)
+            value = int(text) if len(text) <= 15 else most + 1
         except ValueError:
             value = least - 1
-        if value < least or len(text) > 15:
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: expected a whole number of at least {least}"
-            )
+        if not least <= value <= most:
+            limits = f"of at least {least}" if value < least else f"of at most {most}"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number {limits}")
         return value
 
     return read
@@ -448,7 +451,7 @@ def _draw(command: Parser) -> None:
     command.add_argument("--title", metavar="TEXT", help="heading (default: the file's name)")
     command.add_argument(
         "--width",
-        type=whole(40),
+        type=whole(40, 100_000),
         metavar="N",
         help="columns of text (default: the terminal's), or pixels of a picture",
     )

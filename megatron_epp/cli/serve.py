@@ -97,12 +97,16 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
     lengths, replicas = request.get("lengths"), request.get("replicas", 1)
     planner, forward_only = request.get("planner", "epp"), request.get("forward_only", False)
     if not isinstance(lengths, list) or not all(
-        isinstance(length, int) and not isinstance(length, bool) and length >= 1
+        isinstance(length, int) and not isinstance(length, bool) and 1 <= length < 10**15
         for length in lengths
     ):
-        raise ValueError("request: lengths: expected a list of whole numbers of at least 1")
+        raise ValueError(
+            "request: lengths: expected a list of whole numbers of at least 1 and at most 15 digits"
+        )
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
         raise ValueError(f"request: replicas {replicas!r}: expected a whole number of at least 1")
+    if not isinstance(planner, str):
+        raise ValueError(f"request: planner {planner!r}: expected a name")
     if not isinstance(forward_only, bool):
         raise ValueError(f"request: forward_only {forward_only!r}: expected true or false")
     if forward_only:

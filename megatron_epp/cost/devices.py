@@ -35,6 +35,10 @@ class Device:
     node_devices: int = 8
 
     def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"device name {self.name!r}: expected a word")
+        if not isinstance(self.group_bytes_per_second, Mapping):
+            raise ValueError("group_bytes_per_second: expected a rate above 0 by group size")
         object.__setattr__(
             self,
             "group_bytes_per_second",

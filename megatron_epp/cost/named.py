@@ -26,7 +26,8 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
 def read_json(what: str, path: str) -> Any:
     """The value in the JSON file at ``path``; a ValueError in one line where there is none."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_constant)
+        text = Path(path).read_text(encoding="utf-8")
+        return json.loads(text, parse_constant=_no_constant, parse_int=_int)
     except OSError as error:
         raise ValueError(f"{what} file {path}: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -37,6 +38,13 @@ def read_json(what: str, path: str) -> Any:
 
 def _no_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
+
+
+def _int(digits: str) -> int:
+    """Beyond this a product of a few sizes has no float."""
+    if len(digits) > 30:
+        raise ValueError(f"a whole number of {len(digits)} digits: expected at most 30")
+    return int(digits)
 
 
 def from_json[T](what: str, value: Any, kind: type[T], where: str) -> T:

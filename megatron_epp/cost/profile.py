@@ -209,13 +209,10 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = float(value)
-            if math.isfinite(number) and number >= 0:
-                return number
-    except OverflowError:
-        raise ValueError("a whole number of hundreds of digits: expected a number") from None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+        if math.isfinite(number) and number >= 0:
+            return number
     raise ValueError(f"{value!r}: expected a number of at least 0")
 
 

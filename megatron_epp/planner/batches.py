@@ -28,6 +28,8 @@ NAMED_DOCUMENTS = 200_000
 # Seeds are 32 bits wide; Megatron's --seed defaults to 1234.
 DEFAULT_SEED = 1234
 
+_MOST_EPOCHS = 2**32  # whose numbers are seeds, too
+
 _LENGTH = re.compile(r"[1-9][0-9]{0,14}")  # what the plan text can say (ir.span.NUMBER)
 _MAGIC = b"MMIDIDX\x00\x00"
 # Magic, version, code of the token type, number of sequences, number of document borders.
@@ -83,13 +85,17 @@ class Corpus:
             raise ValueError(f"batch {index} of {size} documents: expected 0 or more, of 1 or more")
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed {seed}: expected a number from 0 to {2**32 - 1}")
-        items = np.arange(index * size, (index + 1) * size, dtype=np.int64)
-        epochs, places = np.divmod(items, len(self.inputs))
-        drawn = np.empty(size, np.int64)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            order = epoch_order(len(self.inputs), seed, int(epoch))
-            drawn[here] = self.inputs[order[places[here]]]
+        count = len(self.inputs)
+        if (index + 1) * size > count * _MOST_EPOCHS:
+            raise ValueError(
+                f"batch {index} of {size} documents: lies behind {_MOST_EPOCHS} epochs of {count}"
+            )
+        drawn, done = np.empty(size, np.int64), 0
+        while done < size:
+            epoch, place = divmod(index * size + done, count)
+            order = epoch_order(count, seed, epoch)[place : place + size - done]
+            drawn[done : done + len(order)] = self.inputs[order]
+            done += len(order)
         return tuple(drawn.tolist())
 
 
@@ -181,7 +187,7 @@ def read_lengths(path: Path) -> np.ndarray:
         data = path.read_bytes()
         if path.suffix == ".gz":
             data = gzip.decompress(data)
-        text = data.decode("ascii")
+        text = data.decode("utf-8-sig")  # with the mark that some editors put in front
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -261,15 +267,14 @@ def _distributions() -> dict:
 def _nothing_there(text: str) -> str:
     names = distribution_names()
     path = Path(text)
-    if path.is_dir():
-        return f"{text}: is a folder; expected a file of lengths or a Megatron .idx"
+    expected = f"a text file of lengths, a Megatron .idx, or one of {', '.join(names)}"
+    if path.exists():
+        what = "a folder" if path.is_dir() else "no plain file"
+        return f"{text!r}: is {what}; expected {expected}"
     nearby = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(text, names, n=2)
     near += [
         str(path.with_name(name)) for name in difflib.get_close_matches(path.name, nearby, n=1)
     ]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return (
-        f"{text!r}: no such file or distribution{hint} "
-        f"Expected a text file of lengths, a Megatron .idx, or one of {', '.join(names)}"
-    )
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{text!r}: no such file or distribution; {hint}expected {expected}"

@@ -207,12 +207,22 @@ def test_batches_of_a_named_distribution(name, millions, squares):
         ("wikpedia", "did you mean wikipedia?"),
         ("no/such/file.txt", "no such file or distribution"),
         (".", "is a folder"),
+        ("/dev/null", "is no plain file"),
     ],
 )
 def test_an_unknown_name_shows_what_is_near(text, hint):
     with pytest.raises(ValueError, match=r"[Ee]xpected") as error:
         open_corpus(text)
     assert hint in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_batch_of_many_epochs_is_drawn_epoch_by_epoch(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("\ufeff5\n6\n7\n", encoding="utf-8")  # with an editor's mark
+    corpus = open_corpus(str(path))
+    many = corpus.batch(1, 5000)
+    assert many == tuple(length for i in range(1000, 2000) for length in corpus.batch(i, 5))
+    assert all(sorted(many[at : at + 3]) == [5, 6, 7] for at in range(1, 4998, 3))
 
 
 def test_a_mistyped_file_shows_the_near_one(tmp_path):
