@@ -23,7 +23,7 @@ stage 1: F0 F1 B1 B0 F2 B2
 predicted seconds 1.234 peak_gib 10.5 9.8 planner epp
 """
 
-LETTERS = "kfcmnab"
+LETTERS = "kfcmnabo"
 
 
 @st.composite

@@ -127,6 +127,7 @@ def profile(
         first_parameters=model.vocabulary_parameters,
         last_parameters=model.vocabulary_parameters,
         states=STATES,
+        host_bytes_per_second=device.host_bytes_per_second,
     )
 
 

@@ -7,6 +7,16 @@ to cut documents only, once for all that later slices attend to (the rule table 
 when); a backward frees layer by layer while it makes gradients and recomputes; logits live on the
 last stage; eq. 11's share of a recomputed layer is one layer's forward; a gather per
 chunk costs time under ZeRO 3 only.
+
+What a layer saved and OFFLOAD puts aside is copied to the host's memory while F runs and back while
+B or I runs, a layer at a time, both ways at once:
+
+    seconds[s, c] = max(seconds without copies, offloaded[s, c] * saved_bytes[c] / host rate)
+
+which wants the offloaded layers spread among the others (ir.recompute.offload_among). Two of them
+at most are on the device at a time, one in use and one under way, as in Transformer Engine's
+CPU offloading: all the op long, since a copy back begins before its layer's turn. The host's memory
+is taken to suffice, and a copy that an op has to wait for counts as communication.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +38,7 @@ from megatron_epp.ir import (
     COMPUTE,
     FULL,
     KEEP,
+    OFFLOAD,
     SELECTIVE,
     Chunk,
     Item,
@@ -37,6 +48,8 @@ from megatron_epp.ir import (
     Table,
     slices_of,
 )
+
+IN_FLIGHT = 2  # offloaded layers on the device while an op runs
 
 
 @dataclass(frozen=True)  # no slots: its arrays are computed once, when first asked for
@@ -175,6 +188,8 @@ class Cost:
 
     def recompute_seconds_per(self, letter: str) -> np.ndarray:
         """[3]: seconds that one layer with the choice ``letter`` adds to B or I."""
+        if letter == OFFLOAD:
+            return np.zeros(3)
         row = self._row(self.profile.recompute_seconds[letter])
         modules = SELECTIVE.get(letter, ())
         if letter == FULL:
@@ -201,6 +216,17 @@ class Cost:
         """[chunks]: of one layer."""
         return self.recompute_seconds_per(letter) @ _features(loads)
 
+    def copy_seconds(self, loads: Loads) -> np.ndarray:
+        """[chunks]: of what one layer saved, to the host's memory or back."""
+        rate = self.profile.host_bytes_per_second
+        if not rate:
+            raise ValueError(
+                f"the plan offloads layers (choice {OFFLOAD}), but the cost model of "
+                f"{self.profile.provenance.device} has no rate to the host's memory "
+                "(host_bytes_per_second is 0): plan without the lever offload, or give that rate"
+            )
+        return self.saved_bytes(KEEP, loads) / rate
+
     def link_seconds(self, loads: Loads) -> np.ndarray:
         """[chunks]: that a message of the chunk occupies a link between stages."""
         return self.profile.link_seconds_per_token * loads.tokens
@@ -214,6 +240,8 @@ class Cost:
 
     def saved_bytes(self, letter: str, loads: Loads) -> np.ndarray:
         """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""
+        if letter == OFFLOAD:
+            return np.zeros(loads.chunks)
         return self._bytes(self.profile.saved_bytes[letter], loads)
 
     def end_bytes(self, loads: Loads) -> np.ndarray:
@@ -315,10 +343,11 @@ class Cost:
     ) -> Table:
         """As :meth:`table`, for planners: counts[letter][stage, chunk] layers have that choice.
 
-        The layers of a stage are taken to stand in the order of ``counts``, kept ones last.
+        The layers of a stage are taken to stand in the order of ``counts``, kept ones last; those
+        offloaded stand anywhere.
         """
-        order = [letter for letter in counts if letter != KEEP]
-        order += [KEEP] if KEEP in counts else []
+        order = [letter for letter in counts if letter not in (KEEP, OFFLOAD)]
+        order += [letter for letter in (KEEP, OFFLOAD) if letter in counts]
         shape = (self.stages, loads.chunks)
         layers = [
             (
@@ -331,14 +360,18 @@ class Cost:
         return self._table(loads, counts, layers, forward_only)
 
     def _again_bytes(self, letter: str, loads: Loads) -> np.ndarray:
-        if letter == KEEP:
+        if letter in (KEEP, OFFLOAD):
             return np.zeros(loads.chunks)
         return self.recompute_workspace_bytes(letter, loads)
 
     def _layers_backward(
         self, plan: Plan, loads: Loads
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """One layer of every stage and chunk at a time, last layers first."""
+        """One layer of every stage and chunk at a time, last layers first.
+
+        But for offloaded ones, which come first and together, wherever they stand: they hold
+        nothing, and the gradients and weight inputs that they make count from the start.
+        """
         letters = sorted({letter for stage in plan.recompute for c in stage for letter in c})
         if not letters:  # no stage has a layer
             return
@@ -346,12 +379,19 @@ class Cost:
         again = np.stack([self._again_bytes(letter, loads) for letter in letters])
         number = {letter: index for index, letter in enumerate(letters)}
         chunk = np.arange(loads.chunks)
+        offloaded = None
+        if OFFLOAD in number:
+            offloaded = letter_counts(plan)[OFFLOAD]
+            nothing = np.zeros((self.stages, loads.chunks))
+            yield offloaded, nothing, nothing
         for behind in range(max(self.layers)):
             which = np.zeros((self.stages, loads.chunks), np.int64)
             for stage, choices in enumerate(plan.recompute):
                 if behind < self.layers[stage]:
                     which[stage] = [number[choice[-1 - behind]] for choice in choices]
             there = (behind < np.array(self.layers))[:, None] + np.zeros(loads.chunks)
+            if offloaded is not None:
+                there *= which != number[OFFLOAD]
             yield there, saved[which, chunk], again[which, chunk]
 
     def _table(
@@ -366,7 +406,7 @@ class Cost:
         """
         recompute = np.zeros((self.stages, loads.chunks))
         for letter, count in counts.items():
-            if letter != KEEP:
+            if letter not in (KEEP, OFFLOAD):
                 recompute += count * self.recompute_seconds(letter, loads)
         activations = self.activation_bytes(loads, counts)
         weight_inputs = self.weight_input_bytes(loads)
@@ -377,10 +417,22 @@ class Cost:
             passing = self.end_bytes(loads) + self.saved_bytes(KEEP, loads)
             workspace[Kind.FORWARD] += np.ceil(passing)
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
+        seconds = {kind: self.seconds(kind, loads) for kind in COMPUTE}
+        comm = {kind: self.comm_seconds(kind, loads) for kind in COMPUTE}
+        offloaded = counts.get(OFFLOAD)
+        if offloaded is not None and not forward_only:
+            copies = offloaded * self.copy_seconds(loads)
+            there = np.minimum(offloaded, IN_FLIGHT) * self.saved_bytes(KEEP, loads)
+            for kind in (Kind.FORWARD, *BACKWARDS):
+                work = seconds[kind] + (recompute if kind in BACKWARDS else 0.0)
+                exposed = np.maximum(copies - work, 0.0)
+                seconds[kind] = seconds[kind] + exposed
+                comm[kind] = comm[kind] + exposed
+                workspace[kind] = workspace[kind] + np.ceil(there)
         return Table(
-            seconds={kind: self.seconds(kind, loads) for kind in COMPUTE},
+            seconds=seconds,
             recompute_seconds=recompute,
-            comm_seconds={kind: self.comm_seconds(kind, loads) for kind in COMPUTE},
+            comm_seconds=comm,
             link_seconds=dict.fromkeys(Payload, link),
             link_latency_seconds=self.profile.link_latency_seconds,
             held_bytes={

@@ -22,6 +22,8 @@ class Device:
     link_bytes_per_second   between neighbouring stages, one direction, per node
     node_devices            devices of a node, which share its link
     link_latency_seconds    of one message
+    host_bytes_per_second   between one device and its host's memory, one direction while the
+                            other one is busy too; 0: none, or not known
     """
 
     name: str
@@ -33,6 +35,7 @@ class Device:
     link_bytes_per_second: float
     link_latency_seconds: float
     node_devices: int = 8
+    host_bytes_per_second: float = 0.0
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
@@ -48,7 +51,7 @@ class Device:
             value = getattr(self, field.name)
             if field.name in ("name", "group_bytes_per_second"):
                 continue
-            zero_is_fine = field.name in ("launch_seconds", "link_latency_seconds")
+            zero_is_fine = field.name in _ZERO_IS_FINE
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{field.name} {value!r}: expected a number")
             if value < 0 or (value == 0 and not zero_is_fine):
@@ -61,11 +64,16 @@ class Device:
         return self.budget_gib * GIB
 
 
+_ZERO_IS_FINE = ("launch_seconds", "link_latency_seconds", "host_bytes_per_second")
+
 # Bytes per second by group size, published by FlexSP for A100 nodes with two InfiniBand cards.
 _A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 4.87e9}
 # Hopper: NVLink of 900 GB/s against 600, eight cards of 400 Gb/s against two of 200: A100's
 # figures in those ratios. An assumption; a measured profile replaces it.
 _HOPPER_GROUPS = {2: 179e9, 4: 156e9, 8: 145e9, 16: 40e9, 32: 24e9, 64: 19e9}
+# PCIe 4 and 5 with 16 lanes reach about 25 and 50 GB/s; less is taken, since a host's memory serves
+# all devices of a node. An assumption: 20 is our study's, which says what 10 and 5 would change.
+_PCIE_4, _PCIE_5 = 20e9, 40e9
 
 # Budgets: 74 GiB of 80 is the study's (planning on A800-80GB); the others in the same share.
 # Rates: A100's are what FlexSP's constants imply (212 and 179 Tflops of 312); Hopper's are taken
@@ -74,10 +82,10 @@ _HOPPER_GROUPS = {2: 179e9, 4: 156e9, 8: 145e9, 16: 40e9, 32: 24e9, 64: 19e9}
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40g", 37.0, 212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5),
-        Device("a100-80g", 74.0, 212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5),
-        Device("h100-80g", 74.0, 593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5),
-        Device("h200-141g", 130.0, 593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5),
+        Device("a100-40g", 37.0, 212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4),
+        Device("a100-80g", 74.0, 212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4),
+        Device("h100-80g", 74.0, 593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5, 8, _PCIE_5),
+        Device("h200-141g", 130.0, 593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5, 8, _PCIE_5),
         Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1),
     )
 }

@@ -143,6 +143,8 @@ class Profile:
     link_latency_seconds          of every message
     layer_parameters, first_parameters, last_parameters
     states                        bytes per parameter
+    host_bytes_per_second         between one device and its host's memory, one direction; 0: not
+                                  known, nothing can be offloaded
     """
 
     provenance: Provenance
@@ -175,6 +177,7 @@ class Profile:
     first_parameters: float
     last_parameters: float
     states: States
+    host_bytes_per_second: float = 0.0
 
     def to_json(self) -> str:
         """Readable text; ``from_json(to_json()) == self``."""
@@ -301,12 +304,14 @@ def _profile(value: Any, where: str) -> Profile:
             f"profile file {where}: version {value['profile']!r}; this program reads {VERSION}: "
             "measure again with `python -m megatron_epp profile`"
         )
-    names = [field.name for field in dataclasses.fields(Profile)]
-    if wrong := sorted(set(names) ^ (set(value) - {"profile"})):
+    names = {field.name: field.default for field in dataclasses.fields(Profile)}
+    # Fields with a default are younger than the first files.
+    optional = {name for name, at in names.items() if at is not dataclasses.MISSING}
+    if wrong := sorted((names.keys() ^ (value.keys() - {"profile"})) - (optional - value.keys())):
         what = "unknown" if wrong[0] in value else "lacks"
         raise ValueError(f"profile file {where}: {what} {wrong[0]}")
     fields = {}
-    for name in names:
+    for name in [name for name in names if name in value]:
         try:
             fields[name] = _READERS.get(name, _number)(value[name])
         except (ValueError, TypeError) as error:

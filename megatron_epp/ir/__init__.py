@@ -26,7 +26,7 @@ from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.lower import Program, lower
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Transfer
 from megatron_epp.ir.plan import Plan, Prediction
-from megatron_epp.ir.recompute import FULL, KEEP, SELECTIVE, recompute_first
+from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE, recompute_first
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
     EVALUATION,
@@ -51,6 +51,7 @@ __all__ = [
     "EVALUATION",
     "FULL",
     "KEEP",
+    "OFFLOAD",
     "SELECTIVE",
     "TRAINING",
     "Chunk",

@@ -7,14 +7,15 @@
     chunk 0: 0[0:5000]                   # spans are half-open
     chunk 1: 0[5000:9000] 1[0:1500]      # hybrid: the tail of document 0 and all of document 1
     chunk 2: 2[0:900]
-    recompute 0: 3f1k 4k 2c2k            # per chunk, run-length over the stage's layers
+    recompute 0: 3f1k 4k 2c2k            # per chunk, run-length over the stage's layers: k keeps
     recompute 1: 4k 4k 4k
     stage 0: F0 F1 F2 B1 B0 B2
     stage 1: F0 F1 B1 B0 F2 B2
     predicted seconds 1.234 peak_gib 10.5 9.8 planner epp
 
 ``replica``, ``recompute`` and ``predicted`` lines may be left out in a plan written by hand: they
-default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order.
+default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order. What the
+letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`.
 """
 
 import hashlib
@@ -59,12 +60,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Chunks, their order on every stage, and what each stage recomputes for each chunk.
+    """Chunks, their order on every stage, and what each stage keeps of each chunk from F to B.
 
     documents[d]      inputs of document d of this replica's part of the batch
     layers[s]         transformer layers of stage s
     chunks[c]         spans of chunk c
-    recompute[s][c]   one letter per layer of stage s: what backward recomputes (ir.recompute)
+    recompute[s][c]   one letter per layer of stage s: what backward recomputes, or what lies in the
+                      host's memory meanwhile (ir.recompute)
     orders[s]         ops of stage s in the order they run
 
     The value is well-formed (indices and sizes fit); that it computes every token once and never

@@ -1,4 +1,4 @@
-"""What backward recomputes of a chunk on a stage: one letter per layer, run-length in text."""
+"""What becomes of what layers save of a chunk: a letter for each of a stage, run-length in text."""
 
 import re
 from itertools import groupby
@@ -15,7 +15,10 @@ SELECTIVE = {
     "a": ("core_attn", "layernorm"),
     "b": ("mlp", "layernorm"),
 }
-LETTERS = KEEP + FULL + "".join(SELECTIVE)
+# Everything saved, but in the host's memory between F and B: copied out while F runs, back while
+# B (or I) runs. The K and V that later slices attend to stay on the device.
+OFFLOAD = "o"
+LETTERS = KEEP + FULL + "".join(SELECTIVE) + OFFLOAD
 
 _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{LETTERS}])")
 
@@ -23,6 +26,15 @@ _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{LETTERS}])")
 def recompute_first(layers: int, count: int) -> str:
     """The choice that recomputes the first ``count`` of a stage's ``layers`` in full."""
     return FULL * count + KEEP * (layers - count)
+
+
+def offload_among(choice: str, count: int) -> str:
+    """``choice`` with ``count`` offloaded layers dealt evenly among its own, the first one first:
+    each copy then has the layers up to the next one to hide behind."""
+    layers, others = len(choice) + count, iter(choice)
+    return "".join(
+        OFFLOAD if layer * count % layers < count else next(others) for layer in range(layers)
+    )
 
 
 def format_recompute(choice: str) -> str:

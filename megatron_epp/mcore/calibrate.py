@@ -299,6 +299,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         last_workspace_bytes=last_workspace,
         last_workspace_tokens=float(probe.head_tokens),
         recompute_workspace_bytes=again,
+        host_bytes_per_second=0.0,  # nothing was copied to the host, and training offloads nothing
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
     )

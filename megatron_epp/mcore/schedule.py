@@ -341,8 +341,9 @@ class ElasticSchedule:
         odd_letters = {x for stage in plan.recompute for c in stage for x in c} - set(EXECUTABLE)
         if odd_letters:
             raise PlanError(
-                f"{source} recomputes by choice {' '.join(sorted(odd_letters))}, which training "
-                f"cannot run yet; expected {' or '.join(EXECUTABLE)}"
+                f"{source} has layers of choice {' '.join(sorted(odd_letters))} (o: offloaded), "
+                "which only simulation can do; plan without the lever offload, or write one of "
+                f"{' '.join(EXECUTABLE)} instead"
             )
         try:
             check(plan)

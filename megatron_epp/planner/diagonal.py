@@ -6,6 +6,7 @@ belongs to slot k + d, d being the stages behind s. One integer per slot is soug
 each chunk on that diagonal recomputes, so that no stage exceeds its budget at any op.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import highspy
@@ -141,6 +142,15 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
     return starts, slots, values, missing
 
 
+def within(
+    least: np.ndarray, backward_order: np.ndarray, moves: np.ndarray, budget: np.ndarray
+) -> np.ndarray:
+    """[stages]: whether the order ``least`` stays within the budget; arguments as in
+    :func:`rows_of`."""
+    missing, _ = _missing(least, backward_order, moves, np.zeros(least.shape), budget)
+    return (missing <= 0).all(axis=1)
+
+
 # Programs with more entries than this start with a few rows a stage and take in what those leave
 # out, so often at most; deep pipelines have millions of entries, and few of them bind.
 MANY_ENTRIES = 60_000
@@ -270,6 +280,19 @@ def _enough(rows: Rows, layers: np.ndarray) -> bool:
         row_of, weights=rows.freed * layers[rows.slot], minlength=len(rows.missing_bytes)
     )
     return bool((freed >= rows.missing_bytes).all())
+
+
+def along(
+    choose: Callable[..., np.ndarray], layers: np.ndarray, backward_order: np.ndarray
+) -> np.ndarray:
+    """[slots]: the least (np.nanmin) or most (np.nanmax) of ``layers`` [stages, chunks] on each
+    diagonal."""
+    stages, count = layers.shape
+    on = np.full((stages, count + stages - 1), np.nan)
+    for stage in range(stages):
+        behind = stages - 1 - stage
+        on[stage, behind : behind + count] = layers[stage, backward_order]
+    return choose(on, axis=0).astype(np.int64)
 
 
 def spread(layers: np.ndarray, backward_order: np.ndarray, stages: int) -> np.ndarray:

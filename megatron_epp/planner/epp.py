@@ -23,8 +23,9 @@ HINDSIGHT = (seq1f1b, chunkflow, packing)
 # tightened by what was missing, this often at most.
 TIGHTENINGS = 3
 
-# By layers of the stages and bytes of room: what tables of a search rest on, within one batch.
-SharedTables = defaultdict[tuple[tuple[int, ...], tuple[float, ...]], Tables]
+# By whether it offloads, layers of the stages and bytes of room: what tables of a search rest on,
+# within one batch.
+SharedTables = defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...]], Tables]
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
@@ -54,12 +55,20 @@ def _searched(batch: Batch, cost: Cost, options: Options) -> Iterator[tuple[Play
     """What our own searches find, each with the machine that it is for.
 
     Whole backwards are searched first and for themselves, so that a plan that splits them has a
-    whole one to beat: I and W take longer than B on some machines, and hold more on all.
+    whole one to beat: I and W take longer than B on some machines, and hold more on all. So has a
+    plan that offloads one that does not; it is looked for where memory made a plan recompute.
     """
     tables: SharedTables = defaultdict(dict)
-    for levers in dict.fromkeys((options.levers - {"wsplit"}, options.levers)):
+    sets = [options.levers - {"offload"}]
+    if cost.profile.host_bytes_per_second > 0:
+        sets.append(options.levers)
+    tight = False
+    for levers in dict.fromkeys(chosen for those in sets for chosen in (those - {"wsplit"}, those)):
+        if "offload" in levers and not tight:
+            continue
         chosen = dataclasses.replace(options, levers=levers)
         best = _own(batch, cost, chosen, tables)
+        tight = tight or best is None or bool(best.draft.counts)
         if best is not None:
             yield best, cost
         if options.open_layers and "uneven" in levers:
@@ -76,7 +85,7 @@ def _own(batch: Batch, cost: Cost, options: Options, tables: SharedTables) -> Pl
     """What our own search finds, None where nothing of it fits."""
     room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     for _ in range(TIGHTENINGS):
-        shared = tables[cost.layers, tuple(room.tolist())]
+        shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist())]
         found = Search(batch, cost, options, room, shared).run()
         draft = found.draft()
         if "exact" in options.levers:

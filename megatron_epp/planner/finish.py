@@ -10,7 +10,8 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import KEEP, Kind, Op, Plan, Prediction, check
+from megatron_epp.ir import KEEP, OFFLOAD, Kind, Op, Plan, Prediction, check
+from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.bound import lower_bound_seconds
 from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.options import Options
@@ -155,15 +156,20 @@ def _orders(draft: Draft) -> tuple[tuple[Op, ...], ...]:
 def _recompute(
     counts: Mapping[str, np.ndarray], layers: Sequence[int], chunks: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Letters per layer: those of ``counts`` first, in its order; then what is kept."""
+    """Letters per layer: those of ``counts`` first, in its order; then what is kept; what is
+    offloaded evenly among them."""
     rows = []
     for stage, count in enumerate(layers):
-        per_letter = [(letter, grid[stage].tolist()) for letter, grid in counts.items()]
+        per_letter = [
+            (letter, grid[stage].tolist())
+            for letter, grid in counts.items()
+            if letter not in (KEEP, OFFLOAD)
+        ]
+        aside = counts[OFFLOAD][stage].tolist() if OFFLOAD in counts else [0] * chunks
         row = []
-        for chunk in range(chunks):
-            choice = "".join(
-                letter * int(numbers[chunk]) for letter, numbers in per_letter if letter != KEEP
-            )
-            row.append(choice + KEEP * (count - len(choice)))
+        for chunk, offloaded in enumerate(map(int, aside)):
+            choice = "".join(letter * int(numbers[chunk]) for letter, numbers in per_letter)
+            choice += KEEP * (count - offloaded - len(choice))
+            row.append(offload_among(choice, offloaded) if offloaded else choice)
         rows.append(tuple(row))
     return tuple(rows)

@@ -14,12 +14,13 @@ LEVERS = MappingProxyType(
         "wsplit": "split backward into I and W where that pays; the W fill bubbles",
         "trim": "give back recompute, stage by stage and chunk by chunk, where memory has slack",
         "selective": "recompute named modules of a layer, not only whole layers",
+        "offload": "lay what layers saved in host memory where memory is tight (simulation only)",
         "exact": "charge K/V and their gradients only to what needs them",
         "uneven": "move layers between stages where the user left that open (simulation only)",
         "search": "a bounded local search over chunks, recompute and order",
     }
 )
-SIMULATION_ONLY = frozenset({"uneven"})
+SIMULATION_ONLY = frozenset({"offload", "uneven"})
 ALL = frozenset(LEVERS)
 # What the executor can run. Layers that cannot split a backward do without `wsplit`, which
 # training finds out from its flags (mcore.planning.unusable_levers).

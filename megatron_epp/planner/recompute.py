@@ -57,25 +57,30 @@ def diagonal_counts(
     integer: bool,
     steps: str = WHOLE_LAYERS,
     budget_bytes: np.ndarray | None = None,
+    layers: np.ndarray | None = None,
 ) -> Counts | None:
     """The cheapest recompute that fits under the order ``least``; None where none does.
 
     kept           the work where nothing is recomputed
     steps          letters from KEEP up (:func:`ladder`)
     budget_bytes   per stage beside residents; default: all of it
+    layers         [stages, chunks] that are left to recompute, the others being offloaded; default:
+                   all of each stage
     """
     budget = kept.budget_bytes if budget_bytes is None else budget_bytes
     freed = freed_bytes(cost, loads, steps)
-    layers = np.array(cost.layers)
-    total = kept.chunks + cost.stages - 1
-    # A slot reaches through all stages; its layers are at most those of the smallest.
-    most = np.full(total, layers.max(), dtype=np.int64)
-    if layers.min() < layers.max():
-        slots = np.arange(total)
-        for stage, count in enumerate(layers):
-            behind = cost.stages - 1 - stage
-            here = (slots >= behind) & (slots < behind + kept.chunks)
-            most[here] = np.minimum(most[here], count)
+    if layers is None:
+        # A slot reaches through all stages; its layers are at most those of the smallest.
+        every = np.tile(np.array(cost.layers)[:, None], (1, kept.chunks))
+        most = diagonal.along(np.nanmin, every, kept.backward_order)
+    else:
+        # Of a slot's layers a chunk recomputes as many as it has left. What that frees grows to
+        # there and no further; the program reckons with the line below, which is exact at both
+        # ends, so that it finds something wherever recomputing all that is left would do.
+        most = diagonal.along(np.nanmax, layers, kept.backward_order)
+        reach = diagonal.spread(most, kept.backward_order, cost.stages)
+        freed = freed * (layers / np.maximum(reach, 1))
+    total = len(most)
     weights = None
     if len(steps) > 2:
         seconds = [float(cost.recompute_seconds(letter, loads).mean()) for letter in steps]
@@ -97,6 +102,8 @@ def diagonal_counts(
     # A layer on a step has taken those below it.
     taken = np.maximum.accumulate(found[::-1])[::-1]
     grids = [diagonal.spread(step, kept.backward_order, cost.stages) for step in taken]
+    if layers is not None:
+        grids = [np.minimum(grid, layers) for grid in grids]
     counts = {}
     for number, letter in enumerate(steps[1:]):
         above = grids[number + 1] if number + 1 < len(grids) else 0

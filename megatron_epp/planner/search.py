@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL
+from megatron_epp.ir import FULL, OFFLOAD
+from megatron_epp.planner import diagonal, offload
 from megatron_epp.planner.budget import Budget
 from megatron_epp.planner.chunking import Chunking
 from megatron_epp.planner.diagonal import Solver
@@ -139,9 +140,7 @@ class Search:
         steps = self._ladder(loads)
         counts: Counts | None = None
         for least in laws:
-            counts = diagonal_counts(
-                self.solver, self.cost, loads, work, least, integer=False, steps=steps
-            )
+            counts = self._least_counts(chunking, loads, work, least, steps)
             if counts is not None:
                 break
         if counts is None:
@@ -151,6 +150,38 @@ class Search:
             self.budget.spend(PROGRAM_OPS)
             work = self.work(chunking, loads, counts)
         return Table(chunking, loads, counts, work, law, parts)
+
+    def _least_counts(
+        self, chunking: Chunking, loads: Loads, kept: Work, least: np.ndarray, steps: str
+    ) -> Counts | None:
+        """What the diagonal program has recomputed for the law ``least``; where keeping everything
+        does not fit, of what is left when all layers are offloaded whose copies hide."""
+
+        def recompute(work: Work, layers: np.ndarray | None = None) -> Counts | None:
+            return diagonal_counts(
+                self.solver,
+                self.cost,
+                loads,
+                work,
+                least,
+                integer=False,
+                steps=steps,
+                layers=layers,
+            )
+
+        if "offload" in self.levers and not _within(kept, least).all():
+            layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
+            aside = offload.hidden_layers(self.cost, loads)
+            # What is on its way to or from the host may be too much for a stage: logits take much
+            # of the last one.
+            most = self.work(chunking, loads, {OFFLOAD: aside, FULL: layers - aside})
+            aside = aside * _within(most, least)[:, None]
+            if aside.any():
+                offloaded = {OFFLOAD: aside}
+                again = recompute(self.work(chunking, loads, offloaded), layers - aside)
+                if again is not None:
+                    return {**offloaded, **again}
+        return recompute(kept)
 
     def _ladder(self, loads: Loads) -> str:
         return ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
@@ -237,7 +268,7 @@ class Search:
         """The best plan of our own; it may not fit."""
         found = self._recipes() if "bins" in self.levers else self._alg1()
         best, start = self._best_of_many(found), None
-        while best.table.counts and best is not start:
+        while offload.without_offload(best.table.counts) and best is not start:
             start = best
             if "trim" in self.levers:
                 best = self._trimmed(best)
@@ -252,8 +283,8 @@ class Search:
 
     def _alike(self, best: Found) -> Iterator[Found]:
         """Uniform recompute on the best chunkings: one letter for so many layers of every stage
-        and chunk. As few as the window law needs, or the orders found; and fewer, where forwards
-        wait for memory."""
+        and chunk, as far as they are not offloaded. As few as the window law needs, or the orders
+        found; and fewer, where forwards wait for memory."""
         tokens = best.table.chunking.tokens
         others = (
             found
@@ -271,7 +302,8 @@ class Search:
                     return
                 yield law
                 yield own
-                least = int(law.table.counts[letter].max())
+                grid = law.table.counts.get(letter)
+                least = 0 if grid is None else int(grid.max())
                 for layers in sorted({math.ceil(least * share) for share in ALIKE}):
                     played = self.recomputed(named, self._uniform(found, letter, layers))
                     if played is None:
@@ -300,17 +332,20 @@ class Search:
         return best
 
     def _uniform(self, found: Found, letter: str, layers: int) -> Counts:
-        grid = np.minimum(np.array(self.cost.layers, dtype=np.float64), layers)[:, None]
-        return {letter: np.tile(grid, (1, found.table.chunking.count))}
+        aside = offload.offload_of(found.table.counts)
+        left = np.array(self.cost.layers, dtype=np.float64)[:, None] - sum(aside.values())
+        grid = np.broadcast_to(left, (self.cost.stages, found.table.chunking.count))
+        return {**aside, letter: np.minimum(grid, layers)}
 
     def _trimmed(self, found: Found) -> Found:
         slot = np.empty(found.table.chunking.count, dtype=np.int64)
         slot[found.table.chunking.backward] = np.arange(len(slot))
         behind = np.arange(self.cost.stages)[::-1]
+        aside = offload.offload_of(found.table.counts)
         return trimmed(
             found,
-            lambda at: at.table.counts,
-            lambda counts: self.recomputed(found, counts),
+            lambda at: offload.without_offload(at.table.counts),
+            lambda counts: self.recomputed(found, {**aside, **counts}),
             lambda at: at.rank,
             slot[None] + behind[:, None],
         )
@@ -372,6 +407,11 @@ class Search:
             if found.rank < best_rank:
                 best, best_rank = neighbour, found.rank
         return best
+
+
+def _within(work: Work, least: np.ndarray) -> np.ndarray:
+    """[stages]: whether ``work`` fits under the window law ``least``."""
+    return diagonal.within(least, work.backward_order, work.whole_bytes, work.budget_bytes)
 
 
 def neighbours(recipe: Recipe, *, tight: bool, fixed_count: bool) -> Iterator[Recipe]:

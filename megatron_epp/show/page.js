@@ -281,9 +281,10 @@ function shortText(thing) {
     : `stage ${thing.stage} idle ${time(thing.stop - thing.start)}\n${thing.reason}`
       + transfers[thing.run][thing.stage].filter((t) => t.start < thing.stop && t.stop > thing.start)
         .map((t) => `\n${t.name}: ${time(t.stop - t.start)}`).join("");
-  const chunk = data.chunks[thing.chunk], again = recomputed(thing);
+  const chunk = data.chunks[thing.chunk], again = recomputed(thing), aside = data.offloaded[thing.stage][thing.chunk];
   return `${thing.op} on stage ${thing.stage}: ${data.kinds[thing.kind].name}, ${time(thing.stop - thing.start)}\n`
     + `${chunk.tokens} tokens: ${chunk.name}` + (again ? `\nrecomputes in ${share(again)} of the layers` : "")
+    + (aside ? `\nactivations of ${share(aside)} of the layers offloaded` : "")
     + (thing.peak ? `\npeak ${bytes(thing.peak)}` : "");
 }
 
@@ -319,7 +320,7 @@ function describe(thing) {
   }
   if (thing.peak) add("peak", bytes(thing.peak));
   add("critical", thing.critical ? "yes" : "no");
-  add("recompute", `${data.recompute[thing.stage][thing.chunk]} (layers: k keep, f full, others named modules)`);
+  add("recompute", `${data.recompute[thing.stage][thing.chunk]} (layers: k keep, f full, o offloaded, others named modules)`);
   add("chunk", `${chunk.tokens} tokens, ${chunk.pairs} query-key pairs: ${chunk.name}`);
   add("holds", chunk.spans);
   for (const { source, why } of needs(thing)) add("needs", `${source.op} of stage ${source.stage}, done at ${time(source.stop)} (${why})`);

@@ -10,12 +10,27 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from megatron_epp.ir import BACKWARDS, COMPUTE, KEEP, Kind, PlanError, Relation, rules_of, slices_of
+from megatron_epp.ir import (
+    BACKWARDS,
+    COMPUTE,
+    Kind,
+    PlanError,
+    Relation,
+    rules_of,
+    slices_of,
+)
 from megatron_epp.ir.recompute import format_recompute
 from megatron_epp.show import colours
 from megatron_epp.show.colours import FAMILIES, palette
 from megatron_epp.show.reasons import op_of
-from megatron_epp.show.timeline import Timeline, chunk_names, recomputed_share
+from megatron_epp.show.timeline import (
+    Timeline,
+    chunk_names,
+    offloaded_share,
+    offloaded_text,
+    recomputed_share,
+    recomputes,
+)
 from megatron_epp.show.units import tokens_text
 
 
@@ -43,16 +58,15 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
     plan = runs[0].plan
     names, paints, slices = chunk_names(plan), palette(plan), slices_of(plan)
     rules = rules_of(plan)
-    recomputed = set("".join(letters for choices in plan.recompute for letters in choices)) - {KEEP}
     used = {r.op.kind for run in runs for r in (*run.records, *run.transfers)}
     return {
         "title": title,
         "unit": runs[0].unit,
         "summary": f"{plan.stages} stages, {len(plan.chunks)} chunks, {len(plan.documents)} "
-        f"documents, {tokens_text(plan.tokens)} tokens",
+        f"documents, {tokens_text(plan.tokens)} tokens{offloaded_text(plan)}",
         "legend": [
             *((FAMILIES[kind].plain, FAMILIES[kind].name) for kind in Kind if kind in used),
-            *([(colours.RECOMPUTE, "recompute (share of layers)")] if recomputed else []),
+            *([(colours.RECOMPUTE, "recompute (share of layers)")] if recomputes(plan) else []),
             *([(colours.ACCENTS[0], "slices of one document")] if any(paints.accent) else []),
             (colours.IDLE, "idle"),
             (colours.CRITICAL, "critical path"),
@@ -87,6 +101,10 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
         "recompute": [[format_recompute(c) for c in choices] for choices in plan.recompute],
         "recomputed": [
             [round(recomputed_share(plan, stage, c), 4) for c in range(len(plan.chunks))]
+            for stage in range(plan.stages)
+        ],
+        "offloaded": [
+            [round(offloaded_share(plan, stage, c), 4) for c in range(len(plan.chunks))]
             for stage in range(plan.stages)
         ],
         "runs": [_run(run) for run in runs],

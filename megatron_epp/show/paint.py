@@ -12,12 +12,19 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_epp.ir import KEEP, Kind, Timed
+from megatron_epp.ir import Kind, Timed
 from megatron_epp.show import colours
 from megatron_epp.show.colours import FAMILIES, Palette, palette
 from megatron_epp.show.reasons import op_of
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_width
-from megatron_epp.show.timeline import Timeline, chunk_names, recomputed_share
+from megatron_epp.show.timeline import (
+    Timeline,
+    chunk_names,
+    offloaded_share,
+    offloaded_text,
+    recomputed_share,
+    recomputes,
+)
 from megatron_epp.show.units import GIB, bytes_text, share_text, tokens_text
 
 # Pixels. A picture is so wide that this share of its ops can show their numbers, within limits.
@@ -100,6 +107,7 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
         f"{timeline.time_text(timeline.seconds)}    bubbles {share_text(timeline.bubble_ratio)}    "
         f"{timeline.stages} stages, {len(timeline.plan.chunks)} chunks, "
         f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
+        f"{offloaded_text(timeline.plan)}"
     )
     # Beside the heading: the right end of a wide picture is far away.
     x = max(_LEFT, 14 + text_width(heading, 1.2 * _TITLE)) + 24
@@ -206,6 +214,8 @@ def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
     ]
     if share := _recomputes(timeline, record):
         lines.append(f"recomputes in {share_text(share)} of the layers")
+    if share := offloaded_share(timeline.plan, record.stage, op.chunk):
+        lines.append(f"activations of {share_text(share)} of the layers offloaded")
     if record.peak_bytes:
         lines.append(f"peak {bytes_text(record.peak_bytes)}")
     return "\n".join(lines)
@@ -229,7 +239,7 @@ def _legend(timelines: list[Timeline], width: float, y: float) -> list[Shape]:
         for kind in Kind
         if kind in kinds
     ]
-    if any(set("".join(choices)) - {KEEP} for t in timelines for choices in t.plan.recompute):
+    if any(recomputes(timeline.plan) for timeline in timelines):
         entries.append((colours.RECOMPUTE, "recompute: layers' share"))
     if any(accent for t in timelines for accent in palette(t.plan).accent):
         entries.append((colours.ACCENTS[0], "slices of one document"))

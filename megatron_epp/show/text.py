@@ -3,7 +3,7 @@
 import shutil
 
 from megatron_epp.ir import Kind, Timed
-from megatron_epp.show.timeline import Timeline, recomputed_share
+from megatron_epp.show.timeline import Timeline, offloaded_text, recomputed_share
 from megatron_epp.show.units import share_text
 
 # Behind an op's label; the label of the next op marks its end.
@@ -51,6 +51,7 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
     lines[0] += (
         f"{timeline.stages} stages, {len(timeline.plan.chunks)} chunks, "
         f"{timeline.time_text(timeline.seconds)}, bubbles {share_text(timeline.bubble_ratio)}"
+        f"{offloaded_text(timeline.plan)}"
     )
     rows = [_row(timeline, stage, columns) for stage in range(timeline.stages)]
     axis = _axis(timeline, columns)

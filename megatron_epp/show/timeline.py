@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_epp.ir import KEEP, Op, Plan, PlanError, Timed, Transfer, check, slices_of
+from megatron_epp.ir import KEEP, OFFLOAD, Op, Plan, PlanError, Timed, Transfer, check, slices_of
 from megatron_epp.show.reasons import FINISHED, LATE, critical_path, op_of, wait_text, waited_for
-from megatron_epp.show.units import seconds_text, ticks, time_ticks
+from megatron_epp.show.units import seconds_text, share_text, ticks, time_ticks
 from megatron_epp.sim.play import Played, Wait
 
 # Idle shorter than this share of the iteration is no bubble worth a name: clocks jitter.
@@ -245,4 +245,32 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
 def recomputed_share(plan: Plan, stage: int, chunk: int) -> float:
     """The share of the stage's layers of which backward recomputes something for ``chunk``."""
     choice = plan.recompute[stage][chunk]
-    return sum(letter != KEEP for letter in choice) / len(choice) if choice else 0.0
+    again = sum(letter not in (KEEP, OFFLOAD) for letter in choice)
+    return again / len(choice) if choice else 0.0
+
+
+def recomputes(plan: Plan) -> bool:
+    """Whether any backward recomputes anything."""
+    return bool({x for stage in plan.recompute for c in stage for x in c} - {KEEP, OFFLOAD})
+
+
+def offloaded_share(plan: Plan, stage: int, chunk: int) -> float:
+    """The share of the stage's layers whose activations of ``chunk`` lie in the host's memory."""
+    choice = plan.recompute[stage][chunk]
+    return choice.count(OFFLOAD) / len(choice) if choice else 0.0
+
+
+def offloaded_ratio(plan: Plan) -> float:
+    """The share of what all layers save of all tokens that lies in the host's memory."""
+    aside = sum(
+        content.tokens * choices[chunk].count(OFFLOAD)
+        for choices in plan.recompute
+        for chunk, content in enumerate(plan.chunks)
+    )
+    return aside / (plan.tokens * sum(plan.layers)) if aside else 0.0
+
+
+def offloaded_text(plan: Plan) -> str:
+    """``, offloaded 12%`` to go behind other figures; nothing where nothing is."""
+    ratio = offloaded_ratio(plan)
+    return f", offloaded {share_text(ratio)}" if ratio else ""

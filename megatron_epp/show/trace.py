@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.ir import Op, rules_of, slices_of
 from megatron_epp.show.colours import FAMILIES
-from megatron_epp.show.timeline import Timeline, chunk_names, recomputed_share
+from megatron_epp.show.timeline import Timeline, chunk_names, offloaded_share, recomputed_share
 from megatron_epp.show.units import GIB
 
 _MICRO = 1e6  # the format counts microseconds
@@ -60,6 +60,7 @@ def _ops(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "peak_gib": round(record.peak_bytes / GIB, 4),
             "recomputed_layers": timeline.plan.recompute[record.stage][chunk],
             "recomputed_share": recomputed_share(timeline.plan, record.stage, chunk),
+            "offloaded_share": offloaded_share(timeline.plan, record.stage, chunk),
             "critical": (record.stage, record.op) in critical,
         }
         yield {

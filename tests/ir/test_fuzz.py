@@ -13,7 +13,7 @@ STEP = (
     "plan v1\nreplica 1 of 2\ndocuments 70\nlayers 1 1\nchunk 0: 0[0:70]\nstage 0: F0 B0\n"
     "stage 1: F0 B0\n"
 )
-ALPHABET = "0123456789FBIWkfcmnab[]:# \n\t-.eé\x00\x85\u2028plandocumentsstage"
+ALPHABET = "0123456789FBIWkfcmnabo[]:# \n\t-.eé\x00\x85\u2028plandocumentsstage"
 
 
 def mutated(text: str, random: Random) -> str:

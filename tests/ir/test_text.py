@@ -23,7 +23,7 @@ from megatron_epp.ir import (
     parse_records,
     recompute_first,
 )
-from megatron_epp.ir.recompute import LETTERS, format_recompute, parse_recompute
+from megatron_epp.ir.recompute import LETTERS, format_recompute, offload_among, parse_recompute
 from megatron_epp.planner.arbitrary import arbitrary_plan
 from tests.plans import EXAMPLE, plans
 
@@ -108,6 +108,26 @@ def test_recompute_first() -> None:
     assert recompute_first(4, 3) == "fffk"
     assert format_recompute("fffk") == "3f1k"
     assert format_recompute("") == "0k"
+
+
+def test_offloaded_layers_lie_evenly_among_the_others() -> None:
+    assert offload_among("ffkkkk", 0) == "ffkkkk"
+    assert offload_among("kkkk", 2) == "okkokk"
+    assert offload_among("fkk", 1) == "ofkk"
+    assert offload_among("f", 3) == "ofoo"
+    assert offload_among("", 2) == "oo"
+
+
+@given(st.text("kfc", max_size=30), st.integers(0, 30))
+def test_offloading_keeps_the_order_of_the_others(choice: str, count: int) -> None:
+    """And between two offloaded layers lie as many others as between any two, give or take one."""
+    dealt = offload_among(choice, count)
+    assert dealt.replace("o", "") == choice
+    assert dealt.count("o") == count
+    if count:
+        between = [len(part) for part in dealt.split("o")]
+        assert between[0] == 0
+        assert max(between[1:]) - min(between[1:]) <= 1
 
 
 def _records() -> st.SearchStrategy[Timed]:

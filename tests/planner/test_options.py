@@ -23,6 +23,8 @@ def test_levers_are_sets_names_and_exceptions() -> None:
     assert parse_levers("-bins", default=ALL) == ALL - {"bins"}
     assert "wsplit" in TRAINING
     assert "uneven" not in TRAINING
+    assert "offload" in ALL - TRAINING
+    assert "simulation only" in LEVERS["offload"]
 
 
 def test_unknown_levers_are_named_with_the_nearest() -> None:

@@ -144,7 +144,7 @@ def test_each_lever_can_be_switched_off(lever) -> None:
         assert not planned.plan.splits_backward
     if lever == "selective":
         letters = {letter for stage in planned.plan.recompute for c in stage for letter in c}
-        assert letters <= set("kf")
+        assert letters <= set("kfo")
 
 
 def test_training_levers_give_plans_that_training_runs() -> None:
@@ -154,6 +154,8 @@ def test_training_levers_give_plans_that_training_runs() -> None:
     planned = PIPELINES["epp"](lengths, cost, Options())
     assert not TRAINING & SIMULATION_ONLY
     assert planned.plan.layers == cost.layers
+    assert not any("o" in choice for stage in planned.plan.recompute for choice in stage)
+    assert planned.recompute_ratio > 0  # where simulation would offload
 
 
 @given(

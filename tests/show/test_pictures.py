@@ -12,6 +12,7 @@ from megatron_epp.ir import (
     Kind,
     Message,
     Payload,
+    Plan,
     PlanError,
     Timed,
     Transfer,
@@ -28,7 +29,7 @@ from megatron_epp.show.text import FILL, text_gantt
 from megatron_epp.show.timeline import timeline, timeline_of
 from megatron_epp.show.trace import to_trace
 from megatron_epp.sim.play import play
-from tests.show.plans import example, one_f_one_b, played, split_example
+from tests.show.plans import EXAMPLE, example, one_f_one_b, played, split_example
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -195,6 +196,24 @@ def test_the_page_stands_alone_and_holds_everything():
     assert data["recompute"][0] == ["3f1k", "4k", "2c2k"]
     letters = [kind["letter"] for kind in data["kinds"]]
     assert letters == [kind.value for kind in COMPUTE]
+
+
+def test_pictures_of_offloaded_layers_say_so_and_shade_no_recompute():
+    plan = Plan.parse(EXAMPLE.replace("3f1k 4k 2c2k", "3o1k 4k 2o2k"))
+    content = timeline_of(played(plan))
+    assert "*" not in text_gantt(content, 120).split("* recomputes")[0]
+    assert ", offloaded 18.4%" in text_gantt(content, 120).splitlines()[0]
+    svg = to_svg(draw_timeline(content))
+    assert "activations of 75.0% of the layers offloaded" in svg
+    assert "recompute" not in svg
+    html = to_html(content)
+    data = page_data(html)
+    assert data["recomputed"][0] == [0, 0, 0]
+    assert data["offloaded"] == [[0.75, 0, 0.5], [0, 0, 0]]
+    assert not any("recompute" in name for _, name in data["legend"])
+    spans = [e for e in json.loads(to_trace(content))["traceEvents"] if e["name"] == "F0"]
+    assert [e["args"]["offloaded_share"] for e in spans] == [0.75, 0.0]
+    assert [e["args"]["recomputed_share"] for e in spans] == [0.0, 0.0]
 
 
 def test_the_page_shows_two_runs_of_one_plan_only():

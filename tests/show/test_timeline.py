@@ -4,16 +4,20 @@ import dataclasses
 
 import pytest
 
-from megatron_epp.ir import Kind, Message, Op, Payload, PlanError, Timed, Transfer
+from megatron_epp.ir import Kind, Message, Op, Payload, Plan, PlanError, Timed, Transfer
 from megatron_epp.show.reasons import FINISHED, LATE
 from megatron_epp.show.timeline import (
     chunk_names,
     memory_curve,
+    offloaded_ratio,
+    offloaded_share,
+    offloaded_text,
     recomputed_share,
+    recomputes,
     timeline,
     timeline_of,
 )
-from tests.show.plans import example, one_f_one_b, played, split_example
+from tests.show.plans import EXAMPLE, example, one_f_one_b, played, split_example
 
 PLANS = {"example": example, "split": split_example, "1f1b": lambda: one_f_one_b(4, 8)}
 
@@ -87,6 +91,18 @@ def test_what_chunks_hold_in_words():
     )
     assert recomputed_share(example(), 0, 0) == 0.75
     assert recomputed_share(example(), 1, 0) == 0.0
+
+
+def test_what_is_offloaded_is_not_recomputed():
+    text = EXAMPLE.replace("3f1k 4k 2c2k", "2f1o1k 4o 2c2k")
+    plan = Plan.parse(text)
+    assert [recomputed_share(plan, 0, c) for c in range(3)] == [0.5, 0.0, 0.5]
+    assert [offloaded_share(plan, 0, c) for c in range(3)] == [0.25, 1.0, 0.0]
+    assert offloaded_ratio(plan) == (5000 * 1 + 5500 * 4) / (11_400 * 8)
+    assert offloaded_text(plan) == ", offloaded 29.6%"
+    assert offloaded_text(example()) == ""
+    assert recomputes(plan) and recomputes(example())
+    assert not recomputes(Plan.parse(EXAMPLE.replace("3f1k 4k 2c2k", "3o1k 4k 2o2k")))
 
 
 def test_transfers_are_kept_apart():

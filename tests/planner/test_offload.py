@@ -1,0 +1,185 @@
+"""The lever offload: what hides costs nothing, what it saves is recompute, and off it is off."""
+
+import dataclasses
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
+from megatron_epp.planner import ALL, PIPELINES, Options, diagonal, offload
+from megatron_epp.planner.finish import Batch
+from megatron_epp.planner.recipe import Recipe, cook
+from megatron_epp.planner.recompute import diagonal_counts
+from megatron_epp.planner.search import STRICT, Search
+from megatron_epp.planner.windows import shrinking
+from megatron_epp.planner.work import Work, loads_of, rates_of, with_kept, work_of
+from tests.planner.cases import LENGTHS, ROOMS_GIB, machine
+from tests.planner.test_planners import QUICK, planned_or_refused, proves
+
+LONG = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 8
+OFF = Options(levers=ALL - {"offload"})
+ON = Options(levers=ALL)
+
+
+def at_rate(cost: Cost, rate: float) -> Cost:
+    profile = dataclasses.replace(cost.profile, host_bytes_per_second=rate)
+    return dataclasses.replace(cost, profile=profile)
+
+
+def letters(plan: Plan) -> set[str]:
+    return {letter for stage in plan.recompute for choice in stage for letter in choice}
+
+
+@given(
+    LENGTHS, st.integers(1, 4), st.sampled_from((1e9, 5e9, 20e9, 1e12)), st.sampled_from((1.0, 9.0))
+)
+@settings(QUICK, max_examples=40)
+def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chunks) -> None:
+    cost = at_rate(machine(pp=pp, head_seconds=True), rate)
+    batch = Batch.of(lengths)
+    chunking = cook(Recipe(chunks), batch.lengths, rates_of(cost), 10**9)
+    loads = loads_of(chunking, batch.lengths)
+    layers = np.array(cost.layers, float)[:, None]
+
+    def seconds(aside: np.ndarray) -> np.ndarray:
+        table = cost.table_of(loads, with_kept(cost, {OFFLOAD: aside}, loads.chunks))
+        return np.stack([table.seconds[kind] for kind in (Kind.FORWARD, *BACKWARDS)])
+
+    hidden = offload.hidden_layers(cost, loads)
+    assert ((hidden >= 0) & (hidden <= layers)).all()
+    alone = seconds(np.zeros_like(hidden))
+    assert seconds(hidden) == pytest.approx(alone, rel=1e-12)
+    longer = seconds(np.minimum(hidden + 1, layers)) > alone * (1 + 1e-12)
+    assert (longer.any(axis=0) == (hidden < layers)).all()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
+    """Chunks of a diagonal have different numbers of layers left; none recomputes more than it
+    has, and what the program says to recompute is enough."""
+    random = Random(seed)
+    stages = random.choice((2, 4))
+    cost = at_rate(machine(pp=stages, room_gib=3.3), random.choice((3e9, 20e9)))
+    batch = Batch.of([random.randint(2_000, 25_000) for _ in range(12)])
+    chunking = cook(Recipe(14.0), batch.lengths, rates_of(cost), 10**9)
+    loads = loads_of(chunking, batch.lengths)
+    law = shrinking(chunking.sizes, cost.stages)
+    layers = np.array(cost.layers, float)[:, None]
+    aside = offload.hidden_layers(cost, loads) * (np.arange(stages) != stages - 1)[:, None]
+    assert len(np.unique(aside)) > 1
+
+    def work(again: dict[str, np.ndarray]) -> Work:
+        return work_of(cost, chunking, loads, {OFFLOAD: aside, **again})
+
+    def fits(work: Work) -> bool:
+        return diagonal.within(law, work.backward_order, work.whole_bytes, work.budget_bytes).all()
+
+    found = diagonal_counts(
+        diagonal.Solver(), cost, loads, work({}), law, integer=False, steps="knf",
+        layers=layers - aside,
+    )  # fmt: skip
+    assert (found is not None) == fits(work({"f": layers - aside}))
+    if found is not None:
+        assert (sum(found.values()) <= layers - aside).all()
+        assert all((grid >= 0).all() for grid in found.values())
+        assert fits(work(found))
+
+
+@pytest.mark.parametrize("chunks", [6.0, 14.0, 30.0])
+def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chunks) -> None:
+    """A rate that hides everything, and memory for the window law with all layers offloaded and
+    no byte more: 1F1B takes what it takes with ample memory."""
+    batch = Batch.of(LONG)
+    ample = at_rate(machine(pp=4, room_gib=1e6), 1e15)
+    chunking = cook(Recipe(chunks), batch.lengths, rates_of(ample), 10**9)
+    search = Search(batch, ample, ON)
+    everything = np.tile(np.array(ample.layers, float)[:, None], (1, chunking.count))
+    kept = search.table(chunking)
+    aside = search.recounted(kept, {OFFLOAD: everything})
+    quick = search.play(kept, STRICT, "")
+    peaks = search.play(aside, STRICT, "").listed.peak_bytes
+    tight = dataclasses.replace(
+        ample, budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
+    )
+    found = Search(batch, tight, ON)
+    table = found.table(chunking)
+    assert set(table.counts) == {OFFLOAD}
+    played = found.play(table, STRICT, "")
+    assert played.over_bytes == 0
+    assert played.seconds == pytest.approx(quick.seconds, rel=1e-12)
+    without = Search(batch, tight, OFF)
+    recomputing = without.play(without.table(chunking), STRICT, "")
+    assert recomputing.rank > played.rank
+
+
+def test_where_memory_is_tight_layers_are_offloaded() -> None:
+    cost = machine(pp=4, room_gib=3)
+    without, tight = (PIPELINES["epp"](LONG, cost, options) for options in (OFF, ON))
+    assert OFFLOAD not in letters(without.plan)
+    assert without.recompute_ratio > 0
+    assert OFFLOAD in letters(tight.plan)
+    assert tight.recompute_ratio < without.recompute_ratio
+    assert tight.seconds < 0.99 * without.seconds
+    proves(tight, LONG, cost)
+    assert tight.fits
+
+
+@pytest.mark.parametrize("room_gib", [3.5, 4])
+def test_with_any_rate_recompute_is_gone(room_gib) -> None:
+    """And the time is that of ample memory, but for what a shorter window costs."""
+    ample = PIPELINES["epp"](LONG, machine(pp=4, room_gib=1e6), OFF)
+    cost = at_rate(machine(pp=4, room_gib=room_gib), 1e15)
+    plain, free = (PIPELINES["epp"](LONG, cost, options) for options in (OFF, ON))
+    assert plain.recompute_ratio > 0
+    assert free.recompute_ratio == 0
+    assert ample.seconds * (1 - 1e-12) <= free.seconds < plain.seconds
+    assert free.seconds - ample.seconds < 0.5 * (plain.seconds - ample.seconds)
+
+
+def test_without_the_lever_or_a_rate_or_need_nothing_changes() -> None:
+    """The same text, to the last letter."""
+    random = Random(7)
+    for room_gib in (3.5, 6, 60):
+        cost = machine(pp=3, room_gib=room_gib)
+        lengths = [random.randint(10, 30_000) for _ in range(40)]
+        plain = PIPELINES["epp"](lengths, cost, OFF).plan
+        assert PIPELINES["epp"](lengths, at_rate(cost, 0.0), ON).plan == plain
+        assert PIPELINES["epp"](lengths, at_rate(cost, 1e15), OFF).plan == plain
+        if not letters(plain) - {"k"}:
+            assert PIPELINES["epp"](lengths, cost, ON).plan == plain
+
+
+@given(
+    LENGTHS,
+    st.integers(1, 5),
+    st.sampled_from(ROOMS_GIB),
+    st.sampled_from((2e9, 20e9, 1e12)),
+    st.sampled_from(
+        (ALL, ALL - {"wsplit"}, ALL - {"exact"}, ALL - {"bins"}, frozenset({"offload"}))
+    ),
+    st.integers(0, 2),
+)
+@settings(QUICK, max_examples=40)
+def test_offloading_is_never_slower_than_not(lengths, pp, room_gib, rate, levers, effort) -> None:
+    cost = at_rate(machine(pp=pp, room_gib=room_gib), rate)
+    without, with_it = (
+        planned_or_refused("epp", lengths, cost, Options(levers=frozenset(chosen), effort=effort))
+        for chosen in (levers - {"offload"}, levers)
+    )
+    if without is not None:
+        assert with_it is not None and with_it.fits
+        assert with_it.seconds <= without.seconds
+    if with_it is not None:
+        proves(with_it, lengths, cost)
+
+
+def test_recompute_fills_what_offloading_leaves() -> None:
+    """A link so slow that few layers hide: both letters in one plan, and all of it plays."""
+    cost = at_rate(machine(pp=4, room_gib=3.5), 6e9)
+    planned = PIPELINES["epp"](LONG, cost, ON)
+    proves(planned, LONG, cost)
+    assert OFFLOAD in letters(planned.plan) and letters(planned.plan) - {"k", OFFLOAD}
