@@ -89,6 +89,28 @@ def test_plan_writes_simulate_agrees_check_passes(capsys, lengths, tmp_path):
     assert max(r.stop for r in parse_records(records.read_text())) == played["seconds"]
 
 
+def test_plan_offloads_where_memory_is_tight(capsys, lengths, tmp_path):
+    """All levers do, those of training do not; a machine without a host link refuses the plan."""
+    tight = ["--lengths", lengths, "--pp", 2, *MACHINE, "--memory-budget-gib", 10]
+    path, other = tmp_path / "x.plan", tmp_path / "y.plan"
+    shown = printed(capsys, "plan", *tight, "--levers", "all", "-o", path).out
+    share = next(line.split()[1] for line in shown.splitlines() if line.startswith("offloaded "))
+    letters = "".join(c for stage in Plan.parse(path.read_text()).recompute for c in stage)
+    assert "o" in letters and 0 < float(share.rstrip("%")) < 100
+    text = printed(capsys, "simulate", path, *MACHINE, "--memory-budget-gib", 10).out
+    assert f"offloaded   {share} of what layers save" in text
+    assert f", offloaded {share}" in printed(capsys, "draw", path, *MACHINE).out
+    assert "ok: 7 documents" in printed(capsys, "check", path).out
+    for levers in ("default", "all,-offload"):
+        shown = printed(capsys, "plan", *tight, "--levers", levers, "-o", other).out
+        letters = "".join(c for stage in Plan.parse(other.read_text()).recompute for c in stage)
+        assert "o" not in letters and "offloaded" not in shown
+    unlinked = ["--model", "gpt-7b", "--device", "cpu", "--memory-budget-gib", 500]
+    for command in ("simulate", "draw", "check"):
+        told = refused(capsys, command, path, *unlinked)
+        assert "the cost model of cpu has no rate to the host's memory" in told
+
+
 def test_simulate_explains(capsys, plan):
     text = printed(capsys, "simulate", plan, *MACHINE).out
     assert "critical path" in text and "waits for" in text and "peak GiB" in text

@@ -13,7 +13,7 @@ from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
-from megatron_epp.show.timeline import offloaded_text
+from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
 
 
@@ -73,6 +73,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
     found = made.slowest
     peaks = " ".join(f"{peak / GIB:.2f}" for peak in made.peak_bytes)
     budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.budget_bytes))
+    offloaded = 0.0 if found.plan is None else offloaded_ratio(found.plan)
     lines = [
         f"lengths     {batches}",
         f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
@@ -84,8 +85,8 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"iteration   {seconds_text(made.seconds)}; lower bound "
         f"{seconds_text(made.lower_bound_seconds)}, gap {share_text(made.gap)}",
         f"of the time bubbles {share_text(found.bubble_ratio)}, recompute "
-        f"{share_text(found.recompute_ratio)}, communication {share_text(found.comm_ratio)}"
-        + (offloaded_text(found.plan) if found.plan is not None else ""),
+        f"{share_text(found.recompute_ratio)}, communication {share_text(found.comm_ratio)}",
+        *([f"offloaded   {share_text(offloaded)} of what layers save"] if offloaded else []),
         f"chunks      {found.chunks}"
         + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
         f"peak GiB    {peaks} of {budgets}" + ("" if made.fits else "  OVER THE BUDGET"),

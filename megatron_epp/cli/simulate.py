@@ -13,7 +13,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, check, format_records
 from megatron_epp.planner.bound import lower_bound_seconds
 from megatron_epp.show.table import plain
-from megatron_epp.show.timeline import offloaded_text
+from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text
 from megatron_epp.sim.play import Played, Rest, Wait, play
 
@@ -84,9 +84,11 @@ def _report(played: Played, cost: Cost, facts: dict) -> str:
     lines = [
         f"iteration   {seconds_text(played.seconds)}",
         f"idle        {share_text(played.bubble_ratio)} of stages x time",
-        f"recompute   {share_text(played.recompute_ratio)}{offloaded_text(played.plan)}",
+        f"recompute   {share_text(played.recompute_ratio)}",
         f"exposed communication  {share_text(played.comm_ratio)}",
     ]
+    if ratio := offloaded_ratio(played.plan):
+        lines.append(f"offloaded   {share_text(ratio)} of what layers save")
     if "gap" in facts:
         lines.append(
             f"lower bound {seconds_text(facts['lower_bound_seconds'])}, "

@@ -1,6 +1,7 @@
 """What the papers report, and what our simulation of the same says, side by side.
 
-    python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random]
+    python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random,
+                                           offload]
                                   [--batches 10] [--first 30] [-o RESULT.md]
 
 Everything here is simulated with the cost model of megatron_epp.cost: nothing ran on a GPU. The
@@ -29,6 +30,7 @@ from megatron_epp.planner.batches import open_corpus
 from megatron_epp.planner.finish import Batch
 from megatron_epp.planner.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.slicing import Rates
+from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.sim.play import play
 
 K = 1024
@@ -428,6 +430,49 @@ def random_batches(numbers: Sequence[int]) -> str:
     return "\n".join(lines + [f"- {work}" for work in worse]) + "\n"
 
 
+def offload(numbers: Sequence[int]) -> str:
+    """epp with the lever offload at several rates to the host, where memory is tight."""
+    rows = []
+    for work, *_ in TARGETS[-2:]:
+        say(f"offload: {work}")
+        cost = work.cost()
+        batches = work.batches(numbers)
+        theirs = [PIPELINES["infinipipe"](held, cost, options(work)).seconds for held in batches]
+        without: list[float] = []
+        for rate in (0, 5, 10, 20):
+            profile = dataclasses.replace(cost.profile, host_bytes_per_second=rate * 1e9)
+            machine = dataclasses.replace(cost, profile=profile)
+            ours, took = zip(
+                *(timed(PIPELINES["epp"], held, machine, options(work)) for held in batches),
+                strict=True,
+            )
+            seconds = [planned.seconds for planned in ours]
+            without = without or seconds
+            rows.append(
+                (
+                    str(work),
+                    f"{rate} GB/s" if rate else "none",
+                    spread([slow / fast for slow, fast in zip(theirs, seconds, strict=True)]),
+                    spread([fast / plain for fast, plain in zip(seconds, without, strict=True)]),
+                    percent([planned.recompute_ratio for planned in ours]),
+                    percent([offloaded_ratio(planned.plan) for planned in ours]),
+                    percent([planned.bubble_ratio for planned in ours]),
+                    spread(took, "{:.2f}"),
+                )
+            )
+    head = (
+        "workload",
+        "to the host",
+        "epp against infinipipe, times faster",
+        "time / epp's without offload",
+        "recompute",
+        "offloaded",
+        "bubble",
+        "plan CPU s",
+    )
+    return table(head, rows)
+
+
 PARTS = {
     "targets": ("The project's own targets", targets),
     "papers": ("InfiniPipe's comparison", papers),
@@ -436,6 +481,7 @@ PARTS = {
     "ablation": ("Ablations of infinipipe", ablation),
     "noise": ("Robustness", noise),
     "random": ("Never slower", random_batches),
+    "offload": ("Offload where memory is tight", offload),
 }
 
 

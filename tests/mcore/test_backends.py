@@ -152,8 +152,9 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
                 training_levers("bins, wsplit", args)
         else:
             assert training_levers("bins, wsplit", args) == {"bins", "wsplit"}
-        with pytest.raises(ValueError, match="--epp-levers uneven: only simulation can do that"):
-            training_levers("default,uneven", args)
+        for lever in ("uneven", "offload"):
+            with pytest.raises(ValueError, match=f"{lever}: only simulation can do that; leave"):
+                training_levers(f"default,{lever}", args)
 
 
 class Table(torch.nn.Module):

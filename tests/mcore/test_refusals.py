@@ -1,17 +1,20 @@
 """Bad input: one clear line, status 2 on every rank, nothing left running."""
 
+import dataclasses
 import os
 import re
 import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.ir import Kind, Op, Plan, Span, Step
+from megatron_epp.ir import Kind, Op, Plan, PlanError, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.mcore.config import Config, add_arguments
+from megatron_epp.mcore.schedule import ElasticSchedule
 from megatron_epp.mcore.support import REFUSALS, refuse
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
 
@@ -32,6 +35,23 @@ def refused(words: list[str], *said: str, processes: int = 1, program=None) -> s
     for part in said:
         assert part in run.errors[0], run.errors[0]
     return run.errors[0]
+
+
+def test_a_plan_that_offloads_is_refused_by_name() -> None:
+    """Before anything runs, with what to write instead."""
+    plan = Plan.parse(
+        "plan v1\ndocuments 5\nlayers 3\nchunk 0: 0[0:5]\nrecompute 0: 1k2o\nstage 0: F0 B0\n"
+    )
+    schedule = ElasticSchedule.__new__(ElasticSchedule)
+    schedule.groups, schedule.layers = SimpleNamespace(replicas=1, replica=0), (3,)
+    with pytest.raises(PlanError) as caught:
+        schedule._accept(Step.parse(str(plan)), [5], forward_only=False)
+    assert str(caught.value) == (
+        "the plan has layers of choice o (o: offloaded), which only simulation can do; plan "
+        "without the lever offload, or write one of k f c m n a b instead"
+    )
+    kept = dataclasses.replace(plan, recompute=(("kff",),))
+    schedule._accept(Step.parse(str(kept)), [5], forward_only=False)
 
 
 class Wanted:
