@@ -59,11 +59,12 @@ def _searched(batch: Batch, cost: Cost, options: Options) -> Iterator[tuple[Play
     plan that offloads one that does not; it is looked for where memory made a plan recompute.
     """
     tables: SharedTables = defaultdict(dict)
-    sets = [options.levers - {"offload"}]
+    on_device = options.levers - {"offload"}
+    sets = [on_device - {"wsplit"}, on_device]
     if cost.profile.host_bytes_per_second > 0:
-        sets.append(options.levers)
+        sets += [options.levers - {"wsplit"}, options.levers]
     tight = False
-    for levers in dict.fromkeys(chosen for those in sets for chosen in (those - {"wsplit"}, those)):
+    for levers in dict.fromkeys(sets):
         if "offload" in levers and not tight:
             continue
         chosen = dataclasses.replace(options, levers=levers)

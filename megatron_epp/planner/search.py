@@ -172,10 +172,10 @@ class Search:
         if "offload" in self.levers and not _within(kept, least).all():
             layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
             aside = offload.hidden_layers(self.cost, loads)
-            # What is on its way to or from the host may be too much for a stage: logits take much
-            # of the last one.
-            most = self.work(chunking, loads, {OFFLOAD: aside, FULL: layers - aside})
-            aside = aside * _within(most, least)[:, None]
+            # Where even recomputing the rest leaves no room for what is on its way to or from the
+            # host, the stage keeps off it; the last one does at times, for its logits.
+            smallest = self.work(chunking, loads, {OFFLOAD: aside, FULL: layers - aside})
+            aside = aside * _within(smallest, least)[:, None]
             if aside.any():
                 offloaded = {OFFLOAD: aside}
                 again = recompute(self.work(chunking, loads, offloaded), layers - aside)
