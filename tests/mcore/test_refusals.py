@@ -43,6 +43,7 @@ def test_a_plan_that_offloads_is_refused_by_name() -> None:
         "plan v1\ndocuments 5\nlayers 3\nchunk 0: 0[0:5]\nrecompute 0: 1k2o\nstage 0: F0 B0\n"
     )
     schedule = ElasticSchedule.__new__(ElasticSchedule)
+    schedule.planning = SimpleNamespace(source="the plan")
     schedule.groups, schedule.layers = SimpleNamespace(replicas=1, replica=0), (3,)
     with pytest.raises(PlanError) as caught:
         schedule._accept(Step.parse(str(plan)), [5], forward_only=False)
