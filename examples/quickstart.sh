@@ -7,7 +7,7 @@
 #   bash examples/quickstart.sh [FOLDER]        default: quickstart; 6 to 10 minutes on two cores
 #
 # GPUs are used where there are two or more; otherwise two processes of the CPU, over gloo.
-# ITERS (default 20), CONTEXT (4096) and BUDGET (1, GiB of activations per stage) may be set.
+# ITERS (default 14), CONTEXT (4096) and BUDGET (1, GiB of activations per stage) may be set.
 set -euo pipefail
 case ${1:-} in
 -h | --help)
@@ -21,10 +21,10 @@ case ${1:-} in
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-quickstart}
-ITERS=${ITERS:-20}
+ITERS=${ITERS:-14}
 CONTEXT=${CONTEXT:-4096}
 BUDGET=${BUDGET:-1}
-compared=${COMPARED:-4} # iterations of the runs that are only compared
+compared=${COMPARED:-3} # iterations of the runs that are only compared
 short=2048              # a context whose square Megatron's attention on a CPU can hold
 
 for name in ITERS CONTEXT compared; do
