@@ -14,6 +14,7 @@ from megatron_epp.ir import KEEP, OFFLOAD, Kind, Op, Plan, Prediction, check
 from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.bound import lower_bound_seconds
 from megatron_epp.planner.chunking import Chunking
+from megatron_epp.planner.listing import B, W
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.work import Work, loads_of, with_kept
@@ -98,7 +99,7 @@ def whole_again(kinds: np.ndarray, chunks: np.ndarray, work: Work) -> np.ndarray
     Nobody waits for the gradient of the first stage's input, so that delays nothing; and a B holds
     nothing for its W. On other stages an I hands its gradient on before its W.
     """
-    follows = (kinds[0, :-1] == 1) & (kinds[0, 1:] == 2) & (chunks[0, :-1] == chunks[0, 1:])
+    follows = (kinds[0, :-1] == B) & (kinds[0, 1:] == W) & (chunks[0, :-1] == chunks[0, 1:])
     halves = work.input_seconds[0] + work.weight_seconds[0]
     pays = work.backward_seconds[0] <= halves * (1 + 1e-9)  # alike but for rounding
     at = np.flatnonzero(follows & pays[chunks[0, :-1]])
