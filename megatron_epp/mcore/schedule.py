@@ -38,6 +38,7 @@ from megatron_epp.mcore.truth import Truth
 from megatron_epp.runtime.agree import agree
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Failure, Waiting
+from megatron_epp.runtime.heap import HostHeap
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.meter import Meter
 
@@ -108,6 +109,7 @@ class ElasticSchedule:
         self._evaluation_tokens: float = math.inf  # of a chunk; memory ran out with more
         self.last_failure: Failure | None = None
         self.clock = CudaClock() if device.type == "cuda" else HostClock()
+        self.heap = HostHeap() if device.type == "cpu" else None
         self.last_report: IterationReport | None = None
         self.last_step: Step | None = None
         self.planning_seconds = 0.0
@@ -382,6 +384,7 @@ class ElasticSchedule:
                 self.meter,
                 self.waiting,
                 self.groups.peers,
+                self.heap,
             )
             self.last_records = executor.run()
             self.last_failure = executor.failure

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from megatron_epp.ir import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Program, Timed, Transfer
 from megatron_epp.runtime.clock import CudaClock, HostClock
+from megatron_epp.runtime.heap import HostHeap
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.meter import Meter, free_cached_memory, out_of_memory
 from megatron_epp.runtime.peers import Peers
@@ -89,7 +90,7 @@ class Executor:
     every message that comes and sends zeros where it should send something, to the program's end.
     What became of it is in ``failure``; the iteration's gradients are worth nothing then.
     ``peers`` compute the same ops with this rank: all of them give up, at one op, or the job ends
-    with an :class:`OutOfMemory`.
+    with an :class:`OutOfMemory`. ``heap`` is looked after between ops, on hosts without a GPU.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class Executor:
         meter: Meter,
         waiting: Waiting,
         peers: Peers | None = None,
+        heap: HostHeap | None = None,
     ):
-        self.peers = peers
+        self.peers, self.heap = peers, heap
         self.program, self.compute, self.links, self.store = program, compute, links, store
         self.clock, self.meter, self.waiting = clock, meter, waiting
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
@@ -133,6 +135,8 @@ class Executor:
                 if reason is not None:
                     self._give_up(op, reason)
                 marks.append((op, start, self.clock.mark(), self.meter.op_peak()))
+                if self.heap is not None:
+                    self.heap.settle()
             self._finish()
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
