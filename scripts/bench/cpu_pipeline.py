@@ -12,12 +12,12 @@ same job runs these in turn, with the same weights, kernels and executor:
     packing  within  60% of that peak     the least uniform recompute that fits
     epp      within  60% of that peak
 
-and with --split both lines of epp again without the lever wsplit (every backward whole). What is
-timed is the schedule, from the first op to the last of any stage; planning and optimizer are not in
-it. Medians over the batches of ratios of the same batch. The cost model is measured at
-start. With --stock, Megatron's own schedule runs at context 4096 beside it. With --pp 4 on fewer
-cores than four, processes share them: orders, peaks and splits are as they would be, seconds and
-bubbles are not.
+and with --split both lines of epp again without the lever wsplit (every backward whole); with
+--lines 60 the last two alone. What is timed is the schedule, from the first op to the last of any
+stage; planning and optimizer are not in it. Medians over the batches of ratios of the same batch.
+The cost model is measured at start. With --stock, Megatron's own schedule runs at context 4096
+beside it. With --pp 4 on fewer cores than four, processes share them: orders, peaks and splits are
+as they would be, seconds and bubbles are not.
 """
 
 import argparse
@@ -58,9 +58,10 @@ VARIANTS = (
     Variant("epp", 0.6),
 )
 SPLIT = (*VARIANTS, Variant("epp", 1.0, split=False), Variant("epp", 0.6, split=False))
+LINES = {"all": VARIANTS, "100": VARIANTS[:2], "60": VARIANTS[2:], "split": SPLIT}
 CASES = ("4096x32", "16384x32", "32768x32", "16384x8", "16384x128")
 LINE = "cpu_pipeline: "
-WORK, WORK_SPLIT = "--work", "--work-split"
+WORK = "--work"
 
 
 # ------------------------------------------------------------------ inside torchrun
@@ -111,6 +112,7 @@ class VariantSteps:
 
     source = "the plan"
     budget = None  # every variant has its own
+    whole: tuple[float, ...] = ()  # what packing holds without recompute, promised, in bytes
 
     def __init__(self, variant_at, args, config, layers, multiple, groups, profile):
         from megatron_epp.mcore.planning import training_cost, training_levers
@@ -146,8 +148,9 @@ class VariantSteps:
         ample = dataclasses.replace(self.cost, budget_bytes=(1e15,) * self.cost.stages)
         if variant.share_of_peak is None:
             return plan_step(lengths, ample, options, variant.planner).step
-        kept = plan_step(lengths, ample, options, "packing").planned[0].peak_bytes
-        budget = tuple(variant.share_of_peak * peak for peak in kept)
+        whole = plan_step(lengths, ample, options, "packing").planned[0].peak_bytes
+        VariantSteps.whole = tuple(float(peak) for peak in whole)
+        budget = tuple(variant.share_of_peak * peak for peak in whole)
         within = dataclasses.replace(self.cost, budget_bytes=budget)
         return plan_step(lengths, within, options, variant.planner).step
 
@@ -172,6 +175,7 @@ def told(
         "bubble": report.bubble_ratio,
         "own": report.own_ratio,
         "peaks": list(report.peak_bytes),
+        "whole": VariantSteps.whole,
         "chunks": len(plan.chunks),
         "recomputed": recomputed / (len(plan.chunks) * sum(plan.layers)),
         "split": weights / (len(plan.chunks) * plan.stages),
@@ -237,7 +241,7 @@ def measure(
     words += ["--epp", "--epp-effort", str(arguments.effort)]
     if arguments.cost_model:
         words += ["--epp-cost-model", arguments.cost_model]
-    program = [str(Path(__file__).resolve()), WORK_SPLIT if arguments.split else WORK]
+    program = [str(Path(__file__).resolve()), WORK, arguments.lines]
     program += [str(arguments.warm_up), str(arguments.first)]
     text = torchrun(program, words, folder / f"{case}.log", arguments.pp)
     entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
@@ -256,9 +260,15 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
         mine = [found[number] for found in by_batch]
         tight = variant.share_of_peak == 0.6
         against = variants.index(Variant("packing", 0.6 if tight else None))
+        measured = Variant("packing", None) in variants
         ratios = [b[against]["seconds"] / b[number]["seconds"] for b in by_batch]
         peak_shares = [
-            max(m / k for m, k in zip(b[number]["peaks"], b[0]["peaks"], strict=True))
+            max(
+                held / whole
+                for held, whole in zip(
+                    b[number]["peaks"], b[0]["peaks" if measured else "whole"], strict=True
+                )
+            )
             for b in by_batch
         ]
         errors = [m["predicted"] / m["seconds"] - 1 for m in mine]
@@ -291,10 +301,10 @@ HEADERS = [
 LEGEND = """\
 ratio: packing's seconds over this line's, same batch and budget, median. foretold: the same of the
 seconds that the cost model promised. recomputed: layers run again whole, of all. peak: the worst
-stage of the worst batch, measured, over packing's without recompute (a budget is a promise on the
-predicted peak). predicted: predicted over measured seconds, less one. split: backwards run as I and
-W, of all. executor: its own time between ops, neither compute nor waiting, worst stage and
-iteration."""
+stage of the worst batch, measured, over packing's without recompute (where --lines 60 leaves that
+line out: over what is promised of it; a budget is a promise on the predicted peak). predicted:
+predicted over measured seconds, less one. split: backwards run as I and W, of all. executor: its
+own time between ops, neither compute nor waiting, worst stage and iteration."""
 
 
 def stock(arguments: argparse.Namespace, corpus: Path, folder: Path) -> str:
@@ -334,7 +344,20 @@ def main() -> None:
     parser.add_argument("--effort", type=int, default=4)
     parser.add_argument("--cost-model", metavar="FILE", help="instead of measuring at start")
     parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
-    parser.add_argument("--split", action="store_true", help="epp without wsplit beside epp")
+    lines = parser.add_mutually_exclusive_group()
+    lines.add_argument(
+        "--lines",
+        choices=("all", "100", "60"),
+        default="all",
+        help="within 100%% or 60%% of packing's memory only: for cases of hours",
+    )
+    lines.add_argument(
+        "--split",
+        dest="lines",
+        action="store_const",
+        const="split",
+        help="all, and epp without wsplit beside epp",
+    )
     parser.add_argument("--stock", action="store_true", help="Megatron's own schedule too, at 4K")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     arguments = parser.parse_args()
@@ -343,7 +366,7 @@ def main() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="cpu_pipeline-"))
     corpus = corpus_of(arguments, folder)
-    variants, table = SPLIT if arguments.split else VARIANTS, []
+    variants, table = LINES[arguments.lines], []
     for case in arguments.cases:
         print(f"{case}: {arguments.batches} batches x {len(variants)} variants ...", flush=True)
         made = rows(case, variants, measure(case, variants, arguments, corpus, folder))
@@ -359,11 +382,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    flag = next((word for word in (WORK, WORK_SPLIT) if word in sys.argv), None)
-    if flag is None:
+    if WORK not in sys.argv:
         main()
     else:
-        at = sys.argv.index(flag)
-        warm_up, first = map(int, sys.argv[at + 1 : at + 3])
-        del sys.argv[at : at + 3]
-        work(SPLIT if flag == WORK_SPLIT else VARIANTS, warm_up, first)
+        at = sys.argv.index(WORK)
+        lines, warm_up, first = sys.argv[at + 1 : at + 4]
+        del sys.argv[at : at + 4]
+        work(LINES[lines], int(warm_up), int(first))
