@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing, checks, tests. Extra arguments go to pytest:  bash scripts/test.sh -k documents
 #
-# Tests run in one process more than there are cores, at most 4 (EPP_TEST_WORKERS sets another number, 0 none): those
-# that train wait for messages a third of the time.
+# Tests run in as many processes as there are cores, 2 to 4 (EPP_TEST_WORKERS sets another number, 0 none).
 # What needs a GPU is skipped where there is none; the last lines say how many.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,8 +9,8 @@ export OMP_NUM_THREADS=1
 
 bash scripts/setup_env.sh
 bash scripts/check.sh
-cores=$(nproc 2>/dev/null || echo 2)
-workers=${EPP_TEST_WORKERS:-$((cores < 3 ? cores + 1 : 4))}
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2)  # nproc believes OMP_NUM_THREADS
+workers=${EPP_TEST_WORKERS:-$((cores < 2 ? 2 : cores > 4 ? 4 : cores))}
 # A file stays in one process: its fixtures, some of which start a training run, are then built once.
 # Files keep the order of tests/conftest.py, longest first, or one process ends long after the others.
 exec "${EPP_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
