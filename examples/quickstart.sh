@@ -49,7 +49,7 @@ gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 
 # The planner's inner loops are compiled when first used: now, or the first iteration would wait for it.
 "$python" -m megatron_epp plan --lengths wlb --model gpt-7b --device a100-80g --pp 2 --cp 8 --context 16384 \
-    --global-batch-size 32 --memory-budget-gib 20 >/dev/null &
+    --global-batch-size 32 --memory-budget-gib 20 >/dev/null 2>&1 &
 compiling=$!
 
 say "corpus: the source text of this Python's standard library"

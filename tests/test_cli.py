@@ -391,6 +391,8 @@ def test_bad_records(capsys, plan, tmp_path):
         ("timed v1\n0 F0 x 1.0 5\n", "is no timed record"),
         ("timed v1\n7 F0 0.0 1.0 5\n", "the plan has 2 stages"),
         ("timed v1\n0 W0 0.0 1.0 5\n", "does not hold"),
+        ("timed v1\n0 F0 0.0 1.0 5\n", "stage 0 ran nothing as op 2"),
+        ("timed v1\n0 F1 0.0 1.0 5\n0 F0 1.0 2.0 5\n", "stage 0 ran F1 as op 1"),
     ):
         path.write_text(text)
         assert words in refused(capsys, "draw", plan, "--records", path)

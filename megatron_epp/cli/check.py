@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
             line, *drawn = str(error).split("\n")
             if drawn and not arguments.json:
                 print("\n".join(drawn))  # stderr has the one line
-            raise PlanError(where + line) from error
+            raise PlanError(f"{arguments.plan}: {where}{line}") from error
         if machine.wanted(arguments):
             _check_memory(arguments, plan, where)
     if arguments.json:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_epp.cli import machine
-from megatron_epp.cli.files import read_plan, read_records, write
+from megatron_epp.cli.files import read_plan, read_records, require_run_of, write
 from megatron_epp.cli.options import Refused
 from megatron_epp.cli.units import unit_table
-from megatron_epp.ir import Plan, check
+from megatron_epp.ir import Plan
 from megatron_epp.show.paint import draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing
 from megatron_epp.show.text import text_gantt
@@ -22,7 +22,6 @@ Runs = list[Timeline]
 
 def run(arguments: argparse.Namespace) -> int:
     plan = read_plan(arguments.plan, arguments.replica)
-    check(plan)
     runs = _runs(arguments, plan)
     if arguments.output is None:
         for one in runs:
@@ -53,6 +52,7 @@ def _runs(arguments: argparse.Namespace, plan: Plan) -> Runs:
         budget = runs[0].budget_bytes if runs else ()
         records = read_records(arguments.records)
         runs.append(timeline(plan, records, f"{title}, measured", budget_bytes=budget))
+        require_run_of(plan, records, arguments.records)
     return runs
 
 

@@ -1,9 +1,10 @@
 """Plans, steps and records, read from files and written to them."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_epp.ir import Plan, PlanError, Step, Timed, parse_records
+from megatron_epp.ir import Op, Plan, PlanError, Step, Timed, check, parse_records
 
 # A plan of a million chunks is longer than this by nobody's hand.
 _MOST_BYTES = 1 << 30
@@ -37,16 +38,36 @@ def read_plans(path: str) -> tuple[Plan, ...]:
 
 
 def read_plan(path: str, replica: int) -> Plan:
-    """One replica's plan of the file at ``path``."""
+    """One replica's plan of the file at ``path``; it can run."""
     plans = read_plans(path)
     if len(plans) == 1 and replica in (0, plans[0].replica):
-        return plans[0]
-    if replica >= len(plans):
+        plan = plans[0]
+    elif replica >= len(plans):
         raise ValueError(
             f"--replica {replica}: {path} holds {len(plans)} of {plans[0].replicas} replicas, "
             f"from {plans[0].replica}"
         )
-    return plans[replica]
+    else:
+        plan = plans[replica]
+    try:
+        check(plan)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    return plan
+
+
+def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:
+    """Raise a ValueError unless ``records`` are of a whole run of ``plan``, op after op."""
+    for stage, planned in enumerate(plan.orders):
+        mine = [r for r in records if r.stage == stage and isinstance(r.op, Op)]
+        ran = [record.op for record in sorted(mine, key=lambda r: (r.start, r.stop))]
+        for number, op in enumerate(planned):
+            found = ran[number] if number < len(ran) else "nothing"
+            if found != op:
+                raise ValueError(
+                    f"records {path}: stage {stage} ran {found} as op {number + 1}, the plan has "
+                    f"{op} there; expected the records of a run of this plan"
+                )
 
 
 def read_records(path: str) -> tuple[Timed, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_epp.cli import machine
 from megatron_epp.cli.files import read_plan, write
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Plan, check, format_records
+from megatron_epp.ir import Plan, format_records
 from megatron_epp.planner.bound import lower_bound_seconds
 from megatron_epp.show.table import plain
 from megatron_epp.show.timeline import offloaded_ratio
@@ -23,7 +23,6 @@ _MOST_PARTS = 8
 
 def run(arguments: argparse.Namespace) -> int:
     plan = read_plan(arguments.plan, arguments.replica)
-    check(plan)
     cost = machine.plan_cost(arguments, plan)
     played = play(plan, cost.table(plan), noise=arguments.noise, seed=arguments.seed)
     if arguments.output is not None:

@@ -84,8 +84,9 @@ def _may_speak() -> bool:
         return True
     try:
         store = _meeting_place()
-        order = store.add(_REFUSED, 1)
+        # Rank 0 takes the word before it is counted: whoever counts all finds it taken.
         mine = rank == 0 and store.add(_SPOKEN, 1) == 1
+        order = store.add(_REFUSED, 1)
         started = torch.distributed.is_initialized()
         patience = PATIENCE_SECONDS if started else PATIENCE_AT_START_SECONDS
         deadline = time.monotonic() + patience

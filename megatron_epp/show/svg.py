@@ -10,7 +10,8 @@ _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', Helvetica, Arial, 
 def to_svg(drawing: Drawing) -> str:
     width, height = _number(drawing.width), _number(drawing.height)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" '
+        f'width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family={quoteattr(_FONT)}>',
         f'<rect width="{width}" height="{height}" fill="{drawing.background}"/>',
         *map(_shape, drawing.shapes),
