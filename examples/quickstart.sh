@@ -47,13 +47,13 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 ((gpus >= 2)) || export CUDA_VISIBLE_DEVICES=""
 
+mkdir -p "$out"
 # The planner's inner loops are compiled when first used: now, or the first iteration would wait for it.
 "$python" -m megatron_epp plan --lengths wlb --model gpt-7b --device a100-80g --pp 2 --cp 8 --context 16384 \
-    --global-batch-size 32 --memory-budget-gib 20 >/dev/null 2>&1 &
+    --global-batch-size 32 --memory-budget-gib 20 >"$out/compile.log" 2>&1 &
 compiling=$!
 
 say "corpus: the source text of this Python's standard library"
-mkdir -p "$out"
 corpus=$out/corpus/stdlib
 if [[ ! -f $corpus.idx ]]; then
     "$python" scripts/prepare_corpus.py --standard-library --shuffle 1 --append-eod -o "$corpus"
@@ -61,7 +61,7 @@ else
     echo "$corpus.idx is there"
 fi
 
-wait "$compiling"
+wait "$compiling" || { tail -n 5 "$out/compile.log" >&2; exit 1; }
 
 flags() { # flags CONTEXT ITERATIONS
     # The last stage carries the output layer, so it has fewer of the others.

@@ -232,10 +232,11 @@ ratio       against the line below it: batch by batch and in turn for packing; a
             same corpus and context for Megatron's own schedule
 peak        bytes that autograd saved and K/V buffers, worst iteration; no weights, no optimizer
 What differs: elastic pipeline and packing run in one executor with the same kernels on the same
-documents, each of which attends to itself alone. Megatron strings the documents together, cuts
-the string at the context and lets neighbours in a sample see each other (so its losses are not
-comparable), has no short sample, and its attention on a CPU is unfused and keeps a square of the
-context for every head; on a GPU it would not.
+documents, each of which attends to itself alone; both plan within the same budget and take of
+it what they need. Megatron strings the documents together, cuts the string at the context and lets
+neighbours in a sample see each other (so its losses are not comparable), has no short sample, and
+its attention on a CPU is unfused and keeps a square of the context for every head; on a GPU it
+would not.
 Two processes on two cores: the planner process and the trainer share them."""
 
 
