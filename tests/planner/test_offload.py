@@ -37,7 +37,7 @@ def letters(plan: Plan) -> set[str]:
 @given(
     LENGTHS, st.integers(1, 4), st.sampled_from((1e9, 5e9, 20e9, 1e12)), st.sampled_from((1.0, 9.0))
 )
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=40)
 def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chunks) -> None:
     cost = at_rate(machine(pp=pp, head_seconds=True), rate)
     batch = Batch.of(lengths)
@@ -163,7 +163,7 @@ def test_without_the_lever_or_a_rate_or_need_nothing_changes() -> None:
     ),
     st.integers(0, 2),
 )
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=40)
 def test_offloading_is_never_slower_than_not(lengths, pp, room_gib, rate, levers, effort) -> None:
     cost = at_rate(machine(pp=pp, room_gib=room_gib), rate)
     without, with_it = (
