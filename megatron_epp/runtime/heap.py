@@ -16,9 +16,9 @@ STEP_BYTES = 2**30
 class HostHeap:
     """Gives the holes' pages back to the host, where they have become many.
 
-    The heap is trimmed when ``step_bytes`` more are resident than after the last time. So a process
-    never has more than those beyond what was in use at once, and the price, 0.1 s and the faults
-    of pages that are taken anew, comes once for so many bytes.
+    The heap is trimmed when ``step_bytes`` more are resident than after the last time. So between
+    ops a process never has more than those beyond what was in use at once, and the price, 0.1 s and
+    the faults of pages that are taken anew, comes once for so many bytes.
     """
 
     def __init__(
