@@ -34,6 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = str(error).split("\n")[0] or type(error).__name__
         print(f"{PROGRAM}: error: {text}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        print(
+            f"{PROGRAM}: error: this needs {error.name}, which is not installed; "
+            "bash scripts/setup_env.sh makes .venv/bin/python with all that is needed",
+            file=sys.stderr,
+        )
+        return 2
     except MemoryError as error:
         print(f"{PROGRAM}: error: out of memory ({error})", file=sys.stderr)
         return 2
@@ -43,13 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _doing(command: str, rest: Sequence[str]) -> int:
     """The commands of the doing tower, which needs torch and Megatron."""
-    try:
-        entry = import_module(f"megatron_epp.mcore.{command}").main
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{command} needs {error.name}, which is not installed; "
-            "install the project's requirements.txt"
-        ) from error
+    entry = import_module(f"megatron_epp.mcore.{command}").main
     return entry(list(rest)) or 0
 
 

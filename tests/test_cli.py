@@ -483,6 +483,12 @@ def test_commands_that_need_torch_say_so(monkeypatch, capsys, command):
     assert "is not installed" in refused(capsys, command)
 
 
+def test_commands_that_need_a_compiler_say_so(monkeypatch, capsys, plan):
+    monkeypatch.delitem(sys.modules, "megatron_epp.cli.draw", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron_epp.show.paint", None)
+    assert "is not installed" in refused(capsys, "draw", plan)
+
+
 def test_a_closed_pipe_is_no_error(plan):
     reader = (
         f"{sys.executable} -m megatron_epp draw {plan} --width 4000 | true; echo ${{PIPESTATUS[0]}}"
