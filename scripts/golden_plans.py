@@ -1,0 +1,126 @@
+"""Writes or compares the golden plans of ``tests/golden``: 40 batches through the command line.
+
+    python scripts/golden_plans.py           # names every plan whose text changed; exit status 1 then
+    python scripts/golden_plans.py --write   # rewrites them, to be reviewed as a diff
+
+A plan is a pure function of lengths, flags and cost model, so its text may change only where
+somebody meant to change what the planner does.
+"""
+
+import argparse
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "tests" / "golden"
+
+_LLAMA = "--model llama3-8b --device h100-80g"
+_GPT = "--model gpt-13b --device a100-80g"
+_LINES = (
+    f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --levers default",
+    f"prolong 1 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --levers default",
+    f"wikipedia 2 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --levers default",
+    f"wlb 3 {_GPT} --pp 8 --cp 4 --context 98304 --global-batch-size 48 --levers default",
+    f"wlb 4 {_GPT} --pp 2 --cp 8 --context 32768 --global-batch-size 64 --levers default,-wsplit",
+    f"prolong 5 {_GPT} --pp 4 --cp 4 --context 65536 --global-batch-size 32 --levers none",
+    f"wlb 6 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --zero 1 --levers default",
+    f"wlb 7 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --memory-budget-gib 30"
+    " --levers default",
+    f"wlb 8 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --levers default"
+    " --multiple 128",
+    f"wlb 9 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --levers default"
+    " --effort 1",
+    f"wlb 0 {_LLAMA} --pp 4 --cp 8 --context 131072 --global-batch-size 64 --levers default",
+    f"prolong 1 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 --levers default",
+    f"wikipedia 2 {_LLAMA} --pp 4 --tp 4 --context 32768 --global-batch-size 64 --levers default",
+    f"wlb 3 {_LLAMA} --pp 2 --tp 8 --context 65536 --global-batch-size 32 --levers default",
+    f"wlb 4 {_LLAMA} --pp 8 --tp 4 --context 65536 --global-batch-size 64 --levers default",
+    f"wlb 5 {_LLAMA} --pp 1 --tp 8 --context 32768 --global-batch-size 32 --levers default",
+    f"wlb 6 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64"
+    " --levers default",
+    f"wikipedia 7 {_LLAMA} --pp 2 --tp 8 --dp 4 --context 16384 --global-batch-size 64"
+    " --levers default",
+    f"wlb 8 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --levers default"
+    " --layers 9 8 8 7",
+    f"wlb 9 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --levers all"
+    " --layers 9 8 8 7",
+    f"wlb 10 {_LLAMA} --pp 4 --tp 4 --context 65536 --global-batch-size 32 --levers default"
+    " --overlong drop",
+    f"wlb 11 {_LLAMA} --pp 4 --tp 4 --context 16384 --global-batch-size 32 --levers default"
+    " --overlong split",
+    f"wlb 12 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 --forward-only",
+    f"wlb 13 {_LLAMA} --pp 2 --tp 8 --dp 2 --context 65536 --global-batch-size 64 --forward-only",
+    "wlb 0 --model gpt-7b --device a100-40g --pp 4 --cp 8 --context 98304 --global-batch-size 64"
+    " --levers default",
+    "prolong 1 --model gpt-30b --device a100-80g --pp 8 --cp 4 --context 65536"
+    " --global-batch-size 64 --levers default",
+    "wlb 2 --model llama3-70b --device h200-141g --pp 8 --tp 8 --context 131072"
+    " --global-batch-size 32 --levers default",
+    "wlb 3 --model llama3-70b --device h100-80g --pp 8 --tp 8 --cp 2 --context 65536"
+    " --global-batch-size 32 --levers default",
+    f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --planner infinipipe",
+    f"prolong 1 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner infinipipe",
+    f"wlb 2 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64"
+    " --planner infinipipe",
+    f"wlb 3 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --planner packing",
+    f"wikipedia 4 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 32768 --global-batch-size 64"
+    " --planner packing",
+    f"wlb 5 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner seq1f1b",
+    f"prolong 6 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --planner seq1f1b",
+    f"wlb 7 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner chunkflow",
+    f"wikipedia 8 {_LLAMA} --pp 8 --tp 4 --context 32768 --global-batch-size 64"
+    " --planner chunkflow",
+    f"wlb 20 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 128 --levers default"
+    " --effort 0",
+    f"wlb 21 {_GPT} --pp 3 --cp 8 --context 49152 --global-batch-size 64 --levers"
+    " chunks,bins,window,search --layers 14 13 13",
+    f"wikipedia 22 {_GPT} --pp 4 --cp 8 --context 196608 --global-batch-size 64"
+    " --levers default,-selective,-trim",
+)
+
+
+def cases() -> Iterator[tuple[Path, list[str]]]:
+    """The file of every golden plan, and the command line that makes it."""
+    for number, line in enumerate(_LINES):
+        lengths, batch, *others = line.split()
+        yield (
+            FOLDER / f"{number:02}-{lengths}.plan",
+            ["plan", "--lengths", lengths, "--batch", batch, *others],
+        )
+
+
+def make(arguments: list[str]) -> str:
+    """The text that the command line prints; ``ValueError`` where it refuses."""
+    from megatron_epp.__main__ import main
+
+    printed, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
+        status = main(arguments)
+    if status:
+        raise ValueError(f"{' '.join(arguments)}: exit status {status}: {told.getvalue()}")
+    return printed.getvalue()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="rewrite the golden files")
+    write = parser.parse_args().write
+    changed = []
+    for path, arguments in cases():
+        text = make(arguments)
+        if write:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            changed.append(path.name)
+            print(f"{path.name}: changed: {' '.join(arguments)}")
+    print(f"{len(_LINES)} plans, {len(changed)} changed" if not write else "written")
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
