@@ -27,12 +27,12 @@ class Turns(cpu_pipeline.VariantSteps):
 
 
 def main() -> None:
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    host.install_cpu_host()
-    from megatron_epp.mcore import schedule
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore import elastic_schedule
 
-    told = schedule.summary
+    told = elastic_schedule.summary
     cpu_pipeline.take_turns(
         PLANNERS, Turns, lambda variant_of, *rest: told(*rest), warm_up=1, first=0
     )

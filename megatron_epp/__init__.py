@@ -20,15 +20,16 @@ def install(args: Any, model_config: Any) -> tuple[Any, Any]:
     :func:`prepare_host` before the first import of Megatron. A ValueError says in one line what
     cannot run.
     """
-    from megatron_epp.mcore import elastic, seams
+    from megatron_epp.mcore import setup
+    from megatron_epp.mcore.patching import seams
 
     seams.install(seams.ALWAYS_SEAMS)
     seams.install(seams.EPP_SEAMS)
-    return elastic.setup(args, model_config)
+    return setup.setup(args, model_config)
 
 
 def prepare_host() -> bool:
     """Make Megatron run on a host without a GPU; returns whether this is one."""
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    return host.install_cpu_host()
+    return cpu_host.install_cpu_host()

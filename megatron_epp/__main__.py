@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _doing(command: str, rest: Sequence[str]) -> int:
     """The commands of the doing tower, which needs torch and Megatron."""
-    entry = import_module(f"megatron_epp.mcore.{command}").main
+    entry = import_module(f"megatron_epp.mcore.{DOING[command]}").main
     return entry(list(rest)) or 0
 
 

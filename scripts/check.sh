@@ -12,7 +12,7 @@ step() {
 }
 
 thinking=()
-for floor in ir cost sim planner show cli __main__.py; do
+for floor in ir corpus cost sim planner show cli __main__.py; do
     [[ -e megatron_epp/$floor ]] && thinking+=("megatron_epp/$floor")
 done
 step lint "$bin/ruff" check .

@@ -125,10 +125,11 @@ def train(side: str, upstream: Path, place: Path, flags: list[str], processes: i
 
 def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
     """One process of one side: run the script as from the shell, and watch its log."""
-    from megatron_epp.mcore import ending, host, seams
+    from megatron_epp.mcore import job_exit
+    from megatron_epp.mcore.patching import cpu_host, seams
 
-    if host.install_cpu_host():
-        flags = [*flags, *host.cpu_flags()]
+    if cpu_host.install_cpu_host():
+        flags = [*flags, *cpu_host.cpu_flags()]
     seams.install(seams.ALWAYS_SEAMS)
     from megatron.training import training
 
@@ -151,7 +152,7 @@ def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
     else:
         sys.argv = [str(Path(upstream) / "pretrain_gpt.py"), *flags]
         runpy.run_path(sys.argv[0], run_name="__main__")
-        ending.finish()  # ours does it itself
+        job_exit.finish()  # ours does it itself
 
 
 # ------------------------------------------------------------------ what they are compared by
@@ -214,9 +215,9 @@ def write_corpus(prefix: Path) -> list[str]:
     import numpy
     import torch
 
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    host.install_cpu_host()
+    cpu_host.install_cpu_host()
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     random = numpy.random.default_rng(0)

@@ -1,6 +1,6 @@
 """Writes or compares the golden plans of ``tests/golden``: 40 batches through the command line.
 
-    python scripts/golden_plans.py           # names every plan whose text changed; exit status 1 then
+    python scripts/golden_plans.py           # names the plans that changed; then exit status 1
     python scripts/golden_plans.py --write   # rewrites them, to be reviewed as a diff
 
 A plan is a pure function of lengths, flags and cost model, so its text may change only where
@@ -39,8 +39,7 @@ _LINES = (
     f"wlb 3 {_LLAMA} --pp 2 --tp 8 --context 65536 --global-batch-size 32 --levers default",
     f"wlb 4 {_LLAMA} --pp 8 --tp 4 --context 65536 --global-batch-size 64 --levers default",
     f"wlb 5 {_LLAMA} --pp 1 --tp 8 --context 32768 --global-batch-size 32 --levers default",
-    f"wlb 6 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64"
-    " --levers default",
+    f"wlb 6 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64 --levers default",
     f"wikipedia 7 {_LLAMA} --pp 2 --tp 8 --dp 4 --context 16384 --global-batch-size 64"
     " --levers default",
     f"wlb 8 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --levers default"

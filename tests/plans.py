@@ -5,7 +5,7 @@ from random import Random
 from hypothesis import strategies as st
 
 from megatron_epp.ir import COMPUTE, Item, Kind, Op, Payload, Plan, Table
-from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_plan
 
 # The plan of the README and of design.md: a cut document, a hybrid chunk, a whole document.
 EXAMPLE = """\

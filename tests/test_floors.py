@@ -1,10 +1,12 @@
 """The house keeps its floors: imports point down, never sideways.
 
-    floor 3  mcore                     the only folder that imports megatron
-    floor 2  planner  show | layers    layers: the only folder that imports transformer_engine
-    floor 1  cost  sim     | runtime
-    floor 0  ir                        the standard library only
-             thinking        doing     two towers: they share ir and meet in mcore
+    floor 5  mcore                        the only folder that imports megatron
+    floor 4  control                      the loop around an iteration; torch, no megatron
+    floor 3  planner  show     | layers   layers: the only folder that imports transformer_engine
+    floor 2  sim
+    floor 1  corpus  cost      | runtime
+    floor 0  ir                           the standard library only
+             thinking            doing    two towers: they share ir and meet in control and mcore
 
 The thinking tower never imports torch. ``__init__``, ``__main__`` and ``cli`` belong to it, and may
 import the rest of the package inside functions only; nothing imports cli but ``__main__``.
@@ -22,15 +24,17 @@ PACKAGE = "megatron_epp"
 ROOT = Path(__file__).parents[1] / PACKAGE
 FLOORS = {
     "ir": 0,
+    "corpus": 1,
     "cost": 1,
-    "sim": 1,
     "runtime": 1,
-    "planner": 2,
-    "show": 2,
-    "layers": 2,
-    "mcore": 3,
+    "sim": 2,
+    "planner": 3,
+    "show": 3,
+    "layers": 3,
+    "control": 4,
+    "mcore": 5,
 }
-THINKING = {"cost", "sim", "planner", "show"}
+THINKING = {"corpus", "cost", "sim", "planner", "show"}
 DOING = {"runtime", "layers"}
 # Light to import; the doing tower only inside functions. cli holds __main__'s commands.
 FRONT_DOORS = {"__init__", "__main__", "cli"}
@@ -133,11 +137,17 @@ def test_every_folder_is_a_package() -> None:
         ("cost/model.py", "from ..sim import play"),
         ("sim/play.py", "import torch"),
         ("sim/play.py", "def late():\n    import torch.nn"),
-        ("planner/epp.py", "from megatron_epp.show import text"),
-        ("planner/epp.py", "from megatron_epp.runtime import link"),  # down, but the other tower
-        ("layers/attention.py", "from megatron_epp.cost import model"),
+        ("planner/epp/planner.py", "from megatron_epp.show import text"),
+        (
+            "planner/epp/planner.py",
+            "from megatron_epp.runtime import link",
+        ),  # down, but the other tower
+        ("layers/attention/cpu.py", "from megatron_epp.cost import model"),
         ("runtime/link.py", "import megatron.core"),
-        ("runtime/link.py", "from megatron_epp.mcore import schedule"),
+        ("runtime/link.py", "from megatron_epp.mcore import elastic_schedule"),
+        ("control/report.py", "from megatron.core import parallel_state"),
+        ("control/report.py", "from megatron_epp.mcore import setup"),
+        ("layers/attention/cpu.py", "from megatron_epp.control import report"),
         ("mcore/flags.py", "import transformer_engine.pytorch"),
         ("mcore/flags.py", "from megatron_epp import pretrain_gpt"),
         ("pretrain_gpt.py", "from megatron.training import pretrain"),
@@ -147,8 +157,8 @@ def test_every_folder_is_a_package() -> None:
         ("__init__.py", "import megatron_epp.layers"),
         ("cli/plan.py", "from megatron_epp.mcore import certify"),
         ("cli/plan.py", "import torch"),
-        ("planner/epp.py", "from megatron_epp.cli import plan"),
-        ("mcore/planning.py", "from megatron_epp.cli import serve"),
+        ("planner/epp/planner.py", "from megatron_epp.cli import plan"),
+        ("mcore/job_cost.py", "from megatron_epp.cli import serve"),
         ("attic/old.py", ""),
     ],
 )
@@ -161,10 +171,14 @@ def test_a_bad_import_is_found(path: str, source: str) -> None:
     [
         ("ir/plan.py", "import hashlib\nfrom megatron_epp.ir.span import Span\nfrom . import op"),
         ("sim/play.py", "import numba\nfrom megatron_epp.ir import rules"),
-        ("planner/epp.py", "from ..cost.model import seconds\nfrom megatron_epp.sim import play"),
-        ("layers/attention.py", "import torch\nimport transformer_engine.pytorch as te"),
+        (
+            "planner/epp/planner.py",
+            "from ..cost.model import seconds\nfrom megatron_epp.sim import play",
+        ),
+        ("layers/attention/cpu.py", "import torch\nimport transformer_engine.pytorch as te"),
         ("runtime/link.py", "import torch.distributed\nfrom megatron_epp.ir.plan import Plan"),
-        ("mcore/schedule.py", "import megatron.core\nfrom megatron_epp.planner import epp"),
+        ("mcore/elastic_schedule.py", "import megatron.core\nfrom megatron_epp.planner import epp"),
+        ("control/report.py", "import torch\nfrom megatron_epp.cost import cost"),
         ("pretrain_gpt.py", "from megatron_epp.mcore import entry"),
         (
             "__main__.py",

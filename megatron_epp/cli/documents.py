@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.planner.batches import Corpus, distribution_names, open_corpus
+from megatron_epp.corpus.lengths import Corpus, distribution_names, open_corpus
 from megatron_epp.show.units import tokens_text
 
 # Documents in a batch where the user names no number: that of the published experiments.

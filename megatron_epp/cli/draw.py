@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_epp.cli import machine
 from megatron_epp.cli.files import read_plan, read_records, require_run_of, write
 from megatron_epp.cli.options import Refused
-from megatron_epp.cli.units import unit_table
 from megatron_epp.ir import Plan
 from megatron_epp.show.paint import draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing
@@ -16,6 +15,7 @@ from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import Timeline, timeline, timeline_of
 from megatron_epp.show.torch_csv import to_torch_csv
 from megatron_epp.sim.play import play
+from megatron_epp.sim.unit_table import unit_table
 
 Runs = list[Timeline]
 

@@ -19,7 +19,7 @@ COMMANDS = {
     "certify": "gradients of random plans against the plain model",
 }
 # They import torch and Megatron, and read their own options.
-DOING = ("profile", "certify")
+DOING = {"profile": "calibrate.profile_file", "certify": "certify.command"}
 
 
 AUTO = 0  # in the place of a degree that the planner is to choose
@@ -180,7 +180,7 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 def _batch(command: argparse.ArgumentParser) -> None:
     # Here, because the planners load a compiler and a solver, which half of the commands never use.
-    from megatron_epp.planner.batches import DEFAULT_SEED, OVERLONG, distribution_names
+    from megatron_epp.corpus.lengths import DEFAULT_SEED, OVERLONG, distribution_names
 
     group = command.add_argument_group("documents")
     group.add_argument(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.did_you_mean import unknown_name
 from megatron_epp.ir import Step
 from megatron_epp.planner import (
     GROUPS,
@@ -14,11 +15,9 @@ from megatron_epp.planner import (
     Options,
     Planned,
     PlannedGroups,
-    deal,
     plan_step,
 )
-from megatron_epp.planner.bound import lower_bound_seconds
-from megatron_epp.planner.names import unknown_name
+from megatron_epp.planner.lower_bound import lower_bound_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def outcome(
         planned = plan_step(lengths, cost, options, planner, replicas)
         found, step, took = planned.planned, planned.step, planned.plan_seconds
     else:
-        deals = deal(lengths, cost, replicas)
+        deals = replicas(lengths, cost, replicas)
         found = tuple(GROUPS[planner]([lengths[d] for d in held], cost, options) for held in deals)
         step, took = None, sum(each.plan_seconds for each in found)
     slowest = max(found, key=lambda each: each.seconds)

@@ -11,7 +11,7 @@ from megatron_epp.cli import machine
 from megatron_epp.cli.files import read_plan, write
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, format_records
-from megatron_epp.planner.bound import lower_bound_seconds
+from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.show.table import plain
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text

@@ -22,7 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from megatron_epp.mcore import config, ending, host, seams
+from megatron_epp.mcore import config, job_exit
+from megatron_epp.mcore.patching import cpu_host, seams
 
 
 def main(program_start: float | None = None) -> None:
@@ -33,10 +34,10 @@ def main(program_start: float | None = None) -> None:
     try:
         train(time.time() if program_start is None else program_start)
     except Exception as error:
-        if not ending.is_users_mistake(error):
+        if not job_exit.is_users_mistake(error):
             raise
-        ending.refuse(error)
-    ending.finish()
+        job_exit.refuse(error)
+    job_exit.finish()
 
 
 def train(program_start: float) -> None:
@@ -50,7 +51,7 @@ def train(program_start: float) -> None:
         # One rank's word is enough, as Megatron-LM's script has it.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
-    host.install_cpu_host()
+    cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     seams.check_seams()
 
@@ -61,7 +62,7 @@ def train(program_start: float) -> None:
         pretrain_cfg_container_from_args,
     )
 
-    from megatron_epp.mcore import stock
+    from megatron_epp.mcore import megatron_gpt
 
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
@@ -70,12 +71,12 @@ def train(program_start: float) -> None:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     with refusals_as_value_errors():
         model = gpt_config_from_args(args)
-    forward_step, datasets = stock.forward_step, stock.datasets
+    forward_step, datasets = megatron_gpt.forward_step, megatron_gpt.datasets
     if args.epp:
-        from megatron_epp.mcore import elastic
+        from megatron_epp.mcore import setup
 
         seams.install(seams.EPP_SEAMS)
-        forward_step, datasets = elastic.setup(args, model)
+        forward_step, datasets = setup.setup(args, model)
     with refusals_as_value_errors():
         configuration = pretrain_cfg_container_from_args(args, model)
     pretrain(
@@ -84,7 +85,7 @@ def train(program_start: float) -> None:
         ModelType.encoder_or_decoder,
         forward_step,
         store=store,
-        get_embedding_ranks=stock.embedding_ranks,
+        get_embedding_ranks=megatron_gpt.embedding_ranks,
     )
 
 
@@ -98,14 +99,14 @@ def read_flags() -> Namespace:
     """
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
-    from megatron_epp.mcore import stock
+    from megatron_epp.mcore import megatron_gpt
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
         wanted = parse_args(prepare_parser)
-        if host.is_cpu_host():
-            host.refuse_gpu_flags(wanted)
-        stock.refuse_unsupported(wanted)
+        if cpu_host.is_cpu_host():
+            cpu_host.refuse_gpu_flags(wanted)
+        megatron_gpt.refuse_unsupported(wanted)
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)
@@ -123,8 +124,8 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     config.add_arguments(parser)
     # Megatron divides by --eval-interval even where nothing is evaluated (training.py:4481).
     parser.set_defaults(eval_interval=1000)
-    if host.is_cpu_host():
-        parser.set_defaults(**host.cpu_defaults())
+    if cpu_host.is_cpu_host():
+        parser.set_defaults(**cpu_host.cpu_defaults())
     if _rank() != 0:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
     parser.error = _refuse  # type: ignore[method-assign]

@@ -9,11 +9,11 @@
 A plan is a pure function of these arguments: no clock, no chance, no order of the documents.
 """
 
-from megatron_epp.planner.deal import deal, evaluation_step, plan_step
 from megatron_epp.planner.degrees import Choice, choose
 from megatron_epp.planner.evaluation import evaluation_plan
 from megatron_epp.planner.options import ALL, LEVERS, TRAINING, Options, parse_levers
 from megatron_epp.planner.registry import GROUPS, PIPELINES, PLANNERS, planner_of
+from megatron_epp.planner.replicas import deal, evaluation_step, plan_step
 from megatron_epp.planner.result import GroupMicroBatch, Planned, PlannedGroups, PlannedStep
 
 __all__ = [

@@ -6,12 +6,12 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
-from megatron_epp.planner.buckets import longest_first
-from megatron_epp.planner.chunking import assemble
-from megatron_epp.planner.finish import Batch
+from megatron_epp.planner.chunks.bin_packing import longest_first
+from megatron_epp.planner.chunks.chunking import assemble
+from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.slicing import cut_each, ideal_chunks
-from megatron_epp.planner.work import loads_of, rates_of, with_kept
+from megatron_epp.planner.order.emit import Batch
+from megatron_epp.planner.order.problem import loads_of, rates_of, with_kept
 from megatron_epp.sim.play import play
 
 # A document that does not fit in so many slices is refused: its K and V alone are too large.

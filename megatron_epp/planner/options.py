@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megatron_epp.planner.names import unknown_name
+from megatron_epp.cost.did_you_mean import unknown_name
 
 # Every lever of `epp`, with what it does where it is on. None of them belongs to another planner.
 LEVERS = MappingProxyType(
@@ -23,7 +23,7 @@ LEVERS = MappingProxyType(
 SIMULATION_ONLY = frozenset({"offload", "uneven"})
 ALL = frozenset(LEVERS)
 # What the executor can run. Layers that cannot split a backward do without `wsplit`, which
-# training finds out from its flags (mcore.planning.unusable_levers).
+# training finds out from its flags (mcore.job_cost.unusable_levers).
 TRAINING = ALL - SIMULATION_ONLY
 
 

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import chunkflow, epp, flexsp, hybrid_cp, infinipipe, packing, seq1f1b
-from megatron_epp.planner.names import unknown_name
+from megatron_epp.cost.did_you_mean import unknown_name
+from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
+from megatron_epp.planner.device_groups import flexsp, hybrid_cp
+from megatron_epp.planner.epp import planner as epp
+from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.result import Planned, PlannedGroups
 

@@ -12,11 +12,11 @@ from torch.profiler import record_function
 
 from megatron_epp.ir import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Program, Timed, Transfer
 from megatron_epp.runtime.clock import CudaClock, HostClock
-from megatron_epp.runtime.heap import HostHeap
+from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
-from megatron_epp.runtime.meter import Meter, free_cached_memory, out_of_memory
-from megatron_epp.runtime.peers import Peers
-from megatron_epp.runtime.store import Store
+from megatron_epp.runtime.malloc_trim import HostHeap
+from megatron_epp.runtime.memory_meter import Meter, free_cached_memory, out_of_memory
+from megatron_epp.runtime.stage_peers import Peers
 
 logger = logging.getLogger(__name__)
 

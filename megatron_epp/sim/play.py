@@ -19,9 +19,9 @@ from megatron_epp.ir import (
     rules_of,
     slices_of,
 )
-from megatron_epp.sim.board import board_of, orders_of
-from megatron_epp.sim.core import Board, Orders, Run, run
-from megatron_epp.sim.rows import KIND_CODE, rows_for
+from megatron_epp.sim.engine import Board, Orders, Run, run
+from megatron_epp.sim.inputs import board_of, orders_of
+from megatron_epp.sim.rule_arrays import KIND_CODE, rows_for
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,12 @@ GIB = 2**30
 
 def work(tasks: list[dict]) -> None:
     """Megatron's trainer; iteration i runs tasks[i]: a batch, and how it is planned."""
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    host.install_cpu_host()
-    from megatron_epp.mcore import elastic, entry, schedule
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore import elastic_schedule, entry, setup
 
-    class Batches(elastic.GlobalBatches):
+    class Batches(setup.GlobalBatches):
         given = 0
 
         def __next__(self):
@@ -59,9 +59,9 @@ def work(tasks: list[dict]) -> None:
             self.given += 1
             return self.peek()
 
-    elastic.make_planning = lambda *arguments: Tasks(tasks, *arguments)
-    elastic.GlobalBatches = Batches
-    schedule.summary = told
+    setup.make_planning = lambda *arguments: Tasks(tasks, *arguments)
+    setup.GlobalBatches = Batches
+    elastic_schedule.summary = told
     entry.main()
 
 
@@ -72,7 +72,7 @@ class Tasks:
     budget = None  # every task has its own
 
     def __init__(self, tasks, args, config, layers, multiple, groups, profile):
-        from megatron_epp.mcore.planning import training_cost
+        from megatron_epp.mcore.job_cost import training_cost
         from megatron_epp.planner import Options
 
         self.tasks, self.groups = tasks, groups
@@ -82,7 +82,7 @@ class Tasks:
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
         from megatron_epp.ir import Step
-        from megatron_epp.runtime.agree import share
+        from megatron_epp.runtime.consensus import share
 
         text = error = None
         if self.groups.control.rank() == 0:
@@ -99,9 +99,9 @@ class Tasks:
 def plan(task: dict, lengths: Sequence[int], ample, options):
     """The step for one batch; ``share`` of what the epp plan needs that keeps everything."""
     from megatron_epp.ir import Prediction, Step
-    from megatron_epp.layers.recompute import EXECUTABLE
+    from megatron_epp.ir.random_plan import arbitrary_plan
+    from megatron_epp.layers.recompute.wrap import EXECUTABLE
     from megatron_epp.planner import plan_step
-    from megatron_epp.planner.arbitrary import arbitrary_plan
     from megatron_epp.sim.play import play
 
     if task["planner"] == "random":

@@ -69,9 +69,9 @@ WORK = "--work"
 
 def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
     """Megatron's trainer with the variants' plans in the place of one planner's."""
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    host.install_cpu_host()
+    cpu_host.install_cpu_host()
     take_turns(variants, VariantSteps, told, warm_up, first)
 
 
@@ -81,15 +81,15 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
     steps   makes the plans; the first thing it is given is the variant of an iteration's number
     tell    what is logged of an iteration; given first which variant it was, by number
     """
-    from megatron_epp.mcore import elastic, entry, schedule
+    from megatron_epp.mcore import elastic_schedule, entry, setup
 
     def variant_of(iteration: int) -> int:
         """Where iteration 1 warms up, it does so with the first variant, as iteration 2."""
         return max(0, iteration - 1 - warm_up) % len(variants)
 
-    elastic.make_planning = functools.partial(steps, lambda at: variants[variant_of(at)])
-    elastic.GlobalBatches = repeated(elastic.GlobalBatches, len(variants), warm_up, first)
-    schedule.summary = functools.partial(tell, variant_of)
+    setup.make_planning = functools.partial(steps, lambda at: variants[variant_of(at)])
+    setup.GlobalBatches = repeated(setup.GlobalBatches, len(variants), warm_up, first)
+    elastic_schedule.summary = functools.partial(tell, variant_of)
     entry.main()
 
 
@@ -115,7 +115,7 @@ class VariantSteps:
     whole: tuple[float, ...] = ()  # what packing holds without recompute, promised, in bytes
 
     def __init__(self, variant_at, args, config, layers, multiple, groups, profile):
-        from megatron_epp.mcore.planning import training_cost, training_levers
+        from megatron_epp.mcore.job_cost import training_cost, training_levers
         from megatron_epp.planner import Options
 
         self.variant_at, self.groups = variant_at, groups
@@ -129,7 +129,7 @@ class VariantSteps:
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
         from megatron_epp.ir import Step
-        from megatron_epp.runtime.agree import share
+        from megatron_epp.runtime.consensus import share
 
         text = error = None
         if self.groups.control.rank() == 0:

@@ -41,12 +41,12 @@ REPEATS = 16
 
 def work() -> None:
     """Megatron's trainer with the variants' plans in the place of one planner's."""
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    host.install_cpu_host()
-    from megatron_epp.mcore import calibrate
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore.calibrate import measure
 
-    calibrate.measure_split = priced(calibrate.measure_split)
+    measure.measure_split = priced(measure.measure_split)
     pipeline.take_turns(VARIANTS, SplitSteps, told, warm_up=1, first=0)
 
 
@@ -55,7 +55,7 @@ def priced(measure_split: Callable) -> Callable:
 
     def measured(probe: Any, tokens: int) -> Any:
         from megatron_epp.ir import KEEP
-        from megatron_epp.mcore.probe import Shape
+        from megatron_epp.mcore.calibrate.probe import Shape
 
         for size in SIZES:
             shape = Shape(size)

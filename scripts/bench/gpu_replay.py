@@ -33,8 +33,8 @@ HEADERS = [
 
 def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """By planner, its plan of the batch."""
+    from megatron_epp.corpus.lengths import open_corpus
     from megatron_epp.planner import PIPELINES, Options, parse_levers
-    from megatron_epp.planner.batches import open_corpus
 
     corpus = open_corpus(arguments.lengths, arguments.context)
     lengths = corpus.batch(arguments.batch, arguments.documents)
@@ -50,7 +50,7 @@ def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) 
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.cost import Cost
     from megatron_epp.cost.devices import GIB
-    from megatron_epp.mcore.alone import build_stage, profile_of
+    from megatron_epp.mcore.calibrate.single_stage import build_stage, profile_of
 
     profile = without_states(profile_of(alone, build_stage(alone, 1, True, True)))
     bytes_per_token = alone.args.hidden_size * alone.args.params_dtype.itemsize
@@ -66,7 +66,7 @@ def replayed(
     alone: Any, planned: dict[str, Any], layers: tuple[int, ...], repeats: int
 ) -> dict[str, list[Any]]:
     """By planner, the records of every stage. A stage's model is built once for all plans."""
-    from megatron_epp.mcore.alone import build_stage, replay
+    from megatron_epp.mcore.calibrate.single_stage import build_stage, replay
 
     records: dict[str, list[Any]] = {name: [] for name in planned}
     for stage, count in enumerate(layers):
@@ -85,7 +85,7 @@ def replayed(
 
 def rows(planned: dict[str, Any], records: dict[str, list[Any]], cost: Any) -> list[list[str]]:
     from megatron_epp.cost.devices import GIB
-    from megatron_epp.mcore.alone import measured_table, peak_bytes
+    from megatron_epp.mcore.calibrate.single_stage import measured_table, peak_bytes
     from megatron_epp.sim.play import play
 
     played = {

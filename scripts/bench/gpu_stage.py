@@ -35,8 +35,8 @@ SLICED = ("document", "slices of", "whole ms", "in slices ms", "ratio")
 def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[list, list[str]]:
     """The table, and its errors in words."""
     from megatron_epp.ir import FULL, KEEP, Kind
-    from megatron_epp.mcore.alone import probe_of, profile_of
-    from megatron_epp.mcore.probe import Shape, undisturbed
+    from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
+    from megatron_epp.mcore.calibrate.single_stage import probe_of, profile_of
 
     layers = arguments.layers
     made: list[list[str]] = []
@@ -102,9 +102,9 @@ def attention_seconds(alone: Any, length: int, size: int, repeats: int) -> float
     import torch
 
     from megatron_epp.ir import Span
-    from megatron_epp.layers.chunk import ChunkState, Rows
-    from megatron_epp.mcore.planning import model_shape
-    from megatron_epp.runtime.store import Store
+    from megatron_epp.layers.chunk_state import ChunkState, Rows
+    from megatron_epp.mcore.job_cost import model_shape
+    from megatron_epp.runtime.kv_store import Store
 
     shape = model_shape(alone.args)
     dtype = alone.args.params_dtype
@@ -147,7 +147,7 @@ def stage_seconds(
 ) -> float:
     """F and B of all slices, by the executor, on a stage in the middle."""
     from megatron_epp.ir import Chunk, Kind, Op, Plan, Span
-    from megatron_epp.mcore.alone import replay
+    from megatron_epp.mcore.calibrate.single_stage import replay
 
     parts = borders(length, size)
     count = range(len(parts))
@@ -196,7 +196,7 @@ def main() -> None:
     arguments, others = parser.parse_known_args()
     context = max(max(arguments.contexts) + max(arguments.slices), *arguments.lengths)
     alone = shapes.begin(arguments, arguments.layers, context, others)
-    from megatron_epp.mcore.alone import build_stage
+    from megatron_epp.mcore.calibrate.single_stage import build_stage
     from megatron_epp.show.table import markdown, plain
 
     model = build_stage(alone, arguments.layers, True, True)

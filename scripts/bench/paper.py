@@ -24,12 +24,14 @@ from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
 
+from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.cost import Cost, named_cost
-from megatron_epp.planner import ALL, PIPELINES, PLANNERS, Options, homogeneous, infinipipe
-from megatron_epp.planner.batches import open_corpus
-from megatron_epp.planner.finish import Batch
-from megatron_epp.planner.fixed_size import fixed_chunks, sizes
-from megatron_epp.planner.slicing import Rates
+from megatron_epp.planner import ALL, PIPELINES, PLANNERS, Options
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
+from megatron_epp.planner.chunks.slicing import Rates
+from megatron_epp.planner.device_groups import homogeneous
+from megatron_epp.planner.infinipipe import planner as infinipipe
+from megatron_epp.planner.order.emit import Batch
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.sim.play import play
 

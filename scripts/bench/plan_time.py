@@ -18,9 +18,9 @@ from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
 
+from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.cost import named_cost
 from megatron_epp.planner import ALL, PLANNERS, Options, plan_step
-from megatron_epp.planner.batches import open_corpus
 from megatron_epp.show.table import markdown
 
 K = 1024

@@ -76,12 +76,12 @@ def begin(arguments: argparse.Namespace, layers: int, context: int, others: Sequ
     if on_gpu and not torch.cuda.is_available():
         refuse("--device cuda: this host has no CUDA GPU; --device cpu tries the script")
     sys.path.insert(0, str(ROOT))
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    host.install_cpu_host()
-    from megatron_epp.mcore import alone
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore.calibrate import single_stage
 
-    return alone.begin(flags(arguments.model, layers, context, on_gpu, others))
+    return single_stage.begin(flags(arguments.model, layers, context, on_gpu, others))
 
 
 def hardware() -> str:

@@ -15,16 +15,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
 from megatron.core import parallel_state as mpu  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
-from megatron_epp.mcore import entry, seams  # noqa: E402
-from megatron_epp.runtime.meter import SavedBytesMeter  # noqa: E402
-from megatron_epp.runtime.store import Store  # noqa: E402
+from megatron_epp.mcore import entry  # noqa: E402
+from megatron_epp.mcore.patching import seams  # noqa: E402
+from megatron_epp.runtime.kv_store import Store  # noqa: E402
+from megatron_epp.runtime.memory_meter import SavedBytesMeter  # noqa: E402
 
 
 class Watch:

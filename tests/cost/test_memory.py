@@ -14,7 +14,7 @@ from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Bytes
 from megatron_epp.ir import Chunk, Item, Kind, Plan, Span, slices_of
-from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_plan
 
 MODEL = Model("small", 4, 64, 176, 4, 2, 16, 1000, gated=True)
 

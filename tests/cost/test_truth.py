@@ -14,7 +14,7 @@ from megatron_epp.cost.profile import Seconds
 from megatron_epp.cost.refit import LEAST, refit
 from megatron_epp.cost.residuals import Sorted, residuals
 from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Payload, Timed, Transfer
-from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.sim.play import play
 
 MODEL = Model("small", 4, 64, 176, 4, 2, 16, 1000, gated=True)

@@ -39,10 +39,10 @@ def engine() -> None:
 @pytest.fixture(scope="session")
 def alone():
     """This process as a world of its own; bf16."""
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    host.install_cpu_host()
-    from megatron_epp.mcore.alone import begin
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore.calibrate.single_stage import begin
 
     return begin(MODEL.split() + ([] if has_engine() else LOCAL.split()))
 
@@ -54,8 +54,8 @@ def plainly(alone):
 
     import torch
 
-    from megatron_epp.layers.plain_kernel import PlainKernel
-    from megatron_epp.layers.varlen import VarlenAttention
+    from megatron_epp.layers.attention.reference import PlainKernel
+    from megatron_epp.layers.attention.varlen import VarlenAttention
 
     scale = alone.args.kv_channels**-0.5
 

@@ -16,7 +16,7 @@ HEADS = {
 def kernel_of(name: str, heads: int, groups: int, size: int):
     import torch
 
-    from megatron_epp.mcore.backends import _KERNELS, Heads
+    from megatron_epp.mcore.model.attention import _KERNELS, Heads
 
     return _KERNELS[name](Heads(heads, groups, size, size**-0.5, torch.bfloat16))
 
@@ -27,8 +27,8 @@ def kernel_of(name: str, heads: int, groups: int, size: int):
 def test_the_self_test_passes(name, kind, dtype, request) -> None:
     import torch
 
-    from megatron_epp.layers.selftest import require_right
-    from megatron_epp.mcore.backends import this_device
+    from megatron_epp.layers.attention.selftest import require_right
+    from megatron_epp.mcore.model.attention import this_device
 
     if name == "te":
         request.getfixturevalue("engine")
@@ -43,8 +43,8 @@ def test_the_self_test_passes(name, kind, dtype, request) -> None:
 def test_a_long_context_is_computed_in_slices(name, request) -> None:
     """Of 24K tokens, the last slice: forward and backward against the other kernels' numbers is
     what the self-test does; here the lengths are real, and the reference is float32 by head."""
-    from megatron_epp.layers.selftest import ALLOWANCE, errors
-    from megatron_epp.mcore.backends import this_device
+    from megatron_epp.layers.attention.selftest import ALLOWANCE, errors
+    from megatron_epp.mcore.model.attention import this_device
 
     import torch  # isort: skip
 

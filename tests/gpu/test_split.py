@@ -40,8 +40,8 @@ def test_halves_add_up_to_the_whole_from_the_first_iteration_on(
 ) -> None:
     import torch
 
-    from megatron_epp.mcore.alone import build_stage
-    from megatron_epp.mcore.deferred import Deferral, refuse_split
+    from megatron_epp.mcore.calibrate.single_stage import build_stage
+    from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
 
     args = copy.copy(alone.args)
     args.gradient_accumulation_fusion, args.add_bias_linear = fused, biased
@@ -59,10 +59,10 @@ def test_halves_add_up_to_the_whole_from_the_first_iteration_on(
 
 def test_what_i_leaves_is_what_w_adds(alone, engine) -> None:
     """The guard can fail: without its Ws the weights of linears have no gradient at all."""
-    from megatron_epp.layers.deferred import Aside
-    from megatron_epp.mcore.alone import build_stage, probe_of
-    from megatron_epp.mcore.deferred import Deferral
-    from megatron_epp.mcore.probe import Shape
+    from megatron_epp.layers.wgrad.linear import Aside
+    from megatron_epp.mcore.calibrate.probe import Shape
+    from megatron_epp.mcore.calibrate.single_stage import build_stage, probe_of
+    from megatron_epp.mcore.model.split_backward import Deferral
 
     model = build_stage(alone, 1, False, False)
     probe = probe_of(alone, model)

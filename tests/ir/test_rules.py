@@ -24,9 +24,9 @@ from megatron_epp.ir import (
     lower,
     slices_of,
 )
-from megatron_epp.sim.board import orders_of
-from megatron_epp.sim.core import Board, run
-from megatron_epp.sim.rows import HELD, Rows, rows_of
+from megatron_epp.sim.engine import Board, run
+from megatron_epp.sim.inputs import orders_of
+from megatron_epp.sim.rule_arrays import HELD, Rows, rows_of
 
 check_module = __import__("megatron_epp.ir.check", fromlist=["check"])
 

@@ -23,8 +23,8 @@ from megatron_epp.ir import (
     parse_records,
     recompute_first,
 )
+from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.ir.recompute import LETTERS, format_recompute, offload_among, parse_recompute
-from megatron_epp.planner.arbitrary import arbitrary_plan
 from tests.plans import EXAMPLE, plans
 
 finite = st.floats(0, allow_nan=False, allow_infinity=False)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import Chunk, Kind, Op, Plan, slices_of
-from megatron_epp.layers.attention import ChunkAttention
-from megatron_epp.layers.chunk import ChunkState, chunk_rows, context_tokens, store_for
-from megatron_epp.layers.plain_kernel import PlainKernel
-from megatron_epp.layers.varlen import VarlenAttention
-from megatron_epp.runtime.store import Store
+from megatron_epp.layers.attention.cpu import ChunkAttention
+from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.varlen import VarlenAttention
+from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, context_tokens, store_for
+from megatron_epp.runtime.kv_store import Store
 
 LAYER = 3  # any: the store's key
 HEAD_SIZE = 8

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import Span, slices_of
-from megatron_epp.layers.chunk import chunk_rows, context_tokens
-from megatron_epp.layers.kernels import attend, attend_backward
-from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
+from megatron_epp.layers.chunk_state import chunk_rows, context_tokens
 from tests.layers.runner import (
     NAMES,
     ROWS,

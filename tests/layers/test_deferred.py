@@ -9,9 +9,9 @@ from torch.nn import Parameter
 from torch.nn.functional import linear as torch_linear
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.layers.deferred import Aside, Linear, deferred_linear
-from megatron_epp.runtime.meter import SavedBytesMeter
-from megatron_epp.runtime.store import Store
+from megatron_epp.layers.wgrad.linear import Aside, Linear, deferred_linear
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
 T, K, N = 5, 7, 3
 

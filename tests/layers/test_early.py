@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_epp.layers.early import early_backward
-from megatron_epp.runtime.meter import SavedBytesMeter
-from megatron_epp.runtime.store import Store
+from megatron_epp.layers.early_loss import early_backward
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
 ROWS, HIDDEN, VOCABULARY = 20, 6, 50
 

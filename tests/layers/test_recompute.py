@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from megatron_epp.layers.chunk import ChunkState
-from megatron_epp.layers.recompute import EXECUTABLE, wrap_layer
-from megatron_epp.layers.remake import Dropped
-from megatron_epp.runtime.store import Store
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.recompute.outputs import Dropped
+from megatron_epp.layers.recompute.wrap import EXECUTABLE, wrap_layer
+from megatron_epp.runtime.kv_store import Store
 
 
 def state(recompute: str, training: bool = True) -> ChunkState:

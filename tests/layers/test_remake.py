@@ -8,12 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron_epp.ir import Span
-from megatron_epp.layers.attention import ChunkAttention
-from megatron_epp.layers.chunk import ChunkState, Rows
-from megatron_epp.layers.recompute import MODULES, wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
-from megatron_epp.layers.remake import AttendAgain, Dropped
-from megatron_epp.runtime.meter import SavedBytesMeter
-from megatron_epp.runtime.store import Store
+from megatron_epp.layers.attention.cpu import ChunkAttention
+from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.recompute.outputs import AttendAgain, Dropped
+from megatron_epp.layers.recompute.wrap import (
+    MODULES,
+    wrap_consumer,
+    wrap_layer,
+    wrap_mlp,
+    wrap_norm,
+)
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
 ROWS, HIDDEN, FFN = 24, 8, 32
 BYTES = 8  # float64

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.layers.deferred import Aside
-from megatron_epp.layers.te_deferred import can_defer, deferred_forward
-from megatron_epp.runtime.meter import SavedBytesMeter
-from megatron_epp.runtime.store import Store
+from megatron_epp.layers.wgrad.linear import Aside
+from megatron_epp.layers.wgrad.te import can_defer, deferred_forward
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import SavedBytesMeter
 from tests.layers import engine
 from tests.layers.test_deferred import _Mark, _Marked
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_epp.layers.ulysses import RowsAgain, Ulysses, refuse_heads
+from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses, refuse_heads
 
 RANKS, ROWS, HEADS, SIZE = 4, 12, 8, 3
 GROUPS = (8, 4, 2, 1)  # key heads: two a rank, one, and shared by two and by four ranks

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_epp.layers.flash_kernel import FlashKernel
-from megatron_epp.layers.plain_kernel import PlainKernel
-from megatron_epp.layers.selftest import require_right
-from megatron_epp.layers.te_attention import MASK, TransformerEngineKernel
-from megatron_epp.layers.varlen import Borders, Operands
+from megatron_epp.layers.attention.flash import FlashKernel
+from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.selftest import require_right
+from megatron_epp.layers.attention.te import MASK, TransformerEngineKernel
+from megatron_epp.layers.attention.varlen import Borders, Operands
 from tests.layers.runner import (
     HEAD_SIZE,
     NAMES,

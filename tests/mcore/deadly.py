@@ -2,15 +2,16 @@
 
 import signal
 
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry, planning  # noqa: E402
+from megatron_epp.control import planned_steps  # noqa: E402
+from megatron_epp.mcore import entry  # noqa: E402
 
 
 def main() -> None:
-    plain = planning.PlannedSteps.look_ahead
+    plain = planned_steps.PlannedSteps.look_ahead
 
     def look_ahead(self, iteration, lengths):
         dies = iteration == 2 and self.ahead is not None
@@ -20,7 +21,7 @@ def main() -> None:
         if dies:
             self.ahead._process.kill()
 
-    planning.PlannedSteps.look_ahead = look_ahead
+    planned_steps.PlannedSteps.look_ahead = look_ahead
     entry.main()
 
 

@@ -2,9 +2,9 @@
 
 import os
 
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
 from megatron_epp.mcore import entry  # noqa: E402
 

@@ -12,14 +12,15 @@ hungry.py WAY <flags>
 import os
 import sys
 
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import elastic, entry, packed  # noqa: E402
-from megatron_epp.mcore.schedule import ElasticSchedule  # noqa: E402
-from megatron_epp.mcore.stage import ModelStage  # noqa: E402
-from megatron_epp.runtime import peers  # noqa: E402
+from megatron_epp.mcore import entry, setup  # noqa: E402
+from megatron_epp.mcore.elastic_schedule import ElasticSchedule  # noqa: E402
+from megatron_epp.mcore.model import hooks  # noqa: E402
+from megatron_epp.mcore.model.stage import ModelStage  # noqa: E402
+from megatron_epp.runtime import stage_peers  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 
@@ -37,15 +38,15 @@ def starve_evaluation(most_tokens: int) -> None:
 
 
 def loosen_limit() -> None:
-    plain = elastic.limit_bytes
+    plain = setup.limit_bytes
     if RANK == 0:
-        elastic.limit_bytes = lambda config: 1e6 * plain(config)
+        setup.limit_bytes = lambda config: 1e6 * plain(config)
 
 
 def starve_layer() -> None:
-    peers.PATIENCE_SECONDS = 5.0
+    stage_peers.PATIENCE_SECONDS = 5.0
     running = {"iteration": 0, "done": False}
-    plain_call, plain_attend = ElasticSchedule.__call__, packed.ElasticAttention.__call__
+    plain_call, plain_attend = ElasticSchedule.__call__, hooks.ElasticAttention.__call__
 
     def call(self, **named):
         running["iteration"] += 1
@@ -58,7 +59,7 @@ def starve_layer() -> None:
         return plain_attend(self, *arguments, **named)
 
     ElasticSchedule.__call__ = call
-    packed.ElasticAttention.__call__ = attend
+    hooks.ElasticAttention.__call__ = attend
 
 
 def main() -> None:

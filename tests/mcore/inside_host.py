@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.mcore import ending, entry, host, seams
+from megatron_epp.mcore import entry, job_exit
+from megatron_epp.mcore.patching import cpu_host, seams
 
-assert host.install_cpu_host()
+assert cpu_host.install_cpu_host()
 
 
 # ------------------------------------------------------------------ torch
@@ -21,7 +22,7 @@ assert host.install_cpu_host()
 
 def test_a_second_install_changes_nothing():
     before = torch.zeros, torch.Tensor.to, torch.cuda.current_stream
-    assert host.install_cpu_host()
+    assert cpu_host.install_cpu_host()
     assert before == (torch.zeros, torch.Tensor.to, torch.cuda.current_stream)
 
 
@@ -74,7 +75,7 @@ def test_nothing_is_compiled():
 
 def test_streams_and_events_do_nothing_and_the_truth_about_gpus_is_kept():
     assert not torch.cuda.is_available()
-    assert not host.has_gpu()
+    assert not cpu_host.has_gpu()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         side.wait_stream(torch.cuda.current_stream())
@@ -94,7 +95,7 @@ def test_starting_a_data_loader_draws_no_random_numbers():
 
 
 def test_double_precision_keeps_float64_through_a_cast_and_ends():
-    with host.double_precision():
+    with cpu_host.double_precision():
         made = torch.ones(2)
         assert made.dtype == made.float().dtype == torch.float64
         assert torch.ones(2, dtype=torch.bfloat16).float().dtype == torch.float32
@@ -171,9 +172,9 @@ def parsed(monkeypatch, *words):
 
 def test_the_defaults_are_what_the_flags_would_set(monkeypatch):
     plain = vars(parsed(monkeypatch)())
-    typed = vars(parsed(monkeypatch, *host.cpu_flags())())
+    typed = vars(parsed(monkeypatch, *cpu_host.cpu_flags())())
     changed = {name: typed[name] for name in typed if typed[name] != plain[name]}
-    assert changed == host.cpu_defaults()
+    assert changed == cpu_host.cpu_defaults()
     ours = vars(parsed(monkeypatch)(entry.prepare_parser))
     assert changed.items() <= ours.items()
     assert ours["eval_interval"] > 0
@@ -205,7 +206,7 @@ def test_what_cannot_be_parsed_or_done_is_said_in_one_line(monkeypatch, words, l
     with pytest.raises(ValueError) as refusal:
         entry.read_flags()
     assert str(refusal.value) == line
-    assert ending.is_users_mistake(refusal.value)
+    assert job_exit.is_users_mistake(refusal.value)
 
 
 def test_a_bare_assert_of_megatrons_is_shown_with_its_condition(monkeypatch):
@@ -225,13 +226,13 @@ def test_a_bare_assert_of_megatrons_is_shown_with_its_condition(monkeypatch):
 def test_a_mistake_is_a_value_error_of_ours():
     with pytest.raises(ValueError) as ours:
         seams.install([seams.schedule_seam(lambda original: original), _gone()])
-    assert ending.is_users_mistake(ours.value)
+    assert job_exit.is_users_mistake(ours.value)
     with pytest.raises(ValueError) as torchs:
         torch.optim.SGD([], lr=1.0)
-    assert not ending.is_users_mistake(torchs.value)
+    assert not job_exit.is_users_mistake(torchs.value)
     with pytest.raises(TypeError) as bug:
-        host.install_cpu_host("bug")  # type: ignore[call-arg]
-    assert not ending.is_users_mistake(bug.value)
+        cpu_host.install_cpu_host("bug")  # type: ignore[call-arg]
+    assert not job_exit.is_users_mistake(bug.value)
 
 
 # ------------------------------------------------------------------ seams

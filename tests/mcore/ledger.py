@@ -8,17 +8,17 @@ python -m tests.mcore.ledger parts|varlen      a line per plan: promised bytes, 
 import sys
 from dataclasses import replace
 
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
 import torch  # noqa: E402
 
 from megatron_epp.cost.cost import Cost  # noqa: E402
 from megatron_epp.ir import Chunk, Op, Plan  # noqa: E402
-from megatron_epp.layers.plain_kernel import PlainKernel  # noqa: E402
-from megatron_epp.layers.varlen import VarlenAttention  # noqa: E402
-from megatron_epp.mcore.alone import (  # noqa: E402
+from megatron_epp.layers.attention.reference import PlainKernel  # noqa: E402
+from megatron_epp.layers.attention.varlen import VarlenAttention  # noqa: E402
+from megatron_epp.mcore.calibrate.single_stage import (  # noqa: E402
     begin,
     build_stage,
     peak_bytes,

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megatron_epp.layers import attention
-from megatron_epp.mcore.feed import ChunkBatch, Feed
-from megatron_epp.runtime.store import Store
+from megatron_epp.layers.attention import cpu
+from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
+from megatron_epp.runtime.kv_store import Store
 
 
 def drop_returned_gradients() -> AbstractContextManager:
@@ -86,12 +86,12 @@ def append_again() -> AbstractContextManager:
 
 def scale_wrongly() -> AbstractContextManager:
     """Scores over the kept context are scaled as if heads were larger than they are."""
-    plain = attention.attend
+    plain = cpu.attend
 
     def attend(q, k, v, causal: bool, scale: float):
         return plain(q, k, v, causal, scale if causal else 0.9 * scale)
 
-    return patch.object(attention, "attend", attend)
+    return patch.object(cpu, "attend", attend)
 
 
 def meet_in_between() -> AbstractContextManager:

@@ -5,16 +5,16 @@ What the test compares ``--epp`` with: documents of one length, one per micro-ba
 
 from functools import partial
 
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
 import numpy  # noqa: E402
 import torch  # noqa: E402
 
-from megatron_epp.mcore import entry, stock  # noqa: E402
-from megatron_epp.mcore.batches import Documents, build_documents  # noqa: E402
-from megatron_epp.mcore.documents import config_from_args  # noqa: E402
+from megatron_epp.mcore import entry, megatron_gpt  # noqa: E402
+from megatron_epp.mcore.data.documents import config_from_args  # noqa: E402
+from megatron_epp.mcore.data.global_batches import Documents, build_documents  # noqa: E402
 
 
 class Samples(torch.utils.data.Dataset):
@@ -48,6 +48,6 @@ def datasets(samples, vp_stage=None):
 datasets.is_distributed = True
 
 if __name__ == "__main__":
-    stock.datasets = datasets
-    stock.forward_step = partial(stock.forward_step)
+    megatron_gpt.datasets = datasets
+    megatron_gpt.forward_step = partial(megatron_gpt.forward_step)
     entry.main()

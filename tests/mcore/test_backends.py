@@ -5,18 +5,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.layers.attention import PartsAttention
-from megatron_epp.layers.chunk import ChunkState
-from megatron_epp.mcore import backends
+from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.mcore import config as config_module
-from megatron_epp.mcore.backends import Heads, attention_for
-from megatron_epp.mcore.certify import LLAMA, Trial, certify
-from megatron_epp.mcore.certify_small import Degrees
+from megatron_epp.mcore.certify.command import LLAMA, Trial, certify
+from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.config import elastic_defaults
-from megatron_epp.mcore.packed import ChunkParams, PositionedRotary, add_every_gradient
-from megatron_epp.mcore.planning import training_levers, unusable_levers
+from megatron_epp.mcore.job_cost import training_levers, unusable_levers
+from megatron_epp.mcore.model import attention
+from megatron_epp.mcore.model.attention import Heads, attention_for
+from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, add_every_gradient
 from megatron_epp.planner import TRAINING
-from megatron_epp.runtime.store import Store
+from megatron_epp.runtime.kv_store import Store
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -77,8 +77,8 @@ def kernels(monkeypatch) -> dict[str, str]:
         if kernel.name in wrong:
             raise ValueError(f"{wrong[kernel.name]}\nand more")
 
-    monkeypatch.setattr(backends, "_KERNELS", {name: absent(name) for name in ("te", "torch")})
-    monkeypatch.setattr(backends, "require_right", judge)
+    monkeypatch.setattr(attention, "_KERNELS", {name: absent(name) for name in ("te", "torch")})
+    monkeypatch.setattr(attention, "require_right", judge)
     return wrong
 
 
@@ -113,7 +113,7 @@ def test_kernels_of_a_gpu_know_half_precision_only(kernels) -> None:
 def test_torchs_kernels_refuse_heads_that_they_cannot_run() -> None:
     for size in (100, 512):
         with pytest.raises(ValueError, match=f"heads of {size}: expected a multiple of 8"):
-            backends._torch(Heads.of(config(kv_channels=size)))
+            attention._torch(Heads.of(config(kv_channels=size)))
 
 
 def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:

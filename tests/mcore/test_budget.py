@@ -2,10 +2,10 @@
 
 import pytest
 
+from megatron_epp.control.drift import BAND, PATIENCE, WINDOW, Drift
+from megatron_epp.control.memory_budget import FILE_NAME, NEAR, Budget, Event
+from megatron_epp.control.report import IterationReport, StageReport
 from megatron_epp.ir import Kind, Op
-from megatron_epp.mcore.budget import FILE_NAME, NEAR, Budget, Event
-from megatron_epp.mcore.drift import BAND, PATIENCE, WINDOW, Drift
-from megatron_epp.mcore.report import IterationReport, StageReport
 
 # ------------------------------------------------------------------ budgets
 

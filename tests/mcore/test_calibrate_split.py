@@ -9,7 +9,7 @@ from megatron_epp.cost.devices import device
 from megatron_epp.cost.models import model
 from megatron_epp.cost.profile import Bytes, Seconds
 from megatron_epp.ir import Kind
-from megatron_epp.mcore.calibrate_split import SMALL_TOKENS, Split, with_split
+from megatron_epp.mcore.calibrate.split_backward import SMALL_TOKENS, Split, with_split
 
 B = Seconds(per_token=3e-6, per_pair=2e-9, per_chunk=1e-4)
 HEAD = Seconds(per_token=4e-6)

@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_epp.mcore import certify as certify_module
-from megatron_epp.mcore.certify import GPT, LLAMA, Trial, certify, main, read, verdict
-from megatron_epp.mcore.certify_answers import Prepared
-from megatron_epp.mcore.certify_children import ChildLost, Children
-from megatron_epp.mcore.certify_small import Degrees
+from megatron_epp.mcore.certify import command as certify_module
+from megatron_epp.mcore.certify.command import GPT, LLAMA, Trial, certify, main, read, verdict
+from megatron_epp.mcore.certify.processes import ChildLost, Children
+from megatron_epp.mcore.certify.protocol import Prepared
+from megatron_epp.mcore.certify.scale_down import Degrees
 
 ROOT = Path(__file__).parents[2]
 

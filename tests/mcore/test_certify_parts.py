@@ -8,10 +8,17 @@ import numpy
 import pytest
 
 from megatron_epp.ir import check
-from megatron_epp.mcore.certify import Judged, Trial, row, verdict
-from megatron_epp.mcore.certify_draw import LONGEST, Coverage, Frame, draw
-from megatron_epp.mcore.certify_judge import Shard, whole, worst_gradient
-from megatron_epp.mcore.certify_small import CONTEXT, Degrees, fewer, heads, small, stage_layers
+from megatron_epp.mcore.certify.batches import LONGEST, Coverage, Frame, draw
+from megatron_epp.mcore.certify.command import Judged, Trial, row, verdict
+from megatron_epp.mcore.certify.compare import Shard, whole, worst_gradient
+from megatron_epp.mcore.certify.scale_down import (
+    CONTEXT,
+    Degrees,
+    fewer,
+    heads,
+    small,
+    stage_layers,
+)
 
 FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, letters="kfcmnab", splits=True)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.ir import Step, slices_of
-from megatron_epp.layers.recompute import EXECUTABLE
-from megatron_epp.mcore.certify import BOUND, LLAMA, Judged, Trial, certify
-from megatron_epp.mcore.certify_draw import Coverage, Frame, draw, letters_drawn
-from megatron_epp.mcore.certify_small import Degrees
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
+from megatron_epp.mcore.certify.scale_down import Degrees
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 # In the order of sabotage.WAYS, which only the rank itself can import.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.ir import Kind, Step, Transfer, lower
-from megatron_epp.mcore.collectives import SCHEDULE, TRAINER, Listed, name_of
-from megatron_epp.runtime.traffic import Collective, Transferred
+from megatron_epp.mcore.certify.allowed_collectives import SCHEDULE, TRAINER, Listed, name_of
+from megatron_epp.runtime.comm_recorder import Collective, Transferred
 from tests.mcore.runs import flags, train, write_corpus
 
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
@@ -111,9 +111,9 @@ def test_names_differ() -> None:
 @pytest.mark.parametrize(
     "stranger",
     [
-        Collective("allreduce", "epp_control", "megatron_epp.mcore.stage.ModelStage.forward"),
-        Collective("allreduce", "default_pg", "megatron_epp.runtime.agree.agree"),
-        Collective("broadcast", "epp_control", "megatron_epp.runtime.agree.agree_again"),
+        Collective("allreduce", "epp_control", "megatron_epp.mcore.model.stage.ModelStage.forward"),
+        Collective("allreduce", "default_pg", "megatron_epp.runtime.consensus.agree"),
+        Collective("broadcast", "epp_control", "megatron_epp.runtime.consensus.agree_again"),
         Collective("barrier", "default_pg", "megatron.training.training.train"),
     ],
 )

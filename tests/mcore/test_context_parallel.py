@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from megatron_epp.mcore.certify import LLAMA, Trial, certify, read
-from megatron_epp.mcore.certify_small import Degrees, heads
-from megatron_epp.mcore.rows import RowShare
-from megatron_epp.mcore.support import refuse
+from megatron_epp.mcore.certify.command import LLAMA, Trial, certify, read
+from megatron_epp.mcore.certify.scale_down import Degrees, heads
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.refusals import refuse
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.test_refusals import Wanted
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, PlanError, Step, check, parse_records
-from megatron_epp.layers.deferred import Aside, Linear, deferred_linear
-from megatron_epp.mcore import seams
-from megatron_epp.mcore.deferred import Deferral, refuse_split
-from megatron_epp.mcore.ready import ReadyOrder
+from megatron_epp.layers.wgrad.linear import Aside, Linear, deferred_linear
+from megatron_epp.mcore.model.bucket_order import ReadyOrder
+from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
+from megatron_epp.mcore.patching import seams
 from tests.layers import engine
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.test_training import tensors

@@ -13,15 +13,15 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron_epp.mcore.batches import Documents, GlobalBatches, build_documents
-from megatron_epp.mcore.documents import (
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.mcore.data.documents import (
     DocumentConfig,
     DocumentCounts,
     check_corpora,
     config_from_args,
     index_documents,
 )
-from megatron_epp.planner.batches import open_corpus
+from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
 
 EOD, PAD, VOCABULARY = 3, 0, 100
 
@@ -441,9 +441,9 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path, dtype: type) -> None:
 def test_the_scan_is_exact_where_it_covers_the_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
-    from megatron_epp.mcore import corpus_files
+    from megatron_epp.corpus import idx_file
 
-    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 8)  # four blocks of two tokens, the last short
+    monkeypatch.setattr(idx_file, "BLOCK_BYTES", 8)  # four blocks of two tokens, the last short
     tokens = [10] * 7
     tokens[wrong] = 99
     prefix = write_corpus(tmp_path / "a", [tokens])
@@ -455,10 +455,10 @@ def test_tokens_that_the_scan_missed_are_refused_when_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large corpus is only sampled at the start: reading is the second line."""
-    from megatron_epp.mcore import corpus_files
+    from megatron_epp.corpus import idx_file
 
-    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(corpus_files, "SCAN_BYTES", 16)  # first and last block only
+    monkeypatch.setattr(idx_file, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(idx_file, "SCAN_BYTES", 16)  # first and last block only
     prefix = write_corpus(tmp_path / "a", [[10, 11], [99, 11], [10, 11]])
     documents = train(configure([prefix], vocabulary_size=99), None)
     with pytest.raises(ValueError, match="holds token 99"):

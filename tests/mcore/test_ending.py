@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore import ending
+from megatron_epp.mcore import job_exit
 
 ROOT = Path(__file__).parents[2]
 REFUSE = """
@@ -54,24 +54,24 @@ def start(tmp_path: Path, program: str) -> str:
 @pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, False)])
 def test_rank_0_has_the_word_before_another_can_count_it(monkeypatch, rank, speaks):
     """Two ranks: the other acts in full as soon as this one is counted."""
-    counts = {ending._REFUSED: 0, ending._SPOKEN: 0}
+    counts = {job_exit._REFUSED: 0, job_exit._SPOKEN: 0}
 
     class Store:
         def add(self, key: str, number: int) -> int:
             counts[key] += number
             mine = counts[key]
-            if key == ending._REFUSED and number and rank == 0:
-                counts[ending._REFUSED] += 1
-                counts[ending._SPOKEN] += 1  # the other's, which finds it taken or is first
-            elif key == ending._REFUSED and number:
-                counts[ending._SPOKEN] += 1  # rank 0's, before it is counted
-                counts[ending._REFUSED] += 1
+            if key == job_exit._REFUSED and number and rank == 0:
+                counts[job_exit._REFUSED] += 1
+                counts[job_exit._SPOKEN] += 1  # the other's, which finds it taken or is first
+            elif key == job_exit._REFUSED and number:
+                counts[job_exit._SPOKEN] += 1  # rank 0's, before it is counted
+                counts[job_exit._REFUSED] += 1
             return mine
 
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(ending, "_meeting_place", Store)
-    assert ending._may_speak() is speaks
+    monkeypatch.setattr(job_exit, "_meeting_place", Store)
+    assert job_exit._may_speak() is speaks
 
 
 @pytest.mark.parametrize("group", [False, True])

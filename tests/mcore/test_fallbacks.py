@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_epp.control.fallbacks import FILE_NAME, Fallbacks
+from megatron_epp.control.planned_steps import PlannedSteps
+from megatron_epp.control.planner_process import PlannerFailed
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.analytic import without_states
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import Model
 from megatron_epp.ir import PlanError, Step
-from megatron_epp.mcore.ahead import PlannerFailed
-from megatron_epp.mcore.fallbacks import FILE_NAME, Fallbacks
-from megatron_epp.mcore.planning import PlannedSteps
 from megatron_epp.planner import Options, plan_step
 from tests.mcore.runs import flags, train, write_corpus
 

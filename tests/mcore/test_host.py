@@ -31,7 +31,8 @@ def test_nothing_happens_on_import():
     done = in_a_process(
         "-c",
         "import os, torch; before = dict(os.environ), torch.zeros, torch.compile\n"
-        "import megatron_epp.mcore.host, megatron_epp.mcore.seams, megatron_epp.mcore.ending\n"
+        "import megatron_epp.mcore.patching.cpu_host, megatron_epp.mcore.patching.seams\n"
+        "import megatron_epp.mcore.job_exit\n"
         "import megatron_epp.mcore.entry, megatron_epp.pretrain_gpt, sys\n"
         "assert before == (dict(os.environ), torch.zeros, torch.compile)\n"
         "assert not any(name.split('.')[0] == 'megatron' for name in sys.modules)",
@@ -44,7 +45,7 @@ def test_a_broken_transformer_engine_does_not_keep_megatron_from_starting(tmp_pa
     package.mkdir()
     (package / "__init__.py").write_text("raise FileNotFoundError('the torch extension')")
     start = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-    install = "from megatron_epp.mcore.host import install_cpu_host; install_cpu_host()\n"
+    install = "from megatron_epp.mcore.patching import cpu_host; cpu_host.install_cpu_host()\n"
     assert in_a_process("-c", start + "import megatron.core").returncode != 0
     done = in_a_process("-c", start + install + "import megatron.core")
     assert done.returncode == 0, done.stderr

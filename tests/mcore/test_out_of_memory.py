@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.control.memory_budget import FILE_NAME
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import DEVICES, GIB
 from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile
-from megatron_epp.mcore.budget import FILE_NAME
 from tests.mcore.runs import flags, train, write_corpus
 
 LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]

@@ -10,13 +10,13 @@ from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
-from megatron_epp.mcore.calibrate import CPU_FLOPS, REPEATS, grid  # noqa: E402
-from megatron_epp.mcore.probe import Shape  # noqa: E402
-from megatron_epp.mcore.profile import main, provenance_of, require  # noqa: E402
+from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noqa: E402
+from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
+from megatron_epp.mcore.calibrate.profile_file import main, provenance_of, require  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
 HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8

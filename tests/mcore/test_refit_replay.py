@@ -17,10 +17,10 @@ SECOND = dataclasses.replace(FIRST, link_latency_seconds=0.5)
 def replay(rank: int, before: str, now: str, iteration: int) -> list[Any]:
     import torch.distributed as dist
 
-    from megatron_epp.mcore import host
+    from megatron_epp.mcore.patching import cpu_host
 
-    host.install_cpu_host()
-    from megatron_epp.mcore.truth import Truth
+    cpu_host.install_cpu_host()
+    from megatron_epp.control.cost_monitor import Truth
 
     groups = SimpleNamespace(control=dist.new_group(), leads=rank == 0)
     truth = Truth(groups, [now], may_refit=True)

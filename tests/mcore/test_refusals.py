@@ -14,8 +14,8 @@ import pytest
 from megatron_epp.ir import Kind, Op, Plan, PlanError, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.mcore.config import Config, add_arguments
-from megatron_epp.mcore.schedule import ElasticSchedule
-from megatron_epp.mcore.support import REFUSALS, refuse
+from megatron_epp.mcore.elastic_schedule import ElasticSchedule
+from megatron_epp.mcore.refusals import REFUSALS, refuse
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
 
 

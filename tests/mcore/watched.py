@@ -9,14 +9,14 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
 from megatron.training import training  # noqa: E402
 
 from megatron_epp.mcore import entry  # noqa: E402
-from megatron_epp.runtime.traffic import Traffic  # noqa: E402
+from megatron_epp.runtime.comm_recorder import Traffic  # noqa: E402
 
 
 def main() -> None:

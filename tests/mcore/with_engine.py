@@ -5,13 +5,13 @@ Those of the MLP add their weights' gradients to the reduction's buffer themselv
 
 from typing import Any
 
-from megatron_epp.mcore import host
+from megatron_epp.mcore.patching import cpu_host
 
-host.install_cpu_host()
+cpu_host.install_cpu_host()
 
 from megatron.core.tensor_parallel import RowParallelLinear  # noqa: E402
 
-from megatron_epp.mcore import elastic, entry  # noqa: E402
+from megatron_epp.mcore import entry, setup  # noqa: E402
 from tests.layers import engine  # noqa: E402
 
 
@@ -41,7 +41,7 @@ def as_engine(linear: Any, fused: bool) -> EngineLinear:
 
 
 def main() -> None:
-    install = elastic.install_in_model
+    install = setup.install_in_model
 
     def install_in_model(model: Any, *others: Any) -> None:
         for layer in model.decoder.layers:
@@ -53,7 +53,7 @@ def main() -> None:
                     setattr(parent, name, as_engine(getattr(parent, name), fused))
         install(model, *others)
 
-    elastic.install_in_model = install_in_model
+    setup.install_in_model = install_in_model
     entry.main()
 
 

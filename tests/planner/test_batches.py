@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from megatron_epp.planner.batches import (
+from megatron_epp.corpus.lengths import (
     apply_context,
     epoch_order,
     named_lengths,
@@ -127,7 +127,7 @@ def test_an_epoch_holds_every_document_once(tmp_path):
 
 def test_training_draws_the_same_batches(tmp_path):
     """The dataset that training reads, over the same index, hands out the same lengths."""
-    documents = pytest.importorskip("megatron_epp.mcore.documents")
+    documents = pytest.importorskip("megatron_epp.mcore.data.documents")
     lengths = np.random.RandomState(0).randint(0, 60, 57).astype(np.int32)
     for overlong in ("truncate", "drop", "split"):
         path = write_index(tmp_path / "corpus.idx", lengths)

@@ -9,18 +9,21 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
-from megatron_epp.planner import ALL, Options, diagonal, epp, flexsp
-from megatron_epp.planner.bound import lower_bound_seconds
-from megatron_epp.planner.deal import deal
-from megatron_epp.planner.finish import Batch, Draft, plan_of
-from megatron_epp.planner.groups import group_costs
-from megatron_epp.planner.listing import list_schedule
-from megatron_epp.planner.recipe import Recipe, cook
-from megatron_epp.planner.recompute import freed_bytes, ladder
-from megatron_epp.planner.replay import replayed
-from megatron_epp.planner.styles import policy, styles
-from megatron_epp.planner.windows import shrinking
-from megatron_epp.planner.work import loads_of, rates_of, work_of
+from megatron_epp.planner import ALL, Options
+from megatron_epp.planner.chunks.params import Recipe, cook
+from megatron_epp.planner.device_groups import flexsp
+from megatron_epp.planner.device_groups.costs import group_costs
+from megatron_epp.planner.epp import planner as epp
+from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.order.emit import Batch, Draft, plan_of
+from megatron_epp.planner.order.list_scheduler import list_schedule
+from megatron_epp.planner.order.policies import policy, styles
+from megatron_epp.planner.order.problem import loads_of, rates_of, work_of
+from megatron_epp.planner.order.replay import replayed
+from megatron_epp.planner.order.warmup import shrinking
+from megatron_epp.planner.recompute import ilp
+from megatron_epp.planner.recompute.choices import freed_bytes, ladder
+from megatron_epp.planner.replicas import deal
 from megatron_epp.sim.play import play
 from tests.planner.cases import machine
 
@@ -85,12 +88,12 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
         work, policy(next(iter(styles(False, many=False))), work, chunking.sizes, law)
     )
     budget = alone.peak_bytes * random.uniform(0.55, 0.9)
-    rows = diagonal.rows_of(
+    rows = ilp.rows_of(
         law, work.backward_order, work.whole_bytes, freed_bytes(cost, loads, "kf"), budget
     )
     assert len(rows.missing_bytes)
     most = np.full(rows.slots, min(cost.layers))
-    ours = diagonal.solve(diagonal.Solver(), rows, most)
+    ours = ilp.solve(ilp.Solver(), rows, most)
     matrix = np.zeros((len(rows.missing_bytes), rows.slots))
     for row in range(len(rows.missing_bytes)):
         for entry in range(rows.starts[row], rows.starts[row + 1]):
@@ -107,17 +110,17 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
         return
     assert (matrix @ ours >= rows.missing_bytes * (1 - 1e-9)).all()
     assert judge.fun - 1e-6 <= ours.sum() <= np.floor(judge.fun * 1.021 + 1)
-    relaxed = diagonal.solve(diagonal.Solver(), rows, most, integer=False)
+    relaxed = ilp.solve(ilp.Solver(), rows, most, integer=False)
     assert relaxed is not None
     assert (matrix @ relaxed >= rows.missing_bytes * (1 - 1e-9)).all()
 
 
 def test_the_diagonal_program_says_when_nothing_helps() -> None:
-    rows = diagonal.Rows(
+    rows = ilp.Rows(
         2, 1, np.array([0, 2]), np.array([0, 1]), np.array([1.0, 1.0]), np.array([100.0])
     )
-    assert diagonal.solve(diagonal.Solver(), rows, np.array([3, 3])) is None
-    assert diagonal.solve(diagonal.Solver(), rows, np.array([60, 60])).sum() == 100
+    assert ilp.solve(ilp.Solver(), rows, np.array([3, 3])) is None
+    assert ilp.solve(ilp.Solver(), rows, np.array([60, 60])).sum() == 100
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -213,8 +216,8 @@ def test_dealing_against_every_dealing(seed) -> None:
 
 def test_packing_program_against_scipy() -> None:
     """Longest processing time into m bins is within 4/3 - 1/(3m) of the MILP's makespan."""
-    from megatron_epp.planner.buckets import longest_first
-    from megatron_epp.planner.slicing import cut_at
+    from megatron_epp.planner.chunks.bin_packing import longest_first
+    from megatron_epp.planner.chunks.slicing import cut_at
 
     rates = rates_of(machine())
     for seed in range(5):
@@ -254,12 +257,12 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     loads = loads_of(chunking, batch.lengths)
     work = work_of(cost, chunking, loads, {})
     law = shrinking(chunking.sizes, cost.stages)
-    solver = diagonal.Solver()
+    solver = ilp.Solver()
     freed = freed_bytes(cost, loads, "kf")
     most = np.full(chunking.count + cost.stages - 1, min(cost.layers))
 
     def solved() -> np.ndarray:
-        found = diagonal.solve_order(
+        found = ilp.solve_order(
             solver,
             law,
             work.backward_order,
@@ -274,12 +277,10 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
 
     everything = solved()
     assert everything.any()
-    monkeypatch.setattr(diagonal, "MANY_ENTRIES", 0)
+    monkeypatch.setattr(ilp, "MANY_ENTRIES", 0)
     on_demand = solved()
-    saved = freed[0] * diagonal.spread(on_demand[0], work.backward_order, cost.stages)
-    missing, _ = diagonal._missing(
-        law, work.backward_order, work.whole_bytes, saved, work.budget_bytes
-    )
+    saved = freed[0] * ilp.spread(on_demand[0], work.backward_order, cost.stages)
+    missing, _ = ilp._missing(law, work.backward_order, work.whole_bytes, saved, work.budget_bytes)
     assert missing.max() <= 0
     assert on_demand.sum() <= everything.sum() * 1.1 + 4
 

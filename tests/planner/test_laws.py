@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.ir import FULL, Chunk, Kind, Op, Plan, Span, check
-from megatron_epp.planner import diagonal
-from megatron_epp.planner.buckets import longest_first
-from megatron_epp.planner.chunking import Chunking, assemble
-from megatron_epp.planner.finish import WHOLE_AGAIN, Batch, Draft, finish, whole_again
-from megatron_epp.planner.listing import Policy, list_schedule
+from megatron_epp.planner.chunks.bin_packing import longest_first
+from megatron_epp.planner.chunks.chunking import Chunking, assemble
+from megatron_epp.planner.chunks.params import TAPERS, Recipe, cook
+from megatron_epp.planner.chunks.slicing import Spans, cut_each
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.recipe import TAPERS, Recipe, cook
-from megatron_epp.planner.slicing import Spans, cut_each
-from megatron_epp.planner.styles import Style, policy, styles
-from megatron_epp.planner.uniform import strict
-from megatron_epp.planner.windows import constant, pipelines, shrinking, whole_groups
-from megatron_epp.planner.work import Work, loads_of, rates_of, work_of
+from megatron_epp.planner.order.emit import WHOLE_AGAIN, Batch, Draft, finish, whole_again
+from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
+from megatron_epp.planner.order.policies import Style, policy, styles
+from megatron_epp.planner.order.problem import Work, loads_of, rates_of, work_of
+from megatron_epp.planner.order.warmup import constant, pipelines, shrinking, whole_groups
+from megatron_epp.planner.recompute import ilp
+from megatron_epp.planner.recompute.uniform import strict
 from tests.planner.cases import LENGTHS, machine, machines, priced
 
 SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=8).map(lambda s: sorted(s, reverse=True))
@@ -92,7 +92,7 @@ def test_recompute_on_diagonals_costs_its_sum(sizes, stages, data) -> None:
     work = balanced(sizes, stages, 1.0, 2.0)
     slots = sum(sizes) + stages - 1
     layers = np.array(data.draw(st.lists(st.integers(0, 4), min_size=slots, max_size=slots)))
-    added = 0.25 * diagonal.spread(layers, work.backward_order, stages)
+    added = 0.25 * ilp.spread(layers, work.backward_order, stages)
     longer = dataclasses.replace(work, backward_seconds=work.backward_seconds + added)
     law = strict(constant(np.array(sizes), stages))
     plain, recomputing = list_schedule(work, law), list_schedule(longer, law)

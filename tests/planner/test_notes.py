@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_epp.planner.recipe import WHOLE, Recipe
-from megatron_epp.planner.styles import Style
+from megatron_epp.planner.chunks.params import WHOLE, Recipe
+from megatron_epp.planner.order.policies import Style
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
-from megatron_epp.planner import ALL, PIPELINES, Options, diagonal, offload
-from megatron_epp.planner.finish import Batch
-from megatron_epp.planner.recipe import Recipe, cook
-from megatron_epp.planner.recompute import diagonal_counts
-from megatron_epp.planner.search import STRICT, Search
-from megatron_epp.planner.windows import shrinking
-from megatron_epp.planner.work import Work, loads_of, rates_of, with_kept, work_of
+from megatron_epp.planner import ALL, PIPELINES, Options
+from megatron_epp.planner.chunks.params import Recipe, cook
+from megatron_epp.planner.epp.search import STRICT, Search
+from megatron_epp.planner.order.emit import Batch
+from megatron_epp.planner.order.problem import Work, loads_of, rates_of, with_kept, work_of
+from megatron_epp.planner.order.warmup import shrinking
+from megatron_epp.planner.recompute import ilp, offload
+from megatron_epp.planner.recompute.choices import diagonal_counts
 from tests.planner.cases import LENGTHS, ROOMS_GIB, machine
 from tests.planner.test_planners import QUICK, planned_or_refused, proves
 
@@ -76,10 +77,10 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
         return work_of(cost, chunking, loads, {OFFLOAD: aside, **again})
 
     def fits(work: Work) -> bool:
-        return diagonal.within(law, work.backward_order, work.whole_bytes, work.budget_bytes).all()
+        return ilp.within(law, work.backward_order, work.whole_bytes, work.budget_bytes).all()
 
     found = diagonal_counts(
-        diagonal.Solver(), cost, loads, work({}), law, integer=False, steps="knf",
+        ilp.Solver(), cost, loads, work({}), law, integer=False, steps="knf",
         layers=layers - aside,
     )  # fmt: skip
     assert (found is not None) == fits(work({"f": layers - aside}))

@@ -18,7 +18,7 @@ from megatron_epp.planner import (
     Options,
     evaluation_plan,
 )
-from megatron_epp.planner.bound import lower_bound_seconds
+from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import SIMULATION_ONLY
 from megatron_epp.planner.result import Planned
 from megatron_epp.sim.play import play

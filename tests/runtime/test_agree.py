@@ -12,7 +12,7 @@ TEXT = "plan v1 with an umlaut: ü\n" * 300
 def several(rank: int) -> dict[str, Any]:
     """What ``share`` and ``agree`` do on this rank, one case after the other."""
     from megatron_epp.ir import PlanError
-    from megatron_epp.runtime.agree import agree, share
+    from megatron_epp.runtime.consensus import agree, share
 
     group = dist.group.WORLD
 

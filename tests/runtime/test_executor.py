@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import Chunk, Kind, Op, Payload, Plan, PlanError, Timed, Transfer, check, lower
-from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
 from megatron_epp.runtime.executor import Executor, LinkLost, Waiting
+from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
-from megatron_epp.runtime.meter import NoMeter
-from megatron_epp.runtime.store import Store
+from megatron_epp.runtime.memory_meter import NoMeter
 from tests.runtime.world import run
 
 WIDTH = 6

@@ -8,17 +8,12 @@ import torch
 from torch import nn
 
 from megatron_epp.ir import Kind, Op, Payload, Transfer, lower
-from megatron_epp.planner.arbitrary import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
 from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
-from megatron_epp.runtime.meter import (
-    LimitReached,
-    NoMeter,
-    SavedBytesMeter,
-    out_of_memory,
-)
-from megatron_epp.runtime.store import Store
+from megatron_epp.runtime.memory_meter import LimitReached, NoMeter, SavedBytesMeter, out_of_memory
 from tests.runtime.test_executor import WIDTH, Linear
 from tests.runtime.world import run
 

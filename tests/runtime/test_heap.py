@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron_epp.runtime.heap import HostHeap
+from megatron_epp.runtime.malloc_trim import HostHeap
 
 
 class Host:

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.ir import Payload
+from megatron_epp.runtime.comm_recorder import Traffic
 from megatron_epp.runtime.link import connect
-from megatron_epp.runtime.traffic import Traffic
 from tests.runtime import world
 
 STAGES = 3

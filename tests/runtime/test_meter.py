@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_epp.runtime.meter import NoMeter, SavedBytesMeter
-from megatron_epp.runtime.store import Store
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import NoMeter, SavedBytesMeter
 
 ROWS, WIDTH = 32, 8
 ACTIVATION = ROWS * WIDTH * 4

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_epp.runtime.store import Store
+from megatron_epp.runtime.kv_store import Store
 
 GROUPS, SIZE = 2, 4
 

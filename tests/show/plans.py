@@ -3,9 +3,9 @@
 import dataclasses
 import random
 
-from megatron_epp.cli.units import unit_table
 from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, Table
 from megatron_epp.sim.play import Played, play
+from megatron_epp.sim.unit_table import unit_table
 
 # The design's example: a document cut in two, a hybrid chunk, a pack.
 EXAMPLE = """plan v1

@@ -6,7 +6,6 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from megatron_epp.cli.units import unit_table
 from megatron_epp.ir import (
     COMPUTE,
     Kind,
@@ -29,6 +28,7 @@ from megatron_epp.show.text import FILL, text_gantt
 from megatron_epp.show.timeline import timeline, timeline_of
 from megatron_epp.show.trace import to_trace
 from megatron_epp.sim.play import play
+from megatron_epp.sim.unit_table import unit_table
 from tests.show.plans import EXAMPLE, example, one_f_one_b, played, split_example
 
 SVG = "{http://www.w3.org/2000/svg}"

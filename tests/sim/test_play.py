@@ -28,11 +28,11 @@ from megatron_epp.ir import (
     parse_records,
     slices_of,
 )
-from megatron_epp.planner.arbitrary import arbitrary_plan
-from megatron_epp.sim.board import board_of, ops_of, orders_of
-from megatron_epp.sim.core import score
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.sim.engine import score
+from megatron_epp.sim.inputs import board_of, ops_of, orders_of
 from megatron_epp.sim.play import BUSY, START, Rest, Wait, play
-from megatron_epp.sim.rows import rows_for, training_rows
+from megatron_epp.sim.rule_arrays import rows_for, training_rows
 from tests.plans import EXAMPLE, evaluation, plans, random_table
 from tests.sim.replay import Replay
 

@@ -1,0 +1,138 @@
+"""What was foretold against what happened; where they drift apart, the cost model is refitted.
+
+A refit takes effect with the next iteration, and is kept in a file named after that iteration
+beside the checkpoint: a resumed run plans with the cost models with which the run before it
+planned, each from its iteration on, and learns anew where they end.
+"""
+
+import json
+import logging
+import re
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_epp.control.drift import Drift
+from megatron_epp.control.report import IterationReport
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.fit import Sample
+from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.refit import refit
+from megatron_epp.cost.residuals import Residual, residuals
+from megatron_epp.ir import Kind, Plan, Step, Timed
+from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 2000  # ops of this rank that a refit learns from
+PAUSE = 20  # iterations between two attempts to refit
+_FILE = "epp-cost-model.from-{:06d}.json"
+_NAMED = re.compile(r"epp-cost-model\.from-([0-9]{6,})\.json")
+
+
+class Truth:
+    """``may_refit``: the cost model was measured by the job itself, so the job may mend it."""
+
+    def __init__(self, groups: Groups, folders: Sequence[str], may_refit: bool):
+        self.groups, self.folders, self.may_refit = groups, folders, may_refit
+        self.drift = Drift()
+        self._samples: deque[tuple[Kind, Sample]] = deque(maxlen=REMEMBERED)
+        self._recorded: dict[int, Profile] = {}  # by iteration, of the run that is resumed
+        self._tried = -PAUSE
+
+    def busy(self, cost: Cost, plan: Plan, records: Sequence[Timed]) -> float:
+        """Seconds that the cost model foretold for this rank's ops."""
+        found = residuals(plan, cost.table(plan), records)
+        self._samples.extend((one.kind, self._sample(plan, one)) for one in found)
+        return sum(one.predicted for one in found)
+
+    def _sample(self, plan: Plan, one: Residual) -> Sample:
+        choice = plan.recompute[one.stage][one.chunk]
+        ends = (one.stage == 0, one.stage == plan.stages - 1)
+        return Sample(choice, *ends, one.tokens, plan.chunks[one.chunk].pairs, 0, one.measured)
+
+    def judge(self, step: Step, report: IterationReport) -> list[str]:
+        """What to tell about the iteration; the same on every rank."""
+        promises = [plan.predicted.seconds for plan in step.plans if plan.predicted is not None]
+        return self.drift.see(max(promises, default=0.0), report)
+
+    def refit(self, iteration: int, cost: Cost) -> Profile | None:
+        """A better cost model from the next iteration on; collective while the alarm is on."""
+        recorded = self._recorded.pop(iteration + 1, None)
+        if recorded is not None:
+            if self.groups.control.rank() == 0:
+                logger.warning(
+                    "from iteration %d on: the refit of before the resume", iteration + 1
+                )
+            self.drift.forget()
+            self._samples.clear()
+            return recorded
+        due = self.drift.alarmed and iteration - self._tried >= PAUSE
+        if not (self.may_refit and due) or self._recorded:
+            return None
+        self._tried = iteration
+        group = self.groups.control
+        mine = list(self._samples) if self.groups.leads else []
+        every: list = [None] * group.size() if group.rank() == 0 else None
+        dist.gather_object(mine, every, group=group, group_dst=0)
+        text = ""
+        if group.rank() == 0:
+            text = self._better(iteration, cost, [row for rows in every for row in rows])
+        text = share(text, None, group)
+        if not text:
+            return None
+        self.drift.forget()
+        self._samples.clear()
+        return Profile.from_json(text)
+
+    def _better(self, iteration: int, cost: Cost, rows: list[tuple[Kind, Sample]]) -> str:
+        samples: dict[Kind, list[Sample]] = {}
+        for kind, sample in rows:
+            samples.setdefault(kind, []).append(sample)
+        found = refit(cost.profile, samples)
+        if found is None:
+            logger.info("a refit of the cost model to %d ops is no better: it stays", len(rows))
+            return ""
+        logger.warning(
+            "from iteration %d on: the cost model refitted to %d ops; median error on held-out "
+            "ops %.1f%% instead of %.1f%%",
+            iteration + 1, len(rows), 100 * found.after, 100 * found.before,
+        )  # fmt: skip
+        for folder in self.folders:
+            found.profile.save(str(Path(folder) / _FILE.format(iteration + 1)))
+        return found.profile.to_json()
+
+    def resume(self, folder: str | None, iteration: int) -> Profile | None:
+        """The refit that was in force when ``iteration`` is the next; later ones come when it is
+        their turn. Collective."""
+        if not (folder and self.may_refit):
+            return None
+        text = error = None
+        if self.groups.control.rank() == 0:
+            try:
+                text = json.dumps(self._kept(folder))
+            except ValueError as refusal:
+                error = str(refusal)
+        kept = json.loads(share(text, error, self.groups.control))
+        profiles = {int(first): Profile.from_json(each) for first, each in kept.items()}
+        self._recorded = {first: each for first, each in profiles.items() if first > iteration}
+        before = [first for first in profiles if first <= iteration]
+        return profiles[max(before)] if before else None
+
+    def _kept(self, folder: str) -> dict[int, str]:
+        """The texts of all refits in ``folder``, by iteration; copied to where this run keeps its
+        own."""
+        kept = {
+            int(named[1]): Profile.load(str(path))
+            for path in Path(folder).glob("epp-cost-model.from-*.json")
+            if (named := _NAMED.fullmatch(path.name))
+        }
+        for place in self.folders:
+            for first, profile in kept.items():
+                if not (path := Path(place) / _FILE.format(first)).exists():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    profile.save(str(path))
+        return {first: profile.to_json() for first, profile in kept.items()}

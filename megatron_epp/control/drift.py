@@ -1,0 +1,70 @@
+"""Whether iterations take what was foretold, and whether one rank is slower than the others."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from megatron_epp.control.report import IterationReport
+
+BAND = 0.15  # of the predicted seconds; outside, the cost model no longer tells the truth
+WINDOW = 8  # iterations whose median counts
+SLOW = 1.25  # a rank against the median of the others, in units of what was foretold for each
+PATIENCE = 5  # iterations in a row
+
+
+@dataclass
+class Drift:
+    """Fed with every iteration; says each thing once, until it is over.
+
+    ``alarmed``: the last iterations left the band and have not come back.
+    """
+
+    alarmed: bool = False
+    _errors: deque = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _slow: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def see(self, predicted_seconds: float, report: IterationReport) -> list[str]:
+        """What to tell about the iteration, if anything."""
+        return [*self._drifts(predicted_seconds, report), *self._lags(report)]
+
+    def forget(self):
+        """The cost model has changed: errors so far say nothing of it."""
+        self._errors.clear()
+        self.alarmed = False
+
+    def _drifts(self, predicted_seconds: float, report: IterationReport) -> list[str]:
+        if predicted_seconds <= 0:
+            return []
+        self._errors.append(report.seconds / predicted_seconds - 1)
+        if len(self._errors) < WINDOW:
+            return []
+        error = statistics.median(self._errors)
+        before, self.alarmed = self.alarmed, abs(error) > BAND
+        if self.alarmed and not before:
+            return [
+                f"drift: the last {WINDOW} iterations took {error:+.0%} against what was foretold "
+                f"(median; the band is {BAND:.0%})"
+            ]
+        if before and not self.alarmed:
+            return [f"drift: back in the band of {BAND:.0%} ({error:+.0%})"]
+        return []
+
+    def _lags(self, report: IterationReport) -> list[str]:
+        """The same ops, another rank: seconds of each over those foretold for it."""
+        ratios = {
+            (s.replica, s.stage): s.busy / s.predicted_busy
+            for s in report.stages
+            if s.predicted_busy > 0
+        }
+        told = []
+        for place, ratio in ratios.items():
+            others = [r for other, r in ratios.items() if other != place]
+            slower = ratio / statistics.median(others) if others else 1.0
+            self._slow[place] = self._slow.get(place, 0) + 1 if slower > SLOW else 0
+            if self._slow[place] == PATIENCE:
+                replica, stage = place
+                told.append(
+                    f"slow rank: stage {stage} of replica {replica} takes {slower:.2f} times what "
+                    f"the others take for the same work, for {PATIENCE} iterations now"
+                )
+        return told

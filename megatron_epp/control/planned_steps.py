@@ -1,0 +1,177 @@
+"""Steps that rank 0 plans, one for every iteration, and all ranks receive as text."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_epp.control.fallbacks import Fallbacks
+from megatron_epp.control.memory_budget import Budget
+from megatron_epp.control.planner_process import PlannerFailed, PlannerProcess, PlannerRefused
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.profile import Profile
+from megatron_epp.ir import PlanError, Step
+from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+FALLBACK = "packing"  # whole documents side by side: needs no search
+_ROUNDING = 1e-9  # of a promise in GiB
+
+
+class PlannedSteps:
+    """Rank 0 plans, all ranks get its text; a refusal on rank 0 is refused everywhere.
+
+    With ``ahead`` a process of its own plans, asked one iteration early. When it fails, training
+    goes on with the fallback planner for that iteration, which is logged and kept: ``fallbacks``
+    (on rank 0) also names those of a run that is resumed. Plans stay within ``budget``; whoever
+    changes it calls :meth:`narrow`.
+    """
+
+    source = "the plan"
+
+    def __init__(
+        self,
+        cost: Cost,
+        options: Any,
+        planner: str,
+        groups: Groups,
+        ahead: bool,
+        fallbacks: Fallbacks | None = None,
+    ):
+        self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
+        self.fallbacks = fallbacks or Fallbacks(())
+        self.budget = Budget(cost.budget_bytes, cost.states_bytes)
+        self._ahead = ahead and groups.control.rank() == 0
+        self.ahead: PlannerProcess | None = None
+        self._evaluation_tokens: int | None = None
+        self._start_ahead()
+
+    def _start_ahead(self):
+        if self.ahead is not None:
+            self.ahead.close()
+        if self._ahead:
+            replicas = self.groups.replicas
+            self.ahead = PlannerProcess(self.cost, self.options, self.planner, replicas)
+
+    def narrow(self):
+        """Plan with the budget as it is now; what was planned ahead is forgotten."""
+        self.cost = replace(self.cost, budget_bytes=self.budget.stage_bytes)
+        self._start_ahead()
+
+    def shrink_evaluation(self, tokens: int):
+        """Evaluate in chunks of at most ``tokens`` from now on. Not kept for a resumed run: the
+        loss is the same, however it is computed."""
+        self._evaluation_tokens = tokens
+
+    def adopt(self, profile: Profile):
+        """Plan with another cost model from now on."""
+        self.cost = replace(self.cost, profile=profile)
+        self._start_ahead()
+
+    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
+        text = error = None
+        if self.groups.control.rank() == 0:
+            try:
+                step = self._plan(iteration, lengths, forward_only)
+                self._require_fit(step)
+                text = str(step)
+            except ValueError as refusal:
+                error = str(refusal)
+        return Step.parse(share(text, error, self.groups.control))
+
+    def _plan(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
+        planner, replicas = self.planner, self.groups.replicas
+        if forward_only and self._evaluation_tokens is not None:
+            from megatron_epp.planner import evaluation_step
+
+            most = self._evaluation_tokens
+            return evaluation_step(lengths, self.cost, self.options, replicas, most)
+        before = None if forward_only else self.fallbacks.of(iteration)
+        if before is not None:
+            planner = before
+            logger.warning("iteration %d: planned by %s, as before the resume", iteration, planner)
+        elif self.ahead is not None:
+            try:
+                return self._asked(iteration, lengths, forward_only)
+            except PlannerFailed as failure:
+                if not forward_only:
+                    return self._stand_in(iteration, lengths, failure)
+                # Evaluations are planned alike by everybody.
+                logger.warning("an evaluation: the planner failed (%s)", failure)
+        return make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
+
+    def _asked(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
+        """The planner process's step. PlannerFailed: it gave none; PlanError: there can be none."""
+        assert self.ahead is not None
+        name = _request_name(iteration, lengths, forward_only)
+        try:
+            self.ahead.ask(name, lengths, forward_only)
+            return Step.parse(self.ahead.reply(name)["step"])
+        except PlannerRefused as refusal:
+            raise PlanError(str(refusal)) from refusal
+
+    def _stand_in(self, iteration: int, lengths: Sequence[int], failure: PlannerFailed) -> Step:
+        """The fallback's step, which is kept; where that does not fit, the planner's after all."""
+        said = f"iteration {iteration}: the planner failed ({failure})"
+        try:
+            step = make_step(
+                lengths, self.cost, self.options, FALLBACK, self.groups.replicas, False
+            )
+            self._require_fit(step)
+        except ValueError as excess:
+            logger.warning("%s, and %s does not fit; asking once more", said, FALLBACK)
+            try:
+                return self._asked(iteration, lengths, False)
+            except PlannerFailed as again:
+                raise PlanError(f"{said}, and again ({again}); by {FALLBACK}: {excess}") from again
+        logger.warning("%s; using %s", said, FALLBACK)
+        self.fallbacks.add(iteration, FALLBACK, str(failure))
+        return step
+
+    def _require_fit(self, step: Step):
+        """The promise of every stage is within its budget, or nobody trains."""
+        for plan in step.plans:
+            if plan.predicted is None:
+                continue
+            for stage, (peak, budget) in enumerate(
+                zip(plan.predicted.peak_gib, self.cost.budget_bytes, strict=True)
+            ):
+                if peak * GIB > budget * (1 + _ROUNDING):
+                    longest = max(plan.documents)
+                    raise PlanError(
+                        f"stage {stage} needs {peak:.4g} GiB in the best plan found "
+                        f"({plan.predicted.planner}) for documents of up to {longest} tokens; the "
+                        f"budget is {budget / GIB:.4g} GiB: raise --epp-memory-budget-gib, use "
+                        "more stages, or a shorter --seq-length"
+                    )
+
+    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+        if self.ahead is not None:
+            self.ahead.ask(_request_name(iteration, lengths, False), lengths, False)
+
+
+def _request_name(iteration: int, lengths: Sequence[int], forward_only: bool) -> str:
+    """Names what a plan depends on, so that a reply is never used for another batch."""
+    digest = hashlib.sha256(repr(list(map(int, lengths))).encode()).hexdigest()[:16]
+    return f"{'evaluation' if forward_only else 'iteration'} {iteration} {digest}"
+
+
+def make_step(
+    lengths: Sequence[int],
+    cost: Cost,
+    options: Any,
+    planner: str,
+    replicas: int,
+    forward_only: bool,
+) -> Step:
+    """The step that ``planner`` makes, or for ``forward_only`` one of forwards alone."""
+    # Imported where plans are made, on rank 0: solver and compiler take seconds to load.
+    from megatron_epp.planner import evaluation_step, plan_step
+
+    if forward_only:
+        return evaluation_step(lengths, cost, options, replicas)
+    return plan_step(lengths, cost, options, planner, replicas).step

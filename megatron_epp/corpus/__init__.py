@@ -1,0 +1,1 @@
+"""Lengths of documents: index files, overlong documents, reading order. numpy only."""

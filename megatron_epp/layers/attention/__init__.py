@@ -1,0 +1,1 @@
+"""Attention of chunks over kept K/V, on CPUs and GPUs."""

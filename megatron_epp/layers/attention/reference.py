@@ -1,0 +1,51 @@
+"""Attention as it is written in books: scores, mask, softmax. The reference of all other kernels.
+
+It holds one head's scores of one document at a time, so it is slow, and exact in the number format
+it is given: float32 or float64 to judge other kernels, bf16 to know what rounding alone costs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.attention.varlen import Borders, Operands
+
+
+class PlainKernel:
+    """A :class:`~megatron_epp.layers.attention.varlen.Kernel` on any device."""
+
+    name = "plain"
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            return self._attend(*call.tensors, call.borders), None
+
+    def backward(
+        self, grad_THD: Tensor, call: Operands, kept: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = [x.detach().requires_grad_() for x in call.tensors]
+        with torch.enable_grad():
+            out_THD = self._attend(*inputs, call.borders)
+        return torch.autograd.grad(out_THD, inputs, grad_THD)
+
+    def _attend(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders) -> Tensor:
+        repeat = q_THD.shape[1] // k_SGD.shape[1]
+        outputs, query, key = [], 0, 0
+        for queries, keys in borders.lengths:
+            q = q_THD[query : query + queries]
+            k, v = (x[key : key + keys].repeat_interleave(repeat, 1) for x in (k_SGD, v_SGD))
+            hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+            hidden = hidden.triu(keys - queries + 1)
+            heads = [self._head(q[:, h], k[:, h], v[:, h], hidden) for h in range(q.shape[1])]
+            outputs.append(torch.stack(heads, 1))
+            query, key = query + queries, key + keys
+        return torch.cat(outputs)
+
+    def _head(self, q_TD: Tensor, k_SD: Tensor, v_SD: Tensor, hidden_TS: Tensor) -> Tensor:
+        scores_TS = (q_TD @ k_SD.T).masked_fill(hidden_TS, -torch.inf) * self.scale
+        dtype = torch.promote_types(scores_TS.dtype, torch.float32)
+        return scores_TS.softmax(-1, dtype=dtype).to(v_SD.dtype) @ v_SD

@@ -1,0 +1,90 @@
+"""Whether a kernel computes what attention is, on this device: asked before training, not after.
+
+A kernel that aligns the mask at the other end, or forgets a gradient, trains without a word. So
+each kind of call is made once with few rows and judged against plain attention in float64; what
+rounding alone may cost is known from plain attention in the kernel's own number format.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.varlen import Borders, Kernel, Operands
+
+# (queries, keys) of the documents of a call.
+CALLS: dict[str, tuple[tuple[int, int], ...]] = {
+    "a document": ((192, 192),),
+    "documents side by side": ((64, 64), (1, 1), (130, 130)),
+    "a slice behind its context": ((96, 352),),
+    "a slice of few tokens": ((5, 300),),
+}
+NAMES = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
+ALLOWANCE = 2.0  # times the error of plain attention in the same number format
+
+
+def require_right(
+    kernel: Kernel,
+    heads: int,
+    groups: int,
+    head_size: int,
+    scale: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise a ValueError that names ``kernel`` and what it gets wrong, if anything."""
+    for what, lengths in CALLS.items():
+        ours, plain = errors(kernel, lengths, heads, groups, head_size, scale, dtype, device)
+        for name, mine, theirs in zip(NAMES, ours, plain, strict=True):
+            if not mine <= ALLOWANCE * theirs:  # nan is wrong, too
+                raise ValueError(
+                    f"attention back end {kernel.name}, {what}: the {name} is off by {mine:.2g} "
+                    f"of its size, plain attention in {str(dtype).removeprefix('torch.')} by "
+                    f"{theirs:.2g}; expected at most {ALLOWANCE:g} times that"
+                )
+
+
+def errors(
+    kernel: Kernel,
+    lengths: Sequence[tuple[int, int]],
+    heads: int,
+    groups: int,
+    head_size: int,
+    scale: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[list[float], list[float]]:
+    """(of ``kernel``, of plain attention in ``dtype``): of the output and of the gradients of q, k
+    and v, the root-mean-square distance to float64 over the size of the right answer.
+    """
+    queries, keys = zip(*lengths, strict=True)
+    borders = Borders.of(queries, keys, device)
+    generator = torch.Generator().manual_seed(20260117)
+
+    def draw(rows: int, count: int) -> Tensor:
+        made = torch.randn(rows, count, head_size, generator=generator, device="cpu")
+        return made.to(device, dtype)
+
+    q, grad = draw(sum(queries), heads), draw(sum(queries), heads)
+    k, v = draw(sum(keys), groups), draw(sum(keys), groups)
+    right, ours, plain = (
+        _run(judge, grad.to(to), Operands(q.to(to), k.to(to), v.to(to), borders))
+        for judge, to in (
+            (PlainKernel(scale), torch.float64),
+            (kernel, dtype),
+            (PlainKernel(scale), dtype),
+        )
+    )
+    return [_distances(found, right) for found in (ours, plain)]
+
+
+def _run(kernel: Kernel, grad: Tensor, call: Operands) -> tuple[Tensor, ...]:
+    out, kept = kernel.forward(call, True)
+    return out, *kernel.backward(grad, call, kept)
+
+
+def _distances(found: Sequence[Tensor], right: Sequence[Tensor]) -> list[float]:
+    return [
+        float((a.double() - b).norm() / b.norm()) for a, b in zip(found, right, strict=True)
+    ]  # fmt: skip

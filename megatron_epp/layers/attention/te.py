@@ -1,0 +1,141 @@
+"""Attention by Transformer Engine's DotProductAttention: the fastest kernels of its GPUs.
+
+What must be right for slices, and is easily wrong without a word (read in version 2.20):
+
+- The mask is ``padding_causal_bottom_right``. ``padding_causal`` with fewer queries than keys is
+  aligned at the top left.
+- Queries, keys and values start at the beginning of their storage: how they lie together is guessed
+  from pointers and offsets, and a view into the middle of a buffer is refused or misread.
+- Its own context parallelism refuses this mask; here it is off, rows are exchanged for heads around
+  the whole attention (layers/attention/ulysses.py).
+
+Its autograd saves q, k and v. They are kept already, in the store or by ours, so a hook lets go of
+them and hands them back when backward runs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.attention.varlen import Borders, Operands
+
+MASK = "padding_causal_bottom_right"
+
+
+class TransformerEngineKernel:
+    """A :class:`~megatron_epp.layers.attention.varlen.Kernel` for float16 and bfloat16 on CUDA."""
+
+    name = "te"
+
+    def __init__(self, heads: int, groups: int, head_size: int, scale: float):
+        """``heads`` query heads and ``groups`` key heads of one call. ImportError, OSError: no
+        Transformer Engine here."""
+        import transformer_engine.pytorch as te
+
+        try:
+            from transformer_engine.pytorch.attention.dot_product_attention import (
+                dot_product_attention as module,
+            )
+
+            self._chosen = lambda: module._attention_backends
+        except (ImportError, AttributeError):  # another version keeps it elsewhere
+            self._chosen = dict
+        self._attend = te.DotProductAttention(
+            num_attention_heads=heads,
+            kv_channels=head_size,
+            num_gqa_groups=groups,
+            attention_dropout=0.0,
+            qkv_format="thd",
+            attn_mask_type=MASK,
+            softmax_scale=scale,
+        )
+
+    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
+        inputs = _at_start(call)
+        if not backward:
+            with torch.no_grad():
+                return self._run(inputs, call.borders).view_as(call.q_THD), None
+        kept = _Run(inputs)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            kept.output = self._run(kept.inputs, call.borders)
+        result = kept.output.detach().view_as(call.q_THD)
+        kept.let_go()
+        return result, kept
+
+    def backward(
+        self, grad_THD: Tensor, call: Operands, kept: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return kept.gradients(grad_THD, _at_start(call))
+
+    def _run(self, inputs: list[Tensor], borders: Borders) -> Tensor:
+        """[T, H D]. All lengths are given: asked for them, the module would wait for the device.
+
+        RuntimeError: it chose to hold all scores of a call, of a size that no memory holds.
+        """
+        output = self._attend(
+            *inputs,
+            cu_seqlens_q=borders.queries,
+            cu_seqlens_kv=borders.keys,
+            max_seqlen_q=borders.most_queries,
+            max_seqlen_kv=borders.most_keys,
+        )
+        if self._chosen().get("use_unfused_attention"):
+            raise RuntimeError(
+                "Transformer Engine finds no fused attention for these calls "
+                "(NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why)"
+            )
+        return output
+
+
+def _at_start(call: Operands) -> list[Tensor]:
+    """q, k and v, each at the beginning of its storage: copied where it is not."""
+    return [x if x.storage_offset() == 0 else x.clone() for x in call.tensors]
+
+
+class _Source(torch.autograd.Function):
+    """A tensor that a graph begins with and does not hold, as it would hold a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        raise AssertionError("the gradient is taken where it arrives")
+
+
+class _Run:
+    """One call of the module and its graph, which holds everything but q, k and v."""
+
+    def __init__(self, inputs: list[Tensor]):
+        with torch.enable_grad():
+            nothing = inputs[0].new_empty(0, requires_grad=True)
+            self.inputs = [_Source.apply(nothing, x) for x in inputs]
+        self._places = {x.data_ptr(): index for index, x in enumerate(self.inputs)}
+        self._shapes = [x.shape for x in self.inputs]
+        self._edges: list[Any] = []
+        self.output: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        """An index in place of q, k or v."""
+        index = self._places.get(tensor.data_ptr())
+        whole = index is not None and tensor.shape == self._shapes[index]
+        return index if whole else tensor.detach()
+
+    def unpack(self, packed: Any) -> Tensor:
+        return self.inputs[packed] if isinstance(packed, int) else packed
+
+    def let_go(self):
+        """Forget q, k and v; where their gradients arrive is remembered."""
+        self._edges = [torch.autograd.graph.get_gradient_edge(x) for x in self.inputs]
+        self.inputs = []
+
+    def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Of q, k and v; once."""
+        output, self.output = self.output, None
+        self.inputs = inputs
+        try:
+            return torch.autograd.grad(output, self._edges, grad_THD.reshape(output.shape))
+        finally:
+            self.inputs, self._edges = [], []

@@ -1,0 +1,303 @@
+"""Attention of a chunk by kernels that take queries and keys of different lengths.
+
+    rows of the chunk             piece          keys of the kernel's call
+    doc 1  whole   |  side by side: one call   |  their own rows
+    doc 2  whole   |                           |
+    doc 0  slice   |  a call of its own        |  context and own rows, one behind the other
+
+The mask is causal, aligned at the bottom right: the last query sees all keys. For whole documents
+that is the ordinary one.
+
+        keys  0 1 2 3 4           a slice of 2 queries behind a context of 3 inputs
+    query 3   # # # # .
+    query 4   # # # # #
+
+A slice's K and V are written behind its context in the store, so the kernel reads them there and
+nothing is concatenated. That goes for the last slice, too, to whose K and V nobody attends later:
+the store's buffers have room for whole documents (``keeps_last``).
+
+T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, P context.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.recompute.outputs import AttendAgain
+
+
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """Where the documents of one call begin and end.
+
+    queries, keys         [documents + 1] int32 on the device, cumulative
+    most_queries, most_keys   of one document
+    """
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Borders":
+        return cls(_sums(queries, device), _sums(keys, device), max(queries), max(keys))
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        """(queries, keys) of every document; waits for the device."""
+        return list(zip(self.queries.diff().tolist(), self.keys.diff().tolist(), strict=True))
+
+
+def _sums(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on ``device``; from pinned memory, so that nobody waits for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What one call attends with: queries [T, H, D], keys and values [S, G, D], all contiguous."""
+
+    q_THD: Tensor
+    k_SGD: Tensor
+    v_SGD: Tensor
+    borders: Borders
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_THD, self.k_SGD, self.v_SGD
+
+
+class Kernel(Protocol):
+    """Attention of one call; the mask is causal at the bottom right.
+
+    ``forward`` gives the output [T, H, D] and, for a backward to come, what the kernel needs of it
+    beyond the operands, which ``backward`` is given again; it gives the gradients of q, k and v.
+    """
+
+    name: str
+
+    def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]: ...
+
+    def backward(
+        self, grad_THD: Tensor, call: Operands, kept: Any
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [start, stop) of a chunk, for one call; ``slice``: the slice of a cut document that they
+    are, or None: whole documents.
+    """
+
+    start: int
+    stop: int
+    slice: Rows | None
+    borders: Borders
+
+    @property
+    def mine(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+def pieces_of(state: ChunkState, device: torch.device) -> tuple[Piece, ...]:
+    """The calls that ``state``'s chunk takes; made for its first layer, used by all."""
+    made = state.scratch.get("pieces")
+    if made is None:
+        made = state.scratch["pieces"] = tuple(_pieces(state.rows, device))
+    return made
+
+
+def _pieces(rows: Sequence[Rows], device: torch.device):
+    whole: list[Rows] = []
+
+    def side_by_side():
+        if whole:
+            lengths = [r.span.tokens for r in whole]
+            borders = Borders.of(lengths, lengths, device)
+            yield Piece(whole[0].start, whole[-1].stop, None, borders)
+            whole.clear()
+
+    for r in rows:
+        if r.cut:
+            yield from side_by_side()
+            borders = Borders.of([r.span.tokens], [r.span.stop], device)
+            yield Piece(r.start, r.stop, r, borders)
+        else:
+            whole.append(r)
+    yield from side_by_side()
+
+
+class VarlenAttention:
+    """Attention of chunks by ``kernel``."""
+
+    keeps_last = True
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+        self.name = kernel.name
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        state: ChunkState,
+        layer: int,
+        drop: bool,
+    ) -> tuple[Tensor, AttendAgain | None]:
+        """The output [T, H, D]; where it is to be dropped, also the promise to make it again."""
+        again = AttendAgain() if drop else None
+        backward = torch.is_grad_enabled()
+        kernel = self.kernel
+        return _Attend.apply(q_THD, k_TGD, v_TGD, state, layer, kernel, backward, again), again
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        state: ChunkState,
+        layer: int,
+        kernel: Kernel,
+        backward: bool,
+        again: AttendAgain | None,
+    ) -> Tensor:
+        # A view of the fused QKV projection's output would keep all of that alive.
+        q_THD, k_TGD, v_TGD = q_THD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
+        store = state.store
+        pieces = pieces_of(state, q_THD.device)
+        for piece in pieces:
+            if piece.slice is not None:
+                span = piece.slice.span
+                mine = piece.mine
+                store.append(layer, span.document, span.start, k_TGD[mine], v_TGD[mine])
+        call = _Call(kernel, state, layer, pieces)
+        out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, backward and again is None)
+        if not state.training:
+            for piece in pieces:
+                if piece.slice is not None and piece.slice.last:
+                    store.release(layer, piece.slice.span.document)
+        ctx.call, ctx.kept, ctx.again = call, kept, again
+        if again is not None:
+            again.of(ctx, _once_more)
+        stored = all(piece.slice is not None for piece in pieces)
+        ctx.save_for_backward(q_THD, *(() if stored else (k_TGD, v_TGD)))
+        return out_THD
+
+    @staticmethod
+    def backward(ctx: Any, grad_THD: Tensor):
+        call: _Call = ctx.call
+        q_THD, k_TGD, v_TGD = call.inputs(ctx)
+        if ctx.again is None:
+            kept = ctx.kept
+        else:
+            _, kept = ctx.again.result()
+            ctx.again.forget()
+            ctx.again = None
+        ctx.kept = None
+        gradients = call.backward(grad_THD.contiguous(), q_THD, k_TGD, v_TGD, kept)
+        return *gradients, None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One layer's attention of one chunk. ``kept``: of every piece."""
+
+    kernel: Kernel
+    state: ChunkState
+    layer: int
+    pieces: tuple[Piece, ...]
+
+    def inputs(self, ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        q_THD, *others = ctx.saved_tensors
+        return (q_THD, *others) if others else (q_THD, None, None)
+
+    def forward(
+        self, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None, backward: bool
+    ) -> tuple[Tensor, list[Any]]:
+        outputs, kept = [], []
+        for piece in self.pieces:
+            out, needed = self.kernel.forward(self._operands(piece, q_THD, k_TGD, v_TGD), backward)
+            outputs.append(out)
+            kept.append(needed)
+        return self._joined(outputs, q_THD), kept
+
+    def backward(
+        self,
+        grad_THD: Tensor,
+        q_THD: Tensor,
+        k_TGD: Tensor | None,
+        v_TGD: Tensor | None,
+        kept: list[Any],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        made: list[tuple[Tensor, ...]] = []
+        for index, piece in enumerate(self.pieces):
+            call = self._operands(piece, q_THD, k_TGD, v_TGD)
+            dq, dk, dv = self.kernel.backward(grad_THD[piece.mine], call, kept[index])
+            kept[index] = None  # freed before the next piece makes its gradients
+            if piece.slice is not None:
+                dk, dv = self._of_slice(piece.slice, dk, dv)
+            made.append((dq, dk, dv))
+        dq_THD, dk_TGD, dv_TGD = (
+            self._joined(parts, q_THD) for parts in zip(*made, strict=True)
+        )  # fmt: skip
+        return dq_THD, dk_TGD, dv_TGD
+
+    def _operands(
+        self, piece: Piece, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None
+    ) -> Operands:
+        """Of the piece's call; of a slice, the keys and values of its context first."""
+        if piece.slice is None:
+            keys = k_TGD[piece.mine], v_TGD[piece.mine]
+        else:
+            span = piece.slice.span
+            keys = self.state.store.context(self.layer, span.document, span.stop)
+        return Operands(q_THD[piece.mine], *keys, piece.borders)
+
+    def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Leave the context's gradients in the store; the slice's own, with what later slices
+        left there for it."""
+        store, span = self.state.store, rows.span
+        behind = span.start
+        own = dk_SGD[behind:], dv_SGD[behind:]
+        if not rows.last:
+            # In float32, where later slices' gradients have added up: rounded once.
+            later = store.gradient(self.layer, span.document, span.start, span.stop)
+            own = tuple((a + b).to(a.dtype) for a, b in zip(own, later, strict=True))
+        if behind:
+            store.add_gradient(self.layer, span.document, dk_SGD[:behind], dv_SGD[:behind])
+        else:
+            store.release(self.layer, span.document)
+        return own
+
+    def _joined(self, parts: Sequence[Tensor], q_THD: Tensor) -> Tensor:
+        """The pieces' rows one behind the other, and zeros for the padding."""
+        total, used = q_THD.shape[0], self.pieces[-1].stop
+        if len(parts) == 1 and used == total:
+            return parts[0].contiguous()
+        joined = parts[0].new_empty(total, *parts[0].shape[1:])
+        for piece, part in zip(self.pieces, parts, strict=True):
+            joined[piece.mine] = part
+        joined[used:] = 0
+        return joined
+
+
+def _once_more(ctx: Any) -> tuple[Tensor, list[Any]]:
+    """(output, what its backward needs) of a forward whose own was dropped."""
+    call: _Call = ctx.call
+    return call.forward(*call.inputs(ctx), True)

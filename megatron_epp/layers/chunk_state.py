@@ -1,0 +1,67 @@
+"""What a layer must know of the chunk that passes through it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_epp.ir import Plan, Slices, Span
+from megatron_epp.runtime.kv_store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows [start, stop) of a chunk's tensors hold ``span``.
+
+    ``cut``: the span is a slice of a cut document; ``last``: the last one, so nobody attends to
+    its K and V later.
+    """
+
+    start: int
+    stop: int
+    span: Span
+    cut: bool
+    last: bool
+
+
+@dataclass(slots=True)
+class ChunkState:
+    """Travels with a chunk through every layer of a stage, in forward and in recomputation.
+
+    rows        where each span lies; ``tokens`` counts all rows, padding behind the spans included
+    recompute   one letter per layer of this stage
+    store       the K/V of cut documents
+    """
+
+    chunk: int
+    rows: tuple[Rows, ...]
+    tokens: int
+    recompute: str
+    store: Store
+    training: bool = True
+    scratch: dict = field(default_factory=dict)
+
+
+def chunk_rows(plan: Plan, slices: Slices, chunk: int) -> tuple[Rows, ...]:
+    """The rows of ``chunk``: its spans one behind the other."""
+    rows, start = [], 0
+    for span in plan.chunks[chunk].spans:
+        cut = span.tokens < plan.documents[span.document]
+        last = span.stop == plan.documents[span.document]
+        rows.append(Rows(start, start + span.tokens, span, cut, last))
+        start += span.tokens
+    return tuple(rows)
+
+
+def context_tokens(plan: Plan, slices: Slices) -> dict[int, int]:
+    """For every cut document, the inputs that a later slice attends to: all but its last slice."""
+    contexts = {}
+    for chunk, document in enumerate(slices.document):
+        if document >= 0 and slices.later[chunk] < 0:
+            spans: Sequence[Span] = plan.chunks[chunk].spans
+            contexts[document] = next(s.start for s in spans if s.document == document)
+    return contexts
+
+
+def store_for(plan: Plan, slices: Slices, keeps_last: bool) -> Store:
+    """An empty store for an iteration; ``keeps_last``: with room for last slices, too."""
+    contexts = context_tokens(plan, slices)
+    return Store(contexts, {d: plan.documents[d] for d in contexts} if keeps_last else contexts)

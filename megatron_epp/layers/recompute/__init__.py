@@ -1,0 +1,1 @@
+"""Recompute of whole layers or parts of them during a chunk's backward."""

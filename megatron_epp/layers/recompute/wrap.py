@@ -1,0 +1,92 @@
+"""Recompute chosen per chunk, stage and layer: a layer's forward, wrapped, and its modules'."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_epp.ir import FULL, KEEP, SELECTIVE
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.recompute.outputs import Dropped, remade, without
+
+# checkpoint(function, tensor) -> function(tensor), saving only the tensor for backward
+Checkpoint = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+EXECUTABLE = KEEP + FULL + "".join(SELECTIVE)
+MODULES = {letter: frozenset(modules) for letter, modules in SELECTIVE.items()}
+
+
+def wrap_layer(
+    forward: Callable[..., tuple[Tensor, Any]],
+    index: int,
+    state_of: Callable[[dict[str, Any]], ChunkState | None],
+    checkpoint: Checkpoint,
+    dropped: Dropped,
+) -> Callable[..., tuple[Tensor, Any]]:
+    """``forward(hidden_states=..., **others)`` of layer ``index`` of the stage, recomputed where
+    the chunk's state says so. ``state_of`` finds the state among the keyword arguments; ``dropped``
+    is what the layer's wrapped modules read.
+
+    The recomputation meets the chunk's K and V in the store, where they stay as they are.
+    """
+
+    @wraps(forward)
+    def wrapped(hidden_states: Tensor, **others):
+        state = state_of(others)
+        choice = KEEP if state is None or not state.training else state.recompute[index]
+        if choice == FULL:
+            hidden = checkpoint(lambda x: forward(hidden_states=x, **others)[0], hidden_states)
+            return hidden, None
+        with dropped.by(MODULES.get(choice, frozenset())):
+            return forward(hidden_states=hidden_states, **others)
+
+    return wrapped
+
+
+def wrap_norm(norm: nn.Module, dropped: Dropped):
+    """Where layer norms are recomputed: their output is dropped once it is used."""
+    forward = norm.forward
+
+    @wraps(forward)
+    def wrapped(x: Tensor) -> Tensor:
+        if "layernorm" not in dropped.modules:
+            return forward(x)
+        output, promise = remade(forward, x)
+        dropped.promise(output, promise)
+        return output
+
+    norm.forward = wrapped
+
+
+def wrap_mlp(mlp: nn.Module, dropped: Dropped):
+    """Where the MLP is recomputed: only its input is kept, or not even that."""
+    forward = mlp.forward
+
+    @wraps(forward)
+    def wrapped(x: Tensor, **others):
+        if "mlp" not in dropped.modules:
+            return forward(x, **others)
+        bias = None
+
+        def run(x: Tensor) -> Tensor:
+            nonlocal bias
+            with dropped.by(frozenset()):
+                output, bias = forward(x, **others)
+            return output
+
+        output, _ = without(x, dropped.take(x), lambda: remade(run, x))
+        return output, bias
+
+    mlp.forward = wrapped
+
+
+def wrap_consumer(linear: nn.Module, dropped: Dropped):
+    """A linear that would save what a module in front of it has dropped."""
+    forward = linear.forward
+
+    @wraps(forward)
+    def wrapped(x: Tensor, *args, **others):
+        return without(x, dropped.take(x), lambda: forward(x, *args, **others))
+
+    linear.forward = wrapped

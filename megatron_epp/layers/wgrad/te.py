@@ -1,0 +1,121 @@
+"""Weight gradients of Transformer Engine's linears, left to an op of their own.
+
+A linear there hands over what its weight's gradient follows from, where its ``wgrad_store`` says so
+(read in version 2.20; delay_wgrad_compute):
+
+    forward    remembers module.wgrad_store
+    backward   store.put([input, output's gradient], product); no gradient of the weight is returned
+    W          store.pop(): product(input, gradient) -> (dA, db)
+
+The module's own store is a queue, so its Ws must come in the order of their Is, and its hooks go
+past autograd's. So each deferred forward is lent a store that makes what is put into it a root of
+the chunk's :class:`~megatron_epp.layers.wgrad.linear.Aside`: from there on it is as with any
+linear.
+
+The weight that the module sees meanwhile is a leaf of its own over the same data. Autograd would
+else reach the real one in I, with no gradient, and run the hooks that wait for W's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_epp.layers.wgrad.linear import Aside
+
+# product(input, gradient of the output) -> (the weight's gradient, the bias's or None, ...)
+Product = Callable[..., Sequence[Tensor | None]]
+
+
+def can_defer(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear that speaks this protocol, with one weight."""
+    named = getattr(module, "weight_names", None)
+    wanted = ("apply_bias", "gemm_bias_unfused_add", "fuse_wgrad_accumulation", "wgrad_store")
+    return (
+        named is not None
+        and list(named) == ["weight"]
+        and all(hasattr(module, name) for name in wanted)
+    )
+
+
+def deferred_forward(module: Any, forward: Callable[..., Any], aside: Aside, *args, **others):
+    """``forward(*args, **others)`` of ``module``; its product's gradients are left to ``aside``."""
+    lent = _Lent(module, aside)
+    parameters, own = module._parameters, module.wgrad_store
+    real = {name: parameters[name] for name in lent.leaves}
+    parameters.update(lent.leaves)
+    module.wgrad_store = lent
+    try:
+        return forward(*args, **others)
+    finally:
+        parameters.update(real)
+        module.wgrad_store = own
+
+
+class _Lent:
+    """In the place of a module's ``wgrad_store`` for one forward and its backward.
+
+    ``leaves``: what the module takes for its parameters. A bias is among them where the product
+    that makes the weight's gradient makes the bias's, too; elsewhere it is autograd's.
+    """
+
+    def __init__(self, module: Any, aside: Aside):
+        in_product = module.apply_bias and not module.gemm_bias_unfused_add
+        self._aside, self._fused = aside, module.fuse_wgrad_accumulation
+        self._weight: Parameter = module.weight
+        self._bias: Parameter | None = module.bias if in_product else None
+        self.leaves = {"weight": Parameter(self._weight.detach())}
+        if self._fused:
+            # Where the product adds its result itself. The leaf must live until backward, which
+            # reaches it by a weak reference.
+            self.leaves["weight"].main_grad = self._weight.main_grad
+        if in_product:
+            self.leaves["bias"] = Parameter(self._bias.detach())
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+    def put(self, tensors: Sequence[Tensor], product: Product) -> None:
+        # Detached: with its history the input would keep the chunk's whole graph alive until W.
+        held = [tensor.detach() for tensor in tensors]
+        with torch.enable_grad():
+            root = _Product.apply(self._weight, self._bias, product, self._fused, *held)
+        self._aside.hold(root, self._weight, self._bias)
+
+
+class _Product(torch.autograd.Function):
+    """Forward holds, backward computes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: Parameter,
+        bias: Parameter | None,
+        product: Product,
+        fused: bool,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.weight, ctx.biased, ctx.product, ctx.fused = weight, bias is not None, product, fused
+        return weight.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor):
+        gradient, bias_gradient, *_ = ctx.product(*ctx.saved_tensors)
+        if ctx.fused:
+            gradient = _added(ctx.weight)
+        if not ctx.biased:
+            bias_gradient = None
+        return gradient, bias_gradient, None, None, *(None for _ in ctx.saved_tensors)
+
+
+def _added(weight: Parameter) -> Tensor | None:
+    """What stands for a gradient that was added to ``main_grad``, where Megatron's reduction waits
+    for one: its hook asks for any, and takes it away."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zeros = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)

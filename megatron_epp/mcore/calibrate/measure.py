@@ -1,0 +1,366 @@
+"""A profile from measurements: seconds and bytes of this model on this device.
+
+All ranks of a pipeline run the same made-up chunks at the same time, through their own layers and
+ends, as they will when they train: on a host they share memory and caches. What is measured, and
+how often, follows from the model's shape alone (work, not time), so every rank does the same.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.devices import device as named_device
+from megatron_epp.cost.fit import Sample, fit_profile
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds
+from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
+from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
+from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+# What a calibration may compute on one rank: on a CPU about nine seconds of one core at the 110
+# Gflops that a server core of 2023 reaches in float32; on a GPU about three seconds.
+CPU_FLOPS = 1e12
+GPU_FLOPS = 1.5e15
+# The median counts. The fastest would be what an op can take, and iterations are made of what ops
+# do take: on a shared host 5% to 10% more.
+REPEATS = 3
+_BYTES_TOKENS = (128, 256)  # bytes are linear in tokens: the slope of two small chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A chunk to measure, in units of the base size, and how its one layer is recomputed."""
+
+    tokens: float
+    context: float = 0.0
+    pieces: int = 1
+    letter: str = KEEP
+
+
+# What a chunk costs whatever its size shows in small ones only. They cost little to measure and
+# are easily disturbed, so they run twice as often as the others.
+_SMALL = (Point(0.125), Point(0.25))
+# Slices of fewer tokens are not what planners cut, and kernels take up to twice as long for a pair
+# where they have few queries, which would pass for what every pair costs.
+_LEAST_SLICE = 512
+_SMALL_SLICES = (Point(0.25, 4.0), Point(0.25, 16.0))
+# Chunks as planners make them, of thousands of tokens; a pair costs more where K and V no longer
+# fit into a cache.
+_POINTS = (
+    Point(0.5),
+    Point(0.5, 16.0),
+    Point(1.0, pieces=8),
+    Point(0.5, 4.0),
+    Point(1.0),
+    Point(1.0, letter=FULL),
+    Point(1.0, 1.0),
+    Point(2.0),
+    Point(1.0, 2.0),
+    Point(1.0, 2.0, letter=FULL),
+    Point(1.0, 4.0),
+)
+
+
+def _points(base: int) -> tuple[Point, ...]:
+    slices = [p for p in _SMALL_SLICES if p.tokens * base >= _LEAST_SLICE]
+    small = (*_SMALL, *slices)
+    return (*small, *_POINTS, *small)
+
+
+def grid(model: Model, context: int, flops: float) -> list[tuple[Shape, str]]:
+    """The chunks to measure: the largest base size whose work stays below ``flops``."""
+
+    def scaled(base: int) -> list[tuple[Shape, str]]:
+        made = []
+        for point in _points(base):
+            tokens = max(16, int(base * point.tokens))
+            behind = min(int(base * point.context), max(0, context - tokens))
+            made.append((Shape(min(tokens, context), behind, point.pieces), point.letter))
+        return made
+
+    def work(base: int) -> float:
+        return REPEATS * sum(
+            (4 if letter == FULL else 3)
+            * (
+                shape.tokens * model.layer_flops_per_token
+                + shape.pairs * model.layer_flops_per_pair
+            )
+            for shape, letter in scaled(base)
+        )
+
+    base = 64
+    while base * 2 <= min(context, 8192) and work(base * 2) <= flops:
+        base *= 2
+    return scaled(base)
+
+
+# ------------------------------------------------------------------ measuring
+
+
+@dataclass(slots=True)
+class Readings:
+    """What one rank measured.
+
+    held            samples of bytes; ``workspace``: (kind, letter, end?, bytes, tokens)
+    again           (letter, seconds that it added to B, seconds of F) of one layer
+    module_seconds  by name of a selective set's module: of one layer, per token
+    link            (tokens of a message, seconds)
+    split           backwards whole and in halves
+    """
+
+    forward: list[Sample] = dataclasses.field(default_factory=list)
+    backward: list[Sample] = dataclasses.field(default_factory=list)
+    held: list[Sample] = dataclasses.field(default_factory=list)
+    workspace: list[tuple[Kind, str, bool, int, int]] = dataclasses.field(default_factory=list)
+    again: list[tuple[str, float, float]] = dataclasses.field(default_factory=list)
+    module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    split: list[Split] = dataclasses.field(default_factory=list)
+
+
+def calibrate(
+    probe: Probe, groups: Groups, model: Model, context: int, provenance: Provenance
+) -> Profile:
+    """Measure and fit; collective, and the same profile on every rank. Gradients add up in the
+    model and random numbers are drawn: see ``probe.undisturbed``.
+
+    What the errors are on rows that the fit has not seen is added to ``provenance.source``.
+    """
+    flops = GPU_FLOPS if probe.device.type == "cuda" else CPU_FLOPS
+    readings = Readings()
+    _measure_bytes(probe, readings)
+    shapes = grid(model, context, flops)
+    _measure_seconds(probe, groups, shapes, readings)
+    dist.barrier(groups.control)
+    readings.split += measure_split(probe, max(shape.tokens for shape, _ in shapes) // 2)
+    _measure_links(probe, groups, readings)
+    every: list = [None] * groups.control.size()
+    dist.all_gather_object(every, readings, group=groups.control)
+    text = error = None
+    if groups.control.rank() == 0:
+        try:
+            text = _fitted(every, model, provenance, probe).to_json()
+        except ValueError as refusal:
+            error = f"calibration: {refusal}"
+    return Profile.from_json(share(text, error, groups.control))
+
+
+def _measure_bytes(probe: Probe, readings: Readings):
+    for tokens in _BYTES_TOKENS:
+        for letter in EXECUTABLE:
+            for cut in (False, True):
+                shape = Shape(tokens, cut=cut)
+                measured = probe.layers(shape, letter, weigh=True)
+                kept = tokens if cut else 0
+                readings.held.append(
+                    Sample(letter, False, False, tokens, shape.pairs, kept, measured.held_bytes)
+                )
+                if not cut:
+                    readings.workspace += [
+                        (Kind.FORWARD, letter, False, measured.forward_bytes, tokens),
+                        (Kind.BACKWARD, letter, False, measured.backward_bytes, tokens),
+                    ]
+        shape = Shape(tokens)
+        for measured, first, last in _ends(probe, shape, weigh=True):
+            readings.held.append(
+                Sample("", first, last, tokens, shape.pairs, 0, max(1, measured.held_bytes))
+            )
+            if last:
+                readings.workspace += [
+                    (Kind.FORWARD, KEEP, True, measured.forward_bytes, tokens),
+                    (Kind.BACKWARD, KEEP, True, measured.backward_bytes, tokens),
+                ]
+
+
+def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measured, bool, bool]]:
+    """(measured, with the first stage's part, with the last stage's) of what the stage has."""
+    if probe.first:
+        yield probe.embedding(shape, weigh), True, False
+    if probe.last:
+        yield probe.ends(shape, weigh), probe.first, True
+
+
+def _measure_seconds(
+    probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
+):
+    largest = max(shape.tokens for shape, _ in shapes)
+    runs: dict[tuple[Shape, str], list[Measured]] = {}
+    probe.layers(shapes[0][0], KEEP)  # whatever happens only once: threads, buffers, gradients
+    for _ in range(REPEATS):
+        for shape, letter in shapes:
+            dist.barrier(groups.control)
+            measured = probe.layers(shape, letter)
+            runs.setdefault((shape, letter), []).append(measured)
+    typical = {
+        key: (median(m.forward_seconds for m in got), median(m.backward_seconds for m in got))
+        for key, got in runs.items()
+    }
+    for (shape, letter), (forward, backward) in typical.items():
+        load = (shape.tokens, shape.pairs, 0)
+        if letter == KEEP:
+            readings.forward.append(Sample(KEEP, False, False, *load, forward))
+            readings.backward.append(Sample(KEEP, False, False, *load, backward))
+        elif (shape, KEEP) in typical:
+            plain = typical[shape, KEEP]
+            readings.again.append((letter, max(0.0, backward - plain[1]), plain[0]))
+    for tokens in (largest // 4, largest // 2):
+        shape = Shape(tokens)
+        dist.barrier(groups.control)
+        got = [list(_ends(probe, shape, weigh=False)) for _ in range(REPEATS)]
+        for same in zip(*got, strict=True):
+            _, first, last = same[0]
+            ends = (first, last, tokens, shape.pairs, 0)
+            forward = median(measured.forward_seconds for measured, *_ in same)
+            backward = median(measured.backward_seconds for measured, *_ in same)
+            readings.forward.append(Sample("", *ends, forward))
+            readings.backward.append(Sample("", *ends, backward))
+    layer = probe.model.decoder.layers[0]
+    shape = Shape(largest // 2)
+    modules = {"mlp": (layer.mlp,), "layernorm": (layer.input_layernorm, layer.pre_mlp_layernorm)}
+    for name, parts in modules.items():
+        seconds = [sum(probe.module_seconds(shape, p) for p in parts) for _ in range(REPEATS)]
+        readings.module_seconds[name] = median(seconds) / shape.tokens
+
+
+def _measure_links(probe: Probe, groups: Groups, readings: Readings):
+    """Round trips between the first two stages of every pipeline, through the groups of F and B."""
+    if groups.stages < 2:
+        return
+    for tokens in (16, 256, 1024, 2048):
+        for repeat in range(REPEATS + 1):
+            tensor = probe.message(tokens)
+            dist.barrier(groups.control)
+            if groups.stage > 1:
+                continue
+            began = probe.now()
+            there, back = groups.payload[Payload.ACTIVATION], groups.payload[Payload.GRADIENT]
+            if groups.stage == 0:
+                dist.send(tensor, group=there, group_dst=1)
+                dist.recv(tensor, group=back, group_src=1)
+            else:
+                dist.recv(tensor, group=there, group_src=0)
+                dist.send(tensor, group=back, group_dst=0)
+            if repeat:
+                readings.link.append((tokens, (probe.now() - began) / 2))
+
+
+# ------------------------------------------------------------------ fitting
+
+
+def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: Probe) -> Profile:
+    config = probe.config
+    template = analytic_profile(model, named_device("cpu" if probe.device.type == "cpu" else _GPU))
+    best_link: dict[int, float] = {}
+    for tokens, seconds in (pair for readings in every for pair in readings.link):
+        best_link[tokens] = min(seconds, best_link.get(tokens, seconds))
+    fitted = fit_profile(
+        template,
+        origin,
+        tp=config.tensor_model_parallel_size,
+        cp=config.context_parallel_size,
+        seconds={
+            Kind.FORWARD: [sample for readings in every for sample in readings.forward],
+            Kind.BACKWARD: [sample for readings in every for sample in readings.backward],
+        },
+        held_bytes=[sample for readings in every for sample in readings.held],
+        link_seconds=sorted(best_link.items()),
+    )
+    profile = fitted.profile
+    workspace, last_workspace, again = _workspaces(every)
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    kv = 2 * config.kv_channels * max(1, config.num_query_groups // ranks)
+    gradient = torch.promote_types(config.params_dtype, torch.float32)
+    source = "; ".join(f"{what} {quality}" for what, quality in fitted.quality.items())
+    profile = dataclasses.replace(
+        profile,
+        provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
+        recompute_seconds=_recompute_seconds(every, profile),
+        saved_bytes={
+            letter: profile.saved_bytes[letter if letter in EXECUTABLE else KEEP]
+            for letter in profile.saved_bytes
+        },
+        first_bytes=_alike(profile.first_bytes),
+        last_bytes=_alike(profile.last_bytes),
+        kv_bytes_per_token=float(kv * config.params_dtype.itemsize),
+        keeps_last=probe.keeps_last,
+        kv_gradient_bytes_per_token=float(kv * gradient.itemsize),
+        workspace_bytes=workspace,
+        last_workspace_bytes=last_workspace,
+        last_workspace_tokens=float(probe.head_tokens),
+        recompute_workspace_bytes=again,
+        host_bytes_per_second=0.0,  # nothing was copied to the host, and training offloads nothing
+        link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
+        link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
+    )
+    return with_split(profile, [split for readings in every for split in readings.split])
+
+
+def _alike(figure: Bytes) -> Bytes:
+    """Tokens and logits do not know whether their document is cut."""
+    return Bytes(figure.per_token, figure.per_token)
+
+
+def _workspaces(every: Sequence[Readings]) -> tuple[dict, dict, dict]:
+    """Bytes beyond what is held: while F or B runs, besides on the last stage, and of the layer
+    that lives again, by letter."""
+    most: dict[tuple[Kind, str, bool], float] = {}
+    for readings in every:
+        for kind, letter, last, bytes_, tokens in readings.workspace:
+            key = kind, letter, last
+            most[key] = max(most.get(key, 0.0), bytes_ / tokens)
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    per = {kind: most.get((kind, KEEP, False), 0.0) for kind in kinds}
+    per[Kind.INPUT] = per[Kind.BACKWARD]
+    last = {kind: max(0.0, most.get((kind, KEEP, True), 0.0) - per[kind]) for kind in kinds}
+    last[Kind.INPUT] = last[Kind.BACKWARD]
+    again = {}
+    for letter in (KEEP, FULL, *SELECTIVE):
+        alive = most.get((Kind.BACKWARD, letter, False), 0.0) - per[Kind.BACKWARD]
+        again[letter] = _alike(Bytes(max(0.0, alive))) if letter != KEEP else Bytes()
+    return (
+        {kind: _alike(Bytes(per[kind])) for kind in kinds},
+        {kind: _alike(Bytes(last[kind])) for kind in kinds},
+        again,
+    )
+
+
+def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str, Seconds]:
+    """Full: a layer's forward, times how much longer B really took. Selective: its modules'."""
+    forward = profile.layer_seconds[Kind.FORWARD]
+    ratios = sorted(
+        more / plain for readings in every for letter, more, plain in readings.again
+        if letter == FULL
+    )  # fmt: skip
+    ratio = ratios[len(ratios) // 2] if ratios else 1.0
+    modules = {
+        name: Seconds(per_token=max(readings.module_seconds[name] for readings in every))
+        for name in every[0].module_seconds
+    }
+    modules["core_attn"] = Seconds(per_pair=forward.per_pair)
+    seconds = {KEEP: Seconds(), FULL: _times(forward, ratio)}
+    for letter, names in SELECTIVE.items():
+        seconds[letter] = Seconds(
+            sum(modules[name].per_token for name in names),
+            sum(modules[name].per_pair for name in names),
+        )
+    return seconds
+
+
+def _times(seconds: Seconds, factor: float) -> Seconds:
+    return Seconds(
+        seconds.per_token * factor, seconds.per_pair * factor, seconds.per_chunk * factor
+    )
+
+
+_GPU = "h100-80g"  # the template of what is not measured

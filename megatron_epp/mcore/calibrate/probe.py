@@ -1,0 +1,399 @@
+"""Parts of a stage, run alone on made-up chunks: what a measured profile is made from.
+
+The parts are the model's own modules and go through the executor's own attention, store and
+recompute, so what is measured is what training runs. T tokens of the chunk, P of context.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from megatron_epp.ir import Span
+from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.wgrad.linear import Aside
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.model.hooks import ChunkParams
+from megatron_epp.mcore.model.split_backward import Deferral
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import SavedBytesMeter
+
+ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A made-up chunk: a slice of ``tokens`` behind ``context`` tokens of its document, or,
+    without context, ``pieces`` whole documents of together ``tokens``.
+
+    ``cut``: more of the document follows, so K and V are kept.
+    """
+
+    tokens: int
+    context: int = 0
+    pieces: int = 1
+    cut: bool = False
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        if self.context or self.cut:
+            return (Span(0, self.context, self.context + self.tokens),)
+        sizes = [
+            self.tokens // self.pieces + (k < self.tokens % self.pieces) for k in range(self.pieces)
+        ]
+        return tuple(Span(document, 0, size) for document, size in enumerate(sizes))
+
+    @property
+    def pairs(self) -> int:
+        return sum(span.pairs for span in self.spans)
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        rows, start = [], 0
+        for span in self.spans:
+            cut = self.cut or self.context > 0
+            rows.append(Rows(start, start + span.tokens, span, cut, not self.cut))
+            start += span.tokens
+        return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One pass forward and back.
+
+    forward_seconds, backward_seconds   backward with the recompute that was asked for
+    held_bytes                          from F to B; kept K and V and their gradients apart
+    forward_bytes, backward_bytes       the most beyond that while F ran, and B; the latter is
+                                        below 0 where B frees more than it makes
+    weight_seconds                      of W, where backward was split: ``backward_*`` is then I's
+    weight_input_bytes                  from I to W
+
+    Bytes are what autograd saved on a CPU, the allocator's figures on a GPU, and 0 where nobody
+    asked for them.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    held_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    weight_seconds: float = 0.0
+    weight_input_bytes: int = 0
+
+
+class Probe:
+    """Runs parts of ``model``, this stage's unwrapped GPTModel.
+
+    ``share`` is this rank's share of a chunk's rows; ``context`` how long the model's tables of
+    positions are: those of a longer chunk start anew. Gradients of parameters add up as in
+    training; whoever probes clears them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        forward_step: ForwardStep,
+        share: RowShare,
+        device: torch.device,
+        head_tokens: int | None,
+        context: int,
+    ):
+        self.model, self.forward_step, self.context = model, forward_step, context
+        self.early_head, self.head_tokens = head_tokens is not None, head_tokens or 0
+        self.config = model.config
+        self.device, self.share = device, share
+        self._dtype = self.config.params_dtype
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cores = len(os.sched_getaffinity(0))
+        self._has_core = device.type == "cpu" and torch.get_num_threads() == 1 and ranks <= cores
+        self._random = torch.Generator(device).manual_seed(20250921)
+
+    @property
+    def first(self) -> bool:
+        return bool(self.model.pre_process)
+
+    @property
+    def last(self) -> bool:
+        return bool(self.model.post_process)
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the stage's attention has the store keep the K and V of last slices, too."""
+        return self.model.decoder.layers[0].self_attention.core_attention.forward.keeps_last
+
+    # -------------------------------------------------------------- parts
+
+    def layers(
+        self, shape: Shape, letters: str, weigh: bool = False, split: bool = False
+    ) -> Measured:
+        """The first ``len(letters)`` layers of the stage; a letter each. ``split``: I and W."""
+        store, params = self._chunk(shape, letters)
+        hidden = self._hidden(shape)
+        rotary = self._rotary(params)
+
+        def forward() -> Tensor:
+            x = hidden
+            for layer in self.model.decoder.layers[: len(letters)]:
+                x, _ = layer(
+                    hidden_states=x,
+                    attention_mask=None,
+                    rotary_pos_emb=rotary,
+                    packed_seq_params=params,
+                )
+            return x
+
+        return self._pass(forward, store, weigh, split)
+
+    def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measured:
+        """The stage without its layers: embedding, output layer and loss, whichever it has."""
+        store, params = self._chunk(shape, "")
+        tokens = self._integers(shape.tokens)
+        mask = torch.ones_like(tokens, dtype=torch.float32) if self.last else None
+        batch = _Batch(
+            tokens=tokens if self.first else None,
+            positions=params.positions[None],
+            labels=tokens if self.last else None,
+            loss_mask=mask,
+            params=params,
+            known_gradient=mask if self.early_head else None,
+        )
+        received = None if self.first else self._hidden(shape)
+        self.model.set_input_tensor([received])
+
+        def forward() -> Tensor:
+            output, loss_of = self.forward_step(iter((batch,)), self.model)
+            return loss_of(output)[0] if self.last else output
+
+        with self._without_layers():
+            return self._pass(forward, store, weigh, split)
+
+    def embedding(self, shape: Shape, weigh: bool = False) -> Measured:
+        store, params = self._chunk(shape, "")
+        tokens = self._integers(shape.tokens)
+        positions = params.positions[None]
+        return self._pass(lambda: self.model.embedding(tokens, positions), store, weigh)
+
+    def module_seconds(self, shape: Shape, module: Callable[[Tensor], Any]) -> float:
+        """Forward alone of one of a layer's modules."""
+        hidden = self._hidden(shape)
+        began = self.now()
+        module(hidden)
+        return self.now() - began
+
+    def message(self, tokens: int) -> Tensor:
+        """As stages hand each other."""
+        return self._hidden(Shape(tokens)).detach()
+
+    # -------------------------------------------------------------- how
+
+    def _pass(
+        self, forward: Callable[[], Tensor], store: Store, weigh: bool, split: bool = False
+    ) -> Measured:
+        scale = self._scale(store) if weigh else _NoScale()
+        aside = Aside()
+        with scale.watching(), self._deferring(aside) if split else nullcontext():
+            start = self.now()
+            output = forward()
+            middle = self.now()
+            held, forward_peak = scale.held(), scale.peak()
+            gradient = torch.ones_like(output)
+            self._answer(store)
+            kept = scale.held()
+            again = self.now()
+            output.backward(gradient)
+            stop = self.now()
+            backward_peak, waiting = scale.peak(), scale.held()
+            late = self.now()
+            aside.accumulate_all()
+            done = self.now()
+        return Measured(
+            forward_seconds=middle - start,
+            backward_seconds=stop - again,
+            held_bytes=held,
+            forward_bytes=forward_peak - held,
+            backward_bytes=backward_peak - kept,
+            weight_seconds=done - late if split else 0.0,
+            weight_input_bytes=waiting if split else 0,
+        )
+
+    @contextmanager
+    def _deferring(self, aside: Aside) -> Iterator[None]:
+        besides = (self.model.output_layer,) if self.last and self.early_head else ()
+        with Deferral(self.model, besides) as deferral, deferral.into(aside):
+            yield
+
+    def _scale(self, store: Store) -> "_Scale":
+        if self.device.type == "cuda":
+            return _AllocatorScale(store)
+        return _SavedScale(SavedBytesMeter(self.model.parameters()))
+
+    def _answer(self, store: Store):
+        """What a later slice's backward leaves behind for one that is not the last."""
+        for layer, document, key_CGD in store:
+            zeros = torch.zeros_like(key_CGD)
+            store.add_gradient(layer, document, zeros, zeros)
+
+    def _chunk(self, shape: Shape, letters: str) -> tuple[Store, ChunkParams]:
+        """A chunk in the middle of its iteration: the K and V before it are kept, and gradients
+        from a later slice lie ready."""
+        # Room for all of it: some kernels read the last slice's K and V behind its context's.
+        everything = shape.context + shape.tokens
+        store = Store({0: everything if shape.cut else shape.context}, {0: everything})
+        groups = self.config.num_query_groups // self.config.tensor_model_parallel_size
+        groups //= self.config.context_parallel_size
+        size = (shape.context, max(1, groups), self.config.kv_channels)
+        for layer in range(len(letters)):
+            if shape.context:
+                key, value = (self._normal(size) for _ in range(2))
+                store.append(layer, 0, 0, key, value)
+        rows = self.share.padded(shape.tokens)
+        state = ChunkState(0, shape.rows, rows, letters, store)
+        positions = torch.zeros(rows, dtype=torch.int64)
+        for part in shape.rows:
+            counted = torch.arange(part.span.start, part.span.stop)
+            positions[part.start : part.stop] = counted % self.context
+        return store, ChunkParams.of(state, positions[self.share.mine(rows)].to(self.device))
+
+    def _hidden(self, shape: Shape) -> Tensor:
+        rows = self.share.message(self.share.padded(shape.tokens))
+        return self._normal((rows, 1, self.config.hidden_size)).requires_grad_()
+
+    def _normal(self, size: Sequence[int]) -> Tensor:
+        where = self._random.device
+        made = torch.randn(tuple(size), generator=self._random, dtype=torch.float32, device=where)
+        return made.to(self.device, self._dtype)
+
+    def _integers(self, tokens: int) -> Tensor:
+        mine = self.share.mine(self.share.padded(tokens))
+        rows = mine.stop - mine.start
+        made = torch.randint(
+            0,
+            self.model.vocab_size,
+            (1, rows),
+            generator=self._random,
+            device=self._random.device,
+        )
+        return made.to(self.device)
+
+    def _rotary(self, params: ChunkParams) -> Tensor | None:
+        rotary = getattr(self.model, "rotary_pos_emb", None)
+        if rotary is None:
+            return None
+        return rotary(rotary.get_rotary_seq_len(params), packed_seq=True)
+
+    @contextmanager
+    def _without_layers(self) -> Iterator[None]:
+        decoder = self.model.decoder
+        layers, decoder.layers = decoder.layers, torch.nn.ModuleList()
+        try:
+            yield
+        finally:
+            decoder.layers = layers
+
+    def now(self) -> float:
+        """Seconds, when everything asked of the device so far is done.
+
+        On a host, seconds that this thread had a core to itself where it does all the work and
+        every rank has a core: what else runs there now will not run there later.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.thread_time() if self._has_core else time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """As mcore.feed.ChunkBatch."""
+
+    tokens: Tensor | None
+    positions: Tensor
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    params: ChunkParams
+    known_gradient: Tensor | None
+
+
+class _NoScale:
+    def watching(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def held(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+
+class _SavedScale:
+    """What autograd saves; the store's bytes stay out."""
+
+    def __init__(self, meter: SavedBytesMeter):
+        self.meter = meter
+
+    def watching(self) -> AbstractContextManager:
+        return self.meter.watch(Store({}))
+
+    def held(self) -> int:
+        return self.meter.saved_bytes
+
+    def peak(self) -> int:
+        return self.meter.op_peak()
+
+
+class _AllocatorScale:
+    """The CUDA allocator's figures over what was there before; the store's bytes stay out, which
+    grow in F and shrink in B.
+    """
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._base = torch.cuda.memory_allocated() - self.store.bytes
+        self._stored = self.store.bytes
+        yield
+
+    def held(self) -> int:
+        self._stored = self.store.bytes
+        return torch.cuda.memory_allocated() - self._base - self.store.bytes
+
+    def peak(self) -> int:
+        stored = max(self._stored, self.store.bytes)
+        peak = torch.cuda.max_memory_allocated() - self._base - stored
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+
+
+_Scale = _NoScale | _SavedScale | _AllocatorScale
+
+
+@contextmanager
+def undisturbed(model: Any) -> Iterator[None]:
+    """Random states and gradients are afterwards what they were: no trace of what was probed."""
+    cpu = torch.get_rng_state()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracked = tracker.get_states() if tracker.is_initialized() else None
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+        yield
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    if hasattr(model, "zero_grad_buffer"):
+        model.zero_grad_buffer()
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+    if tracked is not None:
+        tracker.set_states(tracked)

@@ -1,0 +1,235 @@
+"""Stages of a pipeline one after another in this process, their neighbours' messages made up.
+
+One GPU cannot hold a pipeline, but it can run every stage's program: the same executor, the same
+ops in the same order on the same shapes. What comes over a link is random; how long an op takes
+does not depend on it. The simulator puts the measured stages together (:func:`measured_table`).
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.profile import Profile
+from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower, slices_of
+from megatron_epp.layers.chunk_state import store_for
+from megatron_epp.mcore import entry, megatron_gpt, refusals
+from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.data.chunk_batches import Feed
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
+from megatron_epp.mcore.model.stage import ModelStage
+from megatron_epp.mcore.patching import cpu_host, seams
+from megatron_epp.runtime.clock import CudaClock, HostClock
+from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, SavedBytesMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """This process as a world of its own: Megatron's arguments, and what stages are built with."""
+
+    args: Any
+    config: Config
+    attention: Attention
+    device: torch.device
+    share: RowShare
+
+
+def begin(flags: Sequence[str]) -> Alone:
+    """Initialise Megatron with its ``flags`` for this process only. ValueError: one line."""
+    entry.be_the_only_process()
+    cpu_host.install_cpu_host()
+    seams.install(seams.ALWAYS_SEAMS)
+    sys.argv = [sys.argv[0], *flags, "--epp"]
+    entry.read_flags()
+    from megatron.training import get_args
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.initialize import initialize_megatron
+
+    args = get_args()
+    refusals.refuse(args)
+    seams.install(seams.EPP_SEAMS)
+    initialize_megatron(
+        get_embedding_ranks=megatron_gpt.embedding_ranks, allow_no_cuda=not cpu_host.has_gpu()
+    )
+    config, device = Config.of(args), this_device()
+    transformer = gpt_config_from_args(args).transformer
+    attention = attention_for(config.epp_attention, transformer, device)
+    return Alone(args, config, attention, device, RowShare.of(args))
+
+
+def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
+    """A stage of ``layers`` layers in Megatron's DDP, as the trainer builds it, with the embedding
+    where it is the ``first`` and the output layer where it is the ``last``."""
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.models.dist_utils import (
+        prepare_existing_model_chunks_for_distributed_training,
+    )
+    from megatron.training.training import get_megatron_ddp_config
+
+    from megatron_epp.mcore.model.hooks import install_in_model
+
+    args = copy.copy(alone.args)
+    args.num_layers = args.encoder_num_layers = layers
+    description = gpt_config_from_args(args)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    builder = description.get_builder_cls()(description)
+    model = builder.build_model(groups, pre_process=first, post_process=last)
+    install_in_model(model, args.seq_length, alone.attention)
+    (wrapped,) = prepare_existing_model_chunks_for_distributed_training(
+        [model],
+        description.transformer,
+        groups,
+        ddp_config=get_megatron_ddp_config(args),
+        data_parallel_random_init=False,
+    )
+    return wrapped
+
+
+def probe_of(alone: Alone, model: Any) -> Any:
+    """What measures parts of ``model`` on made-up chunks, as the trainer's calibration does."""
+    from megatron_epp.mcore.calibrate.probe import Probe
+    from megatron_epp.mcore.model.early_head import block_tokens, early_head
+    from megatron_epp.mcore.setup import forward_step
+
+    args = alone.args
+    head_tokens = block_tokens(args) if early_head(args) else None
+    unwrapped = unwrap_model(model)
+    return Probe(unwrapped, forward_step, alone.share, alone.device, head_tokens, args.seq_length)
+
+
+def profile_of(alone: Alone, model: Any) -> Profile:
+    """The cost model that the trainer would measure with ``model``, a stage with both ends."""
+    from megatron_epp.mcore.calibrate.profile_file import obtain
+    from megatron_epp.mcore.process_groups import make_groups
+
+    return obtain(alone.args, alone.config, model, make_groups(alone.device), alone.share)
+
+
+# ------------------------------------------------------------------ what is made up
+
+
+class MadeUpDocuments:
+    """Documents of random tokens, without padding and without masked labels."""
+
+    def __init__(self, vocabulary: int, seed: int = 20260301):
+        self._vocabulary, self._seed = vocabulary, seed
+
+    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
+        return self._tokens(sample, stop + 1)[start:stop]
+
+    def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        mask = numpy.ones(stop - start, dtype=numpy.float32)
+        return self._tokens(sample, stop + 1)[start + 1 :], mask
+
+    def _tokens(self, sample: int, count: int) -> numpy.ndarray:
+        return numpy.random.default_rng([self._seed, sample]).integers(0, self._vocabulary, count)
+
+
+class MadeUpLinks:
+    """In place of runtime.link.Links: what is received is random, what is sent is dropped."""
+
+    def __init__(self, shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype, device: Any):
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.sent = self.received = 0
+
+    def receive(self, message: Message) -> Tensor:
+        self.received += 1
+        return torch.randn(self.shape(message.chunk), dtype=self.dtype, device=self.device)
+
+    def send(self, message: Message, tensor: Tensor):
+        assert tuple(tensor.shape) == self.shape(message.chunk)
+        self.sent += 1
+
+    def zeros(self, message: Message) -> Tensor:
+        return torch.zeros(self.shape(message.chunk), dtype=self.dtype, device=self.device)
+
+    def oldest_sending(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self):
+        """Nothing is waited for."""
+
+
+# ------------------------------------------------------------------ a stage's program
+
+
+def replay(alone: Alone, model: Any, plan: Plan, stage: int, repeats: int) -> tuple[Timed, ...]:
+    """Run ``stage``'s program of ``plan`` through ``model`` once unmeasured and ``repeats`` times;
+    every op with its median seconds (one behind the other) and the last run's bytes.
+
+    RuntimeError: an op ran out of memory.
+    """
+    runs = [run_stage(alone, model, plan, stage) for _ in range(repeats + 1)][1:]
+    records, now = [], 0.0
+    for same in zip(*runs, strict=True):
+        seconds = median(record.seconds for record in same)
+        records.append(replace(same[-1], start=now, stop=now + seconds))
+        now += seconds
+    return tuple(records)
+
+
+def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, ...]:
+    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
+    from megatron_epp.mcore.model.early_head import early_head
+    from megatron_epp.mcore.setup import forward_step
+
+    config = get_model_config(model)
+    slices = slices_of(plan)
+    store = store_for(plan, slices, alone.attention.keeps_last)
+    samples = numpy.arange(len(plan.documents))
+    documents = MadeUpDocuments(alone.args.padded_vocab_size)
+    feed = Feed(plan, slices, samples, documents, stage, alone.share, alone.device)
+    on_gpu = alone.device.type == "cuda"
+    clock = CudaClock() if on_gpu else HostClock()
+    meter: Meter = AllocatorMeter() if on_gpu else SavedBytesMeter(model.parameters())
+    links = MadeUpLinks(
+        lambda chunk: (alone.share.message(feed.rows(chunk)), 1, config.hidden_size),
+        config.pipeline_dtype or config.params_dtype,
+        alone.device,
+    )
+    model.zero_grad_buffer()
+    clock.start()
+    early = early_head(alone.args)
+    with ModelStage(model, config, forward_step, feed, plan, store, early) as compute:
+        executor = Executor(
+            lower(plan)[stage], compute, links, store, clock, meter, Waiting(stage)
+        )  # fmt: skip
+        records = executor.run()
+    if executor.failure is not None:
+        raise RuntimeError(f"stage {stage}: out of memory at {executor.failure.op}")
+    return records
+
+
+def measured_table(plan: Plan, cost: Cost, records: Sequence[Sequence[Timed]]) -> Table:
+    """The cost model's table of ``plan`` with the seconds that its ops took: ``records`` of every
+    stage. What was recomputed is part of a backward's seconds; links are the cost model's."""
+    table = cost.table(plan)
+    shape = (plan.stages, len(plan.chunks))
+    seconds = {kind: numpy.zeros(shape) for kind in table.seconds}
+    for of_stage in records:
+        for record in of_stage:
+            if isinstance(record.op, Op):
+                seconds[record.op.kind][record.stage, record.op.chunk] = record.seconds
+    nothing = numpy.zeros(shape)
+    return replace(
+        table,
+        seconds=seconds,
+        recompute_seconds=nothing,
+        comm_seconds=dict.fromkeys(seconds, nothing),
+    )
+
+
+def peak_bytes(records: Sequence[Timed]) -> int:
+    """The most that a stage held for its chunks."""
+    return max(record.peak_bytes for record in records)

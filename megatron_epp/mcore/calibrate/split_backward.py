@@ -1,0 +1,122 @@
+"""What splitting a backward costs on this device, and what it leaves from I to W.
+
+I and W together do the work of B and pay for being two: measured as what they take beyond it, a
+share of the work and an amount per chunk. W is in proportion to tokens; I is what remains.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from megatron_epp.cost.profile import Bytes, Profile, Seconds
+from megatron_epp.ir import KEEP, Kind
+from megatron_epp.mcore.calibrate.probe import Probe, Shape
+
+REPEATS = 4  # the fastest counts: what matters is a difference of a few per cent
+SMALL_TOKENS = 16  # a chunk of which two ops cost what two ops cost
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A chunk's B, and its I and W, alone; ``end``: of the output layer and loss, else of a layer.
+
+    input_bytes          beyond what is held before, while I runs
+    weight_input_bytes   from I to W
+
+    Bytes are 0 where only time was measured, and the other way round.
+    """
+
+    end: bool
+    tokens: int
+    whole: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    input_bytes: int = 0
+    weight_input_bytes: int = 0
+
+
+def measure_split(probe: Probe, tokens: int) -> list[Split]:
+    """On one rank. ``tokens``: of a chunk that is large for this device."""
+    return [*_bytes(probe), *_seconds(probe, tokens)]
+
+
+def _bytes(probe: Probe) -> Iterator[Split]:
+    shape = Shape(256)  # in proportion to tokens, nothing else
+    halves = [(False, probe.layers(shape, KEEP, weigh=True, split=True))]
+    if probe.last:
+        halves.append((True, probe.ends(shape, weigh=True, split=True)))
+    for end, half in halves:
+        held = half.weight_input_bytes
+        yield Split(
+            end, shape.tokens, input_bytes=max(0, half.backward_bytes), weight_input_bytes=held
+        )
+
+
+def _seconds(probe: Probe, largest: int) -> Iterator[Split]:
+    for tokens in (SMALL_TOKENS, largest // 2, largest):
+        shape = Shape(tokens)
+        runs = []
+        for _ in range(REPEATS):
+            whole = probe.layers(shape, KEEP)
+            halves = probe.layers(shape, KEEP, split=True)
+            runs.append((whole.backward_seconds, halves.backward_seconds, halves.weight_seconds))
+        yield Split(False, tokens, *map(min, zip(*runs, strict=True)))
+    if probe.last:
+        shape = Shape(largest // 2)
+        runs = []
+        for _ in range(REPEATS):
+            halves = probe.ends(shape, split=True)
+            runs.append((halves.backward_seconds, halves.weight_seconds))
+        seconds, weight = map(min, zip(*runs, strict=True))
+        yield Split(True, shape.tokens, seconds + weight, seconds, weight)
+
+
+def with_split(profile: Profile, splits: Sequence[Split]) -> Profile:
+    """``profile``, whose B was measured, with I, W and what lies between them from ``splits``."""
+    timed = [split for split in splits if split.whole]
+    small = [s for s in timed if not s.end and s.tokens == SMALL_TOKENS]
+    large = [s for s in timed if not s.end and s.tokens != SMALL_TOKENS]
+    # Never below nothing: what a measurement gains by splitting, it gains by luck.
+    per_chunk = max(0.0, median(s.input + s.weight - s.whole for s in small))
+    price = max(0.0, median((s.input + s.weight - s.whole - per_chunk) / s.whole for s in large))
+    per_token = median((s.weight - per_chunk / 2) / s.tokens for s in large)
+    weight = Seconds(per_token=max(0.0, per_token), per_chunk=per_chunk / 2)
+    layer, last = dict(profile.layer_seconds), dict(profile.last_seconds)
+    layer[Kind.WEIGHT] = weight
+    layer[Kind.INPUT] = _rest(layer[Kind.BACKWARD], 1 + price, per_chunk, weight)
+    ends = [s for s in timed if s.end]
+    if ends:
+        share = median(s.weight / s.whole for s in ends)
+        whole = last[Kind.BACKWARD]
+        last[Kind.WEIGHT] = Seconds(per_token=share * whole.per_token)
+        last[Kind.INPUT] = _rest(whole, 1.0, 0.0, last[Kind.WEIGHT])
+    weighed = [s for s in splits if not s.whole]
+    between, behind = (
+        max((s.weight_input_bytes / s.tokens for s in weighed if s.end is end), default=0.0)
+        for end in (False, True)
+    )
+    while_i = max(s.input_bytes / s.tokens for s in weighed if not s.end)
+    return dataclasses.replace(
+        profile,
+        layer_seconds=layer,
+        last_seconds=last,
+        weight_input_bytes=Bytes(between, between),
+        last_weight_input_bytes=Bytes(behind, behind),
+        # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
+        workspace_bytes={
+            **profile.workspace_bytes,
+            Kind.INPUT: Bytes(while_i, while_i),
+            Kind.WEIGHT: Bytes(),
+        },
+        last_workspace_bytes={**profile.last_workspace_bytes, Kind.WEIGHT: Bytes()},
+    )
+
+
+def _rest(whole: Seconds, factor: float, more: float, part: Seconds) -> Seconds:
+    """``factor`` times ``whole``, ``more`` per chunk, without ``part``."""
+    return Seconds(
+        max(0.0, factor * whole.per_token - part.per_token),
+        factor * whole.per_pair,
+        max(0.0, factor * whole.per_chunk + more - part.per_chunk),
+    )

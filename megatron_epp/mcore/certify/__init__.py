@@ -1,0 +1,1 @@
+"""`certify`: gradients of random plans against the plain model."""

@@ -1,0 +1,170 @@
+"""The list of collectives that an iteration may issue, by name, with the reason for each.
+
+Point-to-point messages between stages are exactly the planned ones; everything else that goes over
+a process group is on this list, or it is a bug: a collective that one rank issues more often than
+another hangs the job.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_epp.runtime.comm_recorder import Collective
+
+_MCORE = "megatron.core."
+_FINALIZE = _MCORE + "distributed.finalize_model_grads."
+_BUCKETS = _MCORE + "distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
+_TRAINING = "megatron.training.training."
+_UTILS = "megatron.training.utils.common_utils."
+_DATA = "DATA_PARALLEL_GROUP_WITH_CP"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """``group`` and ``callers`` are patterns for all of the group's description and of the
+    function's dotted name.
+    """
+
+    name: str
+    group: str
+    callers: str
+    why: str
+
+    def covers(self, collective: Collective) -> bool:
+        return bool(
+            re.fullmatch(self.group, collective.group)
+            and re.fullmatch(self.callers, collective.caller)
+        )
+
+
+def _from(*names: str) -> str:
+    """The functions of these names, and what is nested in them."""
+    return "(" + "|".join(re.escape(name) + r"(\..*)?" for name in names) + ")"
+
+
+SCHEDULE = (
+    Listed(
+        "plan text",
+        "epp_control",
+        _from("megatron_epp.runtime.consensus.share"),
+        "rank 0 plans, all ranks get its text or its refusal",
+    ),
+    Listed(
+        "plan digest",
+        "epp_control",
+        _from("megatron_epp.runtime.consensus.agree"),
+        "no rank runs a plan that another does not run",
+    ),
+    Listed(
+        "report",
+        "epp_control",
+        _from("megatron_epp.control.report.gather_report"),
+        "seconds and bytes of all stages, for the log line, and whether one ran out of memory",
+    ),
+    Listed(
+        "memory limit",
+        "epp_stage",
+        _from("megatron_epp.runtime.stage_peers.Peers.any"),
+        "after every op, with --epp-memory-limit-gib only: no rank of a stage gives up alone",
+    ),
+    Listed(
+        "records",
+        "epp_control",
+        _from("megatron_epp.control.report.gather_records"),
+        "every timed op, with --epp-record only",
+    ),
+    Listed(
+        "gradient reduction",
+        _DATA,
+        _from(_BUCKETS + "start_grad_sync"),
+        "over the replicas, once per bucket, after the stage's last backward has begun",
+    ),
+    Listed(
+        "parameter gather",
+        _DATA,
+        _from(_BUCKETS + "start_param_sync"),
+        "what the distributed optimizer updated in parts",
+    ),
+    Listed(
+        "tied embeddings",
+        "(POSITION_)?EMBEDDING_GROUP",
+        _from(_FINALIZE + "_allreduce_embedding_grad"),
+        "first and last stage hold a copy each",
+    ),
+    Listed(
+        "norm gradients",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        _from(_FINALIZE + "_allreduce_non_tensor_model_parallel_grads"),
+        "with sequence parallelism every rank normalises its own rows",
+    ),
+    Listed(
+        "token count",
+        f"PIPELINE_MODEL_PARALLEL_GROUP|{_DATA}",
+        _from(_FINALIZE + "finalize_model_grads"),
+        "the divisor of loss and gradients: from the last stage, over the replicas",
+    ),
+    Listed(
+        "rows for heads",
+        "CONTEXT_PARALLEL_GROUP",
+        _from("megatron_epp.layers.attention.ulysses"),
+        "around the attention of every layer run, recomputed ones again; as often in backward",
+    ),
+    Listed(
+        "tensor parallelism",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.deferred)\..*",
+        "inside layers, embedding and loss; once per layer run, recomputed ones again",
+    ),
+)
+
+# What Megatron's trainer adds around the schedule in an iteration.
+TRAINER = (
+    Listed(
+        "gradient norm",
+        "MODEL_PARALLEL_GROUP|INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        _from(
+            _MCORE + "optimizer.clip_grads",
+            _MCORE + "optimizer.optimizer",
+            _MCORE + "optimizer.distrib_optimizer",
+        ),
+        "clipping, zeros, gradients that are not finite: over the whole model",
+    ),
+    Listed(
+        "optimizer's outcome",
+        "MODEL_PARALLEL_GROUP",
+        _from(
+            _UTILS + "logical_and_across_model_parallel_group",
+            _UTILS + "reduce_max_stat_across_model_parallel_group",
+        ),
+        "whether the step was taken, the norm and the zeros for the log",
+    ),
+    Listed(
+        "loss for the log",
+        _DATA,
+        _from(_TRAINING + "train_step", _TRAINING + "evaluate"),
+        "loss and tokens over the replicas",
+    ),
+    Listed(
+        "tokens for the log",
+        "default_pg",
+        _from(_TRAINING + "consume_seqlen_stats_in_iteration"),
+        "true tokens and TFLOP/s of documents of many lengths",
+    ),
+    Listed(
+        "re-run machine",
+        "default_pg",
+        _from(_MCORE + "rerun_state_machine"),
+        "whether a rank wants the iteration again (--rerun-mode)",
+    ),
+    Listed(
+        "timers",
+        "default_pg",
+        _from(_MCORE + "timers", _TRAINING + "print_datetime"),
+        "barriers around what is timed, the slowest rank for the log",
+    ),
+)
+
+
+def name_of(collective: Collective, listed: Iterable[Listed] = SCHEDULE) -> str | None:
+    """The collective's name on the list; None: it is not there."""
+    return next((entry.name for entry in listed if entry.covers(collective)), None)

@@ -1,0 +1,186 @@
+"""Random documents, dealt at random and run by an arbitrary plan: a certificate's batches."""
+
+from dataclasses import dataclass, replace
+from random import Random
+
+import numpy
+
+from megatron_epp.ir import KEEP, SELECTIVE, Kind, Op, Plan, Step, slices_of
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.mcore.certify.scale_down import CONTEXT
+
+MASKED = 0.15  # share of tokens that carry no loss
+LONGEST = 60  # below the context: its end is not special
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What every batch of one model is drawn for.
+
+    layers           of each stage
+    letters          the recompute choices to draw from
+    splits           whether the executor runs I and W in place of B
+    """
+
+    vocabulary: int
+    layers: tuple[int, ...]
+    replicas: int
+    letters: str
+    splits: bool
+
+
+def letters_drawn(executable: str) -> str:
+    """Every choice that runs, and as many again that keep all: a third of the layers, so that kept
+    and recomputed ones stand side by side.
+    """
+    return KEEP * (len(executable) // 2) + executable
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A global batch of documents and the step that runs it.
+
+    tokens[d]      L + 1 int64; the inputs are all but the last, the labels all but the first
+    loss_masks[d]  L float32: 0 where a label carries no loss
+    step           training; ``evaluation`` has the same chunks and their forwards only
+    """
+
+    tokens: tuple[numpy.ndarray, ...]
+    loss_masks: tuple[numpy.ndarray, ...]
+    step: Step
+    evaluation: Step
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(len(tokens) - 1 for tokens in self.tokens)
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(sum(mask.sum() for mask in self.loss_masks))
+
+
+def draw(seed: int, number: int, frame: Frame) -> Drawn:
+    """Batch ``number``: the same on every process that asks for it."""
+    random = Random(f"{seed} {number}")
+    lengths = _lengths(number, random, frame.replicas)
+    generator = numpy.random.default_rng([seed, number])
+    tokens = tuple(generator.integers(0, frame.vocabulary, length + 1) for length in lengths)
+    loss_masks = tuple(
+        (generator.random(length) >= MASKED).astype(numpy.float32) for length in lengths
+    )
+    loss_masks[0][0] = 1  # a batch without a label has no loss
+    # None, some or all backwards are split.
+    share = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
+    deals = _deals(len(lengths), frame.replicas, random)
+    plans = tuple(
+        arbitrary_plan(
+            [lengths[document] for document in deal],
+            frame.layers,
+            random,
+            split_backward=share,
+            letters=frame.letters,
+            replica=replica,
+            replicas=frame.replicas,
+        )
+        for replica, deal in enumerate(deals)
+    )
+    return Drawn(
+        tokens, loss_masks, Step(deals, plans), Step(deals, tuple(map(forwards_of, plans)))
+    )
+
+
+def _lengths(number: int, random: Random, replicas: int) -> list[int]:
+    """One of four mixtures in turn, so that a few batches meet every kind of chunk.
+
+    Below 8 inputs a document is never cut; one of a single input is a row without a past.
+    """
+    assert LONGEST < CONTEXT
+    count = replicas + random.randint(3, 6)
+    # Shifted by one every four batches, so that models that take batches in turn meet all four.
+    match (number + number // 4) % 4:
+        case 0:  # a heavy tail
+            return [round(2 * (LONGEST / 2) ** random.random()) for _ in range(count)]
+        case 1:  # one long document beside short ones
+            return [LONGEST - random.randint(0, 9), *(random.randint(1, 7) for _ in range(count))]
+        case 2:  # short ones and a few of medium length
+            short = [random.randint(1, 7) for _ in range(count)]
+            return [*short, *(random.randint(8, 24) for _ in range(3))]
+        case _:  # only long ones
+            return [random.randint(20, LONGEST) for _ in range(count)]
+
+
+def _deals(documents: int, replicas: int, random: Random) -> tuple[tuple[int, ...], ...]:
+    """Every document to a random replica, at least one to each."""
+    order = random.sample(range(documents), documents)
+    deals = [[document] for document in order[:replicas]]
+    for document in order[replicas:]:
+        random.choice(deals).append(document)
+    return tuple(map(tuple, deals))
+
+
+def forwards_of(plan: Plan) -> Plan:
+    """The plan for evaluation that computes the same chunks in the same order."""
+    orders = tuple(tuple(op for op in order if op.kind is Kind.FORWARD) for order in plan.orders)
+    return replace(plan, orders=orders)
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What a step makes the executor do, in numbers.
+
+    cut         documents in several slices          window      most chunks in flight on a stage
+    packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages,
+    halved      backwards run as I and W             selective   those of them in part
+    """
+
+    documents: int
+    chunks: int
+    cut: int
+    packed: int
+    split: int
+    hybrid: int
+    recomputed: int
+    selective: int
+    layers: int
+    halved: int
+    window: int
+
+    @classmethod
+    def of(cls, step: Step) -> "Coverage":
+        kinds = [kind for plan in step.plans for kind in _chunk_kinds(plan)]
+        letters = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
+        return cls(
+            documents=len(step.lengths),
+            chunks=len(kinds),
+            cut=sum(len(set(slices_of(plan).document) - {-1}) for plan in step.plans),
+            packed=kinds.count("packed"),
+            split=kinds.count("split"),
+            hybrid=kinds.count("hybrid"),
+            recomputed=sum(letter != KEEP for letter in letters),
+            selective=sum(letter in SELECTIVE for letter in letters),
+            layers=len(letters),
+            halved=sum(
+                op.kind is Kind.WEIGHT
+                for plan in step.plans
+                for order in plan.orders
+                for op in order
+            ),
+            window=max(_window(order) for plan in step.plans for order in plan.orders),
+        )
+
+
+def _chunk_kinds(plan: Plan) -> list[str]:
+    documents = slices_of(plan).document
+    return [
+        "packed" if document < 0 else "split" if len(chunk.spans) == 1 else "hybrid"
+        for chunk, document in zip(plan.chunks, documents, strict=True)
+    ]
+
+
+def _window(order: tuple[Op, ...]) -> int:
+    """The most chunks of a stage whose forward has run and whose backward has not."""
+    most = open_ = 0
+    for op in order:
+        open_ += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}.get(op.kind, 0)
+        most = max(most, open_)
+    return most

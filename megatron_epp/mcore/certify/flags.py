@@ -1,0 +1,173 @@
+"""The user's model flags, read by Megatron's parser and made small: in float64, on the CPU."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.training.arguments import parse_args, validate_args
+
+from megatron_epp.mcore import refusals
+from megatron_epp.mcore.certify.scale_down import Degrees, small
+from megatron_epp.mcore.entry import prepare_parser, refusals_as_value_errors
+from megatron_epp.mcore.patching import cpu_host
+
+# How a run is fed, saved, logged and sped up says nothing about the model.
+_NOT_THE_MODEL: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "bf16": False,
+    "fp16": False,
+    "fp8": None,
+    "fp4": None,
+    "accumulate_allreduce_grads_in_fp32": False,
+    "main_grads_dtype": torch.float32,
+    "use_precision_aware_optimizer": False,
+    "optimizer_cpu_offload": False,
+    "ddp_average_in_collective": False,
+    "use_flash_attn": False,
+    "cross_entropy_loss_fusion": False,  # rounds its gradient to bf16 (fused_cross_entropy.py)
+    "spec": None,
+    "tp_comm_overlap": False,
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "calculate_per_token_loss": True,
+    "dataloader_type": "external",
+    "mock_data": False,
+    "data_path": None,
+    "micro_batch_size": 1,
+    "rampup_batch_size": None,
+    "iterations_to_skip": None,
+    "dataloader_save": None,
+    "save": None,
+    "load": None,
+    "async_save": False,
+    "train_iters": None,
+    "train_samples": None,
+    "lr_decay_iters": None,
+    "lr_decay_samples": None,
+    "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0,
+    "lr_warmup_fraction": None,
+    "skip_train": True,
+    "eval_iters": 0,
+    "log_throughput": False,
+    "profile": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+}
+# What --overlap adds: gradients reduced in buckets while backward runs, sharded like the optimizer.
+OVERLAP: dict[str, Any] = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    # Small enough that a tiny model has several buckets.
+    "ddp_bucket_size": 4000,
+}
+_NOT_PLAIN: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "sequence_parallel": False,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+def parsed(flags: Sequence[str]) -> Namespace:
+    """``flags`` as Megatron's parser reads them. ValueError: one line."""
+    with refusals_as_value_errors(), _command_line(flags):
+        return parse_args(prepare_parser)
+
+
+def degrees_of(raw: Namespace, pp: int | None, tp: int | None, dp: int) -> Degrees:
+    """What was asked for, else what the model flags say."""
+    return Degrees(
+        raw.pipeline_model_parallel_size if pp is None else pp,
+        raw.tensor_model_parallel_size if tp is None else tp,
+        dp,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Megatron's arguments of the small model: over the ranks, and in one process."""
+
+    layers: tuple[int, ...]  # of every stage
+    elastic: Namespace
+    plain: Namespace
+
+
+def scaled(raw: Namespace, degrees: Degrees, overlap: bool) -> Scaled:
+    """The small model of the user's flags. ValueError: one line."""
+    tiny = small(raw, degrees, _layout(raw))
+    extra = OVERLAP if overlap else {}
+    elastic = _validated(raw, tiny.values | extra, degrees.ranks)
+    refusals.refuse(elastic)
+    return Scaled(tiny.layers, elastic, _validated(raw, tiny.values | _NOT_PLAIN, 1))
+
+
+def describe(layers: tuple[int, ...], args: Namespace) -> str:
+    """The small model in one line."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    words = [
+        f"layers {' '.join(map(str, layers))}",
+        f"hidden {args.hidden_size}",
+        f"{args.num_attention_heads} heads in {groups} groups",
+        args.normalization,
+        "swiglu" if args.swiglu else "gelu" if not args.squared_relu else "squared relu",
+        args.position_embedding_type,
+        "biases" if args.add_bias_linear else "no biases",
+        "untied" if args.untie_embeddings_and_output_weights else "tied",
+    ]
+    words += ["qk-layernorm"] * args.qk_layernorm
+    words += ["sequence parallel"] * args.sequence_parallel
+    words += ["distributed optimizer"] * args.use_distributed_optimizer
+    words += ["overlapped reduction"] * args.overlap_grad_reduce
+    return ", ".join(words)
+
+
+def _layout(raw: Namespace) -> list[list[str]] | None:
+    text = raw.pipeline_model_parallel_layout
+    if text is None:
+        return None
+    letters = {LayerType.embedding: "E", LayerType.loss: "L", LayerType.decoder: "t"}
+    with refusals_as_value_errors():
+        stages = PipelineParallelLayerLayout.parse_str_to_list(text)
+    return [[letters.get(layer, "?") for layer in stage] for stage in stages]
+
+
+def _validated(raw: Namespace, changed: dict[str, Any], ranks: int) -> Namespace:
+    args = deepcopy(raw)
+    known = {name: value for name, value in _NOT_THE_MODEL.items() if hasattr(args, name)}
+    vars(args).update(known | cpu_host.cpu_defaults() | changed)
+    args.rank, args.world_size = 0, ranks
+    args.global_batch_size = None
+    with refusals_as_value_errors():
+        validate_args(args)
+    args.params_dtype = torch.float64
+    return args
+
+
+@contextmanager
+def _command_line(flags: Sequence[str]) -> Iterator[None]:
+    plain = sys.argv
+    sys.argv = ["certify", *flags]
+    try:
+        yield
+    finally:
+        sys.argv = plain

@@ -1,0 +1,82 @@
+"""Builds the small model in this process, as Megatron's trainer builds it, in float64."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.utils import get_model_config
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.global_vars import set_args
+from megatron.training.training import get_megatron_ddp_config
+
+from megatron_epp.mcore import megatron_gpt
+from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+
+Hook = Callable[[list[Any]], list[Any]]
+
+
+def join(meeting: Path, rank: int, ranks: int, patience: timedelta) -> None:
+    """Join a gloo world of ``ranks`` that meets at a file: no port to be taken by somebody else."""
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting.as_uri(),
+        rank=rank,
+        world_size=ranks,
+        timeout=patience,
+    )
+
+
+def begin(args: Namespace, seed: int) -> None:
+    """Make Megatron's groups and seed its generators for the model of ``args``."""
+    set_args(args)
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        get_embedding_ranks=megatron_gpt.embedding_ranks,
+        create_gloo_process_groups=args.use_gloo_process_groups,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def plain_model(args: Namespace) -> GPTModel:
+    """Megatron's model as it is."""
+    description = gpt_config_from_args(args)
+    return description.get_builder_cls()(description).build_model(
+        ProcessGroupCollection.use_mpu_process_groups()
+    )
+
+
+def elastic_model(args: Namespace, hook: Hook) -> Any:
+    """This rank's stage in Megatron's DDP, wired as ``train`` wires it (training/training.py:3530);
+    ``hook`` is its pre-wrap hook.
+    """
+    description = gpt_config_from_args(args)
+    if args.context_parallel_size > 1:
+        allow_context_parallelism(description)
+    description.pre_wrap_hooks.append(hook)
+    (model,) = description.get_builder_cls()(description).build_distributed_models(
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        ddp_config=get_megatron_ddp_config(args),
+        data_parallel_random_init=False,
+    )
+    config = get_model_config(model)
+    if args.overlap_grad_reduce:
+        config.no_sync_func = model.no_sync
+        if args.align_grad_reduce:
+            config.grad_sync_func = model.start_grad_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    return model

@@ -1,0 +1,103 @@
+"""The certificate's processes: started, asked, and ended whatever happens."""
+
+import multiprocessing
+import time
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any
+
+from megatron_epp.mcore.certify.child import Failed, Role, serve
+
+# After one rank has failed, how long the others may still answer: they wait for its messages.
+GRACE_SECONDS = 5.0
+_SHOWN_LINES = 20
+
+
+class ChildLost(RuntimeError):
+    """A process died or stayed silent; says which, and what it last printed."""
+
+
+class Children:
+    """One process per role, addressed by its rank. Leaving the context ends them all."""
+
+    def __init__(self, roles: Sequence[Role]):
+        self.patience_seconds = roles[0].patience_seconds
+        self.roles = {role.rank: role for role in roles}
+        self._pipes: dict[int, Connection] = {}
+        self._processes: dict[int, Any] = {}
+
+    def __enter__(self) -> "Children":
+        # Spawned, not forked: a child must set its environment before it imports torch.
+        context = multiprocessing.get_context("spawn")
+        for rank, role in self.roles.items():
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, role), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes[rank], self._processes[rank] = ours, process
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for pipe in self._pipes.values():
+            pipe.close()
+        for process in self._processes.values():
+            if kind is None:
+                process.join(GRACE_SECONDS)
+            process.kill()
+            process.join()
+
+    def ask(self, ranks: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
+        """The answers of ``ranks``. Where one has failed, those of the others that still come.
+
+        ChildLost: a process ended without an answer, or none has come in its patience.
+        """
+        ranks = list(ranks)
+        for rank in ranks:
+            self._pipes[rank].send((method, arguments))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + self.patience_seconds
+        while waiting := [rank for rank in ranks if rank not in answers]:
+            ready = wait(
+                [self._pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                if any(isinstance(answer, Failed) for answer in answers.values()):
+                    return answers
+                silent = ", ".join(self.roles[rank].name for rank in waiting)
+                first = f"{silent}: no answer to {method!r} in {self.patience_seconds:.0f} s"
+                raise ChildLost("\n".join([first, *self._last_words(waiting)]))
+            for rank in waiting:
+                if self._pipes[rank] in ready:
+                    answers[rank] = self._receive(rank)
+                    if isinstance(answers[rank], Failed):
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return answers
+
+    def _last_words(self, ranks: Iterable[int]) -> list[str]:
+        """What ranks say when they are told to end: the op that they are in (mcore/sigterm.py)."""
+        for rank in ranks:
+            self._processes[rank].terminate()
+        words = []
+        for rank in ranks:
+            self._processes[rank].join(GRACE_SECONDS)
+            words += [line for line in self._said(rank) if " terminated: " in line]
+        return words
+
+    def _said(self, rank: int) -> list[str]:
+        log = self.roles[rank].log
+        return log.read_text(errors="replace").splitlines() if log.exists() else []
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError) as error:
+            process, role = self._processes[rank], self.roles[rank]
+            process.join(GRACE_SECONDS)
+            first = f"{role.name} ended with status {process.exitcode}"
+            raise ChildLost("\n".join([first, *self._said(rank)[-_SHOWN_LINES:]])) from error

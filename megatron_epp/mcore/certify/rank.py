@@ -1,0 +1,178 @@
+"""One rank of the job under test: Megatron's trainer's own parts, driven batch by batch."""
+
+import pickle
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron_epp.ir import Kind, Plan, Program, Step, Transfer, lower
+from megatron_epp.mcore import setup
+from megatron_epp.mcore.certify.allowed_collectives import name_of
+from megatron_epp.mcore.certify.batches import Drawn, Frame, draw
+from megatron_epp.mcore.certify.child import Role
+from megatron_epp.mcore.certify.models import begin, elastic_model, join
+from megatron_epp.mcore.certify.protocol import Computed
+from megatron_epp.mcore.certify.shards import fill, shards
+from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.patching import seams
+from megatron_epp.runtime.comm_recorder import Traffic, Transferred
+
+
+class Given:
+    """A planning that hands out the steps it was given."""
+
+    source = "the plan"
+    budget = None  # no plan of these was made to fit
+    cost = None
+
+    def __init__(self) -> None:
+        self.drawn: Drawn | None = None
+
+    def step(self, iteration: int, lengths: Any, forward_only: bool) -> Step:
+        return self.drawn.evaluation if forward_only else self.drawn.step
+
+    def look_ahead(self, iteration: int, lengths: Any) -> None:
+        """There is nothing to prepare."""
+
+    def narrow(self) -> None:
+        """There is no budget to keep."""
+
+
+class InMemory:
+    """Drawn documents, as the schedule and the feed ask for them: one global batch."""
+
+    def __init__(self, drawn: Drawn):
+        self.drawn = drawn
+        self.documents = self
+
+    def __next__(self) -> Batch:
+        lengths = numpy.array(self.drawn.lengths, dtype=numpy.int64)
+        return Batch(numpy.arange(len(lengths)), lengths)
+
+    def peek(self, ahead: int = 0) -> None:
+        """Nothing follows."""
+
+    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
+        return self.drawn.tokens[sample][start:stop]
+
+    def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        labels = self.drawn.tokens[sample][start + 1 : stop + 1]
+        return labels, self.drawn.loss_masks[sample][start:stop]
+
+
+class Rank:
+    """Builds the model with the trainer's own hook, and runs it with the trainer's own schedule."""
+
+    def __init__(self, role: Role):
+        self.seed = role.seed
+        join(role.folder / "meeting", role.rank, role.ranks, role.patience)
+        self.around = role.around()
+
+    def prepare(self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray]) -> None:
+        seams.install(seams.EPP_SEAMS)
+        self.args, self.frame = pickle.loads(args), frame
+        self.args.rank = dist.get_rank()
+        self.planning = Given()
+        job = setup.Job(self.args, Config.of(self.args), lambda *_: self.planning)
+        begin(self.args, self.seed)
+        self.model = elastic_model(self.args, job.attach)
+        self.schedule = job.schedule
+        fill(self.model.module, weights)
+
+    def compute(self, number: int) -> Computed:
+        """Run batch ``number``: its forwards alone, and then in training."""
+        with self.around(number):
+            return self._compute(number)
+
+    def _compute(self, number: int) -> Computed:
+        drawn = draw(self.seed, number, self.frame)
+        self.planning.drawn = drawn
+        self.args.iteration = number
+        evaluation_loss = self._run(drawn, forward_only=True)
+        self.model.zero_grad_buffer()
+        with Traffic() as traffic:
+            training_loss = self._run(drawn, forward_only=False)
+        names = [name_of(collective) for collective in traffic.collectives]
+        pairs = zip(traffic.collectives, names, strict=True)
+        unlisted = sorted({f"not on the list: {one}" for one, name in pairs if name is None})
+        self._gather_gradients()
+        gradients = shards(self.model.module, lambda parameter: parameter.main_grad)
+        return Computed(
+            training_loss,
+            evaluation_loss,
+            gradients,
+            len(traffic.messages),
+            Counter(name for name in names if name is not None),
+            [*self._unplanned(drawn.step, traffic.messages), *unlisted],
+        )
+
+    def _run(self, drawn: Drawn, forward_only: bool) -> tuple[float, float]:
+        """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""
+        self.model.train(not forward_only)
+        with torch.set_grad_enabled(not forward_only):
+            reports = self.schedule(
+                forward_step_func=setup.forward_step,
+                data_iterator=InMemory(drawn),
+                model=[self.model],
+                num_microbatches=1,
+                seq_length=self.args.seq_length,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+        if not reports or mpu.get_tensor_model_parallel_rank():
+            return 0.0, 0.0
+        total, tokens = reports[0]["lm loss"].tolist()
+        return total, tokens
+
+    def _gather_gradients(self) -> None:
+        """Make every rank's gradient buffer whole: sharded reduction leaves it a part of each."""
+        if not self.args.use_distributed_optimizer:
+            return
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        for buffer in self.model.buffers:
+            for bucket in buffer.buckets:
+                mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+    def _unplanned(self, step: Step, messages: list[Transferred]) -> list[str]:
+        """How the messages differ from those of the plan."""
+        plan, stage = step.plans[self.schedule.groups.replica], self.schedule.groups.stage
+        planned = self._planned(plan, lower(plan)[stage])
+        problems = []
+        # Sends follow the program; receives are posted ahead, in the order of their link.
+        links = {(message.way, message.group, message.peer) for message in (*planned, *messages)}
+        for link in sorted(links):
+            wanted = [m.elements for m in planned if (m.way, m.group, m.peer) == link]
+            seen = [m.elements for m in messages if (m.way, m.group, m.peer) == link]
+            if wanted != seen:
+                way, group, peer = link
+                problems.append(
+                    f"stage {stage}: {way} {group} with {peer}: messages of {seen} elements where "
+                    f"{wanted} were planned"
+                )
+        return problems
+
+    def _planned(self, plan: Plan, program: Program) -> list[Transferred]:
+        planned = []
+        for op in program:
+            if not isinstance(op, Transfer):
+                continue
+            message = op.message
+            share = self.schedule.share
+            rows = share.message(share.padded(plan.chunks[message.chunk].tokens))
+            sends = op.kind is Kind.SEND
+            planned.append(
+                Transferred(
+                    "send" if sends else "receive",
+                    f"epp_{message.payload.name.lower()}",
+                    message.target if sends else message.source,
+                    rows * self.args.hidden_size,
+                )
+            )
+        return planned

@@ -1,0 +1,79 @@
+"""The plain model: Megatron's own, in one process, on every document alone."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.child import Role
+from megatron_epp.mcore.certify.compare import whole
+from megatron_epp.mcore.certify.flags import describe, parsed, scaled
+from megatron_epp.mcore.certify.models import begin, join, plain_model
+from megatron_epp.mcore.certify.protocol import Prepared, Reference
+from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.shards import fill, shards
+from megatron_epp.mcore.entry import refusals_as_value_errors
+
+# Added to every weight: norms of exactly one and biases of zero would hide what is left out.
+JITTER = 0.1
+
+
+class Plain:
+    """Nothing of ours is in its path but the CPU host: local layers, Megatron's own attention with
+    a causal mask, gradients straight from autograd.
+    """
+
+    def __init__(self, role: Role):
+        self.seed = role.seed
+        join(role.folder / "meeting of one", 0, 1, role.patience)
+        self.model: Any = None
+        self.frame: Frame | None = None
+
+    def prepare(self, flags: Sequence[str], degrees: Degrees, overlap: bool) -> Prepared:
+        """Read the flags and build the model. ValueError: flags that cannot be used."""
+        small = scaled(parsed(flags), degrees, overlap)
+        args = small.plain
+        begin(args, self.seed)
+        with refusals_as_value_errors():
+            self.model = plain_model(args)
+        weights = whole(shards(self.model, lambda parameter: parameter.data))
+        generator = numpy.random.default_rng(self.seed)
+        scale = JITTER * args.init_method_std
+        for key, tensor in sorted(weights.items()):
+            weights[key] = tensor + scale * generator.standard_normal(tensor.shape)
+        fill(self.model, weights)
+        letters = letters_drawn(EXECUTABLE)
+        self.frame = Frame(args.padded_vocab_size, small.layers, degrees.dp, letters, splits=True)
+        return Prepared(
+            pickle.dumps(small.elastic),
+            self.frame,
+            weights,
+            describe(small.layers, small.elastic),
+        )
+
+    def compute(self, number: int) -> Reference:
+        """Loss and gradients of batch ``number``."""
+        drawn = draw(self.seed, number, self.frame)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        pairs = zip(drawn.tokens, drawn.loss_masks, strict=True)
+        loss = sum(self._document(tokens, mask) for tokens, mask in pairs) / drawn.loss_tokens
+        loss.backward()
+        gradients = whole(shards(self.model, lambda parameter: parameter.grad))
+        return Reference(loss.item(), gradients)
+
+    def _document(self, tokens: numpy.ndarray, loss_mask: numpy.ndarray) -> torch.Tensor:
+        """The loss summed over one document."""
+        length = len(loss_mask)
+        tokens_1T = torch.from_numpy(tokens)[None]
+        token_losses_1T = self.model(
+            tokens_1T[:, :-1],
+            torch.arange(length)[None],
+            torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
+            labels=tokens_1T[:, 1:],
+        )
+        return (token_losses_1T[0] * torch.from_numpy(loss_mask)).sum()

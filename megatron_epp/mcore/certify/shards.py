@@ -1,0 +1,51 @@
+"""A model's tensors in the coordinates of the whole model, as Megatron's checkpoints know them.
+
+Which part of which weight a rank holds is written once, in Megatron's ``sharded_state_dict``. Here
+it carries weights from the plain model to the ranks, and gradients back.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from torch import Tensor, nn
+
+from megatron_epp.mcore.certify.compare import Shard
+
+
+def _sharded(model: nn.Module) -> Iterator[ShardedTensor]:
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    return (value for value in nested_values(state) if isinstance(value, ShardedTensor))
+
+
+def shards(model: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor]) -> list[Shard]:
+    """``tensor_of`` every parameter (itself, or its gradient), cut as the parameter is cut."""
+    plain: dict[nn.Parameter, Tensor] = {p: p.data for p in model.parameters()}
+    try:
+        for parameter, data in plain.items():
+            other = tensor_of(parameter)
+            assert other.shape == data.shape, "a gradient has its parameter's shape"
+            parameter.data = other
+        return [
+            Shard(
+                tensor.key,
+                tuple(tensor.global_shape),
+                tensor.global_slice(),
+                tensor.data.detach().clone().numpy(),
+            )
+            for tensor in _sharded(model)
+        ]
+    finally:
+        for parameter, data in plain.items():
+            parameter.data = data
+
+
+def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Write the whole model's ``weights`` (numpy, by key) into this rank's parameters."""
+    with torch.no_grad():
+        for tensor in _sharded(model):
+            part = weights[tensor.key][tensor.global_slice()]
+            tensor.data.copy_(torch.from_numpy(part))

@@ -1,0 +1,112 @@
+"""The tensors of a plan's chunks: tokens, positions, labels and loss mask, where needed."""
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_epp.ir import Plan, Slices
+from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
+from megatron_epp.mcore.data.global_batches import Documents
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.model.hooks import ChunkParams
+from megatron_epp.runtime.kv_store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBatch:
+    """What a forward step needs of this rank's t rows of a chunk: [1, t], None where not needed.
+
+    tokens      int64, first stage      labels      int64, last stage
+    positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
+    known_gradient   of every token's loss, where backward of the head runs early (mcore.head)
+    """
+
+    tokens: Tensor | None
+    positions: Tensor
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    params: ChunkParams
+    known_gradient: Tensor | None = None
+
+
+class Feed:
+    """Makes the batches of a plan's chunks. ``samples[d]`` is document d's place in the corpus."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        slices: Slices,
+        samples: numpy.ndarray,
+        documents: Documents,
+        stage: int,
+        share: RowShare,
+        device: torch.device,
+    ):
+        self.plan, self.slices, self.samples = plan, slices, samples
+        self.documents, self.stage, self.share = documents, stage, share
+        self.device = device
+        self._ready: dict[int, tuple[Tensor | None, ...]] = {}
+
+    def rows(self, chunk: int) -> int:
+        """Rows of the chunk's tensors over all ranks: its tokens, padded."""
+        return self.share.padded(self.plan.chunks[chunk].tokens)
+
+    def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
+        total = self.rows(chunk)
+        state = ChunkState(
+            chunk,
+            chunk_rows(self.plan, self.slices, chunk),
+            total,
+            self.plan.recompute[self.stage][chunk],
+            store,
+            training,
+        )
+        tensors = self._ready.pop(chunk, None) or self._tensors(chunk)
+        tokens, positions, labels, loss_mask = tensors
+        return ChunkBatch(
+            tokens=tokens,
+            positions=positions,
+            labels=labels,
+            loss_mask=loss_mask,
+            params=ChunkParams.of(state, positions[0]),
+        )
+
+    def prepare(self, chunk: int):
+        """Read the tokens of ``chunk`` now: while a GPU computes what was asked before."""
+        self._ready[chunk] = self._tensors(chunk)
+
+    def _tensors(self, chunk: int) -> tuple[Tensor | None, ...]:
+        """Tokens, positions, labels and loss mask of this rank's rows."""
+        first, last = self.stage == 0, self.stage == self.plan.stages - 1
+        share = self.share.mine(self.rows(chunk))
+        count = share.stop - share.start
+        positions = numpy.zeros(count, dtype=numpy.int64)
+        tokens = numpy.zeros(count, dtype=numpy.int64) if first else None
+        labels = numpy.zeros(count, dtype=numpy.int64) if last else None
+        loss_mask = numpy.zeros(count, dtype=numpy.float32) if last else None
+        for rows in chunk_rows(self.plan, self.slices, chunk):
+            begin, end = max(rows.start, share.start), min(rows.stop, share.stop)
+            if begin >= end:
+                continue
+            mine = slice(begin - share.start, end - share.start)
+            # Inputs of the document: row begin holds input ``start``.
+            start = rows.span.start + begin - rows.start
+            stop = start + end - begin
+            sample = int(self.samples[rows.span.document])
+            positions[mine] = numpy.arange(start, stop)
+            if tokens is not None:
+                tokens[mine] = self.documents.inputs(sample, start, stop)
+            if labels is not None:
+                labels[mine], loss_mask[mine] = self.documents.targets(sample, start, stop)
+        return tuple(map(self._tensor, (tokens, positions, labels, loss_mask)))
+
+    def _tensor(self, array: numpy.ndarray | None) -> Tensor | None:
+        """[T] on the host -> [1, T] on the device; pinned first, so that no copy is waited for."""
+        if array is None:
+            return None
+        tensor = torch.from_numpy(array)[None]
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor

@@ -1,0 +1,405 @@
+"""The documents of a Megatron corpus as a dataset in which one item is one document.
+
+Megatron's own GPTDataset strings the documents together and cuts the string every ``seq_length``
+tokens. Here a sequence of the ``.idx`` stays whole: L tokens give L - 1 inputs ``tokens[:-1]``
+with the labels ``tokens[1:]``, and what the policy for overlong ones leaves is shuffled document
+by document. All lengths are known from the index, before any token is read.
+
+    tokens    a b c d e f          of the sequence, 6
+    inputs    a b c d e            5 = what lengths count
+    labels    b c d e f
+    context 2, truncate            inputs a b
+    context 2, split               inputs a b | c d | e      labels b c | d e | f: no label is lost
+
+Order: item i of a dataset of n documents is document P[i % n], where P is the permutation of
+(seed, epoch i // n). So the order is a function of (seed, i) alone, and a resumed run needs to
+know only how many items were consumed.
+"""
+
+import argparse
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.object_storage_utils import is_object_storage_path
+from megatron.core.datasets.utils import Split
+from megatron.core.utils import log_single_rank
+
+from megatron_epp.corpus.idx_file import check_vocabulary, examine, examine_vocabulary
+from megatron_epp.corpus.lengths import OVERLONG, epoch_order
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DocumentConfig(GPTDatasetConfig):
+    """Megatron's dataset configuration and what documents add; its parents are not frozen either.
+
+    ``sequence_length`` is the context: the most inputs of a document that are kept.
+    """
+
+    overlong: str = "truncate"
+    """What becomes of documents with more inputs than the context: truncate, drop or split."""
+
+    vocabulary_size: int | None = None
+    """Rows of the embedding, padding included; tokens beyond are refused. None: not checked."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.overlong not in OVERLONG:
+            raise ValueError(f"overlong {self.overlong!r}: expected one of {', '.join(OVERLONG)}")
+        if self.sequence_length < 1:
+            raise ValueError(f"context {self.sequence_length}: expected at least 1 token")
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentCounts:
+    """What the policy made of the sequences of one split of one corpus. Tokens count inputs."""
+
+    sequences: int = 0
+    documents: int = 0
+    tokens: int = 0
+    skipped: int = 0  # sequences of fewer than 2 tokens: nothing to predict
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0  # sequences that became several documents
+    lost_tokens: int = 0  # cut off or dropped
+
+    def __add__(self, other: "DocumentCounts") -> "DocumentCounts":
+        return DocumentCounts(
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{self.documents} documents, {self.tokens} input tokens"]
+        if self.skipped:
+            parts.append(f"{self.skipped} of fewer than 2 tokens skipped")
+        if self.truncated:
+            parts.append(f"{self.truncated} truncated")
+        if self.dropped:
+            parts.append(f"{self.dropped} overlong dropped")
+        if self.split:
+            parts.append(f"{self.split} split")
+        if self.lost_tokens:
+            share = self.lost_tokens / (self.tokens + self.lost_tokens)
+            parts.append(f"{self.lost_tokens} tokens ({share:.1%}) lost to the context")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentIndex:
+    """Documents after the policy, in the order of the corpus.
+
+    Document d is ``inputs[d]`` inputs from ``starts[d]`` on of sequence ``sequences[d]``.
+    """
+
+    sequences: numpy.ndarray  # [documents] int32: number in the .idx
+    starts: numpy.ndarray  # [documents] int32: first input within the sequence
+    inputs: numpy.ndarray  # [documents] int32
+    counts: DocumentCounts
+
+
+def index_documents(
+    sequence_lengths: numpy.ndarray, sequences: numpy.ndarray, context: int, overlong: str
+) -> DocumentIndex:
+    """Applies the policy for overlong documents to ``sequences`` of a corpus.
+
+    Args:
+        sequence_lengths: [all sequences] tokens of each
+        sequences: numbers of those to use
+        context: most inputs of a document
+        overlong: truncate, drop or split
+    """
+    lengths = sequence_lengths[sequences]
+    usable = lengths >= 2
+    kept = sequences[usable].astype(numpy.int32)
+    inputs = lengths[usable] - 1
+    starts = numpy.zeros(len(kept), numpy.int32)
+    over = inputs > context
+    overlong_count = int(over.sum())
+    tokens_before = int(inputs.sum(dtype=numpy.int64))
+
+    if overlong_count and overlong == "truncate":
+        inputs = numpy.minimum(inputs, context)
+    elif overlong_count and overlong == "drop":
+        kept, starts, inputs = kept[~over], starts[~over], inputs[~over]
+    elif overlong_count and overlong == "split":
+        pieces = -(-inputs // context)
+        kept = numpy.repeat(kept, pieces)
+        # Number of each piece within its sequence: 0 1 2, 0, 0 1, ...
+        first = numpy.cumsum(pieces) - pieces
+        piece = numpy.arange(len(kept)) - numpy.repeat(first, pieces)
+        starts = (piece * context).astype(numpy.int32)
+        inputs = numpy.minimum(numpy.repeat(inputs, pieces) - starts, context)
+
+    tokens = int(inputs.sum(dtype=numpy.int64))
+    counts = DocumentCounts(
+        sequences=len(sequences),
+        documents=len(kept),
+        tokens=tokens,
+        skipped=len(sequences) - int(usable.sum()),
+        truncated=overlong_count if overlong == "truncate" else 0,
+        dropped=overlong_count if overlong == "drop" else 0,
+        split=overlong_count if overlong == "split" else 0,
+        lost_tokens=tokens_before - tokens,
+    )
+    return DocumentIndex(kept, starts, inputs.astype(numpy.int32), counts)
+
+
+class DocumentDataset(MegatronDataset):
+    """One split of one corpus, built by Megatron's builder: blends and splits work as usual.
+
+    Its length is the number of samples asked for, over as many epochs as that takes, or one epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        dataset_path: str | None,
+        indices: numpy.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: DocumentConfig,
+    ) -> None:
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+        self.index = index_documents(
+            dataset.sequence_lengths, indices, config.sequence_length, config.overlong
+        )
+        refuse_empty(self.index.counts, dataset_path, index_split, num_samples, config)
+        self._orders: dict[int, numpy.ndarray] = {}
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: IndexedDataset) -> int:
+        """Splits count sequences, as those of GPTDataset do."""
+        return low_level_dataset.sequence_lengths.shape[0]
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: DocumentConfig) -> IndexedDataset:
+        """Opens the corpus; damage is reported by ``check_corpora``, before."""
+        return GPTDataset.build_low_level_dataset(dataset_path, config)
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [*MegatronDataset._key_config_attributes(), "overlong"]
+
+    @property
+    def counts(self) -> DocumentCounts:
+        return self.index.counts
+
+    def __len__(self) -> int:
+        return self.counts.documents if self.num_samples is None else self.num_samples
+
+    def documents(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
+        """Which document each item is: [n] -> [n] int64, into ``self.index``."""
+        items = numpy.asarray(items, dtype=numpy.int64)
+        count = self.counts.documents
+        found = numpy.empty_like(items)
+        epochs = items // count
+        for epoch in numpy.unique(epochs):
+            of_epoch = epochs == epoch
+            found[of_epoch] = self._order(int(epoch))[items[of_epoch] % count]
+        return found
+
+    def _order(self, epoch: int) -> numpy.ndarray:
+        """The permutation of ``epoch``: [documents]."""
+        if epoch not in self._orders:
+            order = epoch_order(self.counts.documents, self.config.random_seed, epoch)
+            # A global batch, and the one planned ahead, touch two epochs at most.
+            self._orders = {k: v for k, v in self._orders.items() if abs(k - epoch) <= 1}
+            self._orders[epoch] = order
+        return self._orders[epoch]
+
+    def lengths(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
+        """Inputs of each item, from the index alone: [n] -> [n] int64."""
+        return self.index.inputs[self.documents(items)].astype(numpy.int64)
+
+    def length(self, item: int) -> int:
+        """Inputs of one item."""
+        return int(self.lengths([item])[0])
+
+    def tokens(self, item: int, start: int = 0, stop: int | None = None) -> numpy.ndarray:
+        """Tokens [start, stop) of an item that has ``length + 1``; only they are read: int64.
+
+        The inputs of a span [a, b) are tokens [a, b), its labels tokens [a + 1, b + 1).
+        """
+        document = int(self.documents([item])[0])
+        tokens_there = int(self.index.inputs[document]) + 1
+        stop = tokens_there if stop is None else stop
+        if not 0 <= start <= stop <= tokens_there:
+            raise ValueError(
+                f"tokens [{start}:{stop}] of item {item}, which has {tokens_there} tokens"
+            )
+        if start == stop:
+            return numpy.empty(0, numpy.int64)
+        read = self.dataset.get(
+            int(self.index.sequences[document]),
+            offset=int(self.index.starts[document]) + start,
+            length=stop - start,
+        )
+        if self.config.vocabulary_size is not None:
+            check_vocabulary(read, self.config.vocabulary_size, f"{self.dataset_path}.bin")
+        return read.astype(numpy.int64)
+
+    def loss_mask(self, inputs: numpy.ndarray, labels: numpy.ndarray) -> numpy.ndarray:
+        """1.0 where the label counts: float32, the rules of GPTDataset.
+
+        0 where the *input* is the end of a document, with --eod-mask-loss (what follows it belongs
+        to another document; the EOD itself is a target like any token), and where the label is the
+        tokenizer's own padding token.
+        """
+        mask = numpy.ones(len(inputs), numpy.float32)
+        if self.config.eod_mask_loss:
+            mask[inputs == self.config.tokenizer.eod] = 0.0
+        mask[labels == self._pad_token_id] = 0.0
+        return mask
+
+    def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
+        """The whole document under the keys of GPTDataset: for Megatron's own schedules."""
+        tokens = self.tokens(int(idx))
+        inputs, labels = tokens[:-1], tokens[1:]
+        return {
+            "tokens": torch.from_numpy(inputs),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(self.loss_mask(inputs, labels)),
+            "position_ids": torch.arange(len(inputs), dtype=torch.int64),
+        }
+
+
+def refuse_empty(
+    counts: DocumentCounts,
+    prefix: str | None,
+    split: Split,
+    num_samples: int | None,
+    config: DocumentConfig,
+) -> None:
+    """Refuses a split of which documents are wanted and none is left."""
+    if counts.documents or num_samples == 0:
+        return
+    why = f"{counts.sequences} sequences fall to it"
+    if counts.skipped:
+        why += f", {counts.skipped} have fewer than 2 tokens"
+    if counts.dropped:
+        why += f", {counts.dropped} are dropped for exceeding {config.sequence_length} tokens"
+    remedy = "use a larger corpus, or give this split more with --split"
+    if counts.dropped:
+        remedy += ", or truncate or split overlong documents"
+    raise ValueError(f"{prefix}: no usable document for {split.name}: {why}; {remedy}")
+
+
+def config_from_args(
+    args: argparse.Namespace, tokenizer: Any, overlong: str, vocabulary_size: int | None
+) -> DocumentConfig:
+    """The configuration that Megatron's data flags describe.
+
+    Args:
+        args: Megatron's parsed flags
+        tokenizer: a Megatron tokenizer
+        overlong: truncate, drop or split
+        vocabulary_size: rows of the embedding, or None for no check of the tokens
+
+    Raises:
+        ValueError: a flag asks for a data path that has no documents
+    """
+    # Here and not above: to read documents, no trainer need be imported.
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    for flag in ("sft", "fim_data", "mock_data"):
+        if getattr(args, flag, False):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} makes its own samples; --epp trains on the documents "
+                "of --data-path"
+            )
+    for flag in (
+        "dataloader_fast_cache_load",
+        "dataloader_defer_npy_index_mmap",
+        "per_dataset_sequences_path",
+    ):
+        if getattr(args, flag, None):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} skips the reading of the .idx, where the documents' "
+                "lengths are; remove it with --epp"
+            )
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    return DocumentConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        # Every document is alone with its positions and its attention, whatever these two say.
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=False,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        overlong=overlong,
+        vocabulary_size=vocabulary_size,
+    )
+
+
+def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
+    """Everything that can be wrong with the corpora, found before Megatron builds on them.
+
+    For every rank to call: Megatron builds on rank 0 first, and where only that fails the others
+    wait for it.
+
+    Args:
+        sizes: samples wanted of train, valid and test; None is one epoch
+
+    Raises:
+        ValueError: damaged files, no usable document, tokens beyond the vocabulary
+    """
+    if config.mock:
+        raise ValueError("no documents to train on: give --data-path, or --train-data-path")
+    examined = {}
+    for prefix, split, (begin, end), size in _shares(config, sizes):
+        if is_object_storage_path(prefix):
+            continue  # Megatron fetches the index when it opens the corpus
+        if prefix not in examined:
+            examined[prefix] = files = examine(prefix)
+            if config.vocabulary_size is not None:
+                examine_vocabulary(files, config.vocabulary_size)
+            if files.is_split_into_sentences:
+                log_single_rank(
+                    logger,
+                    logging.WARNING,
+                    f"{prefix}: {files.sequences} sequences in {files.documents} documents, so it "
+                    "was split into sentences, and every sentence is a document here; prepare it "
+                    "without --split-sentences",
+                )
+        lengths = examined[prefix].lengths
+        sequences = numpy.arange(round(begin * len(lengths)), round(end * len(lengths)))
+        index = index_documents(lengths, sequences, config.sequence_length, config.overlong)
+        refuse_empty(index.counts, prefix, split, size, config)
+
+
+def _shares(
+    config: DocumentConfig, sizes: Sequence[int | None]
+) -> Iterator[tuple[str, Split, tuple[float, float], int | None]]:
+    """(prefix, split, share of the corpus, samples wanted) of all that Megatron will build."""
+    for split in Split:
+        if config.blend is not None:
+            blend, share = config.blend, config.split_matrix[split.value]
+        else:
+            blend, share = config.blend_per_split[split.value], (0.0, 1.0)
+        if blend is None or share is None:
+            continue
+        prefixes, weights = blend
+        # Several corpora without weights are mixed as they are, one epoch of each.
+        size = None if weights is None and len(prefixes) > 1 else sizes[split.value]
+        for prefix in prefixes:
+            yield prefix, split, share, size

@@ -1,0 +1,152 @@
+"""Global batches of documents: which ones, and how long, before a token is read.
+
+Sample s of a training set is document ``s``: of one corpus, or of a blend, in the order that
+Megatron's BlendedDataset draws. Batch after batch takes the next ``size`` samples, as Megatron's
+sampler does; so what an iteration trains on follows from the number of samples consumed, whatever
+the parallel layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+from megatron_epp.mcore.data.documents import (
+    DocumentConfig,
+    DocumentCounts,
+    DocumentDataset,
+    check_corpora,
+)
+
+
+class Documents:
+    """A corpus or a blend of several, by sample number: lengths, and any span of the tokens."""
+
+    def __init__(self, dataset: DocumentDataset | BlendedDataset) -> None:
+        self.dataset = dataset
+        self.parts: list[DocumentDataset] = (
+            dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
+        )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def counts(self) -> DocumentCounts:
+        """Over all corpora: what one epoch of each holds."""
+        return sum((part.counts for part in self.parts), DocumentCounts())
+
+    def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """(corpus, item of its DocumentDataset) of each sample: two [n] int64."""
+        samples = numpy.asarray(samples, dtype=numpy.int64)
+        if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
+            raise ValueError(
+                f"samples {samples.min()} to {samples.max()} of a data set of {len(self)}"
+            )
+        if not isinstance(self.dataset, BlendedDataset):
+            return numpy.zeros_like(samples), samples
+        return (
+            self.dataset.dataset_index[samples].astype(numpy.int64),
+            self.dataset.dataset_sample_index[samples].astype(numpy.int64),
+        )
+
+    def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
+        """Inputs of each sample's document, from the indices alone: [n] -> [n] int64."""
+        corpora, items = self.locate(samples)
+        lengths = numpy.empty_like(items)
+        for corpus in numpy.unique(corpora):
+            here = corpora == corpus
+            lengths[here] = self.parts[corpus].lengths(items[here])
+        return lengths
+
+    def _item(self, sample: int) -> tuple[DocumentDataset, int]:
+        corpora, items = self.locate([sample])
+        return self.parts[int(corpora[0])], int(items[0])
+
+    def tokens(self, sample: int, start: int = 0, stop: int | None = None) -> numpy.ndarray:
+        """Tokens [start, stop) of a document, which has one more than inputs: int64."""
+        part, item = self._item(sample)
+        return part.tokens(item, start, stop)
+
+    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
+        """Inputs [start, stop) of a document: int64. All that a first stage reads."""
+        return self.tokens(sample, start, stop)
+
+    def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """(labels int64, loss mask float32) of the inputs [start, stop): what a last stage reads.
+
+        Labels were made before any cut: the last label of a span is the first input of the next.
+        """
+        part, item = self._item(sample)
+        tokens = part.tokens(item, start, stop + 1)
+        return tokens[1:], part.loss_mask(tokens[:-1], tokens[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A global batch: sample numbers and the inputs of their documents, one for one."""
+
+    samples: numpy.ndarray  # [size] int64
+    lengths: numpy.ndarray  # [size] int64
+
+
+class GlobalBatches:
+    """The global batches from ``consumed`` samples on; an iterator that can also look ahead."""
+
+    def __init__(self, documents: Documents, size: int, consumed: int) -> None:
+        if size < 1 or consumed < 0:
+            raise ValueError(f"a batch of {size} documents after {consumed}; expected 1 or more")
+        self.documents = documents
+        self.size = size
+        self.consumed = consumed
+
+    def __iter__(self) -> "GlobalBatches":
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.peek()
+        if batch is None:
+            raise ValueError(
+                f"the data set ends after {len(self.documents)} documents; {self.consumed} are "
+                f"consumed and the next batch takes {self.size}: corpora given without weights "
+                "last one epoch; give each a weight in --data-path, or train for fewer iterations"
+            )
+        self.consumed += self.size
+        return batch
+
+    def peek(self, ahead: int = 0) -> Batch | None:
+        """The batch ``ahead`` batches after the next, or None where the data set has ended."""
+        first = self.consumed + ahead * self.size
+        if first + self.size > len(self.documents):
+            return None
+        samples = numpy.arange(first, first + self.size)
+        return Batch(samples, self.documents.lengths(samples))
+
+
+def build_documents(
+    config: DocumentConfig, sizes: Sequence[int | None]
+) -> list[Documents | list[Documents] | None]:
+    """Documents of train, valid and test, checked and built; for every rank to call.
+
+    The middle one is a list with --multiple-validation-sets.
+
+    Args:
+        sizes: samples wanted of each; None is one epoch
+
+    Raises:
+        ValueError: see ``check_corpora``
+    """
+    check_corpora(config, sizes)
+    built = BlendedMegatronDatasetBuilder(
+        DocumentDataset, list(sizes), lambda: True, config
+    ).build()
+
+    def wrap(dataset: torch.utils.data.Dataset | list | None) -> Documents | list | None:
+        if isinstance(dataset, list):
+            return [wrap(one) for one in dataset]
+        return None if dataset is None else Documents(dataset)
+
+    return [wrap(dataset) for dataset in built]

@@ -1,0 +1,179 @@
+"""What a job plans with: the cost of its model on its devices, its levers, its memory budget."""
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatron_epp.control.fallbacks import Fallbacks
+from megatron_epp.control.given_steps import FixedSteps
+from megatron_epp.control.planned_steps import PlannedSteps
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.analytic import without_states
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB, device
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Profile
+from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.varlen import VarlenAttention
+from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.model.early_head import block_tokens, early_head
+from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, beside the checkpoint
+CPU_SHARE = 0.8  # of the available memory, for chunks
+
+
+def make_planning(
+    args: Any,
+    config: Config,
+    layers: tuple[int, ...],
+    multiple: int,
+    groups: Groups,
+    profile: Profile,
+) -> FixedSteps | PlannedSteps:
+    if config.epp_plan is not None:
+        return FixedSteps(config.epp_plan)
+    from megatron_epp.planner import Options, planner_of
+
+    planner_of(config.epp_planner)  # refuses what no pipeline can run
+    options = Options(
+        context=args.seq_length,
+        levers=training_levers(config.epp_levers, args),
+        effort=config.epp_effort,
+        multiple=multiple,
+    )
+    cost = training_cost(args, config, layers, profile)
+    # What is available differs between hosts and moments: rank 0's is everybody's.
+    budgets, error, fallbacks = json.dumps(cost.budget_bytes), None, None
+    if groups.control.rank() == 0:
+        if config.epp_memory_budget_gib is None:
+            budgets = _kept_budgets(args, cost.stages) or budgets
+            if args.save:
+                Path(args.save).mkdir(parents=True, exist_ok=True)
+                (Path(args.save) / DEFAULT_BUDGETS).write_text(budgets)
+        try:
+            places = [folder for folder in (args.save, config.epp_record) if folder]
+            fallbacks = Fallbacks(places, None if args.finetune else args.load)
+        except ValueError as refusal:
+            error = str(refusal)
+    budgets = share(budgets, error, groups.control)
+    cost = replace(cost, budget_bytes=tuple(json.loads(budgets)))
+    ahead = config.epp_plan_ahead
+    return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks)
+
+
+def training_levers(text: str, args: Any) -> frozenset[str]:
+    """The levers that --epp-levers ``text`` stands for in this job.
+
+    What the job cannot run is left out of default and all; a ValueError where it is named itself.
+    Left out, too, but run where it is named: the split backward of Transformer Engine's linears,
+    which no GPU has run yet.
+    """
+    from megatron_epp.planner.options import SIMULATION_ONLY, parse_levers
+
+    levers = parse_levers(text)
+    unusable = dict.fromkeys(SIMULATION_ONLY, "only simulation can do that")
+    unusable |= unusable_levers(args)
+    named = {word.strip() for word in text.split(",")}
+    for name in sorted(named & unusable.keys()):
+        raise ValueError(f"--epp-levers {name}: {unusable[name]}; leave it out")
+    unproven = set() if args.transformer_impl == "local" else {"wsplit"}
+    return frozenset(levers - unusable.keys() - (unproven - named))
+
+
+def unusable_levers(args: Any) -> dict[str, str]:
+    """Levers that plans of this job's layers must do without, each with the reason: fused gradient
+    accumulation of Megatron's linears has no W (mcore/model/split_backward.py)."""
+    if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
+        return {"wsplit": "fused gradient accumulation runs no I and W"}
+    return {}
+
+
+# ------------------------------------------------------------------ cost
+
+
+def model_shape(args: Any) -> Model:
+    """The shape of the model that Megatron's flags describe."""
+    return Model(
+        name="megatron",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn_hidden=args.ffn_hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups or args.num_attention_heads,
+        head_size=args.kv_channels,
+        vocabulary=args.padded_vocab_size,
+        gated=bool(args.swiglu),
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def analytic(args: Any) -> Profile:
+    """What --epp-cost-model analytic stands for: the model's shape on the device's name."""
+    early = early_head(args)
+    made = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
+    attention = VarlenAttention if cpu_host.has_gpu() else PartsAttention
+    return replace(
+        made,
+        keeps_last=attention.keeps_last,
+        last_workspace_tokens=float(block_tokens(args)) if early else 0.0,
+    )
+
+
+def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:
+    """The cost of this job's chunks; on a CPU the budget covers what chunks hold and no states."""
+    if not cpu_host.has_gpu():
+        profile = without_states(profile)
+    budget = config.epp_memory_budget_gib
+    budget_bytes = default_budget_bytes(args) if budget is None else budget * GIB
+    return Cost(
+        profile,
+        layers,
+        (budget_bytes,) * len(layers),
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        dp=args.data_parallel_size,
+        zero=1,
+    )
+
+
+def device_name() -> str:
+    """The planner's name of the device that this process trains on."""
+    if not cpu_host.has_gpu():
+        return "cpu"
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if properties.total_memory > 100 * GIB:
+        return "h200-141g"
+    if properties.major >= 9:
+        return "h100-80g"
+    return "a100-80g" if properties.total_memory > 50 * GIB else "a100-40g"
+
+
+def default_budget_bytes(args: Any) -> float:
+    """On a GPU what its name's budget is; on a CPU a share of the memory, for a rank's chunks."""
+    if cpu_host.has_gpu():
+        return device(device_name()).budget_bytes
+    available = psutil.virtual_memory().available
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        available = min(available, int(text))
+    return CPU_SHARE * available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _kept_budgets(args: Any, stages: int) -> str | None:
+    """The default budgets of the run that is resumed: its plans were made within them."""
+    path = Path(args.load or "") / DEFAULT_BUDGETS
+    if not args.load or not path.exists():
+        return None
+    text = path.read_text()
+    return text if len(json.loads(text)) == stages else None

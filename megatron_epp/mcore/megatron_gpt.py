@@ -1,0 +1,345 @@
+"""Megatron's own way of training a GPT: its datasets, batches, forward step and loss.
+
+This is the path without ``--epp``. The wheel of megatron-core 0.19.0 has the trainer but not the
+script that defines these four, so they are here, and compute what Megatron-LM's script computes to
+the last bit.
+
+    B samples of a micro-batch, S tokens of a sample (the context), C documents in a packed batch
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import (
+    StragglerDetector,
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+from megatron.training.utils import (
+    get_blend_and_blend_per_split,
+    is_first_or_last_pipeline_stage,
+)
+
+from megatron_epp.corpus.idx_file import examine
+
+# What a batch may hold; a dataset leaves out what it does not make.
+BATCH_TENSORS = (
+    "attention_mask",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "hybrid_cp_group",
+    "labels",
+    "local_cp_size",
+    "loss_mask",
+    "max_seqlen",
+    "position_ids",
+    "tokens",
+)
+# --check-for-spiky-loss: a loss this many times the largest one seen is suspect.
+SPIKE_FACTOR = 10
+
+
+# ------------------------------------------------------------------ forward step and loss
+
+
+def forward_step(
+    data_iterator: Any, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """One micro-batch through this stage: its output, and the loss function for the last stage.
+
+    With ``return_schedule_plan`` (Megatron's overlap of expert communication) the model's own plan
+    of the micro-batch is returned in place of its output.
+    """
+    args, timers, straggler = get_args(), get_timers(), StragglerDetector()
+    timers("batch-generator", log_level=2).start()
+    with straggler(bdata=True):
+        batch = next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+        packed = packed_sequences(batch, args.seq_length)
+    timers("batch-generator").stop()
+
+    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    targets = {"labels": batch["labels"], "loss_mask": batch["loss_mask"]}
+    with straggler:
+        if return_schedule_plan:
+            output = model.build_schedule_plan(*inputs, **targets)
+        else:
+            output = model(*inputs, **targets, packed_seq_params=packed)
+    return output, partial(loss, batch["loss_mask"])
+
+
+def loss(
+    loss_mask_BS: torch.Tensor, token_losses_BS: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss summed over the unmasked tokens, their number, and both as the log wants them."""
+    args = get_args()
+    mask = loss_mask_BS.view(-1).float()
+    total = torch.sum(token_losses_BS.view(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    validate(total, args)
+    return total, tokens, {"lm loss": torch.cat([total.detach().view(1), tokens.view(1)])}
+
+
+def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
+    """Show the loss to Megatron's re-run machine, which replays an iteration that it rejects.
+
+    The forward pass is deterministic, so a replay has to agree exactly.
+    """
+    machine = get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for rejection, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            machine.validate_result(
+                result=total,
+                rejection_func=rejection,
+                message=f"found {what} in local forward loss calculation",
+                tolerance=0.0,
+                fatal=True,
+            )
+    if args.check_for_spiky_loss:
+        machine.validate_result(
+            result=total,
+            rejection_func=partial(
+                machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss"
+            ),
+            message="Spiky loss",
+            tolerance=0.0,
+            fatal=False,
+        )
+
+
+# ------------------------------------------------------------------ batches
+
+
+def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
+    """What this rank needs of the next micro-batch: every key of BATCH_TENSORS, None if not.
+
+    Tensor-parallel rank 0 reads it and broadcasts; stages in the middle of the pipeline need only
+    the borders of packed documents; context-parallel ranks keep their part of the tokens.
+    """
+    args = get_args()
+    at_an_end = is_first_or_last_pipeline_stage(vp_stage)
+    predicts_more = _holds_mtp(args, vp_stage)
+    has_borders = args.sft or args.dataloader_inter_document_masking
+    if not (at_an_end or predicts_more or has_borders):
+        return dict.fromkeys(BATCH_TENSORS)
+
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        batch = next(data_iterator)
+        for name in BATCH_TENSORS:
+            tensor = batch.get(name)
+            batch[name] = None if tensor is None else tensor.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=has_borders,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=predicts_more,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+    batch = flatten_batch_for_packed_sequences(batch)
+    if not (at_an_end or predicts_more):
+        borders = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+        return dict.fromkeys(BATCH_TENSORS) | {name: batch[name] for name in borders}
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        cp_group=parallel_state.get_context_parallel_group(),
+        hybrid_cp_group_func=parallel_state.get_hybrid_data_context_parallel_groups,
+        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+    )
+
+
+def packed_sequences(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqParams | None:
+    """Where the documents of a packed batch begin and end; None if it is not packed.
+
+    The true borders go to the count of floating-point operations. The attention gets the padded
+    ones where there are any: 0.19.0 does not tell padded from true borders there.
+    """
+    if batch["cu_seqlens"] is None:
+        return None
+    borders_C = batch["cu_seqlens"].squeeze(0)
+    padded_C = batch["cu_seqlens_padded"]
+    padded_C = None if padded_C is None else padded_C.squeeze(0)
+    update_seqlen_stats_from_cu_seqlens(borders_C)
+    used_C = borders_C if padded_C is None else padded_C
+    longest = int(batch["max_seqlen"].item())
+    cp_size = batch["local_cp_size"]
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=used_C,
+        cu_seqlens_kv=used_C,
+        cu_seqlens_q_padded=padded_C,
+        cu_seqlens_kv_padded=padded_C,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        local_cp_size=None if cp_size is None else int(cp_size.item()),
+        cp_group=batch["hybrid_cp_group"],
+        tokens_per_sample=tokens_per_sample,
+    )
+
+
+def _holds_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
+    """Whether this stage predicts more than the next token (Megatron's multi-token prediction)."""
+    config = core_transformer_config_from_args(args)
+    return mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+
+
+# ------------------------------------------------------------------ datasets
+
+
+def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """The training, validation and test sets, with at least ``samples`` samples each (0: None).
+
+    ValueError: a corpus file is missing or cut short.
+    """
+    args = get_args()
+    _examine_corpus(args)
+    print_rank_0("> building the training, validation and test sets ...")
+    built = BlendedMegatronDatasetBuilder(
+        _kind_of_dataset(args), samples, partial(_reads_data, vp_stage), dataset_config(args)
+    ).build()
+    print_rank_0("> the sets are built")
+    return tuple(built)
+
+
+# Every rank calls it, so that each builds what it needs; Megatron looks for this attribute.
+datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _examine_corpus(args: argparse.Namespace) -> None:
+    """Refuse a damaged corpus before Megatron opens it behind a barrier.
+
+    There an error on one rank leaves the others waiting; here all ranks find it alike. ValueError:
+    what is wrong with which file.
+    """
+    if args.mock_data or args.sft or args.object_storage_cache_path is not None:
+        return
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    for prefixes, _ in filter(None, [blend, *(blend_per_split or ())]):
+        for prefix in prefixes:
+            if not prefix.startswith(("s3://", "msc://")):
+                examine(prefix)
+
+
+def _kind_of_dataset(args: argparse.Namespace) -> type:
+    if args.sft:
+        return SFTDataset
+    if args.mock_data:
+        return MockGPTDataset
+    return GPTFIMDataset if args.fim_data else GPTDataset
+
+
+def _reads_data(vp_stage: int | None = None) -> bool:
+    """Whether this rank builds the datasets: one of each stage that needs tokens or borders."""
+    args = get_args()
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        return False
+    return args.sft or is_first_or_last_pipeline_stage(vp_stage) or _holds_mtp(args, vp_stage)
+
+
+def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
+    """Megatron's dataset configuration from its flags."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    path = args.per_dataset_sequences_path
+    fields: dict[str, Any] = {
+        # what to read
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": args.split,
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
+        "sequences_per_dataset": None if path is None else json.loads(Path(path).read_text()),
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        # what a sample is
+        "tokenizer": build_tokenizer(args),
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "reset_position_ids": args.reset_position_ids,
+        "reset_attention_mask": args.reset_attention_mask,
+        "eod_mask_loss": args.eod_mask_loss,
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "inter_document_masking": args.dataloader_inter_document_masking,
+        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+        # where its tokens go
+        "context_parallel_size": args.context_parallel_size,
+        "data_parallel_size": args.data_parallel_size,
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+        "hybrid_context_parallel": args.hybrid_context_parallel,
+        # how files are read
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "path_to_cache": args.data_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "object_storage_cache_path": args.object_storage_cache_path,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+    }
+    if not args.fim_data:
+        return GPTDatasetConfig(**fields)
+    special = ("prefix", "middle", "suffix", "pad", "eod")
+    return GPTFIMDatasetConfig(
+        **fields,
+        fim_rate=args.fim_rate,
+        fim_spm_rate=args.fim_spm_rate,
+        fim_extra_tokens={name: getattr(args, f"fim_{name}_token") for name in special},
+        fim_split_sample=args.fim_split_sample,
+        fim_fragment_rate=args.fim_fragment_rate,
+        fim_no_prefix=args.fim_no_prefix,
+    )
+
+
+# ------------------------------------------------------------------ placement
+
+
+def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold a word embedding: first, last if tied, those of MTP."""
+    holders = {pipeline_ranks[0]}
+    if len(pipeline_ranks) > 1:
+        args = get_args()
+        if not args.untie_embeddings_and_output_weights:
+            holders.add(pipeline_ranks[-1])
+        holders.update(get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args)))
+    return sorted(holders)
+
+
+def refuse_unsupported(args: argparse.Namespace) -> None:
+    """Refuse by name what Megatron-LM's script can do and this one cannot (ValueError)."""
+    if args.logits_load_dir is not None:
+        raise ValueError(
+            "--logits-load-dir: distillation from cached logits is not supported here; "
+            "use Megatron-LM's own script for it"
+        )

@@ -1,0 +1,1 @@
+"""Where Megatron's model runs a chunk: hooks, attention, split backward, early head."""

@@ -1,0 +1,121 @@
+"""The attention that this rank computes with: which kernels, asked for by flag and tried first."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.flash import MOST_HEAD_SIZE, FlashKernel
+from megatron_epp.layers.attention.selftest import require_right
+from megatron_epp.layers.attention.te import TransformerEngineKernel
+from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.recompute.outputs import Promise
+from megatron_epp.mcore.patching import cpu_host
+
+logger = logging.getLogger(__name__)
+
+AUTO, TE, TORCH = "auto", "te", "torch"
+CHOICES = (AUTO, TE, TORCH)
+
+
+class Attention(Protocol):
+    """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
+    output [T, H, D] and, with ``drop``, the promise to make it again. ``keeps_last``: the K and V
+    of a document's last slice lie in the store, too."""
+
+    name: str
+    keeps_last: bool
+
+    def __call__(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
+    ) -> tuple[Tensor, Promise | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What one call of a kernel sees: ``query`` heads in ``key`` groups, of ``size`` each."""
+
+    query: int
+    key: int
+    size: int
+    scale: float
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: Any) -> "Heads":
+        """Of a rank, with the heads spread over tensor- and context-parallel ranks."""
+        tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+        key = max(1, config.num_query_groups // tensor)
+        scale = config.softmax_scale
+        return cls(
+            config.num_attention_heads // tensor // context,
+            max(1, key // context),
+            config.kv_channels,
+            1 / math.sqrt(config.kv_channels) if scale is None else scale,
+            config.params_dtype,
+        )
+
+
+def this_device() -> torch.device:
+    """What this rank computes on."""
+    if cpu_host.has_gpu():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
+    """What ``--epp-attention wanted`` stands for, for a model of Megatron's ``config``.
+
+    On a GPU the kernels are tried on the device first; ``auto`` takes the first that computes
+    rightly. ValueError: one line on why none does.
+    """
+    heads = Heads.of(config)
+    if device.type != "cuda":
+        if wanted == TE:
+            raise ValueError(
+                "--epp-attention te: this host has no CUDA GPU; leave the flag out (torch's "
+                "kernels for the CPU are taken)"
+            )
+        return PartsAttention(heads.scale)
+    if heads.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"--epp on a GPU trains in {str(heads.dtype).removeprefix('torch.')} here, which its "
+            "attention kernels do not know; give --bf16 or --fp16"
+        )
+    reasons = []
+    for name in (TE, TORCH) if wanted == AUTO else (wanted,):
+        try:
+            kernel = _KERNELS[name](heads)
+            require_right(
+                kernel, heads.query, heads.key, heads.size, heads.scale, heads.dtype, device
+            )
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else repr(error)}")
+            continue
+        if reasons:
+            logger.warning("attention by %s kernels, as %s", name, "; ".join(reasons))
+        return VarlenAttention(kernel)
+    raise ValueError(
+        f"--epp-attention {wanted}: no attention can be used on this device ({'; '.join(reasons)})"
+    )
+
+
+def _transformer_engine(heads: Heads) -> Kernel:
+    return TransformerEngineKernel(heads.query, heads.key, heads.size, heads.scale)
+
+
+def _torch(heads: Heads) -> Kernel:
+    if heads.size > MOST_HEAD_SIZE or heads.size % 8:
+        raise ValueError(
+            f"heads of {heads.size}: expected a multiple of 8 up to {MOST_HEAD_SIZE}"
+        )  # fmt: skip
+    return FlashKernel(heads.scale)
+
+
+_KERNELS: dict[str, Callable[[Heads], Kernel]] = {TE: _transformer_engine, TORCH: _torch}

@@ -1,0 +1,60 @@
+"""Gradients ready once each, in one order, when the last op of a stage is a W.
+
+Megatron's DDP starts the reduction of a bucket of parameters when each of them has been reported
+ready as often as in the first iteration, which is once, by the hooks of the last backward. All
+replicas must start their buckets in the same order, and the last op of another replica's plan may
+be a B. With W last the hooks of a last B are spread over two ops:
+
+    ... I3 W0 I2 W3 W2        I2: last gradients of norms, biases, embeddings
+                              W2: last gradients of the linear layers' weights
+
+So nothing is reported at the stage's last B or I, but the order is noted in which a B would have
+reported; the last W goes through that order, computes what was deferred, and reports the rest as it
+comes by.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn import Parameter
+
+from megatron_epp.layers.wgrad.linear import Aside
+
+
+class ReadyOrder:
+    """``report(parameter)`` tells DDP that a gradient is complete."""
+
+    def __init__(self, model: nn.Module, report: Callable[[Parameter], None]):
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._report = report
+        self._order: list[Parameter] = []
+        self._noting = False
+
+    def note(self, parameter: Parameter):
+        """Its gradient was accumulated, or set aside: here a B reports it."""
+        if self._noting:
+            self._order.append(parameter)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around the stage's last B or I."""
+        handles = [p.register_post_accumulate_grad_hook(self.note) for p in self._parameters]
+        self._noting = True
+        try:
+            yield
+        finally:
+            self._noting = False
+            for handle in handles:
+                handle.remove()
+
+    def finish(self, aside: Aside):
+        """The stage's last W, with DDP's hooks awake."""
+        held = {parameter for parameter in self._order if parameter in aside}
+        for parameter in self._order:
+            if parameter in aside:
+                aside.accumulate(parameter)  # its hook reports, and that of what comes with it
+            elif parameter not in held:
+                self._report(parameter)
+        self._order.clear()
+        assert not len(aside), "the last W holds a weight that the last I had not"

@@ -1,0 +1,169 @@
+"""A chunk's state on its way through Megatron's layers, and what takes it out again."""
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses
+from megatron_epp.layers.attention.varlen import on_device
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.recompute.outputs import Dropped
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
+from megatron_epp.mcore.model.attention import Attention
+
+
+@dataclass
+class ChunkParams(PackedSeqParams):
+    """Megatron hands this to every layer, in recomputation too.
+
+    To Megatron this rank's rows of the chunk are one sequence [0, t); which rows belong to which
+    document is in ``state``, for the whole chunk. ``positions`` [t] are the places of this rank's
+    rows in their documents, for the rotary embedding.
+    """
+
+    state: ChunkState | None = None
+    positions: Tensor | None = None
+
+    @classmethod
+    def of(cls, state: ChunkState, positions: Tensor) -> "ChunkParams":
+        # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
+        # for a device. The fused one wants it there (PositionedRotary).
+        rows = positions.shape[0]
+        borders = torch.tensor([0, rows], dtype=torch.int32)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            max_seqlen_q=rows,
+            max_seqlen_kv=rows,
+            state=state,
+            positions=positions,
+        )
+
+
+class ElasticAttention:
+    """In place of the forward of a layer's core attention: the module stays, so checkpoints keep
+    their keys.
+
+    t rows of this rank, T of the chunk: more where ``ulysses`` exchanges rows for heads.
+    """
+
+    def __init__(self, attention: Attention, layer: int, dropped: Dropped, ulysses: Ulysses | None):
+        self.attention, self.layer = attention, layer
+        self.dropped, self.ulysses = dropped, ulysses
+        self.keeps_last = attention.keeps_last
+
+    def __call__(
+        self,
+        query_tHD: Tensor,
+        key_tGD: Tensor,
+        value_tGD: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: ChunkParams,
+        **ignored: Any,
+    ) -> Tensor:
+        state = packed_seq_params.state
+        drop = "core_attn" in self.dropped.modules
+        qkv = query_tHD, key_tGD, value_tGD
+        if self.ulysses is not None:
+            qkv = self.ulysses.to_heads(*qkv)
+        out, promise = self.attention(*qkv, state, self.layer, drop)
+        if self.ulysses is not None:
+            out = self.ulysses.to_rows(out)
+            promise = None if promise is None else RowsAgain(self.ulysses, promise)
+        if promise is not None:
+            self.dropped.promise(out, promise)
+        return out.flatten(1)
+
+
+class PositionedRotary(nn.Module):
+    """The rotary embedding of each row's own position instead of rows 0, 1, 2, ...
+
+    Wraps Megatron's, whose table is made once for the whole context: its cache is keyed by length.
+    The rows are one sequence to Megatron, with a table of their own, so a kernel that counts
+    positions from 0 in every sequence (``fused``) finds the right ones, too.
+    """
+
+    def __init__(self, rotary: nn.Module, context: int, fused: bool):
+        super().__init__()
+        self.rotary, self.context, self.fused = rotary, context, fused
+        self._positions: Tensor | None = None
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        params = args[-1]
+        self._positions = params.positions
+        if self.fused:
+            borders = on_device(params.cu_seqlens_q, params.positions.device)
+            params.cu_seqlens_q = params.cu_seqlens_kv = borders
+        return self.context
+
+    def forward(self, length: int, **ignored: Any) -> Tensor:
+        positions, self._positions = self._positions, None
+        # packed_seq: the whole table, of which Megatron's context parallelism would take a part.
+        return self.rotary(length, packed_seq=True).index_select(0, positions)
+
+
+class _Alone:
+    """A process group of this rank only, as far as the rotary embedding asks."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def install_in_model(model: GPTModel, context: int, attention: Attention) -> None:
+    """Make ``model`` compute chunks: its attention, its rotary embedding, its layers' recompute.
+
+    ``context``: the most inputs of a document.
+    """
+    add_every_gradient(model)
+    if getattr(model, "rotary_pos_emb", None) is not None:
+        fused = model.config.apply_rope_fusion
+        model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
+    checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
+    for index, layer in enumerate(model.decoder.layers):
+        around, dropped = layer.self_attention, Dropped()
+        ranks = around.pg_collection.cp
+        ulysses = Ulysses(ranks) if ranks.size() > 1 else None
+        around.core_attention.forward = ElasticAttention(attention, index, dropped, ulysses)
+        # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
+        # positions from the table, which here holds them already.
+        around.pg_collection = copy.copy(around.pg_collection)
+        around.pg_collection.cp = _Alone()
+        layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
+        for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+            if any(True for _ in norm.parameters()):  # else a linear has it inside
+                wrap_norm(norm, dropped)
+        for consumer in (around.linear_qkv, around.linear_proj, layer.mlp.linear_fc1):
+            wrap_consumer(consumer, dropped)
+        wrap_mlp(layer.mlp, dropped)
+
+
+def add_every_gradient(model: nn.Module) -> None:
+    """Make Transformer Engine's linears add to their weights' gradients from the first on.
+
+    They overwrite them in the backward of what they take for an iteration's first micro-batch: the
+    first that runs forward. Here others run backward before it, and their share would be lost.
+    """
+    for module in model.modules():
+        if hasattr(module, "is_first_microbatch"):
+            module.is_first_microbatch = False
+
+
+def _state_of(arguments: dict[str, Any]) -> ChunkState | None:
+    params = arguments.get("packed_seq_params")
+    return params.state if isinstance(params, ChunkParams) else None
+
+
+def _checkpoint(distribute: bool, function, tensor: Tensor) -> Tensor:
+    return tensor_parallel.checkpoint(function, bool(distribute), tensor)

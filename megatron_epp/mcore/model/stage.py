@@ -1,0 +1,206 @@
+"""One stage of the model as the executor sees it: what F, B, I and W compute."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    deallocate_output_tensor,
+)
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_epp.ir import BACKWARDS, Kind, Op, Plan
+from megatron_epp.layers.wgrad.linear import Aside
+from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
+from megatron_epp.mcore.model.bucket_order import ReadyOrder
+from megatron_epp.mcore.model.split_backward import Deferral, early_modules
+from megatron_epp.runtime.kv_store import Store
+
+# forward_step(iterator over one ChunkBatch, model) -> (output, loss_of(output)); the last stage's
+# loss_of gives (loss summed over tokens, number of tokens, report for the log).
+ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]]
+
+
+class ModelStage:
+    """Runs chunks of one plan through Megatron's model; honours what its schedules honour.
+
+    Gradients accumulate without reduction until the last op that makes some, whose hooks start the
+    overlapped reduction; the loss is scaled as the optimizer wants it; outputs are freed as soon as
+    they are sent. ``early_head``: the last stage's F runs the backward of its head at once.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: Any,
+        forward_step: ForwardStep,
+        feed: Feed,
+        plan: Plan,
+        store: Store,
+        early_head: bool = False,
+    ):
+        self.model, self.config, self.forward_step = model, config, forward_step
+        self.feed, self.store = feed, store
+        self.stage = feed.stage
+        self.is_last = self.stage == plan.stages - 1
+        self.training = not plan.forward_only
+        self._early_head = early_head and self.is_last and self.training
+        self.tokens: Tensor | int = 0
+        self.reports: list[dict[str, Tensor]] = []
+        self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        order = plan.orders[self.stage]
+        forwards = [op.chunk for op in order if op.kind is Kind.FORWARD]
+        self._following = dict(pairwise(forwards))
+        self._last_gradients = _last(order, (*BACKWARDS, Kind.WEIGHT))
+        self._last_backward = _last(order, BACKWARDS)
+        self._no_sync = ExitStack()
+        self._patched = ExitStack()
+        self._aside = {op.chunk: Aside(self._set_aside) for op in order if op.kind is Kind.INPUT}
+        besides = early_modules(model, self._early_head)
+        self._deferral = Deferral(model, besides) if self._aside else None
+        self._ready: ReadyOrder | None = None
+        self._abandoned = False
+
+    # -------------------------------------------------------------- an iteration
+
+    def __enter__(self) -> "ModelStage":
+        if self.training and self.config.no_sync_func is not None:
+            self._no_sync.enter_context(self.config.no_sync_func())
+            if self._hooks_reduce and self._last_gradients != self._last_backward:
+                self._ready = ReadyOrder(self.model, self._report_ready)
+        if self._deferral is not None:
+            self._patched.enter_context(self._deferral)
+        return self
+
+    def __exit__(self, *error: Any):
+        self._no_sync.close()
+        self._patched.close()
+        if self._abandoned and self.training:
+            self._reduce_anyway()
+        if error[0] is None and self.training:
+            assert not self._saved, "a chunk's forward has no backward"
+            assert not self._aside, "a chunk's I has no W"
+            # Megatron's overlapped reduction by hooks runs on the first stage only when gradient
+            # reduction is aligned over the stages (schedules.py: grad_sync_func).
+            if self.config.grad_sync_func is not None and self.stage > 0:
+                self.config.grad_sync_func(self.model.parameters())
+
+    def abandon(self):
+        """Free what is kept for later ops; this iteration's gradients will be dropped."""
+        self._saved.clear()
+        self._aside.clear()
+        self._ready = None
+        self._abandoned = True
+
+    def _reduce_anyway(self):
+        """Start the reductions that the abandoned ops' hooks would have started: the replicas wait
+        in theirs. What the hooks had counted is forgotten; no iteration may learn from it."""
+        for group in getattr(self.model, "bucket_groups", ()):
+            group.per_param_grad_ready_counts = {}
+            overlaps = group.ddp_config.overlap_grad_reduce and self._hooks_reduce
+            if overlaps and not group.is_first_batch and group.grad_reduce_handle is None:
+                group.start_grad_sync(self.model.force_all_reduce)
+
+    # -------------------------------------------------------------- ops
+
+    def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        sent = self._forward(chunk, received)
+        if (following := self._following.get(chunk)) is not None:
+            self.feed.prepare(following)
+        return sent
+
+    def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        if received is not None and self.training:
+            received.requires_grad_()
+        get_attr_wrapped_model(self.model, "set_input_tensor")([received])
+        batch = self.feed.batch(chunk, self.store, self.training)
+        if self._early_head:
+            batch = replace(batch, known_gradient=self._loss_gradient(batch.loss_mask))
+        with self._deferring(chunk):
+            output, loss_of = self.forward_step(iter((batch,)), self.model)
+        if self.is_last:
+            loss, tokens, report = loss_of(output)
+            self.tokens = self.tokens + tokens
+            self.reports.append(report)
+            if self.training:
+                self._saved[chunk] = received, loss
+            return None
+        sent = output.detach()
+        if self.training:
+            self._saved[chunk] = received, output
+            # Autograd needs the node, not the data; ``sent`` keeps that until it has left.
+            deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        return sent
+
+    def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
+        """Of every token's loss: what ``backward_step`` will begin with, times its mask."""
+        if self.config.grad_scale_func is None:
+            return loss_mask_1T
+        return loss_mask_1T * self.config.grad_scale_func(loss_mask_1T.new_ones(()))
+
+    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        self._reduce_from(Op(Kind.BACKWARD, chunk))
+        return self._run_backward(Op(Kind.BACKWARD, chunk), gradient)
+
+    def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        return self._run_backward(Op(Kind.INPUT, chunk), gradient)
+
+    def weight_backward(self, chunk: int) -> None:
+        op, aside = Op(Kind.WEIGHT, chunk), self._aside.pop(chunk)
+        self._reduce_from(op)
+        if op == self._last_gradients and self._ready is not None:
+            self._ready.finish(aside)
+        else:
+            aside.accumulate_all()
+
+    def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
+        received, output = self._saved.pop(op.chunk)
+        noting = self._ready is not None and op == self._last_backward
+        # A recomputed forward runs in here: it defers as the forward did.
+        with self._deferring(op.chunk), self._ready.noting() if noting else nullcontext():
+            return backward_step(received, output, gradient, self.config)
+
+    # -------------------------------------------------------------- weight gradients
+
+    def _deferring(self, chunk: int) -> AbstractContextManager:
+        if self._deferral is None:
+            return nullcontext()
+        return self._deferral.into(self._aside.get(chunk))
+
+    def _set_aside(self, weight: Parameter):
+        if self._ready is not None:
+            self._ready.note(weight)
+
+    # -------------------------------------------------------------- overlapped reduction
+
+    @property
+    def _hooks_reduce(self) -> bool:
+        """Whether DDP's hooks start the reduction here. When it is aligned over the stages
+        (grad_sync_func) they do so on the first stage only, as in Megatron's schedules."""
+        return self.config.grad_sync_func is None or self.stage == 0
+
+    def _reduce_from(self, op: Op):
+        """Wake DDP's hooks for the stage's last op that makes gradients."""
+        if op == self._last_gradients and self._hooks_reduce:
+            self._no_sync.close()
+
+    def _report_ready(self, parameter: Parameter):
+        groups = self.model.param_to_bucket_group
+        groups[parameter].register_grad_ready(parameter, self.model.force_all_reduce)
+
+
+def _last(order: tuple[Op, ...], kinds: tuple[Kind, ...]) -> Op | None:
+    return next((op for op in reversed(order) if op.kind in kinds), None)
+
+
+def sum_reports(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """One report for the whole iteration: every entry summed over the chunks."""
+    if not reports:
+        return []
+    return [{key: torch.stack([r[key] for r in reports]).sum(0) for key in reports[0]}]

@@ -1,0 +1,485 @@
+"""A host without a GPU: ``megatron.training.pretrain`` runs on it with gloo and CPU tensors.
+
+Megatron-core 0.19.0 takes CUDA for granted in about a hundred places and has no CPU mode. Nearly
+all of them go through a handful of names in torch, so the stand-ins sit there and not in Megatron:
+
+    device="cuda" given to a factory (torch.zeros ...)  becomes device="cpu"
+    Tensor.cuda, Tensor.to("cuda"), Module.cuda         stay on the CPU
+    Tensor.type() of a CPU tensor                       torch.cuda.FloatTensor: Megatron compares it
+    torch.cuda.current_device()                         torch.device("cpu"), as every factory takes
+    streams, events, synchronize, memory counters       do nothing, or count nothing
+    torch.cuda's generator                              is the CPU's generator
+
+``torch.cuda.is_available()`` stays False: torch itself asks it, and the true answer is the right
+one there. The few places in Megatron that need a replacement of their own are seams with
+``when="cpu host"`` (seams.py).
+
+Why functions are replaced instead of a ``TorchFunctionMode`` pushed: a mode lives in one thread,
+leaves while ``Tensor.backward`` runs Python code, and costs a Python call for every operation;
+these replacements cost one only where a tensor is made.
+
+Nothing happens on import. Where there is a CUDA GPU, ``install_cpu_host`` does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import sys
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+# What compiled GPU packages Megatron would import if it found them. On a host without a GPU they
+# cannot run, and a Transformer Engine whose torch extension is missing even breaks `import
+# megatron.core` (core/tensor_parallel/random.py catches ModuleNotFoundError only).
+BLOCKED_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "flash_attn")
+
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+_METHOD_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+_MARK = "_megatron_epp_cpu_host"
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a CUDA GPU here; also after the install the truth."""
+    return torch.cuda.is_available()
+
+
+def is_cpu_host() -> bool:
+    """Whether the stand-ins are in place."""
+    return hasattr(torch.cuda, _MARK)
+
+
+def install_cpu_host() -> bool:
+    """Make Megatron run without a GPU; returns whether the stand-ins are in place.
+
+    Call it before the first import of megatron: it keeps Transformer Engine and apex out, and
+    torch.compile from compiling. A second call changes nothing, and on a machine with a CUDA GPU no
+    call does. ValueError: megatron was imported before and uses Transformer Engine.
+    """
+    if has_gpu():
+        return False
+    if is_cpu_host():
+        return True
+    if "megatron.core" in sys.modules and sys.modules.get("transformer_engine") is not None:
+        raise ValueError(
+            "install_cpu_host() came after `import megatron.core`, which has taken Transformer "
+            "Engine into use: call it before the first import of megatron"
+        )
+    _prepare_environment()
+    _replace_factories()
+    _replace_tensor_methods()
+    _replace_cuda_module()
+    _keep_random_state_in_data_loaders()
+    setattr(torch.cuda, _MARK, True)
+    _quieten()
+
+    from megatron_epp.mcore.patching import seams  # imports megatron, so only now
+
+    seams.install(seams.CPU_HOST_SEAMS)
+    return True
+
+
+def cpu_defaults() -> dict[str, Any]:
+    """Megatron's arguments (by destination) that differ on a host without a GPU.
+
+    They are defaults: a user need not type them. ``refuse_gpu_flags`` names the flag that
+    contradicts one.
+    """
+    return {destination: value for destination, (value, _) in _CPU_DEFAULTS.items()}
+
+
+def cpu_flags() -> list[str]:
+    """The same as flags, for a script of Megatron's own that runs on such a host."""
+    return [word for _, flag in _CPU_DEFAULTS.values() for word in flag.split()]
+
+
+# destination: (value, flag)
+_CPU_DEFAULTS: dict[str, tuple[Any, str]] = {
+    "distributed_backend": ("gloo", "--distributed-backend gloo"),
+    "transformer_impl": ("local", "--transformer-impl local"),
+    "no_persist_layer_norm": (True, "--no-persist-layer-norm"),
+    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
+    "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
+    "bias_gelu_fusion": (False, "--no-bias-gelu-fusion"),
+    "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion"),
+    "bias_dropout_fusion": (False, "--no-bias-dropout-fusion"),
+    "apply_rope_fusion": (False, "--no-rope-fusion"),
+    # A worker process per loader costs more than it saves with toy batches on two cores.
+    "num_workers": (0, "--num-workers 0"),
+}
+
+
+def refuse_gpu_flags(args: argparse.Namespace) -> None:
+    """Refuse, by name, Megatron flags that need a GPU. ValueError: one line."""
+    for destination, (allowed, flag, instead) in _GPU_FLAGS.items():
+        value = getattr(args, destination, None)
+        if value not in allowed:
+            shown = flag if value is True else f"{flag} {value}"
+            raise ValueError(f"{shown}: this host has no CUDA GPU; {instead}")
+
+
+# destination: (values that work on a CPU, flag, what to do instead)
+_GPU_FLAGS: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "distributed_backend": (
+        ("gloo",),
+        "--distributed-backend",
+        "leave the flag out (gloo is taken)",
+    ),
+    "transformer_impl": (("local",), "--transformer-impl", "leave the flag out (local is taken)"),
+    "fp8": ((None, False), "--fp8-format", "train in --bf16 or float32"),
+    "fp4": ((None, False), "--fp4-format", "train in --bf16 or float32"),
+    "fp16": ((None, False), "--fp16", "train in --bf16 or float32"),
+    "cuda_graph_impl": ((None, "none"), "--cuda-graph-impl", "leave the flag out"),
+    "enable_cuda_graph": ((None, False), "--enable-cuda-graph", "leave the flag out"),
+    "tp_comm_overlap": ((None, False), "--tp-comm-overlap", "leave the flag out"),
+    "use_megatron_fsdp": ((None, False), "--use-megatron-fsdp", "use --use-distributed-optimizer"),
+    "use_torch_fsdp2": ((None, False), "--use-torch-fsdp2", "use --use-distributed-optimizer"),
+    "use_flash_attn": ((None, False), "--use-flash-attn", "leave the flag out"),
+    "optimizer_cpu_offload": ((None, False), "--optimizer-cpu-offload", "leave the flag out"),
+    "use_precision_aware_optimizer": (
+        (None, False),
+        "--use-precision-aware-optimizer",
+        "leave the flag out (it needs Transformer Engine)",
+    ),
+    "ddp_average_in_collective": (
+        (None, False),
+        "--ddp-average-in-collective",
+        "leave the flag out (gloo cannot average)",
+    ),
+    "async_save": ((None, False), "--async-save", "leave the flag out"),
+}
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    """Within it, modules are made in float64 and Megatron's casts to float32 keep float64.
+
+    ``Tensor.float()`` is the identity on float64 (Megatron's cross entropy and softmax cast with
+    it: core/tensor_parallel/cross_entropy.py:25) and ``Tensor.to(torch.float32)`` is left alone.
+    With it, plans are compared to the last bits; training does not use it.
+    """
+    plain_float = torch.Tensor.float
+    plain_dtype = torch.get_default_dtype()
+
+    @functools.wraps(plain_float)
+    def float_or_double(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if self.dtype == torch.float64 else plain_float(self, *args, **kwargs)
+
+    torch.Tensor.float = float_or_double  # type: ignore[method-assign]
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(plain_dtype)
+        torch.Tensor.float = plain_float  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------ the stand-ins
+
+
+def _prepare_environment() -> None:
+    # core/jit.py makes torch.compile its fuser: the first step would compile C++ for minutes, and
+    # only to decorate the functions it would import inductor. The variable is for what captured the
+    # plain compile.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if dynamo is not None:
+        dynamo.disable = True  # type: ignore[attr-defined]
+    torch.compile = _no_compile  # type: ignore[assignment]
+    # arguments.py asserts it for tensor parallelism on all devices older than Blackwell.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for name in BLOCKED_PACKAGES:
+        if sys.modules.get(name) is None:
+            sys.modules[name] = None  # type: ignore[assignment]
+
+
+def _no_compile(model: Any = None, **options: Any) -> Any:
+    """torch.compile's form, without compiling: as a call and as a decorator with options."""
+    return model if model is not None else _no_compile
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _on_cpu(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``plain`` with a CUDA ``device=`` turned into the CPU, and pinning left out."""
+
+    @functools.wraps(plain)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if _names_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        return plain(*args, **kwargs)
+
+    return on_cpu
+
+
+def _replace_factories() -> None:
+    from torch.jit._builtins import _get_builtin_table
+    from torch.utils._device import _device_constructors
+
+    # Two tables of torch know the factories by identity. The first is filled once, with the plain
+    # functions, so that `with torch.device("meta")` still works; in the second our functions are
+    # entered too, so that scripts compile.
+    _device_constructors()
+    builtins = _get_builtin_table()
+    for name in _FACTORIES:
+        plain = getattr(torch, name)
+        ours = _on_cpu(plain)
+        if id(plain) in builtins:
+            builtins[id(ours)] = builtins[id(plain)]
+        setattr(torch, name, ours)
+    for name in _METHOD_FACTORIES:
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+
+
+def _without_cuda(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a ``to`` with every CUDA device replaced by the CPU."""
+    args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
+    kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _replace_tensor_methods() -> None:
+    tensor: Any = torch.Tensor
+    module: Any = torch.nn.Module
+    plain_tensor_to, plain_tensor_type, plain_module_to = tensor.to, tensor.type, module.to
+
+    @functools.wraps(plain_tensor_to)
+    def tensor_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args, kwargs = _without_cuda(args, kwargs)
+        return plain_tensor_to(self, *args, **kwargs)
+
+    @functools.wraps(plain_tensor_type)
+    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            name = plain_tensor_type(self)
+            return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.")
+        return plain_tensor_type(self, dtype, *args, **kwargs)
+
+    @functools.wraps(plain_module_to)
+    def module_to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        args, kwargs = _without_cuda(args, kwargs)
+        return plain_module_to(self, *args, **kwargs)
+
+    tensor.to = tensor_to
+    tensor.type = tensor_type
+    tensor.cuda = lambda self, *args, **kwargs: self
+    tensor.pin_memory = lambda self, *args, **kwargs: self
+    module.to = module_to
+    module.cuda = lambda self, device=None: self
+
+
+class CpuStream:
+    """A CUDA stream's face on the CPU, where everything has run by the time it is asked."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.device = torch.device("cpu")
+        self.cuda_stream = 0
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        event = event if event is not None else CpuEvent()
+        event.record(self)
+        return event
+
+    def __enter__(self) -> CpuStream:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        pass
+
+
+class CpuEvent:
+    """A CUDA event's face on the CPU: a moment of the host's clock."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.seconds = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.seconds = time.perf_counter()
+
+    def wait(self, stream: object = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: CpuEvent) -> float:
+        """Milliseconds, as torch.cuda.Event gives them."""
+        return (end.seconds - self.seconds) * 1e3
+
+
+class _NoCounters(dict):
+    """torch.cuda.memory_stats() of a device that is not there: every counter is 0."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+def _replace_cuda_module() -> None:
+    cuda: Any = torch.cuda
+    cpu = torch.device("cpu")
+    stream = CpuStream()
+    properties = types.SimpleNamespace(
+        name="cpu",
+        major=9,  # below 10, where arguments.py drops rules that the CPU is fine with
+        minor=0,
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        multi_processor_count=1,
+        warp_size=32,
+    )
+
+    # A function of its own for each name: torch._dynamo has a table of torch's functions by
+    # identity and refuses to be imported when two names share one.
+    def nothing() -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def zero() -> Callable[..., int]:
+        return lambda *args, **kwargs: 0
+
+    def get_rng_state(device: object = "cuda") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(state: torch.Tensor, device: object = "cuda") -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(int(seed))
+
+    stand_ins: dict[str, Any] = {
+        "current_device": lambda: cpu,
+        "device_count": lambda: 1,
+        "set_device": nothing(),
+        "synchronize": nothing(),
+        "empty_cache": nothing(),
+        "ipc_collect": nothing(),
+        "reset_peak_memory_stats": nothing(),
+        "reset_max_memory_allocated": nothing(),
+        "Stream": CpuStream,
+        "Event": CpuEvent,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "set_stream": nothing(),
+        "stream": lambda stream: nullcontext(stream),
+        "is_current_stream_capturing": lambda: False,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_name": lambda device=None: properties.name,
+        "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
+        "memory_allocated": zero(),
+        "max_memory_allocated": zero(),
+        "memory_reserved": zero(),
+        "max_memory_reserved": zero(),
+        "memory_stats": lambda device=None: _NoCounters(),
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+    }
+    for name, value in stand_ins.items():
+        setattr(cuda, name, value)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all"):
+        setattr(cuda.random, name, stand_ins[name])
+
+
+def _keep_random_state_in_data_loaders() -> None:
+    """Starting a DataLoader draws a seed from the CPU's generator, which also plays CUDA's here.
+
+    On a GPU the two are apart, so a loader never moves the dropout masks; without this a resumed
+    run, which starts its loaders after it has loaded the random state, would drop other neurons
+    than the uninterrupted one.
+    """
+    from torch.utils.data import dataloader
+
+    iterator: Any = dataloader._BaseDataLoaderIter
+    plain = iterator.__init__
+
+    @functools.wraps(plain)
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        plain(self, *args, **kwargs)
+        torch.set_rng_state(state)
+
+    iterator.__init__ = start
+
+
+class _NotOnThisHost(logging.Filter):
+    """Drops remarks about a GPU that is not there, and about the CPU's generator being CUDA's."""
+
+    REMARKS = ("CPU RNG state changed within GPU RNG context", "No CUDA runtime is found")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return not any(remark in message for remark in self.REMARKS)
+
+
+def _quieten() -> None:
+    """Silence what is said at start about packages that a CPU cannot use anyway."""
+    for name in ("megatron.core.tensor_parallel.random", "torch.utils.cpp_extension"):
+        logging.getLogger(name).addFilter(_NotOnThisHost())
+    for message in (
+        r".*[Tt]ransformer[ _-]?[Ee]ngine.*",
+        r".*[Aa]pex.*",
+        r".*absl.logging is not installed.*",
+        r".*'pin_memory' argument is set as true but no accelerator is found.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,460 @@
+"""The list of places where Megatron is touched, with the reason and a fingerprint for each.
+
+A seam replaces one attribute of one module or class while the program runs. The replacement was
+written against the source that megatron-core 0.19.0 has there; when the source is another one,
+``check_seams`` stops the start and says which seam drifted, instead of letting a patch meet code
+that it was not made for.
+
+    name                     when      target
+    index builder            always    core.datasets.utils.compile_helpers
+    resumed optimizer        always    DistributedOptimizer.state_dict, .load_state_dict,
+                                       ._set_main_param_and_optimizer_states
+    no CUDA assertion        cpu host  training.training.initialize_megatron
+    random state             cpu host  core.tensor_parallel.random._set_cuda_rng_state
+    sequence-parallel norm   cpu host  core.transformer.torch_norm.WrappedTorchNorm.__new__
+    expert exchange          cpu host  token_dispatcher.maybe_move_tensor_to_cpu
+    fusion warm-up           epp       training.initialize._warmup_jit_function
+    column linear            epp       ColumnParallelLinear._forward_impl
+    row linear               epp       RowParallelLinear._forward_impl
+    schedule                 epp       training.training.get_forward_backward_func
+
+A Megatron-LM checkout that has the patches of ``patches/`` applied carries a marker in each patched
+function. Such a seam counts as in place and is left alone; the schedule is then registered instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+# The wheel says 0.19.0; the tag core_v0.19.0 on GitHub holds the same sources and says 0.19.1.
+VERSIONS = ("0.19.0", "0.19.1")
+_MARK = "__megatron_epp_seam__"
+
+When = Literal["always", "cpu host", "epp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One attribute of Megatron that is replaced.
+
+    ``replacement`` is given the original and returns what takes its place. ``relies_on`` names
+    functions that stay as they are but whose way of using the target the replacement counts on;
+    they are part of the fingerprint.
+    """
+
+    name: str
+    target: str
+    when: When
+    reason: str
+    fingerprint: str
+    replacement: Callable[[Any], Any]
+    relies_on: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.target})"
+
+
+# ------------------------------------------------------------------ checking and installing
+
+
+def check_seams(seams: Sequence[Seam] | None = None) -> None:
+    """Refuse a Megatron other than the one the seams were made for.
+
+    ValueError: the version of megatron-core is another one, or the source at a seam differs from
+    0.19.0's.
+    """
+    import megatron.core
+
+    version = megatron.core.__version__
+    if version.split("+")[0] not in VERSIONS:
+        raise ValueError(
+            f"megatron-core {version} is installed; megatron_epp is made for the internals of "
+            f"{VERSIONS[0]}: pip install megatron-core=={VERSIONS[0]}"
+        )
+    for seam in ALL_SEAMS if seams is None else seams:
+        if is_patched(seam):
+            continue
+        found = fingerprint_of(seam)
+        if found != seam.fingerprint:
+            raise ValueError(
+                f"seam '{seam.name}': the source of {' or '.join((seam.target, *seam.relies_on))} "
+                f"is not that of megatron-core {VERSIONS[0]} (fingerprint {found}, expected "
+                f"{seam.fingerprint}): undo the local change or reinstall it, "
+                f"pip install --force-reinstall --no-deps megatron-core=={VERSIONS[0]}"
+            )
+
+
+def install(seams: Sequence[Seam]) -> None:
+    """Check the seams and put their replacements in place. What is in place already is left alone.
+
+    ValueError: as ``check_seams``.
+    """
+    check_seams(seams)
+    for seam in seams:
+        owner, attribute = _find(seam.target)
+        if is_patched(seam) or hasattr(getattr(owner, attribute), _MARK):
+            continue
+        original = getattr(owner, attribute)
+        replacement = seam.replacement(original)
+        setattr(replacement, _MARK, original)
+        setattr(owner, attribute, replacement)
+
+
+def remove(seams: Sequence[Seam]) -> None:
+    """Put the originals back; a seam that is not in place is left alone."""
+    for seam in seams:
+        owner, attribute = _find(seam.target)
+        original = getattr(getattr(owner, attribute), _MARK, None)
+        if original is not None:
+            setattr(owner, attribute, original)
+
+
+def is_installed(seam: Seam) -> bool:
+    """Whether the seam's replacement stands at its target, or a patch does its work."""
+    owner, attribute = _find(seam.target)
+    return hasattr(getattr(owner, attribute), _MARK) or is_patched(seam)
+
+
+def is_patched(seam: Seam) -> bool:
+    """Whether the target's source says that the patch of this seam was applied (patches/)."""
+    return f"megatron_epp patch: {seam.name}" in _source(seam.target)
+
+
+def fingerprint_of(seam: Seam) -> str:
+    """Sixteen hexadecimal digits over the sources of the target and of what the seam relies on."""
+    text = "\n".join(_source(name) for name in (seam.target, *seam.relies_on))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _source(dotted: str) -> str:
+    """The source of a function, ours set aside, with what is only layout taken off."""
+    owner, attribute = _find(dotted)
+    found = getattr(owner, attribute)
+    original = getattr(found, _MARK, found)
+    try:
+        source = inspect.getsource(original)
+    except (OSError, TypeError):
+        return ""
+    return "\n".join(line.rstrip() for line in source.strip().splitlines())
+
+
+def _find(dotted: str) -> tuple[Any, str]:
+    """The object that holds the last name of ``dotted``, and that name."""
+    *path, attribute = dotted.split(".")
+    for length in range(len(path), 0, -1):
+        try:
+            owner = importlib.import_module(".".join(path[:length]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not ".".join(path).startswith(error.name):
+                raise
+            continue
+        try:
+            for name in path[length:]:
+                owner = getattr(owner, name)
+            getattr(owner, attribute)
+        except AttributeError:
+            break
+        return owner, attribute
+    raise ValueError(
+        f"seam target {dotted} does not exist: megatron-core {VERSIONS[0]} was expected"
+    )
+
+
+# ------------------------------------------------------------------ the replacements
+
+
+def _index_builder_is_there(original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        try:
+            import megatron.core.datasets.helpers_cpp  # noqa: F401
+        except ImportError:
+            original()
+
+    return compile_helpers
+
+
+def _without_cuda_assertion(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    return initialize_megatron
+
+
+def _random_state_of_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    return set_rng_state
+
+
+def _norm_with_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        # Each rank normalises its own part of the tokens, so finalize_model_grads must add up the
+        # weights' gradients over the tensor-parallel group; this attribute is how it finds them.
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return new
+
+
+def _split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if torch.is_tensor(tensor) and as_numpy:
+            return tensor.cpu().numpy()
+        return original(tensor, as_numpy, record_stream)
+
+    return move
+
+
+def _torch_steps(optimizer: Any) -> bool:
+    """Whether the distributed optimizer ``optimizer`` wraps torch's Adam, which counts steps per
+    parameter.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    return (
+        not distrib_optimizer.HAVE_APEX_OR_TE
+        and not optimizer.is_stub_optimizer
+        and not optimizer.ddp_config.use_megatron_fsdp
+    )
+
+
+def _state_dict_before_the_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if not _torch_steps(self) or any(
+            "step" in state for state in self.optimizer.state.values()
+        ):
+            return original(self)
+        # The original reads the step off the parameters' states, of which there are none before the
+        # first step: when the template is built that a checkpoint is loaded into. One entry that
+        # belongs to no parameter answers it.
+        self.optimizer.state["no step yet"] = {"step": torch.tensor(0.0)}
+        try:
+            return original(self)
+        finally:
+            del self.optimizer.state["no step yet"]
+
+    return state_dict
+
+
+def _load_state_dict_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        if not _torch_steps(self):
+            return
+        # The original gives all parameters one tensor as their step, and torch's Adam adds one to
+        # it in place for each parameter: with n parameters every iteration would count as n.
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].detach().clone()
+
+    return load_state_dict
+
+
+def _set_shard_but_not_its_step(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        # load_state_dict has set the step from the parameter groups; what comes with the shard is
+        # the template's step of 0, or nothing at all. A value that is no tensor is passed over.
+        if _torch_steps(self):
+            tensors = {**tensors, "step": None}
+        # In float32 the shard is a view of the model's own parameter, a leaf of autograd, which
+        # nobody may write to while operations are recorded.
+        with torch.no_grad():
+            original(self, model_param, tensors)
+
+    return set_states
+
+
+def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def warm_up(tp_size: int | None = None) -> None:
+        pass
+
+    return warm_up
+
+
+def _multiply_as_told(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        # Set for one iteration, and only where its plan splits backwards
+        # (mcore/model/split_backward.py).
+        multiply = getattr(self, "epp_multiply", None)
+        if multiply is not None:
+            output = multiply(input, weight, *args, **kwargs)
+            if output is not NotImplemented:
+                return output
+        return original(self, input, weight, *args, **kwargs)
+
+    return _forward_impl
+
+
+# ------------------------------------------------------------------ the list
+
+INDEX_BUILDER = Seam(
+    name="index builder",
+    target="megatron.core.datasets.utils.compile_helpers",
+    when="always",
+    reason="it runs make, and exits on failure; the wheel has the built library but no Makefile",
+    fingerprint="1ab33de687b7a229",
+    replacement=_index_builder_is_there,
+    relies_on=("megatron.training.initialize._compile_dependencies",),
+)
+OPTIMIZER_STATE = Seam(
+    name="resumed optimizer, state",
+    target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
+    when="always",
+    reason="with torch's Adam it asserts a step, which an optimizer about to be loaded has not",
+    fingerprint="8881ca2f563866d6",
+    replacement=_state_dict_before_the_first_step,
+)
+OPTIMIZER_LOAD = Seam(
+    name="resumed optimizer, load",
+    target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+    when="always",
+    reason="with torch's Adam the steps of all parameters become one tensor, which runs ahead",
+    fingerprint="5c2af1e56e0b8eec",
+    replacement=_load_state_dict_with_own_steps,
+)
+OPTIMIZER_SHARD = Seam(
+    name="resumed optimizer, shard",
+    target=(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
+        "_set_main_param_and_optimizer_states"
+    ),
+    when="always",
+    reason="with torch's Adam it sets the step back to 0; in float32 it fails under autograd",
+    fingerprint="abb463384d3f18b5",
+    replacement=_set_shard_but_not_its_step,
+)
+NO_CUDA_ASSERTION = Seam(
+    name="no CUDA assertion",
+    target="megatron.training.training.initialize_megatron",
+    when="cpu host",
+    reason="pretrain() cannot pass allow_no_cuda, and is_available() stays False (host.py)",
+    fingerprint="8a15fbb3181368b4",
+    replacement=_without_cuda_assertion,
+    relies_on=("megatron.training.training.pretrain",),
+)
+RANDOM_STATE = Seam(
+    name="random state",
+    target="megatron.core.tensor_parallel.random._set_cuda_rng_state",
+    when="cpu host",
+    reason="it queues the change until CUDA is initialised, which never happens",
+    fingerprint="ae5bcaa0a5784cd3",
+    replacement=_random_state_of_the_cpu,
+    relies_on=("megatron.core.tensor_parallel.random.CudaRNGStatesTracker",),
+)
+SEQUENCE_PARALLEL_NORM = Seam(
+    name="sequence-parallel norm",
+    target="megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+    when="cpu host",
+    reason="torch's norms are refused with sequence parallelism, but here there are no others",
+    fingerprint="1be52ff5a9990498",
+    replacement=_norm_with_sequence_parallelism,
+    relies_on=(
+        "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads",
+    ),
+)
+EXPERT_EXCHANGE = Seam(
+    name="expert exchange",
+    target="megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+    when="cpu host",
+    reason="split sizes become lists only if on a GPU, and all-to-all takes no tensor",
+    fingerprint="47a1092f05bae7bf",
+    replacement=_split_sizes_as_lists,
+)
+FUSION_WARM_UP = Seam(
+    name="fusion warm-up",
+    target="megatron.training.initialize._warmup_jit_function",
+    when="epp",
+    reason="it allocates activations of --seq-length tokens, which no chunk need ever reach",
+    fingerprint="30490ca40d0b9299",
+    replacement=_no_warm_up,
+    relies_on=("megatron.training.initialize.set_jit_fusion_options",),
+)
+
+COLUMN_LINEAR = Seam(
+    name="column linear",
+    target="megatron.core.tensor_parallel.layers.ColumnParallelLinear._forward_impl",
+    when="epp",
+    reason="its own deferred weight gradients do nothing (backward_dw is pass): W needs its inputs",
+    fingerprint="3b1ac5c4df57a0c4",
+    replacement=_multiply_as_told,
+    relies_on=("megatron.core.tensor_parallel.layers.ColumnParallelLinear.forward",),
+)
+ROW_LINEAR = Seam(
+    name="row linear",
+    target="megatron.core.tensor_parallel.layers.RowParallelLinear._forward_impl",
+    when="epp",
+    reason="as the column linear's",
+    fingerprint="8007ed2c87e73988",
+    replacement=_multiply_as_told,
+    relies_on=("megatron.core.tensor_parallel.layers.RowParallelLinear.forward",),
+)
+
+
+def schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Seam:
+    """The seam through which Megatron's trainer and its evaluation find their schedule.
+
+    ``factory`` is given the original ``get_forward_backward_func(pp_size=None, vp_size=None,
+    schedule_pg_collection=None)`` and returns the function that takes its place.
+    """
+    return Seam(
+        name="schedule",
+        target="megatron.training.training.get_forward_backward_func",
+        when="epp",
+        reason="the trainer has no hook for its schedule; train() and evaluate() look up this name",
+        fingerprint="c80b46ffc27a0017",
+        replacement=factory,
+        relies_on=(
+            "megatron.training.training.train_step",
+            "megatron.training.training.evaluate",
+        ),
+    )
+
+
+def apply_schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Make Megatron's trainer and its evaluation use the schedule that ``factory`` makes; see
+    ``schedule_seam``.
+
+    A second call with another factory starts again from Megatron's original. ValueError: as
+    ``check_seams``.
+    """
+    seam = schedule_seam(factory)
+    if is_patched(seam):
+        from megatron.core.pipeline_parallel import schedules
+
+        check_seams([])  # the version
+        schedules.choose_schedule(factory)
+        return
+    remove([seam])
+    install([seam])
+
+
+ALWAYS_SEAMS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD)
+CPU_HOST_SEAMS = (NO_CUDA_ASSERTION, RANDOM_STATE, SEQUENCE_PARALLEL_NORM, EXPERT_EXCHANGE)
+EPP_SEAMS = (FUSION_WARM_UP, COLUMN_LINEAR, ROW_LINEAR)
+ALL_SEAMS = (*ALWAYS_SEAMS, *CPU_HOST_SEAMS, *EPP_SEAMS, schedule_seam(lambda original: original))

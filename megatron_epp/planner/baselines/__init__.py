@@ -1,0 +1,1 @@
+"""Pipeline planners to compare with: packing, seq1f1b, chunkflow."""

@@ -1,0 +1,65 @@
+"""ChunkFlow: chunks of one size, and of a cut document only the last K chunks' activations kept.
+
+The other chunks of the document run forward again before their backward: recompute of all their
+layers, here with every layer's input kept. Size and K come from a small grid, as its authors
+search one, here by simulation and batch by batch: in hindsight, so the baseline is a strong one.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import FULL
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
+from megatron_epp.planner.feasibility import require_fit
+from megatron_epp.planner.lower_bound import ordered_bound_seconds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import Batch, Draft, finish
+from megatron_epp.planner.order.list_scheduler import list_schedule
+from megatron_epp.planner.order.problem import Counts, loads_of, rates_of, work_of
+from megatron_epp.planner.order.warmup import shrinking
+from megatron_epp.planner.recompute.uniform import Played, any_draft, better, strict
+from megatron_epp.planner.result import Planned
+
+KEPT = (1, 2, 4, 8, 16)  # K
+
+
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+    """The fastest of a grid of chunk sizes and K."""
+    began = time.perf_counter()
+    batch = Batch.of(lengths)
+    require_fit(cost, batch.documents)
+    return finish("chunkflow", batch, any_draft(draft(batch, cost, options)), cost, options, began)
+
+
+def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
+    context = max(options.context, int(batch.lengths[0]))
+    best: Played | None = None
+    for size in sizes(context, options.multiple):
+        chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
+        loads = loads_of(chunking, batch.lengths, options.multiple)
+        bound = ordered_bound_seconds(chunking, loads, cost)
+        law = shrinking(chunking.sizes, cost.stages)
+        most = int(chunking.sizes.max())
+        for kept in sorted({min(kept, most) for kept in KEPT}):
+            if not better(best, bound, below):
+                break
+            counts = discarded(cost, chunking, kept)
+            listed = list_schedule(work_of(cost, chunking, loads, counts), strict(law))
+            note = f"size {size}, K {kept}"
+            made = Draft(chunking, counts, listed.kinds, listed.chunks, note=note)
+            played = Played(listed.seconds, listed.over_bytes, made)
+            best = played if best is None else min(best, played, key=lambda made: made.rank)
+    return best
+
+
+def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
+    """Every layer of all but the last ``kept`` chunks of each group."""
+    last = np.repeat(chunking.starts[1:], chunking.sizes)
+    early = last - np.arange(chunking.count) > kept
+    grid = np.outer(np.array(cost.layers, dtype=np.float64), early)
+    return {FULL: grid} if early.any() else {}

@@ -1,0 +1,46 @@
+"""Whole documents packed to the context, 1F1B, uniform recompute just enough to fit.
+
+What a trainer does that packs without letting documents see each other: the plainest baseline,
+and the fallback where another planner failed.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.chunks.bin_packing import first_fit
+from megatron_epp.planner.chunks.chunking import assemble
+from megatron_epp.planner.chunks.slicing import cut_at
+from megatron_epp.planner.feasibility import require_fit
+from megatron_epp.planner.lower_bound import ordered_bound_seconds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import Batch, finish
+from megatron_epp.planner.order.problem import loads_of, rates_of
+from megatron_epp.planner.order.warmup import constant
+from megatron_epp.planner.recompute.uniform import Played, any_draft, uniform_draft
+from megatron_epp.planner.result import Planned
+
+
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+    """First fit by falling length into chunks of the context; the window of plain 1F1B."""
+    began = time.perf_counter()
+    batch = Batch.of(lengths)
+    require_fit(cost, batch.documents)
+    return finish("packing", batch, any_draft(draft(batch, cost, options)), cost, options, began)
+
+
+def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
+    longest = int(batch.lengths[0])
+    context = max(options.context, longest)
+    whole = cut_at(batch.lengths, np.array([0, longest]))
+    bucket, buckets = first_fit(whole, context)
+    chunking = assemble(whole, bucket, buckets, rates_of(cost))
+    loads = loads_of(chunking, batch.lengths, options.multiple)
+    if ordered_bound_seconds(chunking, loads, cost) >= below:
+        return None
+    return uniform_draft(
+        batch, chunking, constant(chunking.sizes, cost.stages), cost, options, f"context {context}"
+    )

@@ -1,0 +1,44 @@
+"""Seq1F1B as InfiniPipe's paper defines its baseline: fixed-size chunks, static recompute.
+
+The original cuts every sequence into the same number of slices, which does not suit lengths that
+vary; the baseline splits and packs to a fixed size instead. Which size is best is found by
+simulation, batch by batch: in hindsight, so the baseline is a strong one.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
+from megatron_epp.planner.feasibility import require_fit
+from megatron_epp.planner.lower_bound import ordered_bound_seconds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import Batch, finish
+from megatron_epp.planner.order.problem import loads_of, rates_of
+from megatron_epp.planner.order.warmup import constant
+from megatron_epp.planner.recompute.uniform import Played, any_draft, better, uniform_draft
+from megatron_epp.planner.result import Planned
+
+
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+    """The fastest of several chunk sizes, each with the fewest recomputed layers that fit."""
+    began = time.perf_counter()
+    batch = Batch.of(lengths)
+    require_fit(cost, batch.documents)
+    return finish("seq1f1b", batch, any_draft(draft(batch, cost, options)), cost, options, began)
+
+
+def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
+    context = max(options.context, int(batch.lengths[0]))
+    best: Played | None = None
+    for size in sizes(context, options.multiple):
+        chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
+        loads = loads_of(chunking, batch.lengths, options.multiple)
+        if better(best, ordered_bound_seconds(chunking, loads, cost), below):
+            law = constant(chunking.sizes, cost.stages)
+            played = uniform_draft(batch, chunking, law, cost, options, f"size {size}")
+            best = played if best is None else min(best, played, key=lambda made: made.rank)
+    return best

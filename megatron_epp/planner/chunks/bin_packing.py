@@ -1,0 +1,159 @@
+"""Packing tails and short documents into buckets: InfiniPipe's Alg. 1, or longest time first.
+
+Both keep the rule that a bucket holds at most one tail, so at most one cut document.
+"""
+
+import numpy as np
+from numba import njit
+
+from megatron_epp.planner.chunks.slicing import Cuts, Rates
+
+
+def alg1(
+    cuts: Cuts, rates: Rates, target_seconds: float, most_tokens: float
+) -> tuple[np.ndarray, int]:
+    """The bucket of every tail and every short document, and how many buckets there are.
+
+    Alg. 1, lines 3 to 13: shorts in falling time go to the feasible bucket with the smallest time
+    per token; where none has time left, the target is loosened. Tail t opens bucket t.
+    Source: InfiniPipe section on the sequence processor; T_t and T_m are the two limits.
+    """
+    tail_seconds = rates.seconds(cuts.tails.tokens, cuts.tails.pairs)
+    short_seconds = rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs)
+    return _alg1(
+        tail_seconds,
+        cuts.tails.tokens.astype(np.float64),
+        short_seconds,
+        cuts.shorts.tokens.astype(np.float64),
+        float(target_seconds),
+        float(most_tokens),
+    )
+
+
+@njit(cache=True)
+def _alg1(tail_seconds, tail_tokens, short_seconds, short_tokens, target, most_tokens):
+    tails, shorts = len(tail_seconds), len(short_seconds)
+    seconds = np.empty(tails + shorts)
+    tokens = np.empty(tails + shorts)
+    bucket = np.empty(tails + shorts, dtype=np.int64)
+    count = tails
+    for t in range(tails):
+        seconds[t], tokens[t], bucket[t] = tail_seconds[t], tail_tokens[t], t
+    for q in range(shorts):
+        chosen, room = -1, False
+        best = np.inf
+        least = np.inf  # time of the emptiest bucket that has room for the tokens
+        for b in range(count):
+            if tokens[b] + short_tokens[q] <= most_tokens:
+                room = True
+                least = min(least, seconds[b])
+        if not room:
+            chosen = count
+            seconds[count], tokens[count] = 0.0, 0.0
+            count += 1
+        else:
+            # Line 13: loosen to what the emptiest can take, at once instead of by going round.
+            target = max(target, least + short_seconds[q])
+            for b in range(count):
+                if (
+                    tokens[b] + short_tokens[q] <= most_tokens
+                    and seconds[b] + short_seconds[q] <= target
+                    and seconds[b] < best * tokens[b]
+                ):
+                    best, chosen = seconds[b] / tokens[b], b
+        seconds[chosen] += short_seconds[q]
+        tokens[chosen] += short_tokens[q]
+        bucket[tails + q] = chosen
+    return bucket, count
+
+
+def longest_first(
+    cuts: Cuts,
+    rates: Rates,
+    bins: int,
+    most_tokens: float,
+    loaded_seconds: np.ndarray | None = None,
+) -> tuple[np.ndarray, int]:
+    """The bin of every tail and every short document: each to the bin that is done first.
+
+    ``bins`` is a wish: there are at least as many as tails, and more where no bin has room for the
+    tokens. Tail t opens bin t. ``loaded_seconds`` of the last bins count as taken from the
+    start, so that those bins stay smaller.
+    """
+    start = np.zeros(max(bins, len(cuts.tails)))
+    if loaded_seconds is not None and len(loaded_seconds):
+        room = min(len(loaded_seconds), len(start) - len(cuts.tails))
+        if room:
+            start[len(start) - room :] = loaded_seconds[len(loaded_seconds) - room :]
+    return _longest_first(
+        rates.seconds(cuts.tails.tokens, cuts.tails.pairs),
+        cuts.tails.tokens.astype(np.float64),
+        rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs),
+        cuts.shorts.tokens.astype(np.float64),
+        start,
+        float(most_tokens),
+    )
+
+
+@njit(cache=True)
+def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start, most_tokens):
+    tails, shorts = len(tail_seconds), len(short_seconds)
+    count = len(start)
+    seconds = np.zeros(count + shorts)
+    tokens = np.zeros(count + shorts)
+    bucket = np.empty(tails + shorts, dtype=np.int64)
+    seconds[:count] = start
+    for t in range(tails):
+        seconds[t], tokens[t], bucket[t] = tail_seconds[t], tail_tokens[t], t
+    for q in range(shorts):
+        chosen = count
+        for b in range(count):
+            if tokens[b] + short_tokens[q] <= most_tokens and (
+                chosen == count or seconds[b] < seconds[chosen]
+            ):
+                chosen = b
+        if chosen == count:
+            count += 1
+        seconds[chosen] += short_seconds[q]
+        tokens[chosen] += short_tokens[q]
+        bucket[tails + q] = chosen
+    # Bins that stayed empty are closed up.
+    number = np.full(count, -1, dtype=np.int64)
+    used = 0
+    for b in range(count):
+        if tokens[b] > 0:
+            number[b] = used
+            used += 1
+    for item in range(tails + shorts):
+        bucket[item] = number[bucket[item]]
+    return bucket, used
+
+
+def first_fit(cuts: Cuts, most_tokens: float) -> tuple[np.ndarray, int]:
+    """The bin of every tail and every short: by falling tokens, the first that has room."""
+    return _first_fit(
+        cuts.tails.tokens.astype(np.float64),
+        cuts.shorts.tokens.astype(np.float64),
+        float(most_tokens),
+    )
+
+
+@njit(cache=True)
+def _first_fit(tail_tokens, short_tokens, most_tokens):
+    tails, shorts = len(tail_tokens), len(short_tokens)
+    tokens = np.zeros(tails + shorts)
+    bucket = np.empty(tails + shorts, dtype=np.int64)
+    count = tails
+    for t in range(tails):
+        tokens[t], bucket[t] = tail_tokens[t], t
+    for q in range(shorts):
+        chosen = count
+        for b in range(count):
+            if tokens[b] + short_tokens[q] <= most_tokens:
+                chosen = b
+                break
+        if chosen == count:
+            count += 1
+        tokens[chosen] += short_tokens[q]
+        bucket[tails + q] = chosen
+    return bucket, count

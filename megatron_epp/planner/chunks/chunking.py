@@ -1,0 +1,118 @@
+"""Chunks as arrays: what every chunk holds, and the order of their forwards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.ir import Chunk, Span
+from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """Chunks numbered in forward order; the slices of a cut document are neighbours, in order.
+
+    A group is one cut document's chunks, or one pack. Backward runs the groups in the same order,
+    and the chunks of a group in reverse.
+
+    spans, chunk   every span, and the chunk it is in
+    starts         group g is chunks starts[g] to starts[g + 1]
+    document       per chunk: the cut document that it holds a slice of, or -1
+    slice_tokens   per chunk: tokens of that slice, or 0
+    """
+
+    spans: Spans
+    chunk: np.ndarray
+    starts: np.ndarray
+    tokens: np.ndarray
+    pairs: np.ndarray
+    document: np.ndarray
+    slice_tokens: np.ndarray
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def groups(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Chunks of every group: N_split of a cut document, 1 of a pack."""
+        return np.diff(self.starts)
+
+    @property
+    def group(self) -> np.ndarray:
+        """Per chunk, its group."""
+        return np.repeat(np.arange(self.groups), self.sizes)
+
+    @property
+    def backward(self) -> np.ndarray:
+        """Chunks in the order of their backwards."""
+        group = self.group
+        return self.starts[group] + self.starts[group + 1] - 1 - np.arange(self.count)
+
+    def arranged(self, order: Sequence[int] | np.ndarray) -> "Chunking":
+        """The same chunks with the groups in another order."""
+        order = np.asarray(order)
+        sizes = self.sizes[order]
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        old = np.repeat(self.starts[order] - starts[:-1], sizes) + np.arange(self.count)
+        new = np.empty_like(old)
+        new[old] = np.arange(self.count)
+        return Chunking(
+            self.spans,
+            new[self.chunk],
+            starts,
+            self.tokens[old],
+            self.pairs[old],
+            self.document[old],
+            self.slice_tokens[old],
+        )
+
+    def ir_chunks(self, names: Sequence[int]) -> tuple[Chunk, ...]:
+        """As ir chunks; ``names[d]`` is what document d is called outside."""
+        spans: list[list[Span]] = [[] for _ in range(self.count)]
+        rows = zip(
+            self.chunk.tolist(),
+            self.spans.document.tolist(),
+            self.spans.start.tolist(),
+            self.spans.stop.tolist(),
+            strict=True,
+        )
+        for chunk, document, start, stop in rows:
+            spans[chunk].append(Span(names[document], start, stop))
+        return tuple(Chunk(tuple(held)) for held in spans)
+
+
+def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chunking:
+    """Chunks from slices and buckets: cut documents, then packs, each longest first.
+
+    bucket   of every tail, then of every short; tail t lies in bucket t
+    """
+    tails = len(cuts.tails)
+    inner = np.bincount(cuts.slices.document, minlength=tails)  # slices before each tail
+    sizes = np.concatenate((inner + 1, np.ones(buckets - tails, dtype=np.int64)))
+    starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+    count = int(starts[-1])
+    # Cut documents are the longest ones, so document t's tail opens bucket t.
+    before = np.arange(len(cuts.slices)) - (np.cumsum(inner) - inner)[cuts.slices.document]
+    chunk = np.concatenate((starts[cuts.slices.document] + before, starts[bucket + 1] - 1))
+    spans = Spans(
+        np.concatenate((cuts.slices.document, cuts.tails.document, cuts.shorts.document)),
+        np.concatenate((cuts.slices.start, cuts.tails.start, cuts.shorts.start)),
+        np.concatenate((cuts.slices.stop, cuts.tails.stop, cuts.shorts.stop)),
+    )
+    cut = spans.document < tails
+    document = np.full(count, -1, dtype=np.int64)
+    slice_tokens = np.zeros(count, dtype=np.int64)
+    document[chunk[cut]] = spans.document[cut]
+    slice_tokens[chunk[cut]] = spans.tokens[cut]
+    tokens = np.bincount(chunk, weights=spans.tokens, minlength=count).astype(np.int64)
+    pairs = np.bincount(chunk, weights=spans.pairs, minlength=count).astype(np.int64)
+    chunking = Chunking(spans, chunk, starts, tokens, pairs, document, slice_tokens)
+    seconds = rates.seconds(tokens, pairs)[starts[tails:-1]]
+    packs = tails + np.argsort(-seconds, kind="stable")
+    return chunking.arranged(np.concatenate((np.arange(tails), packs)))

@@ -1,0 +1,32 @@
+"""Chunks of one fixed size: documents cut every so many tokens, leftovers packed to that size."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_epp.planner.chunks.bin_packing import first_fit
+from megatron_epp.planner.chunks.chunking import Chunking, assemble
+from megatron_epp.planner.chunks.slicing import Rates, cut_at
+
+LEAST_CHUNK_TOKENS = 1024
+# Sizes fall by this factor from the context on; finer steps change little.
+STEP = 2**0.5
+SIZES = 12
+
+
+def sizes(context: int, multiple: int) -> Iterator[int]:
+    """Chunk sizes to try, in tokens: the context and ever smaller ones, to about a thousand."""
+    seen = set()
+    for power in range(SIZES):
+        size = max(multiple, round(context / STEP**power / multiple) * multiple)
+        if size not in seen and (power == 0 or size >= min(LEAST_CHUNK_TOKENS, context)):
+            seen.add(size)
+            yield size
+
+
+def fixed_chunks(lengths: np.ndarray, size: int, rates: Rates) -> Chunking:
+    """Slices of ``size`` tokens; tails and short documents first fit, one tail to a chunk."""
+    points = np.arange(0, int(lengths[0]) + size, size)
+    cuts = cut_at(lengths, points)
+    bucket, buckets = first_fit(cuts, size)
+    return assemble(cuts, bucket, buckets, rates)

@@ -1,0 +1,91 @@
+"""Recipes for chunks: a handful of numbers that a search can turn."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.planner.chunks.bin_packing import longest_first
+from megatron_epp.planner.chunks.chunking import Chunking, assemble
+from megatron_epp.planner.chunks.slicing import Rates, cut_each
+
+# Sizes of the packs at an end of the iteration, as shares of the others'. Small packs first fill
+# the pipeline sooner; small packs last drain it sooner.
+TAPERS: tuple[tuple[float, ...], ...] = (
+    (),
+    (0.5,),
+    (0.25,),
+    (0.25, 0.5),
+    (0.2, 0.4, 0.6, 0.8),
+    (0.1, 0.2, 0.3, 0.45, 0.6, 0.8),
+)
+
+WHOLE = 1e6  # as a share of a chunk: no document is cut that a stage can hold
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a batch becomes chunks.
+
+    chunks        about how many there shall be
+    cut           documents are cut into slices of this share of a chunk's time
+    extra_bins    more packs (or fewer) than even filling asks for
+    front, back   numbers of TAPERS
+    reverse       shortest documents first
+    bare          recompute for one document at a time only; memory holds the other forwards back
+    """
+
+    chunks: float
+    cut: float = 1.0
+    extra_bins: int = 0
+    front: int = 0
+    back: int = 0
+    reverse: bool = False
+    bare: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"chunks of about 1/{self.chunks:.3g} of the work"]
+        if self.cut >= WHOLE:
+            parts.append("documents left whole")
+        elif self.cut != 1.0:
+            parts.append(f"slices of {self.cut:.0%} of a chunk")
+        if self.extra_bins:
+            extra = abs(self.extra_bins)
+            more = "more" if self.extra_bins > 0 else "fewer"
+            parts.append(f"{extra} pack{'s' * (extra > 1)} {more} than even filling needs")
+        ends = [end for end, small in (("first", self.front), ("last", self.back)) if small]
+        if ends:
+            parts.append(f"small packs {' and '.join(ends)}")
+        if self.reverse:
+            parts.append("short documents first")
+        if self.bare:
+            parts.append("recompute for one document at a time")
+        return ", ".join(parts)
+
+
+def cook(
+    recipe: Recipe, lengths: np.ndarray, rates: Rates, most_tokens: int, multiple: int = 1
+) -> Chunking:
+    """The chunks of ``recipe``: documents cut each for itself, the rest packed longest first.
+
+    lengths   sorted, longest first
+    """
+    total = float(rates.document_seconds(lengths).sum())
+    target = total / recipe.chunks
+    cuts = cut_each(lengths, target * recipe.cut, rates, most_tokens, multiple)
+    loose = float(
+        rates.seconds(cuts.tails.tokens, cuts.tails.pairs).sum()
+        + rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs).sum()
+    )
+    front, back = TAPERS[recipe.front], TAPERS[recipe.back]
+    missing = np.array([1 - share for share in front + back])
+    bins = max(1, round(loose / target + missing.sum()) + recipe.extra_bins)
+    level = loose / max(0.5, bins - missing.sum())
+    bucket, count = longest_first(cuts, rates, bins, most_tokens, missing * level)
+    chunking = assemble(cuts, bucket, count, rates)
+    tails, groups = len(cuts.tails), chunking.groups
+    order = np.arange(groups)
+    if recipe.reverse:
+        order = order[::-1]
+    # Packs stand longest first, so the small ones are the last: bring them to the front.
+    small = np.arange(groups - 1, groups - 1 - min(len(front), groups - tails), -1)
+    return chunking.arranged(np.concatenate((small, order[~np.isin(order, small)])))

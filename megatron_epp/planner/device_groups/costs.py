@@ -1,0 +1,188 @@
+"""Device groups without a pipeline: what a document costs a sequence-parallel group of d devices.
+
+All layers lie on every group; states are spread over all devices of the replica.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import FULL, KEEP, Kind
+from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.result import GroupMicroBatch, PlannedGroups
+
+# Gathers run among all devices of the replica, not inside a node as a pipeline stage's do. The
+# published constant was measured so; the pipelines' is a fifth of it (cost.analytic, b1_divisor).
+ACROSS_NODES = 5.0
+NODE_DEVICES = 8
+
+# The degree number of every group, and the documents on each.
+MicroBatch = tuple[np.ndarray, Sequence[np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCosts:
+    """By degree: degrees[i] is 2^i devices.
+
+    token_seconds, pair_seconds, chunk_seconds   of forward, backward and recompute
+    comm_...                                     the communication inside
+    recompute_...                                the recompute inside
+    most_tokens                                  that a group of the degree can hold
+    token_bytes, states_bytes                    of one device
+    """
+
+    degrees: np.ndarray
+    token_seconds: np.ndarray
+    pair_seconds: np.ndarray
+    chunk_seconds: np.ndarray
+    comm_token_seconds: np.ndarray
+    comm_chunk_seconds: np.ndarray
+    recompute_token_seconds: np.ndarray
+    recompute_pair_seconds: np.ndarray
+    most_tokens: np.ndarray
+    token_bytes: np.ndarray
+    states_bytes: np.ndarray
+
+    @property
+    def devices(self) -> int:
+        return int(self.degrees[-1])
+
+    def seconds(self, which: int, tokens: float, pairs: float) -> float:
+        return (
+            self.token_seconds[which] * tokens
+            + self.pair_seconds[which] * pairs
+            + self.chunk_seconds[which]
+        )
+
+
+def group_costs(
+    cost: Cost, recompute_layers: int = 0, gather_factor: float | None = None
+) -> GroupCosts:
+    """The costs of groups made from the devices of ``cost``'s pipeline, as far as they are a power
+    of two. ``recompute_layers`` of each document are recomputed in full.
+
+    gather_factor   what ZeRO-3 gathers take against the profile's; default 5 where the devices do
+                    not fit one node
+    """
+    devices = 2 ** ((cost.stages * cost.cp).bit_length() - 1)
+    layers = sum(cost.layers)
+    if gather_factor is None:
+        gather_factor = ACROSS_NODES if devices * cost.tp > NODE_DEVICES else 1.0
+    rows = []
+    for degree in (2**power for power in range(devices.bit_length())):
+        spread = dataclasses.replace(
+            cost,
+            layers=(layers,),
+            budget_bytes=(min(cost.budget_bytes),),
+            cp=degree,
+            dp=cost.dp * devices // degree,
+        )
+        run = spread.seconds_per(Kind.FORWARD)[0] + spread.seconds_per(Kind.BACKWARD)[0]
+        comm = spread.comm_seconds_per(Kind.FORWARD)[0] + spread.comm_seconds_per(Kind.BACKWARD)[0]
+        again = recompute_layers * spread.recompute_seconds_per(FULL)
+        extra_gather = (gather_factor - 1) * comm[2]
+        profile = spread.profile
+        token_bytes = (
+            (layers - recompute_layers) * profile.saved_bytes[KEEP].per_token
+            + recompute_layers * profile.saved_bytes[FULL].per_token
+            + profile.first_bytes.per_token
+            + profile.last_bytes.per_token
+        ) / spread.spread
+        room = spread.budget_bytes[0] - spread.states_bytes[0]
+        rows.append(
+            (
+                degree,
+                run[0] + again[0],
+                run[1] + again[1],
+                run[2] + again[2] + extra_gather,
+                comm[0],
+                comm[2] + extra_gather,
+                again[0],
+                again[1],
+                max(0.0, room / token_bytes),
+                token_bytes,
+                spread.states_bytes[0],
+            )
+        )
+    columns = np.array(rows).T
+    return GroupCosts(columns[0].astype(np.int64), *columns[1:])
+
+
+def planned_groups(
+    planner: str,
+    batches: Sequence[MicroBatch],
+    lengths: np.ndarray,
+    names: Sequence[int],
+    costs: GroupCosts,
+    cost: Cost,
+    began: float,
+    note: str,
+) -> PlannedGroups:
+    """The result of micro-batches, each (degree number of every group, its documents)."""
+    made, peaks = [], []
+    total = busy = comm = again = 0.0
+    fits = True
+    for which, groups in batches:
+        seconds = []
+        for degree, held in zip(which.tolist(), groups, strict=True):
+            tokens = float(lengths[held].sum())
+            pairs = float((lengths[held] * (lengths[held] + 1) / 2).sum())
+            devices = float(costs.degrees[degree])
+            taken = costs.seconds(degree, tokens, pairs) if len(held) else 0.0
+            seconds.append(taken)
+            busy += devices * taken
+            if len(held):
+                comm += devices * (
+                    costs.comm_token_seconds[degree] * tokens + costs.comm_chunk_seconds[degree]
+                )
+            again += devices * (
+                costs.recompute_token_seconds[degree] * tokens
+                + costs.recompute_pair_seconds[degree] * pairs
+            )
+            peaks.append(
+                int(np.ceil(costs.states_bytes[degree] + costs.token_bytes[degree] * tokens))
+            )
+            fits &= tokens <= costs.most_tokens[degree]
+        total += max(seconds)
+        made.append(
+            GroupMicroBatch(
+                tuple(costs.degrees[which].tolist()),
+                tuple(tuple(names[d] for d in held) for held in groups),
+                tuple(seconds),
+            )
+        )
+    whole = costs.devices * total
+    return PlannedGroups(
+        planner=planner,
+        batches=tuple(made),
+        seconds=total,
+        lower_bound_seconds=min(total, lower_bound_seconds(lengths, _flat(cost))),
+        bubble_ratio=1 - busy / whole,
+        recompute_ratio=again / whole,
+        comm_ratio=comm / whole,
+        peak_bytes=tuple(peaks),
+        fits=bool(fits),
+        plan_seconds=time.perf_counter() - began,
+        note=note,
+    )
+
+
+def _flat(cost: Cost) -> Cost:
+    """All devices as one stage, communication free: no grouping of them is faster."""
+    profile = dataclasses.replace(
+        cost.profile,
+        all_to_all_bytes_per_token=0.0,
+        tensor_bytes_per_token=0.0,
+        gather_seconds=dict.fromkeys(cost.profile.gather_seconds, 0.0),
+    )
+    return dataclasses.replace(
+        cost,
+        profile=profile,
+        layers=(sum(cost.layers),),
+        budget_bytes=cost.budget_bytes[:1],
+        cp=cost.cp * cost.stages,
+    )

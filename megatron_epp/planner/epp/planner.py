@@ -1,0 +1,100 @@
+"""Ours: chunks, order and recompute chosen by exact simulation, never slower than the others."""
+
+import dataclasses
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
+from megatron_epp.planner.epp.layer_balance import balanced
+from megatron_epp.planner.epp.search import Search, Tables
+from megatron_epp.planner.feasibility import no_plan_fits, require_fit
+from megatron_epp.planner.infinipipe import planner as infinipipe
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import Batch, exact_peaks, finish
+from megatron_epp.planner.recompute.uniform import Played
+from megatron_epp.planner.result import Planned
+
+# Baselines that try many plans, and skip those that cannot win.
+HINDSIGHT = (seq1f1b, chunkflow, packing)
+# Where the paper's ledger is used (lever `exact` off) and promises too much, the budget is
+# tightened by what was missing, this often at most.
+TIGHTENINGS = 3
+
+# By whether it offloads, layers of the stages and bytes of room: what tables of a search rest on,
+# within one batch.
+SharedTables = defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...]], Tables]
+
+
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+    """The fastest plan found within the budget; see the levers in :mod:`.options`.
+
+    A PlanError where a document, or the batch as a whole, fits no plan.
+    """
+    began = time.perf_counter()
+    batch = Batch.of(lengths)
+    require_fit(cost, batch.documents)
+    candidates = list(_searched(batch, cost, options))
+    faithful = infinipipe.draft(batch, cost, options)
+    candidates.append((faithful, cost))
+    for module in HINDSIGHT:
+        fitting = [made.seconds for made, _ in candidates if made.over_bytes <= 0]
+        other = module.draft(batch, cost, options, min(fitting, default=np.inf))
+        if other is not None:
+            candidates.append((other, cost))
+    played, machine = min(candidates, key=lambda candidate: candidate[0].rank)
+    planned = finish("epp", batch, played.draft, machine, options, began)
+    if not planned.fits:
+        raise no_plan_fits(machine, batch.documents, planned.peak_bytes)
+    return planned
+
+
+def _searched(batch: Batch, cost: Cost, options: Options) -> Iterator[tuple[Played, Cost]]:
+    """What our own searches find, each with the machine that it is for.
+
+    Whole backwards are searched first and for themselves, so that a plan that splits them has a
+    whole one to beat: I and W take longer than B on some machines, and hold more on all. So has a
+    plan that offloads one that does not; it is looked for where memory made a plan recompute.
+    """
+    tables: SharedTables = defaultdict(dict)
+    on_device = options.levers - {"offload"}
+    sets = [on_device - {"wsplit"}, on_device]
+    if cost.profile.host_bytes_per_second > 0:
+        sets += [options.levers - {"wsplit"}, options.levers]
+    tight = False
+    for levers in dict.fromkeys(sets):
+        if "offload" in levers and not tight:
+            continue
+        chosen = dataclasses.replace(options, levers=levers)
+        best = _own(batch, cost, chosen, tables)
+        tight = tight or best is None or bool(best.draft.counts)
+        if best is not None:
+            yield best, cost
+        if options.open_layers and "uneven" in levers:
+            # As many chunks as the plan with even layers turned out to have.
+            chunks = best.draft.chunking.count if best else 8 * cost.stages
+            moved = balanced(cost, batch.lengths, chunks)
+            if moved.layers != cost.layers:
+                other = _own(batch, moved, chosen, tables)
+                if other is not None:
+                    yield other, moved
+
+
+def _own(batch: Batch, cost: Cost, options: Options, tables: SharedTables) -> Played | None:
+    """What our own search finds, None where nothing of it fits."""
+    room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
+    for _ in range(TIGHTENINGS):
+        shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist())]
+        found = Search(batch, cost, options, room, shared).run()
+        draft = found.draft()
+        if "exact" in options.levers:
+            return Played(found.seconds, found.over_bytes, draft)
+        exact = exact_peaks(batch, draft, cost, options)
+        over = exact - np.array(cost.budget_bytes)
+        if (over <= 0).all():
+            return Played(found.seconds, 0.0, draft)
+        room = room - np.maximum(over, 0.0) * 1.02
+    return None

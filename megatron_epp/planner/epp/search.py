@@ -1,0 +1,440 @@
+"""The search of `epp`: chunks by recipe, played in several styles, improved step by step."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import FULL, OFFLOAD
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.params import TAPERS, WHOLE, Recipe, cook
+from megatron_epp.planner.chunks.slicing import ideal_chunks
+from megatron_epp.planner.epp.effort import Budget
+from megatron_epp.planner.feasibility import most_tokens
+from megatron_epp.planner.infinipipe.grouping import Programs, group
+from megatron_epp.planner.infinipipe.memory import papers_ledger
+from megatron_epp.planner.infinipipe.planner import chunkings as alg1_chunkings
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import Batch, Draft, whole_again
+from megatron_epp.planner.order.list_scheduler import Listed, list_schedule
+from megatron_epp.planner.order.policies import Style, policy, styles
+from megatron_epp.planner.order.problem import Counts, Work, loads_of, rates_of, work_of
+from megatron_epp.planner.order.replay import replayed
+from megatron_epp.planner.order.warmup import pipelines, shrinking, whole_groups
+from megatron_epp.planner.recompute import ilp, offload
+from megatron_epp.planner.recompute.choices import WHOLE_LAYERS, diagonal_counts, ladder
+from megatron_epp.planner.recompute.ilp import Solver
+from megatron_epp.planner.recompute.local_search import trimmed
+
+# What making a chunking and its arrays is worth, in simulated ops: so many, and so many for each
+# number of an array; and a program, for each of its entries.
+CHUNKING_OPS = 15_000
+OPS_PER_NUMBER = 4
+PROGRAM_OPS = 40_000
+OPS_PER_ENTRY = 1
+
+GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
+WHOLE_GRID = (0.35, 0.6, 1.0)  # the same, with documents left whole
+CLIMBERS = 2  # recipes of the grid that are improved
+GRID_SHARE = 0.35
+CLIMB_SHARE = 0.7  # of the effort, with the grid's
+STRICT = Style(strict=True)
+ALIKE = (1.0, 0.75, 0.5, 0.25)  # of the layers that uniform recompute needs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """A chunking with its recompute choices, ready to be played."""
+
+    chunking: Chunking
+    loads: Loads
+    counts: Counts
+    work: Work
+    law: np.ndarray
+    pipelines: int
+
+
+Tables = dict[Recipe, tuple[Table, float]]  # with the ops that making each is worth
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A table played in one style."""
+
+    seconds: float
+    over_bytes: float
+    table: Table
+    style: Style
+    listed: Listed
+    name: str
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        return self.over_bytes, self.seconds
+
+    def draft(self) -> Draft:
+        kinds, chunks = self.listed.kinds, self.listed.chunks
+        if self.style.split:
+            kinds = whole_again(kinds, chunks, self.table.work)
+        return Draft(
+            self.table.chunking,
+            self.table.counts,
+            kinds,
+            chunks,
+            self.style.split,
+            self.table.pipelines,
+            note=f"{self.name}; {self.style}",
+        )
+
+
+class Search:
+    """One batch on one machine, with the levers that are on.
+
+    room_bytes   per stage beside residents, if less than all of it
+    tables       those that another search made of the same batch, machine, levers but wsplit, and
+                 room: taken at the price of making them, so that nothing else changes
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        cost: Cost,
+        options: Options,
+        room_bytes: np.ndarray | None = None,
+        tables: Tables | None = None,
+    ):
+        self.batch, self.cost, self.options = batch, cost, options
+        self.levers = options.levers
+        self.rates = rates_of(cost)
+        self.most = most_tokens(cost)
+        self.budget = Budget(options.effort)
+        self.solver = Solver()
+        self.split = "wsplit" in options.levers
+        self.room_bytes = room_bytes
+        self.known: dict[Recipe, Found] = {}
+        self.tables: Tables = {} if tables is None else tables
+
+    def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> Work:
+        self.budget.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
+        work = work_of(self.cost, chunking, loads, counts)
+        if "exact" not in self.levers:
+            work = papers_ledger(work, self.cost, loads, counts)
+        if self.room_bytes is not None:
+            work = dataclasses.replace(work, budget_bytes=self.room_bytes)
+        return work
+
+    def table(self, chunking: Chunking, *, bare: bool = False) -> Table:
+        """``chunking`` with just enough recompute for its window law; where ``bare``, or where
+        none is enough, for one document at a time; where that is too little too, all of it."""
+        loads = loads_of(chunking, self.batch.lengths, self.options.multiple)
+        work = self.work(chunking, loads, {})
+        law, parts = self._law(chunking, loads, work)
+        laws = [law] if not bare else []
+        if "window" in self.levers:
+            laws.append(whole_groups(chunking.sizes, self.cost.stages))
+        steps = self._ladder(loads)
+        counts: Counts | None = None
+        for least in laws:
+            counts = self._least_counts(chunking, loads, work, least, steps)
+            if counts is not None:
+                break
+        if counts is None:
+            layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
+            counts = {FULL: np.tile(layers, (1, chunking.count))}
+        if counts:
+            self.budget.spend(PROGRAM_OPS)
+            work = self.work(chunking, loads, counts)
+        return Table(chunking, loads, counts, work, law, parts)
+
+    def _least_counts(
+        self, chunking: Chunking, loads: Loads, kept: Work, least: np.ndarray, steps: str
+    ) -> Counts | None:
+        """What the diagonal program has recomputed for the law ``least``; where keeping everything
+        does not fit, of what is left when all layers are offloaded whose copies hide."""
+
+        def recompute(work: Work, layers: np.ndarray | None = None) -> Counts | None:
+            return diagonal_counts(
+                self.solver,
+                self.cost,
+                loads,
+                work,
+                least,
+                integer=False,
+                steps=steps,
+                layers=layers,
+            )
+
+        if "offload" in self.levers and not _within(kept, least).all():
+            layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
+            aside = offload.hidden_layers(self.cost, loads)
+            # Where even recomputing the rest leaves no room for what is on its way to or from the
+            # host, the stage keeps off it; the last one does at times, for its logits.
+            smallest = self.work(chunking, loads, {OFFLOAD: aside, FULL: layers - aside})
+            aside = aside * _within(smallest, least)[:, None]
+            if aside.any():
+                offloaded = {OFFLOAD: aside}
+                again = recompute(self.work(chunking, loads, offloaded), layers - aside)
+                if again is not None:
+                    return {**offloaded, **again}
+        return recompute(kept)
+
+    def _ladder(self, loads: Loads) -> str:
+        return ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
+
+    def _law(self, chunking: Chunking, loads: Loads, work: Work) -> tuple[np.ndarray, int]:
+        """Forwards before each backward, and the number of pipelines."""
+        if "window" in self.levers:
+            return shrinking(chunking.sizes, self.cost.stages), 1
+        seconds = work.forward_seconds + work.backward_seconds
+        delta = (self.cost.stages - 1) * float(seconds.mean())
+        programs = Programs(self.solver, chunking, loads, self.cost, work.budget_bytes)
+        grouped = group(programs, delta)
+        cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
+        return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
+
+    def recounted(self, table: Table, counts: Counts) -> Table | None:
+        """``table`` with other recompute choices; None where the effort is spent."""
+        if self.budget.spent:
+            return None
+        counts = {letter: grid for letter, grid in counts.items() if grid.any()}
+        work = self.work(table.chunking, table.loads, counts)
+        return dataclasses.replace(table, counts=counts, work=work)
+
+    def recomputed(self, found: Found, counts: Counts) -> Found | None:
+        """``found`` with other recompute choices, in its style or in the very orders that it has,
+        what is better; None where the effort is spent."""
+        table = self.recounted(found.table, counts)
+        if table is None:
+            return None
+        anew = self.play(table, found.style, found.name)
+        return min(anew, self.replay(table, found), key=lambda option: option.rank)
+
+    def replay(self, table: Table, found: Found) -> Found:
+        """``table``, of the same chunks, in the orders of ``found``."""
+        self._spend_play(table, found.style)
+        listed = replayed(table.work, found.listed, found.style.split)
+        return dataclasses.replace(
+            found,
+            seconds=listed.seconds,
+            over_bytes=listed.over_bytes,
+            table=table,
+            listed=listed,
+        )
+
+    def play(self, table: Table, style: Style, name: str) -> Found:
+        self._spend_play(table, style)
+        sizes = table.chunking.sizes
+        listed = list_schedule(table.work, policy(style, table.work, sizes, table.law))
+        return Found(listed.seconds, listed.over_bytes, table, style, listed, name)
+
+    def _spend_play(self, table: Table, style: Style) -> None:
+        self.budget.spend(table.work.stages * table.work.chunks * (3 if style.split else 2))
+
+    def best_style(self, table: Table, name: str, *, many: bool = False) -> Found:
+        tight, strict = bool(table.counts), "window" not in self.levers
+        chosen = styles(self.split, many=many, strict=strict, tight=tight)
+        best: Found | None = None
+        for style in chosen:
+            if best is not None and self.budget.spent:
+                break
+            played = self.play(table, style, name)
+            if best is None or played.rank < best.rank:
+                best = played
+        assert best is not None
+        return best
+
+    def try_recipe(self, recipe: Recipe) -> Found:
+        if recipe not in self.known:
+            self.known[recipe] = self.best_style(self.table_of(recipe), str(recipe))
+        return self.known[recipe]
+
+    def table_of(self, recipe: Recipe) -> Table:
+        if recipe in self.tables:
+            table, ops = self.tables[recipe]
+            self.budget.spend(ops)
+            return table
+        before = self.budget.left
+        chunking = cook(recipe, self.batch.lengths, self.rates, self.most, self.options.multiple)
+        table = self.table(chunking, bare=recipe.bare)
+        self.tables[recipe] = table, before - self.budget.left
+        return table
+
+    def run(self) -> Found:
+        """The best plan of our own; it may not fit."""
+        found = self._recipes() if "bins" in self.levers else self._alg1()
+        best, start = self._best_of_many(found), None
+        while offload.without_offload(best.table.counts) and best is not start:
+            start = best
+            if "trim" in self.levers:
+                best = self._trimmed(best)
+            alike = min(self._alike(best), key=lambda option: option.rank, default=best)
+            if alike.rank < best.rank:
+                best = self._best_of_many(alike)
+        return best
+
+    def _best_of_many(self, found: Found) -> Found:
+        many = self.best_style(found.table, found.name, many=True)
+        return min(found, many, key=lambda option: option.rank)
+
+    def _alike(self, best: Found) -> Iterator[Found]:
+        """Uniform recompute on the best chunkings: one letter for so many layers of every stage
+        and chunk, as far as they are not offloaded. As few as the window law needs, or the orders
+        found; and fewer, where forwards wait for memory."""
+        tokens = best.table.chunking.tokens
+        others = (
+            found
+            for found in self.known.values()
+            if not np.array_equal(found.table.chunking.tokens, tokens)
+        )
+        for found in (best, *sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]):
+            for letter in self._ladder(found.table.loads)[1:]:
+                named = dataclasses.replace(found, name=f"{found.name}, {letter} alike")
+                law = self._least_alike(
+                    named, letter, lambda table, of: self.play(table, STRICT, of.name)
+                )
+                own = self._least_alike(named, letter, lambda table, of: self.replay(table, of))
+                if law is None or own is None:
+                    return
+                yield law
+                yield own
+                grid = law.table.counts.get(letter)
+                least = 0 if grid is None else int(grid.max())
+                for layers in sorted({math.ceil(least * share) for share in ALIKE}):
+                    played = self.recomputed(named, self._uniform(found, letter, layers))
+                    if played is None:
+                        return
+                    yield played
+
+    def _least_alike(
+        self, found: Found, letter: str, play: Callable[[Table, Found], Found]
+    ) -> Found | None:
+        """``found`` with ``letter`` for the fewest layers that fit when played so, all where none
+        does; None where the effort is spent."""
+        low, high = 1, max(self.cost.layers)
+        best: Found | None = None
+        while low <= high:
+            middle = (low + high) // 2
+            table = self.recounted(found.table, self._uniform(found, letter, middle))
+            if table is None:
+                return None
+            played = play(table, found)
+            if best is None or played.over_bytes <= 0 or best.over_bytes > 0:
+                best = played
+            if played.over_bytes > 0:
+                low = middle + 1
+            else:
+                high = middle - 1
+        return best
+
+    def _uniform(self, found: Found, letter: str, layers: int) -> Counts:
+        aside = offload.offload_of(found.table.counts)
+        left = np.array(self.cost.layers, dtype=np.float64)[:, None] - sum(aside.values())
+        grid = np.broadcast_to(left, (self.cost.stages, found.table.chunking.count))
+        return {**aside, letter: np.minimum(grid, layers)}
+
+    def _trimmed(self, found: Found) -> Found:
+        slot = np.empty(found.table.chunking.count, dtype=np.int64)
+        slot[found.table.chunking.backward] = np.arange(len(slot))
+        behind = np.arange(self.cost.stages)[::-1]
+        aside = offload.offload_of(found.table.counts)
+        return trimmed(
+            found,
+            lambda at: offload.without_offload(at.table.counts),
+            lambda counts: self.recomputed(found, {**aside, **counts}),
+            lambda at: at.rank,
+            slot[None] + behind[:, None],
+        )
+
+    def _alg1(self) -> Found:
+        """Alg. 1's chunkings; all are played where K is chosen by simulation."""
+        options = [
+            (self.table(chunking), note)
+            for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
+        ]
+        if "chunks" not in self.levers:
+            options = [min(options, key=lambda option: self._predicted(option[0]))]
+        played = [self.best_style(table, note) for table, note in options]
+        return min(played, key=lambda found: found.rank)
+
+    def _predicted(self, table: Table) -> float:
+        """Eq. 13 with the work itself: what the paper chooses K by."""
+        work = table.work.forward_seconds + table.work.backward_seconds
+        total = float(work.mean(axis=0).sum())
+        return total * (1 + (self.cost.stages - 1) / table.work.chunks)
+
+    def _recipes(self) -> Found:
+        total = float(self.rates.document_seconds(self.batch.lengths).sum())
+        ideal = ideal_chunks(total, self.rates, self.cost.stages)
+        factors = GRID if "chunks" in self.levers else (1.0,)
+        whole = self.budget.left
+        # From the middle outwards, so that a small effort sees the likely ones.
+        for factor in sorted(factors, key=lambda factor: abs(np.log(factor / 0.85))):
+            self.try_recipe(Recipe(max(1.0, ideal * factor)))
+            if self.budget.left < whole * (1 - GRID_SHARE):
+                break
+        if self._best()[1].table.counts:
+            # Memory is tight: K and V of cut documents may cost more than cutting saves.
+            for factor in WHOLE_GRID:
+                self.try_recipe(Recipe(max(1.0, ideal * factor), cut=WHOLE))
+        if "search" in self.levers:
+            self._climb(whole)
+        return self._best()[1]
+
+    def _best(self) -> tuple[Recipe, Found]:
+        return min(self.known.items(), key=lambda entry: entry[1].rank)
+
+    def _climb(self, whole: float) -> None:
+        """From the best recipes of the grid, the best neighbour, and so on."""
+        ranked = sorted(self.known, key=lambda recipe: self.known[recipe].rank)
+        for recipe in ranked[:CLIMBERS]:
+            at: Recipe | None = recipe
+            while at is not None and self.budget.left > whole * (1 - CLIMB_SHARE):
+                at = self._best_neighbour(at, whole)
+
+    def _best_neighbour(self, recipe: Recipe, whole: float) -> Recipe | None:
+        best, best_rank = None, self.known[recipe].rank
+        tight = bool(self.known[recipe].table.counts)
+        fixed = "chunks" not in self.levers
+        for neighbour in neighbours(recipe, tight=tight, fixed_count=fixed):
+            if self.budget.left <= whole * (1 - CLIMB_SHARE):
+                break
+            found = self.try_recipe(neighbour)
+            if found.rank < best_rank:
+                best, best_rank = neighbour, found.rank
+        return best
+
+
+def _within(work: Work, least: np.ndarray) -> np.ndarray:
+    """[stages]: whether ``work`` fits under the window law ``least``."""
+    return ilp.within(least, work.backward_order, work.whole_bytes, work.budget_bytes)
+
+
+def neighbours(recipe: Recipe, *, tight: bool, fixed_count: bool) -> Iterator[Recipe]:
+    """Recipes that differ in one number; ``tight``: something is recomputed."""
+
+    def changed(**fields: Any) -> Recipe:
+        return dataclasses.replace(recipe, **fields)
+
+    def near(index: int) -> Iterable[int]:
+        return (at for at in (index + 1, index + 2, index - 1) if 0 <= at < len(TAPERS))
+
+    if tight:
+        yield changed(bare=not recipe.bare)
+    for at in near(recipe.front):
+        yield changed(front=at)
+    for at in near(recipe.back):
+        yield changed(back=at)
+    if not fixed_count:
+        for factor in (1.08, 1 / 1.08, 1.2, 1 / 1.2):
+            yield changed(chunks=max(1.0, recipe.chunks * factor))
+        for extra in (1, -1, 2, -2):
+            yield changed(extra_bins=recipe.extra_bins + extra)
+    if recipe.cut < WHOLE:
+        for cut in (0.8, 1.25, 1.5):
+            yield changed(cut=recipe.cut * cut)
+    yield changed(reverse=not recipe.reverse)

@@ -1,0 +1,84 @@
+"""What fits a stage at all, and what to say where a document does not."""
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import FULL, PlanError
+from megatron_epp.planner.order.problem import WHOLE, moves
+
+# Bytes are linear in tokens but for rounding up; taking them of many tokens hides the rounding.
+_MANY = 1_000_000
+
+
+# Slice counts with which a document is tried alone: finer ones take less workspace.
+_SLICES = (1, 2, 4, 16)
+
+
+def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
+    """[stages]: most bytes beside residents where one document runs alone, all recomputed: its
+    forwards, then its backwards."""
+    slices = max(1, min(slices, int(tokens)))
+    edges = np.floor(np.linspace(0, tokens, slices + 1))
+    parts = np.diff(edges)
+    cut = slices > 1
+    number = np.arange(slices)
+    loads = Loads(
+        tokens=parts,
+        pairs=np.zeros(slices),
+        cut_tokens=parts if cut else np.zeros(slices),
+        document=np.full(slices, 0 if cut else -1),
+        earlier=number - 1,
+        later=np.where(number + 1 < slices, number + 1, -1),
+        lengths=np.array([tokens]),
+    )
+    layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, slices))
+    moved = moves(cost.table_of(loads, {FULL: layers}), loads, WHOLE)
+    order = [(0, c) for c in range(slices)] + [(1, c) for c in reversed(range(slices))]
+    held = np.zeros(cost.stages)
+    peak = np.zeros(cost.stages)
+    for kind, chunk in order:
+        held = held + moved[kind, 0, :, chunk]
+        peak = np.maximum(peak, held)
+        held = held - moved[kind, 1, :, chunk]
+    return peak
+
+
+def most_tokens(cost: Cost) -> int:
+    """The largest chunk of whole documents that every stage can hold with all recomputed."""
+    room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
+    per_token = _alone(cost, _MANY, 1) / _MANY
+    return max(1, int((room / np.maximum(per_token, 1e-9)).min()))
+
+
+def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
+    """A PlanError that names the document and the stage where one cannot be trained at all.
+
+    Slices of a document are all alive between its last forward and its first backward, so cutting
+    finer does not help: with everything recomputed each still holds its layers' inputs, K and V.
+    """
+    longest = max(range(len(documents)), key=lambda d: documents[d])
+    tokens = documents[longest]
+    needed = np.min([_alone(cost, tokens, slices) for slices in _SLICES], axis=0)
+    needed += np.array(cost.states_bytes)
+    for stage, budget in enumerate(cost.budget_bytes):
+        if needed[stage] > budget:
+            raise PlanError(
+                f"document {longest} of {tokens} tokens on stage {stage} needs at least "
+                f"{needed[stage] / GIB:.4g} GiB with everything recomputed; the budget is "
+                f"{budget / GIB:.4g} GiB: raise it, or use more devices or a shorter context"
+            )
+
+
+def no_plan_fits(cost: Cost, documents: tuple[int, ...], peaks: tuple[int, ...]) -> PlanError:
+    """For a batch whose documents fit one by one, but for which no plan was found that fits."""
+    over = [peak - budget for peak, budget in zip(peaks, cost.budget_bytes, strict=True)]
+    stage = max(range(len(over)), key=lambda s: over[s])
+    longest = max(range(len(documents)), key=lambda d: documents[d])
+    return PlanError(
+        f"no plan fits: stage {stage} needs {peaks[stage] / GIB:.4g} GiB at best, mostly for "
+        f"document {longest} of {documents[longest]} tokens; the budget is "
+        f"{cost.budget_bytes[stage] / GIB:.4g} GiB: raise it, or use more devices or a shorter "
+        "context"
+    )

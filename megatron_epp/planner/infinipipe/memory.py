@@ -1,0 +1,64 @@
+"""Memory of a chunk as InfiniPipe's eqs 5 to 10 charge it.
+
+Every chunk carries its own K/V gradients from its forward on if it is a split or hybrid chunk, for
+all its tokens. The ledger of the simulator is exact instead: see ir.rules and cost.Cost.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import FULL, KEEP
+from megatron_epp.planner.order.problem import Counts, Work
+
+
+def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
+    """[2, 2, stages, chunks]: F makes and B frees I_p[k] of eq. 19. As Work.whole_bytes."""
+    profile = cost.profile
+    tokens = loads.tokens / cost.spread
+    carries = loads.document >= 0  # 1 - I_k as the prose has it
+    per_layer = (
+        profile.saved_bytes[KEEP].per_token + carries * profile.kv_bytes_per_token
+    ) * tokens
+    held = np.outer(cost.layers, per_layer)
+    held[0] += profile.first_bytes.per_token * tokens
+    held[-1] += profile.last_bytes.per_token * tokens
+    moves = np.zeros((2, 2, cost.stages, loads.chunks))
+    moves[0, 0] = moves[1, 1] = held
+    return moves
+
+
+def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
+    """[stages, chunks]: F[k], bytes that one checkpointed layer frees; K and V of a split chunk
+    stay, since later slices attend to them (eq. 9)."""
+    profile = cost.profile
+    carries = loads.document >= 0
+    per_token = (
+        profile.saved_bytes[KEEP].per_token
+        - profile.saved_bytes[FULL].per_token
+        - carries * profile.kv_bytes_per_token
+    )
+    return np.tile(np.maximum(per_token, 0.0) * loads.tokens / cost.spread, (cost.stages, 1))
+
+
+def papers_ledger(work: Work, cost: Cost, loads: Loads, counts: Counts) -> Work:
+    """``work`` with its bytes charged as the paper does, a chunk's K/V gradients from its F on.
+
+    counts   layers recomputed; selective ones free what their saved bytes say
+    """
+    whole = paper_moves(cost, loads)
+    for letter, grid in counts.items():
+        if letter == FULL:
+            freed = paper_freed(cost, loads)
+        else:
+            freed = cost.saved_bytes(KEEP, loads) - cost.saved_bytes(letter, loads)
+        whole[0, 0] -= grid * freed
+        whole[1, 1] -= grid * freed
+    split = np.zeros((3, *whole.shape[1:]))
+    split[:2] = whole
+    held = cost.weight_input_bytes(loads)
+    split[1, 1] -= np.minimum(held, split[1, 1])  # what W still needs stays
+    split[2, 1] = whole[1, 1] - split[1, 1]
+    return dataclasses.replace(work, whole_bytes=whole, split_bytes=split)

@@ -1,0 +1,49 @@
+"""Bounds below which no plan can come: for a batch, whatever its chunks; and for given chunks."""
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import Kind
+from megatron_epp.planner.chunks.chunking import Chunking
+
+
+def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = False) -> float:
+    """The busiest stage's work, the way to it and back: exact sums over tokens and pairs.
+
+    Every token and pair is computed once on every stage, communication inside ops included; at
+    least one chunk pays its constants. Before a stage can begin, one chunk of at least one token
+    has come through the stages in front of it; after its last op that others wait for, a gradient
+    has to run back through them. A W keeps nobody waiting, so it may run meanwhile: the bound
+    takes the cheaper of running it there and not.
+    """
+    lengths_D = np.asarray(lengths, dtype=np.float64)
+    whole = np.array([lengths_D.sum(), (lengths_D * (lengths_D + 1) / 2).sum(), 1.0])
+    least = np.ones(3)  # a chunk of one token, one pair
+    latency = cost.profile.link_seconds_per_token + cost.profile.link_latency_seconds
+    forward = cost.seconds_per(Kind.FORWARD)
+    ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))
+    if forward_only:
+        return float((ramp + forward @ whole).max())
+    back = cost.seconds_per(Kind.BACKWARD)
+    halves = (cost.seconds_per(Kind.INPUT), cost.seconds_per(Kind.WEIGHT))
+    gradient = np.minimum(back, halves[0])
+    tail = np.concatenate(([0.0], np.cumsum(gradient @ least + latency)[:-1]))
+    in_one = forward @ whole + back @ whole + ramp + tail
+    weight = halves[1] @ whole
+    critical = forward @ whole + halves[0] @ whole
+    in_halves = critical + ramp + np.maximum(weight, tail)
+    return float(np.minimum(in_one, in_halves).max())
+
+
+def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:
+    """No plan that runs these chunks in this order, backwards whole, is faster.
+
+    Every stage waits for the first chunk, does all work, and waits for the last gradient.
+    """
+    forward = cost.seconds(Kind.FORWARD, loads)
+    backward = cost.seconds(Kind.BACKWARD, loads)
+    last = int(chunking.backward[-1])
+    ramp = np.cumsum(forward[:, 0]) - forward[:, 0]
+    tail = np.cumsum(backward[:, last]) - backward[:, last]
+    return float((ramp + tail + forward.sum(axis=1) + backward.sum(axis=1)).max())

@@ -1,0 +1,176 @@
+"""From arrays to a plan that was checked and played: the one way out of every pipeline planner."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import KEEP, OFFLOAD, Kind, Op, Plan, Prediction, check
+from megatron_epp.ir.recompute import offload_among
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.list_scheduler import B, W
+from megatron_epp.planner.order.problem import Work, loads_of, with_kept
+from megatron_epp.planner.result import Planned
+from megatron_epp.sim.play import Played, play
+
+# By code in Draft.kinds, where backwards are whole and where they are split.
+_KINDS = {
+    False: (Kind.FORWARD, Kind.BACKWARD),
+    True: (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD),
+}
+WHOLE_AGAIN, NOTHING = 3, -1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Lengths as planners see them: sorted, longest first, and their names outside.
+
+    names[d]   the document of the caller that is document d here
+    """
+
+    lengths: np.ndarray
+    names: tuple[int, ...]
+    documents: tuple[int, ...]  # as the caller gave them
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Batch":
+        documents = tuple(int(length) for length in lengths)
+        if not documents:
+            raise ValueError("no document to plan for; expected at least one length")
+        if min(documents) < 1:
+            raise ValueError(f"a document of {min(documents)} inputs; expected at least 1")
+        names = sorted(range(len(documents)), key=lambda d: -documents[d])
+        return cls(np.array([documents[d] for d in names], dtype=np.int64), tuple(names), documents)
+
+    def named(self, loads: Loads) -> Loads:
+        """``loads`` with the caller's numbers for documents."""
+        names = np.array(self.names)
+        return dataclasses.replace(
+            loads,
+            document=np.where(loads.document >= 0, names[loads.document], -1),
+            lengths=np.array(self.documents, dtype=np.float64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan as arrays.
+
+    counts[letter]   [stages, chunks] layers with that recompute choice; the rest is kept
+    kinds, chunks    [stages, ops] the orders: 0 F, 1 B (I where split), 2 W, 3 B where split,
+                     -1 nothing
+    """
+
+    chunking: Chunking
+    counts: Mapping[str, np.ndarray]
+    kinds: np.ndarray
+    chunks: np.ndarray
+    split: bool = False
+    pipelines: int = 1
+    note: str = ""
+
+
+def plan_of(batch: Batch, draft: Draft, cost: Cost) -> Plan:
+    return Plan(
+        documents=batch.documents,
+        layers=cost.layers,
+        chunks=draft.chunking.ir_chunks(batch.names),
+        recompute=_recompute(draft.counts, cost.layers, draft.chunking.count),
+        orders=_orders(draft),
+    )
+
+
+def played_as(batch: Batch, draft: Draft, plan: Plan, cost: Cost, options: Options) -> Played:
+    loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
+    return play(plan, cost.table_of(loads, with_kept(cost, draft.counts, loads.chunks)))
+
+
+def whole_again(kinds: np.ndarray, chunks: np.ndarray, work: Work) -> np.ndarray:
+    """``kinds`` of split orders with a B where the first stage runs W right behind I and B takes
+    no longer.
+
+    Nobody waits for the gradient of the first stage's input, so that delays nothing; and a B holds
+    nothing for its W. On other stages an I hands its gradient on before its W.
+    """
+    follows = (kinds[0, :-1] == B) & (kinds[0, 1:] == W) & (chunks[0, :-1] == chunks[0, 1:])
+    halves = work.input_seconds[0] + work.weight_seconds[0]
+    pays = work.backward_seconds[0] <= halves * (1 + 1e-9)  # alike but for rounding
+    at = np.flatnonzero(follows & pays[chunks[0, :-1]])
+    kinds = kinds.copy()
+    kinds[0, at], kinds[0, at + 1] = WHOLE_AGAIN, NOTHING
+    return kinds
+
+
+def exact_peaks(batch: Batch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
+    """[stages]: bytes, residents included, by the simulator's ledger."""
+    plan = plan_of(batch, draft, cost)
+    return np.array(played_as(batch, draft, plan, cost, options).peak_bytes)
+
+
+def finish(
+    planner: str, batch: Batch, draft: Draft, cost: Cost, options: Options, began: float
+) -> Planned:
+    """The plan of ``draft``, checked and played.
+
+    began   time.perf_counter() when planning began; reported, and nothing else
+    """
+    plan = plan_of(batch, draft, cost)
+    check(plan)
+    played = played_as(batch, draft, plan, cost, options)
+    peaks = tuple(int(peak) for peak in played.peak_bytes)
+    seconds = float(played.seconds)
+    predicted = Prediction(seconds, tuple(peak / GIB for peak in peaks), planner)
+    return Planned(
+        planner=planner,
+        plan=dataclasses.replace(plan, predicted=predicted),
+        seconds=seconds,
+        lower_bound_seconds=lower_bound_seconds(batch.lengths, cost),
+        bubble_ratio=played.bubble_ratio,
+        recompute_ratio=played.recompute_ratio,
+        comm_ratio=played.comm_ratio,
+        peak_bytes=peaks,
+        chunks=draft.chunking.count,
+        pipelines=draft.pipelines,
+        fits=all(p <= b for p, b in zip(peaks, cost.budget_bytes, strict=True)),
+        plan_seconds=time.perf_counter() - began,
+        levers=tuple(sorted(options.levers)),
+        note=draft.note,
+    )
+
+
+def _orders(draft: Draft) -> tuple[tuple[Op, ...], ...]:
+    kinds = _KINDS[draft.split]
+    ops = [[Op(kind, c) for c in range(draft.chunking.count)] for kind in kinds]
+    return tuple(
+        tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True) if kind != NOTHING)
+        for row in zip(draft.kinds.tolist(), draft.chunks.tolist(), strict=True)
+    )
+
+
+def _recompute(
+    counts: Mapping[str, np.ndarray], layers: Sequence[int], chunks: int
+) -> tuple[tuple[str, ...], ...]:
+    """Letters per layer: those of ``counts`` first, in its order; then what is kept; what is
+    offloaded evenly among them."""
+    rows = []
+    for stage, count in enumerate(layers):
+        per_letter = [
+            (letter, grid[stage].tolist())
+            for letter, grid in counts.items()
+            if letter not in (KEEP, OFFLOAD)
+        ]
+        aside = counts[OFFLOAD][stage].tolist() if OFFLOAD in counts else [0] * chunks
+        row = []
+        for chunk, offloaded in enumerate(map(int, aside)):
+            choice = "".join(letter * int(numbers[chunk]) for letter, numbers in per_letter)
+            choice += KEEP * (count - offloaded - len(choice))
+            row.append(offload_among(choice, offloaded) if offloaded else choice)
+        rows.append(tuple(row))
+    return tuple(rows)

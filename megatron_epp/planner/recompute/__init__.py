@@ -1,0 +1,1 @@
+"""How many layers each stage recomputes for each chunk: ILP, local search, offload."""

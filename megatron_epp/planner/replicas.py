@@ -1,0 +1,122 @@
+"""Dealing the documents of a global batch to data-parallel replicas, and planning each."""
+
+import dataclasses
+import heapq
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Step
+from megatron_epp.planner.evaluation import evaluation_plan
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.problem import rates_of
+from megatron_epp.planner.registry import planner_of
+from megatron_epp.planner.result import Planned, PlannedStep
+
+# A dealing is tried again with what the replicas' plans have shown, this often at most, and only
+# where they end further apart than this share of the iteration.
+ROUNDS = 2
+APART = 0.01
+# So many replicas get the whole effort each; more share it.
+WHOLE_EFFORT = 4
+
+
+def deal(
+    lengths: Sequence[int], cost: Cost, replicas: int, overhead: Sequence[float] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The documents of every replica, in the order of the batch: longest time first, each to the
+    replica that is done first. Every replica gets at least one.
+
+    overhead   per replica, seconds that its plan takes beside its documents' own work
+    """
+    documents = len(lengths)
+    if not 1 <= replicas <= documents:
+        raise ValueError(
+            f"{documents} documents for {replicas} replicas: expected at least one for each; "
+            "raise the global batch size or lower the data-parallel degree"
+        )
+    seconds = rates_of(cost).document_seconds(np.asarray(lengths, dtype=np.int64)).tolist()
+    order = sorted(range(documents), key=lambda d: -lengths[d])
+    start = [0.0] * replicas if overhead is None else list(overhead)
+    deals: list[list[int]] = [[] for _ in range(replicas)]
+    # The longest documents go one to each, so that no replica stays empty.
+    for replica, document in enumerate(order[:replicas]):
+        deals[replica].append(document)
+        start[replica] += seconds[document]
+    heap = [(taken, replica) for replica, taken in enumerate(start)]
+    heapq.heapify(heap)
+    for document in order[replicas:]:
+        taken, replica = heap[0]
+        deals[replica].append(document)
+        heapq.heapreplace(heap, (taken + seconds[document], replica))
+    return tuple(tuple(sorted(held)) for held in deals)
+
+
+def plan_step(
+    lengths: Sequence[int], cost: Cost, options: Options, planner: str = "epp", replicas: int = 1
+) -> PlannedStep:
+    """Documents dealt to ``replicas``, and every replica's plan by the planner of that name.
+
+    Where replicas end apart, documents are dealt once more, now knowing what each replica's plan
+    takes beside the work itself; the dealing whose slowest replica is fastest is kept.
+    """
+    began = time.perf_counter()
+    plan = planner_of(planner)
+    rates = rates_of(cost)
+    lengths = tuple(lengths)
+    if replicas > WHOLE_EFFORT and options.effort > 1:
+        effort = max(1, options.effort * WHOLE_EFFORT // replicas)
+        options = dataclasses.replace(options, effort=effort)
+    best: tuple[tuple[tuple[int, ...], ...], tuple[Planned, ...]] | None = None
+    overhead: list[float] | None = None
+    for _ in range(ROUNDS if replicas > 1 and options.effort > 0 else 1):
+        deals = deal(lengths, cost, replicas, overhead)
+        if best is not None and deals == best[0]:
+            break
+        planned = tuple(
+            plan([lengths[document] for document in held], cost, options) for held in deals
+        )
+        if best is None or _slowest(planned) < _slowest(best[1]):
+            best = deals, planned
+        ends = [found.seconds for found in planned]
+        if max(ends) - min(ends) <= APART * max(ends):
+            break
+        overhead = [
+            found.seconds
+            - float(rates.document_seconds(np.array([lengths[d] for d in held])).sum())
+            for held, found in zip(deals, planned, strict=True)
+        ]
+    assert best is not None
+    deals, planned = best
+    named = tuple(
+        dataclasses.replace(
+            found, plan=dataclasses.replace(found.plan, replica=replica, replicas=replicas)
+        )
+        for replica, found in enumerate(planned)
+    )
+    step = Step(deals, tuple(found.plan for found in named))
+    return PlannedStep(step, named, time.perf_counter() - began)
+
+
+def evaluation_step(
+    lengths: Sequence[int], cost: Cost, options: Options, replicas: int, most: int | None = None
+) -> Step:
+    """A step of forwards alone: documents dealt, every replica's evaluation plan.
+
+    ``most``: tokens of a chunk, None where memory alone decides.
+    """
+    deals = deal(lengths, cost, replicas)
+    plans = (evaluation_plan([lengths[d] for d in held], cost, options, most) for held in deals)
+    return Step(
+        deals,
+        tuple(
+            dataclasses.replace(plan, replica=replica, replicas=replicas)
+            for replica, plan in enumerate(plans)
+        ),
+    )
+
+
+def _slowest(planned: Sequence[Planned]) -> tuple[bool, float]:
+    return not all(found.fits for found in planned), max(found.seconds for found in planned)
