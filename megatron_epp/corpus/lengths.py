@@ -260,7 +260,7 @@ def named_lengths(name: str) -> tuple[str, np.ndarray]:
 
 
 def _distributions() -> dict:
-    file = resources.files("megatron_epp.planner").joinpath("distributions.json")
+    file = resources.files("megatron_epp.corpus").joinpath("distributions.json")
     return json.loads(file.read_text())
 
 

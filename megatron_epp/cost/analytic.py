@@ -40,7 +40,7 @@ def profile(
     link_seconds  whether messages between stages cost time. Default: not for the published
                   constants, since InfiniPipe takes them as negligible
     logits_held   whether logits live from F to B; else only while F runs, and the output layer's
-                  backward with it (layers.early)
+                  backward with it (layers.early_loss)
     """
     published = PUBLISHED.get(model.name) if device.name.startswith("a100") else None
     if published is not None:

@@ -30,7 +30,7 @@ import time
 began = time.perf_counter()
 from megatron_epp.cost.cost import named_cost
 from megatron_epp.planner import ALL, Options, plan_step
-from megatron_epp.planner.batches import open_corpus
+from megatron_epp.corpus.lengths import open_corpus
 imported = time.perf_counter()
 lengths = open_corpus("wlb", 98304).batch(20, 512)
 cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)

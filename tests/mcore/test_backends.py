@@ -177,20 +177,20 @@ def test_every_row_has_its_own_position() -> None:
 OTHER_ATTENTION = """
 from contextlib import nullcontext
 
-from megatron_epp.layers.plain_kernel import PlainKernel
-from megatron_epp.layers.varlen import VarlenAttention
-from megatron_epp.mcore import elastic
-from megatron_epp.mcore.backends import Heads
+from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.varlen import VarlenAttention
+from megatron_epp.mcore import setup
+from megatron_epp.mcore.model.attention import Heads
 
 def attention_for(wanted, config, device):
     return VarlenAttention(PlainKernel(Heads.of(config).scale))
 
 
-elastic.attention_for = attention_for
+setup.attention_for = attention_for
 
 
 def around(number):
-    assert elastic.attention_for is attention_for
+    assert setup.attention_for is attention_for
     return nullcontext()
 """
 

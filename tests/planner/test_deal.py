@@ -6,7 +6,7 @@ import pytest
 
 from megatron_epp.cost.cost import named_cost
 from megatron_epp.ir import Step
-from megatron_epp.planner import ALL, Options, choose, plan_step, replicas
+from megatron_epp.planner import ALL, Options, choose, deal, plan_step
 from megatron_epp.planner.degrees import splits
 from tests.planner.cases import machine
 
@@ -42,9 +42,9 @@ def test_replicas_end_together() -> None:
 
 
 def test_as_many_replicas_as_documents() -> None:
-    assert sorted(replicas([5, 1, 1], machine(), 3)) == [(0,), (1,), (2,)]
+    assert sorted(deal([5, 1, 1], machine(), 3)) == [(0,), (1,), (2,)]
     with pytest.raises(ValueError, match="2 documents for 3 replicas: expected at least one"):
-        replicas([5, 1], machine(), 3)
+        deal([5, 1], machine(), 3)
 
 
 def test_dealing_does_not_depend_on_the_order() -> None:
@@ -54,7 +54,7 @@ def test_dealing_does_not_depend_on_the_order() -> None:
     cost = machine()
 
     def dealt(batch: list[int]) -> list[list[int]]:
-        return [sorted(batch[d] for d in held) for held in replicas(batch, cost, 4)]
+        return [sorted(batch[d] for d in held) for held in deal(batch, cost, 4)]
 
     assert dealt(lengths) == dealt(shuffled)
 

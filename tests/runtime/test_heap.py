@@ -68,7 +68,7 @@ def test_holes_go_back_to_the_host() -> None:
     """Blocks below glibc's threshold for mappings of their own, every other one freed."""
     program = """
 import ctypes
-from megatron_epp.runtime.heap import HostHeap, _resident_bytes
+from megatron_epp.runtime.malloc_trim import HostHeap, _resident_bytes
 
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "malloc_trim"):

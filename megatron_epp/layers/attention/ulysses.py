@@ -103,7 +103,7 @@ def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 
 
 class Again(Protocol):
-    """A promise (layers.remake) of the attention's output over some heads."""
+    """A promise (layers.recompute.outputs) of the attention's output over some heads."""
 
     def value(self) -> Tensor: ...
 

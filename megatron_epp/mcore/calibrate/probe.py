@@ -309,7 +309,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """As mcore.feed.ChunkBatch."""
+    """As mcore.data.chunk_batches.ChunkBatch."""
 
     tokens: Tensor | None
     positions: Tensor

@@ -20,7 +20,7 @@ class ChunkBatch:
 
     tokens      int64, first stage      labels      int64, last stage
     positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
-    known_gradient   of every token's loss, where backward of the head runs early (mcore.head)
+    known_gradient   of every token's loss, where backward of the head runs early (model.early_head)
     """
 
     tokens: Tensor | None

@@ -1,4 +1,4 @@
-"""Megatron's output layer and loss with their backward in the forward (layers.early)."""
+"""Megatron's output layer and loss with their backward in the forward (layers.early_loss)."""
 
 from typing import Any
 
