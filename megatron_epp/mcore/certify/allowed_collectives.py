@@ -112,7 +112,7 @@ SCHEDULE = (
     Listed(
         "tensor parallelism",
         "TENSOR_MODEL_PARALLEL_GROUP",
-        r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.deferred)\..*",
+        r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.wgrad)\..*",
         "inside layers, embedding and loss; once per layer run, recomputed ones again",
     ),
 )
