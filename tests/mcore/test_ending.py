@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 REFUSE = """
 import os, sys, time
 import torch
-from megatron_epp.mcore import ending
+from megatron_epp.mcore import job_exit
 rank = int(os.environ["RANK"])
 if {group}:
     torch.distributed.init_process_group("gloo")
 time.sleep(0.3 * {late}[rank])
 if rank in {refused}:
-    ending.refuse(ValueError("rank %d was given a bad plan" % rank))
+    job_exit.refuse(ValueError("rank %d was given a bad plan" % rank))
 time.sleep(60)
 """
 

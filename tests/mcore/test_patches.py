@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 PATCHES = sorted((ROOT / "patches").glob("*.patch"))
 # Megatron's packages in the order of this test: the patched one before the installed one.
 LOOK = """
-from megatron_epp.mcore import host, seams
-assert host.install_cpu_host()
+from megatron_epp.mcore.patching import cpu_host, seams
+assert cpu_host.install_cpu_host()
 import megatron.core
 assert megatron.core.__file__.startswith({patched!r}), megatron.core.__file__
 seams.check_seams()
