@@ -19,7 +19,7 @@ COMMANDS = {
     "certify": "gradients of random plans against the plain model",
 }
 # They import torch and Megatron, and read their own options.
-DOING = {"profile": "calibrate.profile_file", "certify": "certify.command"}
+DOING = {"profile": "calibrate.command", "certify": "certify.command"}
 
 
 AUTO = 0  # in the place of a degree that the planner is to choose
