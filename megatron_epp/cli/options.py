@@ -180,7 +180,8 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 def _batch(command: argparse.ArgumentParser) -> None:
     # Here, because the planners load a compiler and a solver, which half of the commands never use.
-    from megatron_epp.corpus.lengths import DEFAULT_SEED, OVERLONG, distribution_names
+    from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
+    from megatron_epp.corpus.overlong import OVERLONG
 
     group = command.add_argument_group("documents")
     group.add_argument(

@@ -10,6 +10,7 @@ from megatron_epp.cli.files import write
 from megatron_epp.cli.layout import layout_cost
 from megatron_epp.cli.options import Refused
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
+from megatron_epp.corpus.overlong import Counts
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts = made.facts()
         facts["tokens"] = sum(lengths)
         facts["documents"] = len(lengths)
-        facts["read"] = dataclasses.asdict(batches.corpus.counts)
+        facts["read"] = _read(batches.corpus.counts)
         facts["plan"] = text
         print(json.dumps(facts))
         return 0
@@ -50,6 +51,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         print(f"wrote {arguments.output}", file=report)
     return 0
+
+
+def _read(counts: Counts) -> dict[str, int]:
+    """The field ``read`` that ``plan --json`` promises."""
+    return {
+        "read": counts.sequences,
+        "skipped": counts.skipped,
+        "truncated": counts.truncated,
+        "dropped": counts.dropped,
+        "split": counts.split,
+        "lost_tokens": counts.lost_tokens,
+    }
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
