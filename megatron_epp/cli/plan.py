@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 
+from megatron_epp.cli import made_for
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write
 from megatron_epp.cli.layout import layout_cost
@@ -33,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise Refused(
                 f"-o: planner {planner} makes no pipeline plan, so there is none to write"
             )
-        write(arguments.output, text)
+        write(arguments.output, made_for.comment(arguments, cost) + text)
     if arguments.json:
         facts = made.facts()
         facts["tokens"] = sum(lengths)
@@ -98,7 +99,8 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"iteration   {seconds_text(made.seconds)}; lower bound "
         f"{seconds_text(made.lower_bound_seconds)}, gap {share_text(made.gap)}",
         f"of the time bubbles {share_text(found.bubble_ratio)}, recompute "
-        f"{share_text(found.recompute_ratio)}, communication {share_text(found.comm_ratio)}",
+        f"{share_text(found.recompute_ratio)}, communication within ops "
+        f"{share_text(found.comm_ratio)}",
         *([f"offloaded   {share_text(offloaded)} of what layers save"] if offloaded else []),
         f"chunks      {found.chunks}"
         + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
@@ -114,7 +116,7 @@ def _evaluation(
     text = _text(step)
     assert text is not None
     if arguments.output is not None:
-        write(arguments.output, text)
+        write(arguments.output, made_for.comment(arguments, cost) + text)
         print(f"wrote {arguments.output}")
     else:
         sys.stdout.write(text)

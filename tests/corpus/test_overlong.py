@@ -34,12 +34,8 @@ def test_policies_on_one_corpus() -> None:
     assert {split.sequences.dtype, split.starts.dtype, split.inputs.dtype} == {np.dtype("int32")}
 
 
-@given(
-    st.lists(st.integers(-1, 30), max_size=20), st.integers(1, 12), st.sampled_from(OVERLONG)
-)
-def test_tokens_are_kept_or_counted_as_lost(
-    inputs: list[int], context: int, overlong: str
-) -> None:
+@given(st.lists(st.integers(-1, 30), max_size=20), st.integers(1, 12), st.sampled_from(OVERLONG))
+def test_tokens_are_kept_or_counted_as_lost(inputs: list[int], context: int, overlong: str) -> None:
     index = apply_context(np.array(inputs, np.int32), context, overlong)
     usable = [length for length in inputs if length >= 1]
     assert index.counts.tokens + index.counts.lost_tokens == sum(usable)

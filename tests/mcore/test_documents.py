@@ -294,9 +294,7 @@ def test_planning_from_the_index_draws_what_training_draws(tmp_path: Path, overl
         assert planned.batch(number, 16, seed=7) == tuple(next(batches).lengths)
 
 
-def test_a_start_indexes_each_split_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_indexes_each_split_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at the start and the data sets are given one index, not two alike."""
     from megatron_epp.mcore.data import documents as module
 
