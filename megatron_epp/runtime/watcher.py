@@ -44,32 +44,35 @@ class Watcher:
         self.patience_seconds = patience_seconds
         self.last_seconds = timeout.total_seconds() + grace_seconds
         self.tell, self.end = tell or _to_stderr, end
+        self.ended = False
+        self._since, self._after = -1.0, 0.0
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="megatron_epp-watcher", daemon=True).start()
 
     def _watch(self) -> None:
-        since, after = -1.0, 0.0
-        while True:
-            what = self.waiting.what
-            if since != self.waiting.since:  # something moved
-                since = self.waiting.since
-                after = self.patience_seconds
-                if isinstance(what, Elsewhere):
-                    after *= ELSEWHERE_PATIENCE
-            quiet = time.monotonic() - since
-            if quiet >= self.last_seconds and self._waits_for_others():
-                self.tell(f"{self.line()}; given up after {self.last_seconds:.0f} s")
-                self.end(LOST_STATUS)
-                return
-            if quiet >= after:
-                self.tell(self.line())
-                after *= 2
-            next_look = after - quiet
-            if quiet < self.last_seconds:
-                next_look = min(next_look, self.last_seconds - quiet)
-            # The next thing noted may be stuck from its beginning.
-            time.sleep(min(self.patience_seconds, max(next_look, 0.01)))
+        while not self.ended:
+            time.sleep(self.look())
+
+    def look(self) -> float:
+        """Speak if it is time to; the seconds after which to look again."""
+        if self._since != self.waiting.since:  # something moved
+            self._since, self._after = self.waiting.since, self.patience_seconds
+            if isinstance(self.waiting.what, Elsewhere):
+                self._after *= ELSEWHERE_PATIENCE
+        quiet = time.monotonic() - self._since
+        if quiet >= self.last_seconds and self._waits_for_others():
+            self.ended = True
+            self.tell(f"{self.line()}; given up")
+            self.end(LOST_STATUS)
+        elif quiet >= self._after:
+            self.tell(self.line())
+            while self._after <= quiet:
+                self._after *= 2
+        next_look = self._after - quiet
+        if quiet < self.last_seconds:
+            next_look = min(next_look, self.last_seconds - quiet)
+        return min(self.patience_seconds, next_look)  # what comes next may be stuck at once
 
     def _waits_for_others(self) -> bool:
         what = self.waiting.what

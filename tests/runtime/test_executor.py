@@ -87,10 +87,17 @@ class Linear:
         self.inputs.clear()
 
 
-def execute(plan: Plan, stage: int, groups: dict, compute: Any, iteration: int = 1):
-    """(records, links, compute) of one iteration."""
+def execute(
+    plan: Plan,
+    stage: int,
+    groups: dict,
+    compute: Any,
+    iteration: int = 1,
+    waiting: Waiting | None = None,
+):
+    """(records, links) of one iteration."""
     program = lower(plan)[stage]
-    waiting = Waiting(stage)
+    waiting = waiting or Waiting(stage)
     waiting.iteration = iteration
     clock = HostClock()
     clock.start()
