@@ -72,6 +72,9 @@ class Elsewhere(str):
     __slots__ = ()
 
 
+BEFORE = Elsewhere("the first iteration")
+
+
 @dataclass
 class Waiting:
     """What this rank is doing right now; read when a link is lost, when nothing moves, or when the
@@ -83,7 +86,7 @@ class Waiting:
 
     stage: int
     iteration: int = 0
-    what: Op | Transfer | str = Elsewhere("the first iteration")
+    what: Op | Transfer | str = BEFORE
     since: float = field(default_factory=time.monotonic)
     links: Links | None = None
 
@@ -159,11 +162,9 @@ class Executor:
                     self._post(op.message)
                     continue
                 self.waiting.enter(op)
-                if isinstance(op, Op):
-                    # Safe at any place: the program's order says that all that was issued so far
-                    # needs nothing that was not (ir.lower).
-                    if len(ends) == LEAD_OPS:
-                        self.clock.wait(ends[0])
+                if isinstance(op, Op) and len(ends) == LEAD_OPS:
+                    # Safe at any place: what was issued so far needs nothing that was not (lower).
+                    self.clock.wait(ends[0])
                 start = self.clock.mark()
                 with record_function(str(op)):
                     reason = self._run(op)
@@ -221,7 +222,7 @@ class Executor:
         self._inbox.clear()
         self._outbox.clear()
         gc.collect()  # what was recomputed hangs in cycles until its backward
-        # May wait for the device, receives that are posted included: as in ``run``, that is safe.
+        # May wait for the device, posted receives included: as in ``run``, it will not in vain.
         free_cached_memory()
         for kind in COMPUTE:
             self._do[kind] = self._pretend
