@@ -159,7 +159,7 @@ class Executor:
         with self.meter.watch(self.store):
             for op in self.program:
                 if isinstance(op, Post):
-                    self._post(op.message)
+                    self._post(op)
                     continue
                 self.waiting.enter(op)
                 if isinstance(op, Op) and len(ends) == LEAD_OPS:
@@ -191,15 +191,19 @@ class Executor:
         except (MemoryError, RuntimeError) as error:
             if isinstance(op, Transfer) or not out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if self.peers is not None and not self.peers.all_failed(str(op)):
-                raise OutOfMemory(
-                    f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
-                    "layers; the others wait for it in there, so the iteration cannot be repeated: "
-                    "lower --epp-memory-budget-gib"
-                ) from None
-            return reason
+            return self._no_memory(str(op), error)
         return None if isinstance(op, Transfer) or self.failure is not None else self._over()
+
+    def _no_memory(self, where: str, error: MemoryError | RuntimeError) -> str:
+        """Why; an :class:`OutOfMemory` where this rank alone cannot go on."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if self.peers is not None and not self.peers.all_failed(where):
+            raise OutOfMemory(
+                f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
+                "layers; the others wait for it in there, so the iteration cannot be repeated: "
+                "lower --epp-memory-budget-gib"
+            ) from None
+        return reason
 
     def _over(self) -> str | None:
         """Why the op that is done should not have been: this rank's limit, or a peer's."""
@@ -252,12 +256,28 @@ class Executor:
     def _weight_backward(self, op: Op):
         self.compute.weight_backward(op.chunk)
 
-    def _post(self, message: Message):
+    def _post(self, op: Post):
         try:
-            self.links.post(message)
-        except RuntimeError as error:
-            self.waiting.enter(Transfer(Kind.RECEIVE, message))
-            raise self._lost(message, error) from error
+            try:
+                self.links.post(op.message)
+                return
+            except (MemoryError, RuntimeError) as error:
+                if self.failure is not None or not out_of_memory(error):
+                    raise
+                reason = self._no_memory(str(op), error)
+            # Outside of the handler: the error holds on to what it names.
+            self._give_up(self._next_op(op), reason)
+            self.links.post(op.message)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, OutOfMemory):
+                raise
+            self.waiting.enter(Transfer(Kind.RECEIVE, op.message))
+            raise self._lost(op.message, error) from error
+
+    def _next_op(self, post: Post) -> Op:
+        """The op that the failure of ``post`` is put down to: the one that would have followed."""
+        rest = self.program[self.program.index(post) :]
+        return next(op for op in rest if isinstance(op, Op))
 
     def _send(self, op: Transfer):
         message = op.message
@@ -287,7 +307,7 @@ class Executor:
         except RuntimeError as error:
             raise self._lost(message, error) from error
 
-    def _lost(self, message: Message | None, error: RuntimeError) -> LinkLost:
+    def _lost(self, message: Message | None, error: RuntimeError | MemoryError) -> LinkLost:
         reason = str(error).splitlines()[0]
         logger.error("%s; the link is lost: %s", self.waiting, reason)
         return LinkLost(f"{self.waiting}; the link is lost: {reason}")
