@@ -24,11 +24,11 @@ from megatron_epp.cost.devices import GIB
 logger = logging.getLogger(__name__)
 
 # A reply that takes longer counts as a planner that hangs: so many iterations' time, as a plan that
-# takes longer is worth less than the iterations it would hold up, but never less than a process
-# needs to start on a busy host. Before the first iteration nobody knows, and code is compiled.
+# takes longer is worth less than the iterations it would hold up. Never less than a process needs
+# to start on a busy host, nor more than what the other ranks, who wait in a collective meanwhile,
+# have patience for (--distributed-timeout-minutes, 10). Before the first iteration nobody knows.
 PATIENCE_ITERATIONS = 20
-LEAST_PATIENCE_SECONDS = 60.0
-PATIENCE_AT_START_SECONDS = 300.0
+LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 60.0, 300.0
 # After this long without a plan the log says what training waits for.
 SILENCE_SECONDS = 30.0
 # Trainers come first where cores are few.
@@ -124,8 +124,9 @@ class PlannerProcess:
     def patience_seconds(self) -> float:
         """How long a reply may take."""
         if self.iteration_seconds is None:
-            return PATIENCE_AT_START_SECONDS
-        return max(LEAST_PATIENCE_SECONDS, PATIENCE_ITERATIONS * self.iteration_seconds)
+            return MOST_PATIENCE_SECONDS
+        patience = PATIENCE_ITERATIONS * self.iteration_seconds
+        return min(max(LEAST_PATIENCE_SECONDS, patience), MOST_PATIENCE_SECONDS)
 
     def _line(self, name: str, began: float) -> bytes:
         """The next line of the process; ``name`` is waited for since ``began``."""

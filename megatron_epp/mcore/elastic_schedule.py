@@ -20,6 +20,7 @@ from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
 from megatron_epp.mcore.stage_runner import StageRun, StageRunner
+from megatron_epp.runtime.executor import Elsewhere
 
 
 class ElasticSchedule:
@@ -88,7 +89,7 @@ class ElasticSchedule:
             step = self.steps.step(iteration, batch.lengths.tolist(), following, forward_only)
             ran = self.runner.run(step, batch, source.documents, model, config, forward_step_func)
             between = "gradients, optimizer and what else Megatron does between iterations"
-            self.runner.waiting.enter(between)
+            self.runner.waiting.enter(Elsewhere(between))
             if not forward_only and config.finalize_model_grads_func is not None:
                 tokens = torch.zeros([], dtype=torch.int, device=self.runner.device) + ran.tokens
                 config.finalize_model_grads_func(

@@ -43,6 +43,7 @@ from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
+from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +227,7 @@ class Job:
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
             speak_when_terminated(waiting, dist.get_rank())
+        Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
         return models
 
     def _draw(

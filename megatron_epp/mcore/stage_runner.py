@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import Plan, Step, Timed, lower, slices_of
+from megatron_epp.ir import Plan, Step, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore.data.chunk_batches import Feed
 from megatron_epp.mcore.data.global_batches import Batch, Documents
@@ -78,16 +78,16 @@ class StageRunner:
             is_last = stage == self.groups.stages - 1
             refuse_split(model, early_modules(model, self.early_head and is_last))
         slices = slices_of(plan)
-        program = lower(plan)[stage]
+        program = lower_stage(plan, stage)
         store = store_for(plan, slices, self.keeps_last)
         feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
         self.clock.start()
         links = Links(
-            program,
             self.groups.payload,
             lambda chunk: (self.share.message(feed.rows(chunk)), 1, config.hidden_size),
             config.pipeline_dtype or config.params_dtype,
             self.device,
+            self.groups.pipeline_ranks,
         )
         with self.make_stage(
             model, config, forward_step, feed, plan, store, self.early_head

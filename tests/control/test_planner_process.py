@@ -45,7 +45,9 @@ def test_a_planner_is_started_anew_and_leaves_nothing_behind(planner, tmp_path) 
 
 
 def test_a_planner_that_hangs_is_told_of_and_left_behind(planner, monkeypatch, caplog) -> None:
-    assert planner.patience_seconds == planner_process.PATIENCE_AT_START_SECONDS
+    assert planner.patience_seconds == planner_process.MOST_PATIENCE_SECONDS
+    planner.iteration_seconds = 100.0
+    assert planner.patience_seconds == planner_process.MOST_PATIENCE_SECONDS
     planner.iteration_seconds = 12.0
     assert planner.patience_seconds == 12.0 * planner_process.PATIENCE_ITERATIONS
     planner.iteration_seconds = 0.01

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower, slices_of
+from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore import megatron_gpt, refusals
 from megatron_epp.mcore.config import Config
@@ -144,6 +144,9 @@ class MadeUpLinks:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.sent = self.received = 0
 
+    def post(self, message: Message):
+        """Nothing will come."""
+
     def receive(self, message: Message) -> Tensor:
         self.received += 1
         return torch.randn(self.shape(message.chunk), dtype=self.dtype, device=self.device)
@@ -156,6 +159,9 @@ class MadeUpLinks:
         return torch.zeros(self.shape(message.chunk), dtype=self.dtype, device=self.device)
 
     def oldest_sending(self) -> None:
+        """Nothing is under way."""
+
+    def oldest_arriving(self) -> None:
         """Nothing is under way."""
 
     def finish(self):
@@ -203,7 +209,7 @@ def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, 
     early = early_head(alone.args)
     with ModelStage(model, config, forward_step, feed, plan, store, early) as compute:
         executor = Executor(
-            lower(plan)[stage], compute, links, store, clock, meter, Waiting(stage)
+            lower_stage(plan, stage), compute, links, store, clock, meter, Waiting(stage)
         )  # fmt: skip
         records = executor.run()
     if executor.failure is not None:

@@ -63,7 +63,7 @@ SCHEDULE = (
     ),
     Listed(
         "memory limit",
-        "epp_stage",
+        "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
         _from("megatron_epp.runtime.stage_peers.Peers.any"),
         "after every op, with --epp-memory-limit-gib only: no rank of a stage gives up alone",
     ),
@@ -112,7 +112,7 @@ SCHEDULE = (
     Listed(
         "tensor parallelism",
         "TENSOR_MODEL_PARALLEL_GROUP",
-        r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.deferred)\..*",
+        r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.wgrad)\..*",
         "inside layers, embedding and loss; once per layer run, recomputed ones again",
     ),
 )
