@@ -109,17 +109,14 @@ def takeovers(source: str) -> list[str]:
     found = []
     for node in ast.walk(tree):
         match node:
-            case ast.Assign(targets=targets):
-                places = targets
-            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
-                places = [target]
-            case ast.Call(func=ast.Name(id="setattr"), args=[target, ast.Constant(), *_]):
-                places = [ast.Attribute(value=target)]
+            case ast.Attribute(ctx=ast.Store() | ast.Del(), value=taken):
+                pass
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[taken, *_]):
+                pass
             case _:
                 continue
-        for place in places:
-            if isinstance(place, ast.Attribute) and owner(place) in imported:
-                found.append(f"line {node.lineno}: {ast.unparse(node).splitlines()[0]}")
+        if owner(taken) in imported:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
 
 
@@ -139,6 +136,7 @@ def test_nobody_takes_over_a_module() -> None:
         "import megatron_epp.mcore.setup\nmegatron_epp.mcore.setup.limit_bytes = print",
         "from tests.mcore import runs\nruns.VOCABULARY += 1",
         "from megatron_epp.mcore import setup\nsetattr(setup, 'obtain', print)",
+        "from megatron_epp.corpus import idx_file\nidx_file.BLOCK, before = 1, idx_file.BLOCK",
         "import cpu_pipeline\ncpu_pipeline.told = print",
     ],
 )
