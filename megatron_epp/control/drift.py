@@ -32,7 +32,7 @@ class Drift:
         """What to tell about the iteration, if anything."""
         return [*self._drifts(predicted_seconds, report), *self._lags(report)]
 
-    def forget(self):
+    def forget(self) -> None:
         """The cost model has changed: errors so far say nothing of it."""
         self._errors.clear()
         self.alarmed = False
