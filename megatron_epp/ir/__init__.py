@@ -20,10 +20,11 @@ Standard library only. Everything else in the project speaks in these words:
     bubble     time in which a stage runs no op
 """
 
-from megatron_epp.ir.check import backward_of, check, rules_of, walk
+from megatron_epp.ir.check import backward_of, check, walk
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.lower import Program, lower, lower_stage
+from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Post, Transfer
 from megatron_epp.ir.plan import Plan, Prediction
 from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE, recompute_first
@@ -36,6 +37,7 @@ from megatron_epp.ir.rules import (
     Need,
     Relation,
     Rule,
+    Rules,
     Slice,
 )
 from megatron_epp.ir.slices import Slices, slices_of
@@ -61,6 +63,7 @@ __all__ = [
     "Kind",
     "Message",
     "Need",
+    "NeedsOf",
     "Op",
     "Payload",
     "Plan",
@@ -70,6 +73,7 @@ __all__ = [
     "Program",
     "Relation",
     "Rule",
+    "Rules",
     "Slice",
     "Slices",
     "Span",
@@ -82,6 +86,7 @@ __all__ = [
     "format_records",
     "lower",
     "lower_stage",
+    "needs_of",
     "parse_records",
     "recompute_first",
     "rules_of",

@@ -4,30 +4,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from megatron_epp.ir.errors import Deadlock, PlanError
+from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Op
 from megatron_epp.ir.plan import Plan
-from megatron_epp.ir.rules import EVALUATION, TRAINING, Need, Rule
+from megatron_epp.ir.rules import Need, Rules
 from megatron_epp.ir.slices import Slices, slices_of
 
+__all__ = ["backward_of", "check", "rules_of", "walk"]
+
 _SHOWN_OPS = 60
+Done = Sequence[Mapping[Kind, bytearray]]  # by stage, kind and chunk
+Lacking = tuple[Need, int, tuple[Op, ...]]
 
 
-def rules_of(plan: Plan) -> Mapping[Kind, Rule]:
-    """The rule table that governs ``plan``: training, or evaluation for a plan of forwards only."""
-    return EVALUATION if plan.forward_only else TRAINING
-
-
-def check(plan: Plan) -> None:
+def check(plan: Plan, rules: Rules | None = None) -> None:
     """Raise a :class:`PlanError` unless every stage can run its ops to the end.
 
     Every input is computed once (:func:`slices_of`); every stage runs every chunk's F once, and
     its B, or its I and its W, once, unless the plan is for evaluation; everything an op needs
     comes before it. One line says what and where; the drawn orders follow it.
+
+    rules   default: those that govern ``plan``
     """
     slices = slices_of(plan)
     for stage, order in enumerate(plan.orders):
         _check_once(plan, stage, order)
-    for _ in walk(plan, slices):
+    for _ in walk(plan, slices, rules):
         pass
 
 
@@ -50,42 +52,16 @@ def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
             )
 
 
-class _Needs:
-    """What every op needs, and what has been done: flags, as hashing an Op for each costs more."""
-
-    def __init__(self, plan: Plan, slices: Slices):
-        chunks = len(plan.chunks)
-        self.stages = plan.stages
-        self.rows: dict[Kind, list[tuple[Need, Sequence[int]]]] = {
-            kind: [
-                (need, [slices.related(chunk, need.chunk) for chunk in range(chunks)])
-                for need in rule.needs
-            ]
-            for kind, rule in rules_of(plan).items()
-        }
-        self.done = [{kind: bytearray(chunks) for kind in COMPUTE} for _ in plan.layers]
-
-    def lacking(self, stage: int, op: Op) -> tuple[Need, int, int] | None:
-        """The first unmet need of ``op`` with its stage and chunk, or None."""
-        for need, related in self.rows[op.kind]:
-            where, chunk = stage + need.stage, related[op.chunk]
-            if chunk < 0 or not 0 <= where < self.stages:
-                continue
-            done = self.done[where]
-            for kind in need.kinds:
-                if done[kind][chunk]:
-                    break
-            else:
-                return need, where, chunk
-        return None
-
-
-def walk(plan: Plan, slices: Slices) -> Iterator[tuple[int, Op]]:
+def walk(
+    plan: Plan, slices: Slices | None = None, rules: Rules | None = None
+) -> Iterator[tuple[int, Op]]:
     """The ops of all stages in an order that meets every need; O(ops).
 
     Raises where none exists: ``stage 0 at B0: lacks B1 of stage 0``.
     """
-    needs = _Needs(plan, slices)
+    needs = needs_of(plan, rules, slices)
+    # Flags, as hashing an op for each costs more.
+    done = [{kind: bytearray(len(plan.chunks)) for kind in COMPUTE} for _ in plan.layers]
     at = [0] * plan.stages
     pending = sum(map(len, plan.orders))
     while pending:
@@ -93,27 +69,45 @@ def walk(plan: Plan, slices: Slices) -> Iterator[tuple[int, Op]]:
         for stage, order in enumerate(plan.orders):
             while at[stage] < len(order):
                 op = order[at[stage]]
-                if needs.lacking(stage, op) is not None:
+                if _lacking(needs, done, stage, op) is not None:
                     break
-                needs.done[stage][op.kind][op.chunk] = 1
+                done[stage][op.kind][op.chunk] = 1
                 at[stage] += 1
                 pending -= 1
                 yield stage, op
         if pending == before:
-            _stuck(plan, needs, at)
+            _stuck(plan, at, [_lacking_at(plan, needs, done, at, s) for s in range(plan.stages)])
 
 
-def _stuck(plan: Plan, needs: _Needs, at: list[int]) -> NoReturn:
+def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
+    """The first unmet need of ``op`` with its stage and the ops that would meet it, or None."""
+    for need, where, ops in needs(stage, op):
+        there = done[where]
+        for other in ops:
+            if there[other.kind][other.chunk]:
+                break
+        else:
+            return need, where, ops
+    return None
+
+
+def _lacking_at(
+    plan: Plan, needs: NeedsOf, done: Done, at: list[int], stage: int
+) -> Lacking | None:
+    """What the op lacks that ``stage`` stands at; None where the stage is through."""
+    if at[stage] == len(plan.orders[stage]):
+        return None
+    return _lacking(needs, done, stage, plan.orders[stage][at[stage]])
+
+
+def _stuck(plan: Plan, at: list[int], lacking: list[Lacking | None]) -> NoReturn:
     waits = []
-    for stage, order in enumerate(plan.orders):
-        if at[stage] == len(order):
+    for stage, lack in enumerate(lacking):
+        if lack is None:
             continue
-        op = order[at[stage]]
-        lacking = needs.lacking(stage, op)
-        assert lacking is not None  # or the stage would have gone on
-        need, where, chunk = lacking
-        planned = [k for k in need.kinds if Op(k, chunk) in plan.orders[where]] or need.kinds
-        line = f"stage {stage} at {op}: lacks {planned[0].value}{chunk} of stage {where}"
+        need, where, ops = lack
+        planned = next((op for op in ops if op in plan.orders[where]), ops[0])
+        line = f"stage {stage} at {plan.orders[stage][at[stage]]}: lacks {planned} of stage {where}"
         if where == stage:  # no other stage can mend that: a wrong order, not a deadlock
             raise PlanError(f"{line} ({need.why})\n{_drawn(plan, at)}")
         waits.append(f"{line} ({need.why})")

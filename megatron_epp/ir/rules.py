@@ -86,6 +86,8 @@ class Rule:
     frees: tuple[Effect, ...]
 
 
+Rules = Mapping[Kind, Rule]  # a rule table
+
 _WORKSPACE = Effect(Item.WORKSPACE)
 _FORWARD_NEEDS = (
     Need((Kind.FORWARD,), -1, Relation.SAME, "its input"),
@@ -104,7 +106,7 @@ _BACKWARD_FREES = (
     _WORKSPACE,
 )
 
-TRAINING: Mapping[Kind, Rule] = {
+TRAINING: Rules = {
     Kind.FORWARD: Rule(
         _FORWARD_NEEDS,
         makes=(Effect(Item.ACTIVATIONS), Effect(Item.KV, Slice.FIRST), _WORKSPACE),
@@ -121,7 +123,7 @@ TRAINING: Mapping[Kind, Rule] = {
     ),
 }
 
-EVALUATION: Mapping[Kind, Rule] = {
+EVALUATION: Rules = {
     Kind.FORWARD: Rule(
         _FORWARD_NEEDS,
         makes=(Effect(Item.KV, Slice.FIRST), _WORKSPACE),

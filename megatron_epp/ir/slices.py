@@ -32,6 +32,11 @@ class Slices:
             case Relation.LATER:
                 return self.later[chunk]
 
+    def all_related(self, chunk: int, relation: Relation) -> tuple[int, ...]:
+        """Every chunk that stands in ``relation`` to ``chunk``."""
+        related = self.related(chunk, relation)
+        return (related,) if related >= 0 else ()
+
     def holds(self, chunk: int, place: Slice) -> bool:
         """Whether a row for ``place`` speaks of ``chunk``."""
         match place:

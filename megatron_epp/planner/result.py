@@ -9,7 +9,7 @@ from megatron_epp.ir import Plan, Step
 class Planned:
     """One replica's plan, checked and played.
 
-    lower_bound_seconds   no plan for these lengths on this cost is faster
+    lower_bound_seconds   no plan for these lengths with these layers on a stage is faster
     gap                   (seconds - lower bound) / seconds
     *_ratio               of stages x seconds: idle; recomputing; exposed communication
     peak_bytes            per stage, everything on the device
