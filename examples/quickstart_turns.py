@@ -30,11 +30,10 @@ def main() -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore import elastic_schedule
+    from megatron_epp.control.observe import summary
 
-    told = elastic_schedule.summary
     cpu_pipeline.take_turns(
-        PLANNERS, Turns, lambda variant_of, *rest: told(*rest), warm_up=1, first=0
+        PLANNERS, Turns, lambda variant_of, *rest: summary(*rest), warm_up=1, first=0
     )
 
 

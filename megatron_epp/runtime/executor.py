@@ -5,8 +5,9 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -139,7 +140,7 @@ class Executor:
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
         self._outbox: dict[tuple[Payload, int], Tensor] = {}
         self.failure: Failure | None = None
-        self._do = {
+        self._do: dict[Kind, Callable[[Any], object]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input_backward,
@@ -168,7 +169,7 @@ class Executor:
                 start = self.clock.mark()
                 with record_function(str(op)):
                     reason = self._run(op)
-                if reason is not None:
+                if reason is not None and isinstance(op, Op):  # a transfer raises
                     self._give_up(op, reason)
                 end = self.clock.mark()
                 if isinstance(op, Op):
@@ -180,7 +181,9 @@ class Executor:
         self.waiting.links = None
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
-        stage, seconds = self.waiting.stage, self.clock.seconds
+        stage = self.waiting.stage
+        # Marks are of the clock that made them, which is one of two.
+        seconds: Callable[[Any], float] = self.clock.seconds
         return tuple(Timed(stage, op, seconds(a), seconds(b), peak) for op, a, b, peak in marks)
 
     def _run(self, op: Op | Transfer) -> str | None:

@@ -175,23 +175,34 @@ def test_every_row_has_its_own_position() -> None:
 
 # What a GPU runs around its kernels, with kernels for any device: in float64, over all ranks.
 OTHER_ATTENTION = """
-from contextlib import nullcontext
-
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.mcore import setup
 from megatron_epp.mcore.model.attention import Heads
+from megatron_epp.mcore.setup import Hooks
+
+asked = []
+
 
 def attention_for(wanted, config, device):
+    asked.append(device)
     return VarlenAttention(PlainKernel(Heads.of(config).scale))
 
 
-setup.attention_for = attention_for
+HOOKS = Hooks(attention_for=attention_for)
 
 
-def around(number):
-    assert setup.attention_for is attention_for
-    return nullcontext()
+class Around:
+    def __init__(self, number):
+        assert asked, "the job has taken another attention"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+around = Around
 """
 
 
