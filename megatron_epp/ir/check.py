@@ -88,19 +88,26 @@ def walk(plan: Plan, slices: Slices) -> Iterator[tuple[int, Op]]:
     needs = _Needs(plan, slices)
     at = [0] * plan.stages
     pending = sum(map(len, plan.orders))
-    while pending:
-        before = pending
-        for stage, order in enumerate(plan.orders):
-            while at[stage] < len(order):
-                op = order[at[stage]]
-                if needs.lacking(stage, op) is not None:
-                    break
-                needs.done[stage][op.kind][op.chunk] = 1
-                at[stage] += 1
-                pending -= 1
-                yield stage, op
-        if pending == before:
-            _stuck(plan, needs, at)
+    # A stage that stands still is looked at again only when an op of the chunk that it lacks, on
+    # the stage that it lacks it from, is done.
+    waiting: dict[tuple[int, int], list[int]] = {}
+    ready = list(range(plan.stages))
+    while ready:
+        stage = ready.pop()
+        order = plan.orders[stage]
+        while at[stage] < len(order):
+            op = order[at[stage]]
+            lacking = needs.lacking(stage, op)
+            if lacking is not None:
+                waiting.setdefault(lacking[1:], []).append(stage)
+                break
+            needs.done[stage][op.kind][op.chunk] = 1
+            at[stage] += 1
+            pending -= 1
+            ready += waiting.pop((stage, op.chunk), ())
+            yield stage, op
+    if pending:
+        _stuck(plan, needs, at)
 
 
 def _stuck(plan: Plan, needs: _Needs, at: list[int]) -> NoReturn:
