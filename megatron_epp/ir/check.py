@@ -64,19 +64,27 @@ def walk(
     done = [{kind: bytearray(len(plan.chunks)) for kind in COMPUTE} for _ in plan.layers]
     at = [0] * plan.stages
     pending = sum(map(len, plan.orders))
-    while pending:
-        before = pending
-        for stage, order in enumerate(plan.orders):
-            while at[stage] < len(order):
-                op = order[at[stage]]
-                if _lacking(needs, done, stage, op) is not None:
-                    break
-                done[stage][op.kind][op.chunk] = 1
-                at[stage] += 1
-                pending -= 1
-                yield stage, op
-        if pending == before:
-            _stuck(plan, at, [_lacking_at(plan, needs, done, at, s) for s in range(plan.stages)])
+    # A stage that stands still is looked at again only when an op of the chunk that it lacks, on
+    # the stage that it lacks it from, is done.
+    waiting: dict[tuple[int, int], list[int]] = {}
+    ready = list(range(plan.stages))
+    while ready:
+        stage = ready.pop()
+        order = plan.orders[stage]
+        while at[stage] < len(order):
+            op = order[at[stage]]
+            lacking = _lacking(needs, done, stage, op)
+            if lacking is not None:
+                _, where, ops = lacking
+                waiting.setdefault((where, ops[0].chunk), []).append(stage)
+                break
+            done[stage][op.kind][op.chunk] = 1
+            at[stage] += 1
+            pending -= 1
+            ready += waiting.pop((stage, op.chunk), ())
+            yield stage, op
+    if pending:
+        _stuck(plan, at, [_lacking_at(plan, needs, done, at, s) for s in range(plan.stages)])
 
 
 def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:

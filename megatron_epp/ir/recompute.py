@@ -1,6 +1,7 @@
 """What becomes of what layers save of a chunk: a letter for each of a stage, run-length in text."""
 
 import re
+from functools import lru_cache
 from itertools import groupby
 
 from megatron_epp.ir.errors import PlanError
@@ -37,11 +38,14 @@ def offload_among(choice: str, count: int) -> str:
     )
 
 
+# A plan has few choices and many chunks: each is read and printed once, and stored once.
+@lru_cache(maxsize=1024)
 def format_recompute(choice: str) -> str:
     """``"fffk"`` as ``3f1k``; a stage without layers as ``0k``."""
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(choice)) or "0k"
 
 
+@lru_cache(maxsize=1024)
 def parse_recompute(text: str) -> str:
     """The inverse of :func:`format_recompute`; refuses what it would not print."""
     choice = "" if text == "0k" else "".join(n_l[1] * int(n_l[0]) for n_l in _RUN.findall(text))
