@@ -25,7 +25,7 @@ from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.lower import Program, lower
 from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
-from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Transfer
+from megatron_epp.ir.op import BACKWARDS, COMPUTE, KIND_CODE, Kind, Message, Op, Payload, Transfer
 from megatron_epp.ir.plan import Plan, Prediction
 from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE, recompute_first
 from megatron_epp.ir.rules import (
@@ -53,6 +53,7 @@ __all__ = [
     "EVALUATION",
     "FULL",
     "KEEP",
+    "KIND_CODE",
     "OFFLOAD",
     "SELECTIVE",
     "TRAINING",

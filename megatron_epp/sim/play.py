@@ -8,6 +8,7 @@ import numpy as np
 from megatron_epp.ir import (
     BACKWARDS,
     COMPUTE,
+    KIND_CODE,
     Message,
     Op,
     Payload,
@@ -19,9 +20,9 @@ from megatron_epp.ir import (
     rules_of,
     slices_of,
 )
-from megatron_epp.sim.engine import Board, Orders, Run, run
-from megatron_epp.sim.inputs import board_of, orders_of
-from megatron_epp.sim.rule_arrays import KIND_CODE, rows_for
+from megatron_epp.sim.engine import OpArrays, Orders, Run, run
+from megatron_epp.sim.inputs import op_arrays, orders_of
+from megatron_epp.sim.rule_arrays import needs_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,16 +220,16 @@ def play(
     if not _once(orders, len(plan.chunks), plan.forward_only):
         check(plan)
         raise AssertionError("check passed a plan in which an op stands twice or never")
-    board = board_of(table, slices.document, slices.earlier, slices.later)
-    factors = np.ones_like(board.seconds)
+    arrays = op_arrays(table, slices, rules_of(plan))
+    factors = np.ones_like(arrays.seconds)
     if noise:
         random = np.random.default_rng(seed)
-        board, factors = _noisy(board, noise, random, noise_per_chunk)
-    result = run(orders, board, rows_for(plan))
+        arrays, factors = _noisy(arrays, noise, random, noise_per_chunk)
+    result = run(orders, arrays, needs_for(plan))
     if not np.isfinite(result.seconds):
         check(plan)
         raise PlanError("the table holds a duration that is no finite number")
-    return _played(plan, table, orders, board, factors, result)
+    return _played(plan, table, orders, arrays, factors, result)
 
 
 def _once(orders: Orders, chunks: int, forward_only: bool) -> bool:
@@ -246,26 +247,26 @@ def _once(orders: Orders, chunks: int, forward_only: bool) -> bool:
 
 
 def _noisy(
-    board: Board, noise: float, random: np.random.Generator, per_chunk: bool
-) -> tuple[Board, np.ndarray]:
-    """The board with every duration drawn anew, and the factors of its ops' seconds."""
+    arrays: OpArrays, noise: float, random: np.random.Generator, per_chunk: bool
+) -> tuple[OpArrays, np.ndarray]:
+    """The arrays with every duration drawn anew, and the factors of its ops' seconds."""
 
     def draw(grid: np.ndarray) -> np.ndarray:
         shape = (grid.shape[0], 1, grid.shape[2]) if per_chunk else grid.shape
         return np.ones_like(grid) * np.maximum(0.0, random.normal(1.0, noise, shape))
 
-    factors = draw(board.seconds)
-    links = board.link_seconds * draw(board.link_seconds)
-    return board._replace(seconds=board.seconds * factors, link_seconds=links), factors
+    factors = draw(arrays.seconds)
+    links = arrays.link_seconds * draw(arrays.link_seconds)
+    return arrays._replace(seconds=arrays.seconds * factors, link_seconds=links), factors
 
 
 def _played(
-    plan: Plan, table: Table, orders: Orders, board: Board, factors: np.ndarray, result: Run
+    plan: Plan, table: Table, orders: Orders, arrays: OpArrays, factors: np.ndarray, result: Run
 ) -> Played:
     stage = np.repeat(np.arange(plan.stages), np.diff(orders.offset))
     op = (orders.kind.astype(np.int64), stage, orders.chunk)
-    recompute = np.zeros_like(board.seconds)
-    comm = np.zeros_like(board.seconds)
+    recompute = np.zeros_like(arrays.seconds)
+    comm = np.zeros_like(arrays.seconds)
     for kind in COMPUTE:
         comm[KIND_CODE[kind]] = table.comm_seconds[kind]
     for kind in BACKWARDS:

@@ -89,7 +89,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     )
     budget = alone.peak_bytes * random.uniform(0.55, 0.9)
     rows = ilp.rows_of(
-        law, work.backward_order, work.whole_bytes, freed_bytes(cost, loads, "kf"), budget
+        law, work.backward_order, work.ops.moved_bytes, freed_bytes(cost, loads, "kf"), budget
     )
     assert len(rows.missing_bytes)
     most = np.full(rows.slots, min(cost.layers))
@@ -266,7 +266,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
             solver,
             law,
             work.backward_order,
-            work.whole_bytes,
+            work.ops.moved_bytes,
             freed,
             work.budget_bytes,
             most,
@@ -280,7 +280,9 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     monkeypatch.setattr(ilp, "MANY_ENTRIES", 0)
     on_demand = solved()
     saved = freed[0] * ilp.spread(on_demand[0], work.backward_order, cost.stages)
-    missing, _ = ilp._missing(law, work.backward_order, work.whole_bytes, saved, work.budget_bytes)
+    missing, _ = ilp._missing(
+        law, work.backward_order, work.ops.moved_bytes, saved, work.budget_bytes
+    )
     assert missing.max() <= 0
     assert on_demand.sum() <= everything.sum() * 1.1 + 4
 
@@ -321,12 +323,12 @@ def test_orders_played_again_take_what_they_took() -> None:
     law = shrinking(chunking.sizes, cost.stages)
     for style in styles(True, many=True):
         listed = list_schedule(plain, policy(style, plain, chunking.sizes, law))
-        again = replayed(plain, listed, style.split)
+        again = replayed(plain, listed)
         assert again.seconds == listed.seconds
         assert (again.start == listed.start).all() and (again.stop == listed.stop).all()
         assert (again.peak_bytes == listed.peak_bytes).all()
-        other = replayed(recomputing, listed, style.split)
-        draft = Draft(chunking, more, listed.kinds, listed.chunks, style.split)
+        other = replayed(recomputing, listed)
+        draft = Draft(chunking, more, listed.kinds, listed.chunks)
         plan = plan_of(batch, draft, cost)
         played = play(plan, cost.table(plan))
         assert other.seconds == pytest.approx(played.seconds, rel=1e-12)

@@ -15,13 +15,14 @@ from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.params import TAPERS, Recipe, cook
 from megatron_epp.planner.chunks.slicing import Spans, cut_each
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import WHOLE_AGAIN, Batch, Draft, finish, whole_again
-from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
+from megatron_epp.planner.order.emit import Batch, Draft, finish, whole_again
+from megatron_epp.planner.order.list_scheduler import B, Policy, list_schedule
 from megatron_epp.planner.order.policies import Style, policy, styles
 from megatron_epp.planner.order.problem import Work, loads_of, rates_of, work_of
 from megatron_epp.planner.order.warmup import constant, pipelines, shrinking, whole_groups
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.uniform import strict
+from megatron_epp.sim.engine import OpArrays
 from tests.planner.cases import LENGTHS, machine, machines, priced
 
 SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=8).map(lambda s: sorted(s, reverse=True))
@@ -33,18 +34,19 @@ def balanced(sizes: list[int], stages: int, forward: float, backward: float) -> 
     starts = np.concatenate(([0], np.cumsum(sizes)))
     group = np.repeat(np.arange(len(sizes)), sizes)
     grid = np.ones((stages, count))
+    ties = np.full(count, -1)
     return Work(
-        forward * grid,
-        backward * grid,
-        backward * grid / 2,
-        backward * grid / 2,
+        OpArrays(
+            np.stack([forward * grid, backward * grid, backward * grid / 2, backward * grid / 2]),
+            np.zeros((2, max(stages - 1, 1), count)),
+            0.0,
+            np.zeros((4, 2, stages, count)),
+            np.zeros(stages),
+            ties,
+            ties,
+        ),
         starts[group] + starts[group + 1] - 1 - np.arange(count),
         np.repeat(starts[1:] - 1, sizes),
-        np.zeros((stages - 1, count)),
-        np.zeros((stages - 1, count)),
-        0.0,
-        np.zeros((2, 2, stages, count)),
-        np.zeros((3, 2, stages, count)),
         np.full(stages, np.inf),
     )
 
@@ -93,7 +95,9 @@ def test_recompute_on_diagonals_costs_its_sum(sizes, stages, data) -> None:
     slots = sum(sizes) + stages - 1
     layers = np.array(data.draw(st.lists(st.integers(0, 4), min_size=slots, max_size=slots)))
     added = 0.25 * ilp.spread(layers, work.backward_order, stages)
-    longer = dataclasses.replace(work, backward_seconds=work.backward_seconds + added)
+    seconds = work.ops.seconds.copy()
+    seconds[B] += added
+    longer = dataclasses.replace(work, ops=work.ops._replace(seconds=seconds))
     law = strict(constant(np.array(sizes), stages))
     plain, recomputing = list_schedule(work, law), list_schedule(longer, law)
     assert recomputing.seconds - plain.seconds == pytest.approx(0.25 * layers.sum(), abs=1e-9)
@@ -123,7 +127,7 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
     for split in (False, True):
         style = random.choice(list(styles(split, many=True)))
         listed = list_schedule(work, policy(style, work, chunking.sizes, law))
-        draft = Draft(chunking, {FULL: grid}, listed.kinds, listed.chunks, style.split)
+        draft = Draft(chunking, {FULL: grid}, listed.kinds, listed.chunks)
         planned = finish("test", batch, draft, cost, Options(), 0.0)
         assert planned.seconds == pytest.approx(listed.seconds, rel=1e-12)
         room = np.array(planned.peak_bytes) - np.array(cost.states_bytes)
@@ -141,13 +145,13 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     law = shrinking(chunking.sizes, cost.stages)
     style = Style(strict=True, split=True, held=0.0, patience=1.0)
     listed = list_schedule(work, policy(style, work, chunking.sizes, law))
-    halves = Draft(chunking, {}, listed.kinds, listed.chunks, split=True)
+    halves = Draft(chunking, {}, listed.kinds, listed.chunks)
     kinds = whole_again(listed.kinds, listed.chunks, work)
     apart, merged = (
         finish("test", batch, draft, cost, Options(), 0.0)
         for draft in (halves, dataclasses.replace(halves, kinds=kinds))
     )
-    assert (merged.plan.orders == apart.plan.orders) == (not (kinds == WHOLE_AGAIN).any())
+    assert (merged.plan.orders == apart.plan.orders) == (not (kinds == B).any())
     assert merged.seconds <= apart.seconds * (1 + 1e-9)
     assert all(m <= a for m, a in zip(merged.peak_bytes, apart.peak_bytes, strict=True))
     for before, after in itertools.pairwise(merged.plan.orders[0]):

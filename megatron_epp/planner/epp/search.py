@@ -21,7 +21,7 @@ from megatron_epp.planner.infinipipe.memory import papers_ledger
 from megatron_epp.planner.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Batch, Draft, whole_again
-from megatron_epp.planner.order.list_scheduler import Listed, list_schedule
+from megatron_epp.planner.order.list_scheduler import B, F, Listed, list_schedule
 from megatron_epp.planner.order.policies import Style, policy, styles
 from megatron_epp.planner.order.problem import Counts, Work, loads_of, rates_of, work_of
 from megatron_epp.planner.order.replay import replayed
@@ -86,7 +86,6 @@ class Found:
             self.table.counts,
             kinds,
             chunks,
-            self.style.split,
             self.table.pipelines,
             note=f"{self.name}; {self.style}",
         )
@@ -190,7 +189,7 @@ class Search:
         """Forwards before each backward, and the number of pipelines."""
         if "window" in self.levers:
             return shrinking(chunking.sizes, self.cost.stages), 1
-        seconds = work.forward_seconds + work.backward_seconds
+        seconds = work.ops.seconds[F] + work.ops.seconds[B]
         delta = (self.cost.stages - 1) * float(seconds.mean())
         programs = Programs(self.solver, chunking, loads, self.cost, work.budget_bytes)
         grouped = group(programs, delta)
@@ -217,7 +216,7 @@ class Search:
     def replay(self, table: Table, found: Found) -> Found:
         """``table``, of the same chunks, in the orders of ``found``."""
         self._spend_play(table, found.style)
-        listed = replayed(table.work, found.listed, found.style.split)
+        listed = replayed(table.work, found.listed)
         return dataclasses.replace(
             found,
             seconds=listed.seconds,
@@ -363,7 +362,7 @@ class Search:
 
     def _predicted(self, table: Table) -> float:
         """Eq. 13 with the work itself: what the paper chooses K by."""
-        work = table.work.forward_seconds + table.work.backward_seconds
+        work = table.work.ops.seconds[F] + table.work.ops.seconds[B]
         total = float(work.mean(axis=0).sum())
         return total * (1 + (self.cost.stages - 1) / table.work.chunks)
 
@@ -411,7 +410,7 @@ class Search:
 
 def _within(work: Work, least: np.ndarray) -> np.ndarray:
     """[stages]: whether ``work`` fits under the window law ``least``."""
-    return ilp.within(least, work.backward_order, work.whole_bytes, work.budget_bytes)
+    return ilp.within(least, work.backward_order, work.ops.moved_bytes, work.budget_bytes)
 
 
 def neighbours(recipe: Recipe, *, tight: bool, fixed_count: bool) -> Iterator[Recipe]:

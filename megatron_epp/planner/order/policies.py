@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.planner.order.list_scheduler import Policy
+from megatron_epp.planner.order.list_scheduler import Policy, W
 from megatron_epp.planner.order.problem import Work
 from megatron_epp.planner.order.warmup import whole_groups
 
@@ -78,7 +78,7 @@ def styles(
 
 
 def policy(style: Style, work: Work, sizes: np.ndarray, law: np.ndarray) -> Policy:
-    held = style.held * float(work.weight_seconds.mean()) if style.held else 0.0
+    held = style.held * float(work.ops.seconds[W].mean()) if style.held else 0.0
     if style.strict:
         return Policy(law, law, law, style.split, held, style.patience)
     count = work.chunks

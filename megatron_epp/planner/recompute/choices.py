@@ -90,7 +90,7 @@ def diagonal_counts(
         solver,
         least,
         kept.backward_order,
-        kept.whole_bytes,
+        kept.ops.moved_bytes,
         freed,
         budget,
         np.tile(most, len(steps) - 1),

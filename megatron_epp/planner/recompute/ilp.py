@@ -50,7 +50,7 @@ def rows_of(
     """What the strict order ``least`` asks of the recompute choices.
 
     least    [stages, chunks] forwards before each backward (planner.order.warmup)
-    moves    bytes of F and B where nothing is recomputed (Work.whole_bytes)
+    moves    bytes of F and B where nothing is recomputed (OpArrays.moved_bytes)
     freed    [steps, stages, chunks] bytes that one more layer on that step frees from F to B
     wanted   [stages, chunks] which backwards (by their number) get a row; default all
     """
