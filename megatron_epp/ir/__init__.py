@@ -27,7 +27,7 @@ from megatron_epp.ir.lower import Program, lower
 from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, KIND_CODE, Kind, Message, Op, Payload, Transfer
 from megatron_epp.ir.plan import Plan, Prediction
-from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE, recompute_first
+from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
     EVALUATION,
@@ -38,7 +38,7 @@ from megatron_epp.ir.rules import (
     Relation,
     Rule,
     Rules,
-    Slice,
+    SlicePosition,
 )
 from megatron_epp.ir.slices import Slices, slices_of
 from megatron_epp.ir.span import Span
@@ -74,7 +74,7 @@ __all__ = [
     "Relation",
     "Rule",
     "Rules",
-    "Slice",
+    "SlicePosition",
     "Slices",
     "Span",
     "Step",
@@ -87,7 +87,6 @@ __all__ = [
     "lower",
     "needs_of",
     "parse_records",
-    "recompute_first",
     "rules_of",
     "slices_of",
     "walk",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron_epp.ir import KEEP, OFFLOAD, Op, Plan, PlanError, Timed, Transfer, check, slices_of
 from megatron_epp.show.reasons import FINISHED, LATE, critical_path, op_of, wait_text, waited_for
 from megatron_epp.show.units import seconds_text, share_text, ticks, time_ticks
-from megatron_epp.sim.play import Played, Wait
+from megatron_epp.sim.play import Simulation, Wait
 
 # Idle shorter than this share of the iteration is no bubble worth a name: clocks jitter.
 _SHORTEST_BUBBLE = 1e-4
@@ -150,7 +150,7 @@ def timeline(
 
 
 def timeline_of(
-    played: Played, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
+    played: Simulation, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
 ) -> Timeline:
     """A picture's content from what the simulator played."""
     bubbles = []

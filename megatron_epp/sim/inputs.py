@@ -17,7 +17,7 @@ from megatron_epp.ir import (
     Op,
     Payload,
     Rules,
-    Slice,
+    SlicePosition,
     Table,
 )
 from megatron_epp.sim.engine import OpArrays, Orders
@@ -74,9 +74,9 @@ def moved_bytes(table: Table, ties: Ties, rules: Rules = TRAINING) -> np.ndarray
     document = np.asarray(ties.document, np.int64)
     cut = document >= 0
     holds = {
-        Slice.ANY: None,
-        Slice.FIRST: cut & (np.asarray(ties.earlier) < 0),
-        Slice.LAST: cut & (np.asarray(ties.later) < 0),
+        SlicePosition.ANY: None,
+        SlicePosition.FIRST: cut & (np.asarray(ties.earlier) < 0),
+        SlicePosition.LAST: cut & (np.asarray(ties.later) < 0),
     }
 
     def moved(kind: Kind, effect: Effect) -> np.ndarray:

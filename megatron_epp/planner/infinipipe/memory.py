@@ -12,7 +12,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import COMPUTE, FULL, KEEP
 from megatron_epp.planner.order.list_scheduler import B, F, I, W
-from megatron_epp.planner.order.problem import Counts, Work
+from megatron_epp.planner.order.problem import Counts, ScheduleProblem
 
 
 def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
@@ -44,7 +44,9 @@ def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
     return np.tile(np.maximum(per_token, 0.0) * loads.tokens / cost.spread, (cost.stages, 1))
 
 
-def papers_ledger(work: Work, cost: Cost, loads: Loads, counts: Counts) -> Work:
+def papers_ledger(
+    work: ScheduleProblem, cost: Cost, loads: Loads, counts: Counts
+) -> ScheduleProblem:
     """``work`` with its bytes charged as the paper does, a chunk's K/V gradients from its F on.
 
     counts   layers recomputed; selective ones free what their saved bytes say

@@ -1,4 +1,4 @@
-"""From arrays to a plan that was checked and played: the one way out of every pipeline planner."""
+"""Emit a plan, checked and played, from arrays: the one way out of every pipeline planner."""
 
 import dataclasses
 import time
@@ -16,15 +16,15 @@ from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.list_scheduler import B, I, W
-from megatron_epp.planner.order.problem import Work, loads_of, with_kept
+from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, with_kept
 from megatron_epp.planner.result import Planned
-from megatron_epp.sim.play import Played, play
+from megatron_epp.sim.play import Simulation, play
 
 NOTHING = -1  # in the place of a kind
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SortedBatch:
     """Lengths as planners see them: sorted, longest first, and their names outside.
 
     names[d]   the document of the caller that is document d here
@@ -35,7 +35,7 @@ class Batch:
     documents: tuple[int, ...]  # as the caller gave them
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Batch":
+    def of(cls, lengths: Sequence[int]) -> "SortedBatch":
         documents = tuple(int(length) for length in lengths)
         if not documents:
             raise ValueError("no document to plan for; expected at least one length")
@@ -70,7 +70,7 @@ class Draft:
     note: str = ""
 
 
-def plan_of(batch: Batch, draft: Draft, cost: Cost) -> Plan:
+def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     return Plan(
         documents=batch.documents,
         layers=cost.layers,
@@ -80,12 +80,14 @@ def plan_of(batch: Batch, draft: Draft, cost: Cost) -> Plan:
     )
 
 
-def played_as(batch: Batch, draft: Draft, plan: Plan, cost: Cost, options: Options) -> Played:
+def played_as(
+    batch: SortedBatch, draft: Draft, plan: Plan, cost: Cost, options: Options
+) -> Simulation:
     loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
     return play(plan, cost.table_of(loads, with_kept(cost, draft.counts, loads.chunks)))
 
 
-def whole_again(kinds: np.ndarray, chunks: np.ndarray, work: Work) -> np.ndarray:
+def merge_iw(kinds: np.ndarray, chunks: np.ndarray, work: ScheduleProblem) -> np.ndarray:
     """``kinds`` of split orders with a B where the first stage runs W right behind I and B takes
     no longer.
 
@@ -102,14 +104,14 @@ def whole_again(kinds: np.ndarray, chunks: np.ndarray, work: Work) -> np.ndarray
     return kinds
 
 
-def exact_peaks(batch: Batch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
+def exact_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
     """[stages]: bytes, residents included, by the simulator's ledger."""
     plan = plan_of(batch, draft, cost)
     return np.array(played_as(batch, draft, plan, cost, options).peak_bytes)
 
 
-def finish(
-    planner: str, batch: Batch, draft: Draft, cost: Cost, options: Options, began: float
+def emit(
+    planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options, began: float
 ) -> Planned:
     """The plan of ``draft``, checked and played.
 

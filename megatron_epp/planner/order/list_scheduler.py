@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from megatron_epp.ir import KIND_CODE
-from megatron_epp.planner.order.problem import Work
+from megatron_epp.planner.order.problem import ScheduleProblem
 
 # ir.KIND_CODE, in this file: compiled code is cached, and the cache notices changes of its own file
 # only.
@@ -44,7 +44,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class Schedule:
     """What each stage runs and when.
 
     kinds, chunks   [stages, ops] codes of kinds (ir.KIND_CODE), and chunks
@@ -61,7 +61,7 @@ class Listed:
     stop: np.ndarray
 
 
-def list_schedule(work: Work, policy: Policy) -> Listed:
+def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
     """The orders that ``policy`` leads to, and what playing them takes."""
     fixed = policy.least is policy.most and not policy.split
     taken, peaks, kinds, chunks, start, stop = _schedule(
@@ -80,7 +80,7 @@ def list_schedule(work: Work, policy: Policy) -> Listed:
         policy.patience,
     )
     over = max(0.0, float((peaks - work.budget_bytes).max()))
-    return Listed(taken, peaks, over, kinds, chunks, start, stop)
+    return Schedule(taken, peaks, over, kinds, chunks, start, stop)
 
 
 @njit(cache=True)

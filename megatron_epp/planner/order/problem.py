@@ -48,7 +48,7 @@ def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Load
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScheduleProblem:
     """A chunking's ops on a machine, with the orders of its chunks.
 
     ops              seconds and bytes of every op, as the simulator plays them
@@ -79,10 +79,10 @@ def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
     return {**counts, KEEP: kept}
 
 
-def work_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> Work:
+def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
     """The work of ``chunking`` where ``counts`` layers are recomputed."""
     table = cost.table_of(loads, with_kept(cost, counts, chunking.count))
-    return Work(
+    return ScheduleProblem(
         ops=op_arrays(table, loads),
         backward_order=chunking.backward,
         last_of_group=np.repeat(chunking.starts[1:] - 1, chunking.sizes),

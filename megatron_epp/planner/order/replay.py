@@ -7,24 +7,24 @@ one led to is at times the better for the new work as well.
 import numpy as np
 from numba import njit
 
-from megatron_epp.planner.order.list_scheduler import Listed
-from megatron_epp.planner.order.problem import Work
+from megatron_epp.planner.order.list_scheduler import Schedule
+from megatron_epp.planner.order.problem import ScheduleProblem
 
 F, W = 0, 3  # ir.KIND_CODE, in this file: compiled code is cached by file (see list_scheduler)
 
 
-def replayed(work: Work, listed: Listed) -> Listed:
-    """The orders of ``listed`` with ``work`` of the same chunks."""
+def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
+    """The orders of ``schedule`` with ``work`` of the same chunks."""
     seconds, peaks, start, stop = _replay(
         work.ops.seconds,
         work.ops.link_seconds,
         work.ops.latency,
         work.ops.moved_bytes,
-        listed.kinds,
-        listed.chunks,
+        schedule.kinds,
+        schedule.chunks,
     )
     over = max(0.0, float((peaks - work.budget_bytes).max()))
-    return Listed(seconds, peaks, over, listed.kinds, listed.chunks, start, stop)
+    return Schedule(seconds, peaks, over, schedule.kinds, schedule.chunks, start, stop)
 
 
 @njit(cache=True)
