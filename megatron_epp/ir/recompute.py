@@ -24,11 +24,6 @@ LETTERS = KEEP + FULL + "".join(SELECTIVE) + OFFLOAD
 _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{LETTERS}])")
 
 
-def recompute_first(layers: int, count: int) -> str:
-    """The choice that recomputes the first ``count`` of a stage's ``layers`` in full."""
-    return FULL * count + KEEP * (layers - count)
-
-
 def offload_among(choice: str, count: int) -> str:
     """``choice`` with ``count`` offloaded layers dealt evenly among its own, the first one first:
     each copy then has the layers up to the next one to hide behind."""

@@ -17,7 +17,7 @@ from megatron_epp.ir import (
 )
 from megatron_epp.show.reasons import FINISHED, LATE, critical_path, op_of, wait_text, waited_for
 from megatron_epp.show.units import seconds_text, share_text, ticks, time_ticks
-from megatron_epp.sim.play import Played, Wait
+from megatron_epp.sim.play import Simulation, Wait
 
 # Idle shorter than this share of the iteration is no bubble worth a name: clocks jitter.
 _SHORTEST_BUBBLE = 1e-4
@@ -169,7 +169,7 @@ def by_stage[T: (Timed, Bubble)](things: Iterable[T], stages: int) -> list[list[
 
 
 def timeline_of(
-    played: Played, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
+    played: Simulation, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
 ) -> Timeline:
     """A picture's content from what the simulator played."""
     bubbles = []
