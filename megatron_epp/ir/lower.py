@@ -43,11 +43,11 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
 
 def lower_stage(plan: Plan, stage: int) -> Program:
     """``lower(plan)[stage]``, without the programs of the others."""
-    return tuple(_programs(plan, (stage,))[stage])
+    return tuple(_programs(plan, (stage,), None)[stage])
 
 
 def _programs(
-    plan: Plan, stages: range | tuple[int, ...], rules: Rules | None = None
+    plan: Plan, stages: range | tuple[int, ...], rules: Rules | None
 ) -> list[list[Op | Transfer | Post]]:
     """A program per stage, empty for those that are not among ``stages``."""
     programs: list[list[Op | Transfer | Post]] = [[] for _ in plan.orders]
@@ -87,7 +87,8 @@ def _messages(plan: Plan, rules: Rules | None) -> Iterator[tuple[Message, Op, Op
             for need, source, ops in needs(stage, op):
                 if source == stage:
                     continue
-                chunk, forward = ops[0].chunk, need.kinds == (Kind.FORWARD,)
+                chunk = ops[0].chunk
+                forward = need.kinds == (Kind.FORWARD,)
                 payload = Payload.ACTIVATION if forward else Payload.GRADIENT
                 producer = Op(Kind.FORWARD if forward else backwards[source][chunk], chunk)
                 yield Message(payload, chunk, source, stage), producer, op

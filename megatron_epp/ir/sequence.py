@@ -34,20 +34,20 @@ def sequence(plan: Plan, rules: Rules | None = None) -> Iterator[tuple[int, Op]]
 
     Whole numbers only, so that all machines agree; O(n log n) for n ops. Raises as ``walk`` does
     where the plan cannot run.
+
+    rules   default: those that govern ``plan``
     """
-    slices, stages = slices_of(plan), plan.stages
+    slices = slices_of(plan)
     needs, units = needs_of(plan, rules, slices), _units(plan)
-    ends = {kind: [[0] * len(plan.chunks) for _ in range(stages)] for kind in COMPUTE}
-    free = [0] * stages
+    ends = {kind: [[0] * len(plan.chunks) for _ in plan.layers] for kind in COMPUTE}
+    free = [0] * plan.stages
     ended = []
     for place, (stage, op) in enumerate(walk(plan, slices, rules)):
         kind, chunk = op.kind, op.chunk
         start = free[stage]
         for _, where, ops in needs(stage, op):
             for other in ops:  # what has not run has ended at 0
-                end = ends[other.kind][where][other.chunk]
-                if end > start:
-                    start = end
+                start = max(start, ends[other.kind][where][other.chunk])
         layers = FORWARDS[kind] * plan.layers[stage]
         if kind in BACKWARDS:
             layers += plan.recompute[stage][chunk].count(FULL)

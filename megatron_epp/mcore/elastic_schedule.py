@@ -88,8 +88,7 @@ class ElasticSchedule:
             following = None if ahead is None else ahead.lengths.tolist()
             step = self.steps.step(iteration, batch.lengths.tolist(), following, forward_only)
             ran = self.runner.run(step, batch, source.documents, model, config, forward_step_func)
-            between = "gradients, optimizer and what else Megatron does between iterations"
-            self.runner.waiting.enter(Elsewhere(between))
+            self.runner.waiting.enter("the gradients and the report of all ranks")
             if not forward_only and config.finalize_model_grads_func is not None:
                 tokens = torch.zeros([], dtype=torch.int, device=self.runner.device) + ran.tokens
                 config.finalize_model_grads_func(
@@ -99,6 +98,8 @@ class ElasticSchedule:
                     force_all_reduce=force_all_reduce,
                 )
             report = self.observer.gather(step, ran.records, ran.failure)
+            between = "optimizer and what else Megatron does between iterations"
+            self.runner.waiting.enter(Elsewhere(between))
             return Attempt(step, ran.records, report)
 
         def undo() -> None:
