@@ -40,7 +40,7 @@ from megatron_epp.ir.rules import (
     Rules,
     Slice,
 )
-from megatron_epp.ir.slices import Slices, slices_of
+from megatron_epp.ir.slices import Slices, slices_in, slices_of
 from megatron_epp.ir.span import Span
 from megatron_epp.ir.step import Step
 from megatron_epp.ir.table import Table
@@ -90,6 +90,7 @@ __all__ = [
     "parse_records",
     "recompute_first",
     "rules_of",
+    "slices_in",
     "slices_of",
     "walk",
 ]
