@@ -25,9 +25,19 @@ from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.lower import Program, lower, lower_stage
 from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
-from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Post, Transfer
+from megatron_epp.ir.op import (
+    BACKWARDS,
+    COMPUTE,
+    KIND_CODE,
+    Kind,
+    Message,
+    Op,
+    Payload,
+    Post,
+    Transfer,
+)
 from megatron_epp.ir.plan import Plan, Prediction
-from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE, recompute_first
+from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
     EVALUATION,
@@ -38,7 +48,7 @@ from megatron_epp.ir.rules import (
     Relation,
     Rule,
     Rules,
-    Slice,
+    SlicePosition,
 )
 from megatron_epp.ir.slices import Slices, slices_in, slices_of
 from megatron_epp.ir.span import Span
@@ -53,6 +63,7 @@ __all__ = [
     "EVALUATION",
     "FULL",
     "KEEP",
+    "KIND_CODE",
     "OFFLOAD",
     "SELECTIVE",
     "TRAINING",
@@ -74,7 +85,7 @@ __all__ = [
     "Relation",
     "Rule",
     "Rules",
-    "Slice",
+    "SlicePosition",
     "Slices",
     "Span",
     "Step",
@@ -88,7 +99,6 @@ __all__ = [
     "lower_stage",
     "needs_of",
     "parse_records",
-    "recompute_first",
     "rules_of",
     "slices_in",
     "slices_of",

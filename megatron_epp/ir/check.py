@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from megatron_epp.ir.errors import Deadlock, PlanError
+from megatron_epp.ir.grid import stuck_grid
 from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Op
 from megatron_epp.ir.plan import Plan
@@ -12,7 +13,7 @@ from megatron_epp.ir.slices import Slices, slices_of
 
 __all__ = ["backward_of", "check", "rules_of", "walk"]
 
-_SHOWN_OPS = 60
+_NAMED_STAGES = 8  # in the line of a deadlock; of more, those that wait in a circle
 Done = Sequence[Mapping[Kind, bytearray]]  # by stage, kind and chunk
 Lacking = tuple[Need, int, tuple[Op, ...]]
 
@@ -22,7 +23,8 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
 
     Every input is computed once (:func:`slices_of`); every stage runs every chunk's F once, and
     its B, or its I and its W, once, unless the plan is for evaluation; everything an op needs
-    comes before it. One line says what and where; the drawn orders follow it.
+    comes before it. One line says what and where; the grid of the orders follows
+    it, with the place marked.
 
     rules   default: those that govern ``plan``
     """
@@ -64,19 +66,28 @@ def walk(
     done = [{kind: bytearray(len(plan.chunks)) for kind in COMPUTE} for _ in plan.layers]
     at = [0] * plan.stages
     pending = sum(map(len, plan.orders))
-    while pending:
-        before = pending
-        for stage, order in enumerate(plan.orders):
-            while at[stage] < len(order):
-                op = order[at[stage]]
-                if _lacking(needs, done, stage, op) is not None:
-                    break
-                done[stage][op.kind][op.chunk] = 1
-                at[stage] += 1
-                pending -= 1
-                yield stage, op
-        if pending == before:
-            _stuck(plan, at, [_lacking_at(plan, needs, done, at, s) for s in range(plan.stages)])
+    # A stage that stands still is looked at again only when an op of the chunk that it lacks, on
+    # the stage that it lacks it from, is done.
+    waiting: dict[tuple[int, int], list[int]] = {}
+    ready = list(range(plan.stages))
+    while ready:
+        stage = ready.pop()
+        order = plan.orders[stage]
+        while at[stage] < len(order):
+            op = order[at[stage]]
+            lacking = _lacking(needs, done, stage, op)
+            if lacking is not None:
+                _, where, ops = lacking
+                waiting.setdefault((where, ops[0].chunk), []).append(stage)
+                break
+            done[stage][op.kind][op.chunk] = 1
+            at[stage] += 1
+            pending -= 1
+            ready += waiting.pop((stage, op.chunk), ())
+            yield stage, op
+    if pending:
+        lacks = [_lacking_at(plan, needs, done, at, stage) for stage in range(plan.stages)]
+        _stuck(plan, needs, at, lacks)
 
 
 def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
@@ -100,32 +111,37 @@ def _lacking_at(
     return _lacking(needs, done, stage, plan.orders[stage][at[stage]])
 
 
-def _stuck(plan: Plan, at: list[int], lacking: list[Lacking | None]) -> NoReturn:
-    waits = []
+def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | None]) -> NoReturn:
+    waits, marks = {}, {}
     for stage, lack in enumerate(lacking):
         if lack is None:
             continue
         need, where, ops = lack
         planned = next((op for op in ops if op in plan.orders[where]), ops[0])
-        line = f"stage {stage} at {plan.orders[stage][at[stage]]}: lacks {planned} of stage {where}"
+        marks[stage] = f"lacks {planned} of stage {where}"
+        op = plan.orders[stage][at[stage]]
+        waits[stage] = f"stage {stage} at {op}: {marks[stage]} ({need.why})"
         if where == stage:  # no other stage can mend that: a wrong order, not a deadlock
-            raise PlanError(f"{line} ({need.why})\n{_drawn(plan, at)}")
-        waits.append(f"{line} ({need.why})")
-    raise Deadlock("; ".join(waits) + "\n" + _drawn(plan, at))
+            grid = stuck_grid(plan.orders, needs, at, {stage: marks[stage]}, stage)
+            raise PlanError(f"{waits[stage]}\n{grid}")
+    circle = _circle(lacking)
+    named = list(waits) if len(waits) <= _NAMED_STAGES else sorted(circle)[:_NAMED_STAGES]
+    line = "; ".join(waits[stage] for stage in named)
+    if len(named) < len(waits):
+        line += f"; {len(waits) - len(named)} more stages wait"
+    raise Deadlock(f"{line}\n{stuck_grid(plan.orders, needs, at, marks, circle[0])}")
 
 
-def _drawn(plan: Plan, at: list[int]) -> str:
-    """The orders of all stages; ``>`` marks the op that each stands at."""
-    lines = []
-    for stage, order in enumerate(plan.orders):
-        first = max(0, at[stage] - _SHOWN_OPS // 2)
-        words = [
-            f">{op}" if index == at[stage] else str(op)
-            for index, op in enumerate(order[first : first + _SHOWN_OPS], first)
-        ]
-        more = "... " if first else ""
-        lines.append(f"  stage {stage}: {more}{' '.join(words)}")
-    return "\n".join(lines)
+def _circle(lacking: Sequence[Lacking | None]) -> list[int]:
+    """Stages that wait for each other, each for the next and the last for the first."""
+    path: list[int] = []
+    stage = next(stage for stage, lack in enumerate(lacking) if lack is not None)
+    while stage not in path:
+        path.append(stage)
+        lack = lacking[stage]
+        assert lack is not None, "a stage that has run all its ops keeps nobody waiting"
+        stage = lack[1]
+    return path[path.index(stage) :]
 
 
 def backward_of(plan: Plan) -> tuple[dict[int, Kind], ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.plan import Plan
-from megatron_epp.ir.rules import Relation, Slice
+from megatron_epp.ir.rules import Relation, SlicePosition
 from megatron_epp.ir.span import Span
 
 
@@ -39,14 +39,14 @@ class Slices:
         related = self.related(chunk, relation)
         return (related,) if related >= 0 else ()
 
-    def holds(self, chunk: int, place: Slice) -> bool:
+    def holds(self, chunk: int, place: SlicePosition) -> bool:
         """Whether a row for ``place`` speaks of ``chunk``."""
         match place:
-            case Slice.ANY:
+            case SlicePosition.ANY:
                 return True
-            case Slice.FIRST:
+            case SlicePosition.FIRST:
                 return self.document[chunk] >= 0 and self.earlier[chunk] < 0
-            case Slice.LAST:
+            case SlicePosition.LAST:
                 return self.document[chunk] >= 0 and self.later[chunk] < 0
 
 

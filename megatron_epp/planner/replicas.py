@@ -1,4 +1,4 @@
-"""Dealing the documents of a global batch to data-parallel replicas, and planning each."""
+"""Balance the documents of a global batch over data-parallel replicas, and plan each."""
 
 import dataclasses
 import heapq
@@ -15,20 +15,22 @@ from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import PlanFunction, planner_of
 from megatron_epp.planner.result import Planned, PlannedStep
 
-# A dealing is tried again with what the replicas' plans have shown, this often at most, and only
-# where they end further apart than this share of the iteration.
-ROUNDS = 2
+# At most this many rounds of balancing, each but the first with what the plans before it took, and
+# only where replicas end further apart than this share of the iteration. Chosen by hand, on batches
+# that are not recorded.
+BALANCING_ROUNDS = 2
 APART = 0.01
 Deals = tuple[tuple[int, ...], ...]  # documents of every replica
-# So many replicas get the whole effort each; more share it.
+# So many replicas get the whole effort each; more share it. Chosen by hand, for the planning time.
 WHOLE_EFFORT = 4
 
 
-def deal(
+def balance_replicas(
     lengths: Sequence[int], cost: Cost, replicas: int, overhead: Sequence[float] | None = None
 ) -> Deals:
-    """The documents of every replica, in the order of the batch: longest time first, each to the
-    replica that is done first. Every replica gets at least one.
+    """Give every document to a replica: longest first, each to the replica that is done first.
+
+    Returns the documents of every replica, in the order of the batch; at least one each.
 
     overhead   per replica, seconds that its plan takes beside its documents' own work
     """
@@ -58,10 +60,10 @@ def deal(
 def plan_step(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str = "epp", replicas: int = 1
 ) -> PlannedStep:
-    """Documents dealt to ``replicas``, and every replica's plan by the planner of that name.
+    """Balance documents over ``replicas``, and plan each by the planner of that name.
 
-    Where replicas end apart, documents are dealt once more, now knowing what each replica's plan
-    takes beside the work itself; the dealing whose slowest replica is fastest is kept. All replicas
+    Where replicas end apart, documents are balanced once more, now knowing what each replica's plan
+    takes beside the work itself; the balance whose slowest replica is fastest is kept. All replicas
     have the same layers on a stage: where they are open and the replicas' plans want different
     ones, those of the slowest replica and those of ``cost`` are planned with.
     """
@@ -111,12 +113,12 @@ def _with_layers(
 def _planned(
     lengths: tuple[int, ...], cost: Cost, options: Options, plan: PlanFunction, replicas: int
 ) -> tuple[Deals, tuple[Planned, ...]]:
-    """The dealing whose slowest replica is fastest, and every replica's plan."""
+    """The balance whose slowest replica is fastest, and every replica's plan."""
     rates = rates_of(cost)
     best: tuple[Deals, tuple[Planned, ...]] | None = None
     overhead: list[float] | None = None
-    for _ in range(ROUNDS if replicas > 1 and options.effort > 0 else 1):
-        deals = deal(lengths, cost, replicas, overhead)
+    for _ in range(BALANCING_ROUNDS if replicas > 1 and options.effort > 0 else 1):
+        deals = balance_replicas(lengths, cost, replicas, overhead)
         if best is not None and deals == best[0]:
             break
         planned = tuple(
@@ -139,11 +141,11 @@ def _planned(
 def evaluation_step(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, most: int | None = None
 ) -> Step:
-    """A step of forwards alone: documents dealt, every replica's evaluation plan.
+    """A step of forwards alone: documents balanced, every replica's evaluation plan.
 
     ``most``: tokens of a chunk, None where memory alone decides.
     """
-    deals = deal(lengths, cost, replicas)
+    deals = balance_replicas(lengths, cost, replicas)
     plans = (evaluation_plan([lengths[d] for d in held], cost, options, most) for held in deals)
     return Step(
         deals,

@@ -47,10 +47,6 @@ class GroupMicroBatch:
     documents: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]  # of every group
 
-    @property
-    def makespan_seconds(self) -> float:
-        return max(self.seconds)
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroups:
@@ -86,7 +82,7 @@ class PlannedGroups:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The whole job's iteration: the dealing with a plan per replica, and how each was found."""
+    """The whole job's iteration: its documents balanced, a plan per replica, how each was found."""
 
     step: Step
     planned: tuple[Planned, ...]

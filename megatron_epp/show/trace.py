@@ -32,13 +32,14 @@ def to_trace(timeline: Timeline) -> str:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    idle = {bubble.stage for bubble in timeline.bubbles}
     for stage in range(timeline.stages):
         yield _meta("process_name", stage, _OPS, name=f"stage {stage}")
         yield _meta("process_sort_index", stage, _OPS, sort_index=stage)
         yield _meta("thread_name", stage, _OPS, name="ops")
         if timeline.transfers:
             yield _meta("thread_name", stage, _TRANSFERS, name="transfers")
-        if any(bubble.stage == stage for bubble in timeline.bubbles):
+        if stage in idle:
             yield _meta("thread_name", stage, _IDLE, name="idle")
 
 

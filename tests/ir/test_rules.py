@@ -13,29 +13,35 @@ import pytest
 
 from megatron_epp.ir import (
     COMPUTE,
+    DOCUMENT_ITEMS,
     EVALUATION,
     TRAINING,
     Chunk,
+    Item,
     Kind,
     Need,
     Op,
+    Payload,
     Plan,
     PlanError,
     Relation,
     Rules,
     Slices,
+    Table,
     check,
     lower,
     needs_of,
     slices_of,
     walk,
 )
-from megatron_epp.sim.engine import Board, run
-from megatron_epp.sim.inputs import orders_of
-from megatron_epp.sim.rule_arrays import HELD, Rows, rows_of
+from megatron_epp.sim.engine import run
+from megatron_epp.sim.inputs import op_arrays, orders_of
+from megatron_epp.sim.rule_arrays import needs_array
 
 CUT = "documents 8\n{layers}\nchunk 0: 0[0:5]\nchunk 1: 0[5:8]\n"
 WHOLE = "documents 5 3\n{layers}\nchunk 0: 0[0:5]\nchunk 1: 1[0:3]\n"
+
+HELD = tuple(item for item in Item if item is not Item.WORKSPACE)
 
 # By name: (documents and chunks, orders of stage 0, 1, ...).
 PLANS = {
@@ -104,19 +110,25 @@ def plan_of(name: str) -> Plan:
     return Plan.parse("plan v1\n" + head.format(layers=layers) + stages)
 
 
-def ledger(plan: Plan, rows: Rows) -> str:
-    slices = slices_of(plan)
-    shape = (1, len(plan.chunks))
-    board = Board(
-        np.ones((len(COMPUTE), *shape)),
-        np.zeros((2, 1, len(plan.chunks))),
-        0.0,
-        np.stack([np.full(shape, 10.0**power) for power in range(len(HELD))]),
-        np.full((len(COMPUTE), *shape), 10_000.0),
-        np.zeros(1),
-        *(np.array(tie) for tie in (slices.document, slices.earlier, slices.later)),
+def ledger(plan: Plan, rules: Rules) -> str:
+    ones = np.ones((1, len(plan.chunks)))
+    # Of documents as of chunks: the owners differ, the bytes do not.
+    held = {item: np.full((1, 9), 10.0**power) for power, item in enumerate(HELD)}
+    held |= {
+        item: 10.0**power * ones for power, item in enumerate(HELD) if item not in DOCUMENT_ITEMS
+    }
+    table = Table(
+        seconds=dict.fromkeys(COMPUTE, ones),
+        recompute_seconds=0 * ones,
+        comm_seconds=dict.fromkeys(COMPUTE, 0 * ones),
+        link_seconds=dict.fromkeys(Payload, ones[1:]),
+        link_latency_seconds=0.0,
+        held_bytes=held,
+        workspace_bytes=dict.fromkeys(COMPUTE, 10_000 * ones),
+        resident_bytes=[0.0],
     )
-    result = run(orders_of(plan.orders), board, rows)
+    arrays = op_arrays(table, slices_of(plan), rules)
+    result = run(orders_of(plan.orders), arrays, needs_array(rules))
     pairs = zip(result.op_peak, result.op_left, strict=True)
     return " ".join(f"{peak:.0f}>{left:.0f}" for peak, left in pairs)
 
@@ -149,7 +161,7 @@ def observed(training: Rules = TRAINING, evaluation: Rules = EVALUATION) -> dict
             programs = tuple(" ".join(map(str, program)) for program in lower(plan))
             found[name] = (*programs, arrivals(plan, rules))
         else:
-            found[name] = ledger(plan, rows_of(rules))
+            found[name] = ledger(plan, rules)
     return found
 
 

@@ -15,7 +15,7 @@ from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import Heads, attention_for
 from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, add_every_gradient
-from megatron_epp.planner import TRAINING
+from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -143,10 +143,10 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
         ("transformer_engine", False, {"wsplit"}),
     ):
         args = SimpleNamespace(transformer_impl=impl, gradient_accumulation_fusion=fused)
-        assert training_levers("default", args) == TRAINING - without
-        assert training_levers("all", args) == TRAINING - without
+        assert training_levers("default", args) == TRAINING_LEVERS - without
+        assert training_levers("all", args) == TRAINING_LEVERS - without
         assert hash(training_levers("all", args))  # options are values
-        assert training_levers("-wsplit", args) == TRAINING - {"wsplit"}
+        assert training_levers("-wsplit", args) == TRAINING_LEVERS - {"wsplit"}
         if unusable_levers(args):
             with pytest.raises(ValueError, match=r"wsplit: .* no I and W; leave it out"):
                 training_levers("bins, wsplit", args)
