@@ -3,16 +3,17 @@
 from collections import deque
 from collections.abc import Iterator
 
-from megatron_epp.ir.check import backward_of, rules_of
+from megatron_epp.ir.check import backward_of
+from megatron_epp.ir.needs import needs_of
 from megatron_epp.ir.op import Kind, Message, Op, Payload, Post, Transfer
 from megatron_epp.ir.plan import Plan
+from megatron_epp.ir.rules import Rules
 from megatron_epp.ir.sequence import sequence
-from megatron_epp.ir.slices import slices_of
 
 Program = tuple[Op | Transfer | Post, ...]
 
 
-def lower(plan: Plan) -> tuple[Program, ...]:
+def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     """One program per stage, in which every message of the plan is sent and received once.
 
     All programs are the projection of one sequence of ops and messages (:mod:`ir.sequence`), in
@@ -34,8 +35,10 @@ def lower(plan: Plan) -> tuple[Program, ...]:
     (:mod:`ir.queue_check`).
 
     Which messages there are follows from the rule table: one for every need met by another stage.
+
+    rules   default: those that govern ``plan``
     """
-    return tuple(map(tuple, _programs(plan, range(plan.stages))))
+    return tuple(map(tuple, _programs(plan, range(plan.stages), rules)))
 
 
 def lower_stage(plan: Plan, stage: int) -> Program:
@@ -43,19 +46,21 @@ def lower_stage(plan: Plan, stage: int) -> Program:
     return tuple(_programs(plan, (stage,))[stage])
 
 
-def _programs(plan: Plan, stages: range | tuple[int, ...]) -> list[list[Op | Transfer | Post]]:
+def _programs(
+    plan: Plan, stages: range | tuple[int, ...], rules: Rules | None = None
+) -> list[list[Op | Transfer | Post]]:
     """A program per stage, empty for those that are not among ``stages``."""
     programs: list[list[Op | Transfer | Post]] = [[] for _ in plan.orders]
     wanted: dict[tuple[int, Op], list[Message]] = {}  # by consumer
     made: dict[tuple[int, Op], list[Message]] = {}  # by producer
-    for message, producer, consumer in _messages(plan):
+    for message, producer, consumer in _messages(plan, rules):
         if message.target in stages:
             wanted.setdefault((message.target, consumer), []).append(message)
         if message.source in stages or message.target in stages:
             made.setdefault((message.source, producer), []).append(message)
     posted: dict[tuple[int, int], deque[Message]] = {}
     waited: set[Message] = set()
-    for place in sequence(plan):
+    for place in sequence(plan, rules):
         stage, op = place
         if stage in stages:
             program = programs[stage]
@@ -74,19 +79,15 @@ def _programs(plan: Plan, stages: range | tuple[int, ...]) -> list[list[Op | Tra
     return programs
 
 
-def _messages(plan: Plan) -> Iterator[tuple[Message, Op, Op]]:
+def _messages(plan: Plan, rules: Rules | None) -> Iterator[tuple[Message, Op, Op]]:
     """Every message with the op that makes it and the op that wants it."""
-    rules, slices, backwards = rules_of(plan), slices_of(plan), backward_of(plan)
+    needs, backwards = needs_of(plan, rules), backward_of(plan)
     for stage, order in enumerate(plan.orders):
         for op in order:
-            for need in rules[op.kind].needs:
-                source = stage + need.stage
-                if need.stage == 0 or not 0 <= source < plan.stages:
+            for need, source, ops in needs(stage, op):
+                if source == stage:
                     continue
-                chunk = slices.related(op.chunk, need.chunk)
-                if chunk < 0:
-                    continue
-                forward = need.kinds == (Kind.FORWARD,)
+                chunk, forward = ops[0].chunk, need.kinds == (Kind.FORWARD,)
                 payload = Payload.ACTIVATION if forward else Payload.GRADIENT
                 producer = Op(Kind.FORWARD if forward else backwards[source][chunk], chunk)
                 yield Message(payload, chunk, source, stage), producer, op

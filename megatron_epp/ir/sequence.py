@@ -8,10 +8,12 @@ little late (scripts/bench/issue_order.py), never one that cannot come.
 
 from collections.abc import Iterator, Mapping
 
-from megatron_epp.ir.check import rules_of, walk
+from megatron_epp.ir.check import walk
+from megatron_epp.ir.needs import needs_of
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Op
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.recompute import FULL
+from megatron_epp.ir.rules import Rules
 from megatron_epp.ir.slices import slices_of
 
 # A token's share of the linear layers costs as much as so many query-key pairs: 6 x hidden of a
@@ -27,31 +29,23 @@ FORWARDS: Mapping[Kind, int] = {
 }
 
 
-def sequence(plan: Plan) -> Iterator[tuple[int, Op]]:
+def sequence(plan: Plan, rules: Rules | None = None) -> Iterator[tuple[int, Op]]:
     """(stage, op) of every op of ``plan``, in the order in which they would end.
 
     Whole numbers only, so that all machines agree; O(n log n) for n ops. Raises as ``walk`` does
     where the plan cannot run.
     """
     slices, stages = slices_of(plan), plan.stages
-    chunks = range(len(plan.chunks))
-    rows = {
-        kind: [(need, [slices.related(c, need.chunk) for c in chunks]) for need in rule.needs]
-        for kind, rule in rules_of(plan).items()
-    }
-    units = _units(plan)
+    needs, units = needs_of(plan, rules, slices), _units(plan)
     ends = {kind: [[0] * len(plan.chunks) for _ in range(stages)] for kind in COMPUTE}
     free = [0] * stages
     ended = []
-    for place, (stage, op) in enumerate(walk(plan, slices)):
+    for place, (stage, op) in enumerate(walk(plan, slices, rules)):
         kind, chunk = op.kind, op.chunk
         start = free[stage]
-        for need, related in rows[kind]:
-            where, other = stage + need.stage, related[chunk]
-            if other < 0 or not 0 <= where < stages:
-                continue
-            for met_by in need.kinds:  # what has not run has ended at 0
-                end = ends[met_by][where][other]
+        for _, where, ops in needs(stage, op):
+            for other in ops:  # what has not run has ended at 0
+                end = ends[other.kind][where][other.chunk]
                 if end > start:
                     start = end
         layers = FORWARDS[kind] * plan.layers[stage]

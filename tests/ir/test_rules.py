@@ -158,7 +158,7 @@ def observed(training: Rules = TRAINING, evaluation: Rules = EVALUATION) -> dict
             found[name] = str(error).splitlines()[0]
             continue
         if plan.stages > 1:
-            programs = tuple(" ".join(map(str, program)) for program in lower(plan))
+            programs = tuple(" ".join(map(str, program)) for program in lower(plan, rules))
             found[name] = (*programs, arrivals(plan, rules))
         else:
             found[name] = ledger(plan, rules)
