@@ -20,6 +20,8 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "epp-job.lock"
+# How long a job that has just ended may take to go: a checkpoint's writer is a process it forked.
+LOCK_PATIENCE_SECONDS = 5.0
 _SCRATCH = "megatron_epp-"
 
 
@@ -64,12 +66,15 @@ class BestEffort:
 # ------------------------------------------------------------------ one job a folder
 
 
-def claim(folders: Sequence[tuple[str, str | None]]) -> list[TextIO]:
+def claim(
+    folders: Sequence[tuple[str, str | None]], patience_seconds: float = LOCK_PATIENCE_SECONDS
+) -> list[TextIO]:
     """Make (flag, folder) this job's own for as long as the returned files are open.
 
     ValueError: a folder cannot be written, or another job that lives writes it. A job that died,
-    however it died, holds nothing: the lock goes with its process.
+    however it died, holds nothing: the lock goes with its process, and with those that it forked.
     """
+    deadline = time.monotonic() + patience_seconds
     locks: dict[Path, TextIO] = {}
     for flag, folder in folders:
         if not folder:
@@ -83,7 +88,9 @@ def claim(folders: Sequence[tuple[str, str | None]]) -> list[TextIO]:
             raise ValueError(
                 f"{flag} {folder}: {error.strerror}; name a folder that can be written"
             ) from error
-        if not _lock(locks[path]):
+        while not (locked := _lock(locks[path])) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not locked:
             locks[path].seek(0)
             owner = locks[path].read().strip() or "it does not say which"
             raise ValueError(

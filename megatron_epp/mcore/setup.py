@@ -147,6 +147,7 @@ class Job:
         self.truncated_documents = 0  # of the training set
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open as long as the job
+        self._waiting = Waiting(0)  # its stage is known when the model is built
         self._place: Place | None = None
         self._schedule: ElasticSchedule | None = None
 
@@ -167,13 +168,17 @@ class Job:
         attention = self.hooks.attention_for(self.config.epp_attention, model.config, device)
         self.hooks.install_in_model(model, self.args.seq_length, attention)
         groups = make_groups(device)
+        self._waiting.stage = groups.stage
         self._claim_folders(groups)
         mine = torch.tensor([len(model.decoder.layers)])
         every = torch.empty(groups.control.size(), dtype=mine.dtype)
         dist.all_gather_into_tensor(every, mine, group=groups.control)
         layers = tuple(int(every[rank]) for rank in groups.pipeline_ranks)
-        share = RowShare.of(self.args)
-        self._place = Place(self.args, self.config, groups, layers, share, device, attention)
+        rows = RowShare.of(self.args)
+        self._place = Place(self.args, self.config, groups, layers, rows, device, attention)
+        if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
+            speak_when_terminated(self._waiting, dist.get_rank())
+        Watcher(self._waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
         return models
 
     def _claim_folders(self, groups: Groups) -> None:
@@ -195,14 +200,13 @@ class Job:
         groups, device = place.groups, place.device
         steps = self.hooks.make_steps(place, model)
         folders = [folder for _, folder in self._folders if folder]
-        waiting = Waiting(groups.stage)
         runner = StageRunner(
             groups=groups,
             share=place.share,
             meter=AllocatorMeter()
             if device.type == "cuda"
             else SavedBytesMeter(model.parameters(), self.hooks.limit_bytes(config)),
-            waiting=waiting,
+            waiting=self._waiting,
             device=device,
             early_head=early_head(args),
             keeps_last=place.attention.keeps_last,
@@ -219,15 +223,12 @@ class Job:
             loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
         )
         self._schedule = ElasticSchedule(
-            AcceptedSteps(steps, groups, place.layers, waiting),
+            AcceptedSteps(steps, groups, place.layers, self._waiting),
             runner,
             Retry(steps, groups),
             observer,
             validate=lambda total: megatron_gpt.validate(total, args),
         )
-        if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
-            speak_when_terminated(waiting, dist.get_rank())
-        Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
         return models
 
     def _draw(

@@ -66,7 +66,7 @@ def test_a_folder_belongs_to_one_job_that_lives(tmp_path) -> None:
         assert other.stdout is not None and other.stdout.readline() == "mine\n"
         with pytest.raises(ValueError, match=rf"^--epp-record {folder}: another job .*process "
                            rf"{other.pid} on \S+ since .*name another folder"):  # fmt: skip
-            claim([("--save", None), ("--epp-record", folder)])
+            claim([("--save", None), ("--epp-record", folder)], patience_seconds=0.2)
         other.send_signal(signal.SIGKILL)
         other.wait()
         # A dead job holds nothing, and one job may name its folder twice.
@@ -74,7 +74,7 @@ def test_a_folder_belongs_to_one_job_that_lives(tmp_path) -> None:
         assert len(locks) == 1
         assert f"process {os.getpid()} " in (tmp_path / "save" / LOCK_NAME).read_text()
         with pytest.raises(ValueError, match="another job that still runs"):
-            claim([("--save", folder)])
+            claim([("--save", folder)], patience_seconds=0)
         locks[0].close()
         claim([("--save", folder)])[0].close()
     finally:
