@@ -1,4 +1,7 @@
-"""Draws curves over iterations: the losses of one or several runs."""
+"""Draws curves over iterations: the losses of one or several runs, for the quickstart's report.
+
+As shapes, like the time lines, so that one canvas writes both; matplotlib would only do for PNG.
+"""
 
 import math
 from collections.abc import Sequence
