@@ -24,7 +24,7 @@ from megatron_epp.ir.check import backward_of, check, walk
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.lower import Program, lower
-from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
+from megatron_epp.ir.needs import NeedsOf, needs_of, ops_of_chunk, rules_of
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, KIND_CODE, Kind, Message, Op, Payload, Transfer
 from megatron_epp.ir.plan import Plan, Prediction
 from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE
@@ -86,6 +86,7 @@ __all__ = [
     "format_records",
     "lower",
     "needs_of",
+    "ops_of_chunk",
     "parse_records",
     "rules_of",
     "slices_of",
