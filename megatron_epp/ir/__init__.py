@@ -24,7 +24,7 @@ from megatron_epp.ir.check import backward_of, check, walk
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.lower import Program, lower, lower_stage
-from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
+from megatron_epp.ir.needs import NeedsOf, needs_of, ops_of_chunk, rules_of
 from megatron_epp.ir.op import (
     BACKWARDS,
     COMPUTE,
@@ -98,6 +98,7 @@ __all__ = [
     "lower",
     "lower_stage",
     "needs_of",
+    "ops_of_chunk",
     "parse_records",
     "rules_of",
     "slices_in",

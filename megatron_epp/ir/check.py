@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.grid import stuck_grid
-from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
+from megatron_epp.ir.needs import NeedsOf, needs_of, ops_of_chunk, rules_of
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Op
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.rules import Need, Rules
@@ -21,10 +21,9 @@ Lacking = tuple[Need, int, tuple[Op, ...]]
 def check(plan: Plan, rules: Rules | None = None) -> None:
     """Raise a :class:`PlanError` unless every stage can run its ops to the end.
 
-    Every input is computed once (:func:`slices_of`); every stage runs every chunk's F once, and
-    its B, or its I and its W, once, unless the plan is for evaluation; everything an op needs
-    comes before it. One line says what and where; the grid of the orders follows
-    it, with the place marked.
+    Every input is computed once (:func:`slices_of`); every stage runs the ops of every chunk once
+    (:func:`ops_of_chunk`); everything an op needs comes before it. One line says what and where;
+    the grid of the orders follows it, with the place marked.
 
     rules   default: those that govern ``plan``
     """
@@ -44,13 +43,13 @@ def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
             count = order.count(op)
             raise PlanError(f"stage {stage}: {op} stands {count} times; expected once")
         found[op.chunk] += letter
-    expected = ("F",) if plan.forward_only else ("FB", "FIW")
+    expected = [[kind.value for kind in kinds] for kinds in ops_of_chunk(plan)]
     wanted = {"".join(sorted(kinds)) for kinds in expected}
     for chunk, kinds in enumerate(found):
         if "".join(sorted(kinds)) not in wanted:
             raise PlanError(
                 f"stage {stage}: chunk {chunk} has ops {' '.join(sorted(kinds)) or 'none'}; "
-                f"expected {' or '.join(' '.join(ops) for ops in expected)}"
+                f"expected {' or '.join(map(' '.join, expected))}"
             )
 
 

@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterator
 
 from megatron_epp.ir.op import Kind, Op
 from megatron_epp.ir.plan import Plan
-from megatron_epp.ir.rules import EVALUATION, TRAINING, Need, Rules
+from megatron_epp.ir.rules import (
+    EVALUATION,
+    EVALUATION_OPS,
+    TRAINING,
+    TRAINING_OPS,
+    Need,
+    Rules,
+)
 from megatron_epp.ir.slices import Slices, slices_of
 
 # Of an op on a stage: each need that exists there, the stage that meets it, and the ops that would.
@@ -15,6 +22,11 @@ NeedsOf = Callable[[int, Op], Iterator[tuple[Need, int, tuple[Op, ...]]]]
 def rules_of(plan: Plan) -> Rules:
     """The rule table that governs ``plan``: training, or evaluation for a plan of forwards only."""
     return EVALUATION if plan.forward_only else TRAINING
+
+
+def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
+    """The sets of ops of which every stage runs one for every chunk of ``plan``."""
+    return EVALUATION_OPS if plan.forward_only else TRAINING_OPS
 
 
 def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = None) -> NeedsOf:

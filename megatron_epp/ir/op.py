@@ -10,27 +10,51 @@ from megatron_epp.ir.span import NUMBER
 
 
 class Kind(Enum):
-    """Kinds of work. A new kind brings four answers: rules, simulator, executor, picture."""
+    """Kinds of work.
+
+    A new kind of op is a member here and four answers: what it needs, makes and frees, and which
+    ops a chunk must have (ir/rules); what it takes (the cost model, and sim/unit_table for pictures
+    without one); what runs it (runtime/executor); how it is drawn (show/colours, show/text,
+    show/trace). Text form, checks, order, messages and simulation follow from these;
+    ``tests/ir/test_new_kind.py`` adds one.
+    """
 
     FORWARD = "F"
-    BACKWARD = "B"  # the whole backward
-    INPUT = "I"  # its half on the critical path: the gradient of the input
-    WEIGHT = "W"  # its other half: the gradient of the weights, which nobody waits for
-    SEND = "SEND"  # only after lowering
-    RECEIVE = "RECV"  # only after lowering
+    """The forward. Roughly: ``y = layers(x)``; keep what the backward wants; send y to stage + 1.
+    The last stage makes the loss of y instead."""
+
+    BACKWARD = "B"
+    """The whole backward, I and W in one. Roughly: recompute what was not kept;
+    ``dx, dw = vjp(dy)``; add dw to the weights' gradients; send dx to stage - 1."""
+
+    INPUT = "I"
+    """Its half on the critical path. Roughly: recompute what was not kept; ``dx = dy @ w``; keep
+    (x, dy) of every linear layer for W; send dx to stage - 1."""
+
+    WEIGHT = "W"
+    """Its other half, which nobody waits for. Roughly: ``dw = dy.T @ x`` of every linear layer; add
+    dw to the weights' gradients; drop (x, dy)."""
+
+    SEND = "SEND"
+    """Only after lowering. Roughly: ``isend(tensor, target)``; the op after it does not wait."""
+
+    RECEIVE = "RECV"
+    """Only after lowering. Roughly: wait for the ``irecv`` that was posted early."""
 
 
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+TRANSFERS = (Kind.SEND, Kind.RECEIVE)
+COMPUTE = tuple(kind for kind in Kind if kind not in TRANSFERS)
 # Every array of kinds holds these: F 0, B 1, I 2, W 3.
 KIND_CODE: Mapping[Kind, int] = {kind: code for code, kind in enumerate(COMPUTE)}
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # either of them hands the gradient on
 
-_OP = re.compile(rf"([FBIW])({NUMBER})")
+_LETTERS = [kind.value for kind in COMPUTE]
+_OP = re.compile(rf"([{''.join(_LETTERS)}])({NUMBER})")
 
 
 @dataclass(frozen=True, slots=True, order=False)
 class Op:
-    """Work of ``kind`` (F, B, I or W) on chunk number ``chunk``; the stage is where it stands."""
+    """Work of ``kind`` (one of COMPUTE) on chunk ``chunk``; the stage is where it stands."""
 
     kind: Kind
     chunk: int
@@ -46,7 +70,8 @@ class Op:
     def parse(cls, text: str) -> "Op":
         match = _OP.fullmatch(text)
         if match is None:
-            raise PlanError(f"{text!r} is no op; expected F, B, I or W and a chunk, as in F0")
+            letters = f"{', '.join(_LETTERS[:-1])} or {_LETTERS[-1]}"
+            raise PlanError(f"{text!r} is no op; expected {letters} and a chunk, as in F0")
         return cls(Kind(match[1]), int(match[2]))
 
 
@@ -80,7 +105,7 @@ class Transfer:
     message: Message
 
     def __post_init__(self):
-        if self.kind not in (Kind.SEND, Kind.RECEIVE):
+        if self.kind not in TRANSFERS:
             raise PlanError(f"{self.kind.value} is no transfer; expected SEND or RECV")
 
     @property

@@ -27,13 +27,14 @@ from typing import Any, NoReturn
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.op import Kind, Op
+from megatron_epp.ir.op import BACKWARDS, Kind, Op
 from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_recompute
 from megatron_epp.ir.span import NUMBER
 
 _NUMBER = re.compile(NUMBER)
 # As Python prints floats: 16 digits before the point, 20 behind it (0.00012345678901234567).
 _DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
+_OF_TRAINING = (*BACKWARDS, Kind.WEIGHT)
 MOST_LAYERS = 9999  # of a stage: four digits in a recompute choice
 _PLANNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
@@ -143,7 +144,7 @@ class Plan:
     @property
     def forward_only(self) -> bool:
         """Whether no stage runs a backward: a plan for evaluation."""
-        return not any(op.kind is not Kind.FORWARD for order in self.orders for op in order)
+        return not any(op.kind in _OF_TRAINING for order in self.orders for op in order)
 
     @property
     def splits_backward(self) -> bool:

@@ -1,6 +1,9 @@
 """The one rule table: what each op needs, keeps and frees.
 
-Checker, lowering, simulator and executor read this table; nobody derives it again. ``c`` is the
+Checker, random plans, simulator and pictures read this table, and lowering makes a message of every
+need that another stage meets; the executor runs what lowering made, so no need is derived again
+there. The planner's list scheduler knows the needs in its loop, for speed: its plans are checked
+and simulated by the table before they leave, and a test holds the two clocks equal. ``c`` is the
 op's chunk, ``s`` its stage. A document cut into slices ties the chunks of its slices together:
 ``earlier`` is the chunk with the slice before, ``later`` the one with the slice after.
 
@@ -29,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from megatron_epp.ir.op import BACKWARDS, Kind
+from megatron_epp.ir.op import BACKWARDS, Kind, Payload
 
 
 class Relation(Enum):
@@ -69,6 +72,11 @@ class Need:
     stage: int  # 0 here, -1 the previous stage, +1 the next
     chunk: Relation
     why: str
+
+    @property
+    def payload(self) -> Payload:
+        """What the message carries where another stage meets the need."""
+        return Payload.ACTIVATION if self.kinds == (Kind.FORWARD,) else Payload.GRADIENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +138,7 @@ EVALUATION: Rules = {
         frees=(Effect(Item.KV, SlicePosition.LAST), _WORKSPACE),
     ),
 }
+
+# What a stage runs of every chunk, once each: one of these sets.
+TRAINING_OPS = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT))
+EVALUATION_OPS = ((Kind.FORWARD,),)

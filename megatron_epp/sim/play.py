@@ -17,6 +17,7 @@ from megatron_epp.ir import (
     Table,
     Timed,
     check,
+    ops_of_chunk,
     rules_of,
     slices_of,
 )
@@ -214,7 +215,7 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
     """
     slices = slices_of(plan)
     orders = orders_of(plan.orders)
-    if not _once(orders, len(plan.chunks), plan.forward_only):
+    if not _once(orders, plan):
         check(plan)
         raise AssertionError("check passed a plan in which an op stands twice or never")
     arrays = op_arrays(table, slices, rules_of(plan))
@@ -229,18 +230,16 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
     return _played(plan, table, orders, arrays, factors, result)
 
 
-def _once(orders: Orders, chunks: int, forward_only: bool) -> bool:
-    """Whether every stage has every chunk's F, and B or I and W, once."""
-    stages = len(orders.offset) - 1
-    stage = np.repeat(np.arange(stages), np.diff(orders.offset))
-    count = np.zeros((len(COMPUTE), stages, chunks), np.int64)
+def _once(orders: Orders, plan: Plan) -> bool:
+    """Whether every stage has the ops of every chunk once."""
+    stage = np.repeat(np.arange(plan.stages), np.diff(orders.offset))
+    count = np.zeros((len(COMPUTE), plan.stages, len(plan.chunks)), np.int64)
     np.add.at(count, (orders.kind, stage, orders.chunk), 1)
-    forward, backward, split, weight = count
-    if not (forward == 1).all():
-        return False
-    if forward_only:
-        return not (backward.any() or split.any() or weight.any())
-    return bool((backward + split == 1).all() and (split == weight).all())
+    whole = np.zeros(count.shape[1:], np.bool_)
+    for kinds in ops_of_chunk(plan):
+        wanted = np.array([kind in kinds for kind in COMPUTE], np.int64)
+        whole |= (count == wanted[:, None, None]).all(axis=0)
+    return bool(whole.all())
 
 
 def _noisy(

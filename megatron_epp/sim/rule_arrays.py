@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_epp.ir import EVALUATION, KIND_CODE, TRAINING, Kind, Payload, Plan, Relation, Rules
+from megatron_epp.ir import EVALUATION, KIND_CODE, TRAINING, Payload, Plan, Relation, Rules
 from megatron_epp.sim.engine import EARLIER, LATER, SAME
 
 PAYLOAD_CODE: Mapping[Payload, int] = {payload: code for code, payload in enumerate(Payload)}
@@ -19,10 +19,8 @@ def needs_array(rules: Rules) -> np.ndarray:
     for kind, rule in rules.items():
         for need in rule.needs:
             met_by = sum(1 << KIND_CODE[other] for other in need.kinds)
-            forward = need.kinds == (Kind.FORWARD,)
-            payload = Payload.ACTIVATION if forward else Payload.GRADIENT
-            relation = RELATION_CODE[need.chunk]
-            needs.append((KIND_CODE[kind], met_by, need.stage, relation, PAYLOAD_CODE[payload]))
+            relation, payload = RELATION_CODE[need.chunk], PAYLOAD_CODE[need.payload]
+            needs.append((KIND_CODE[kind], met_by, need.stage, relation, payload))
     return np.array(needs, np.int64).reshape(-1, 5)
 
 

@@ -24,7 +24,9 @@ from megatron_epp.planner.order.warmup import shrinking
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
 from megatron_epp.planner.replicas import balance_replicas
+from megatron_epp.sim.engine import Orders, run
 from megatron_epp.sim.play import play
+from megatron_epp.sim.rule_arrays import training_needs
 from tests.planner.cases import machine
 
 
@@ -330,6 +332,19 @@ def test_orders_played_again_take_what_they_took() -> None:
         assert (again.start == schedule.start).all() and (again.stop == schedule.stop).all()
         assert (again.peak_bytes == schedule.peak_bytes).all()
         other = replayed(recomputing, schedule)
+        stages, count = schedule.kinds.shape
+        orders = Orders(
+            schedule.kinds.ravel(),
+            schedule.chunks.ravel().astype(np.int64),
+            np.arange(stages + 1) * count,
+        )
+        simulated = run(orders, recomputing.ops, training_needs())
+        assert other.seconds == simulated.seconds
+        assert (other.start.ravel() == simulated.start).all()
+        assert (other.stop.ravel() == simulated.stop).all()
+        assert other.peak_bytes == pytest.approx(
+            simulated.peak - recomputing.ops.resident, rel=1e-12
+        )
         draft = Draft(chunking, more, schedule.kinds, schedule.chunks)
         plan = plan_of(batch, draft, cost)
         played = play(plan, cost.table(plan))

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from megatron_epp.ir import KIND_CODE
+from megatron_epp.ir import KIND_CODE, Kind
 from megatron_epp.planner.order.problem import ScheduleProblem
 
 # ir.KIND_CODE, in this file: compiled code is cached, and the cache notices changes of its own file
 # only.
 F, B, I, W = 0, 1, 2, 3  # noqa: E741  (the letters of plans)
-assert tuple(KIND_CODE.values()) == (F, B, I, W)
+assert [KIND_CODE[Kind(letter)] for letter in "FBIW"] == [F, B, I, W]
 BLOCK = 8  # stages looked at together
 
 
