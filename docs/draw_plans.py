@@ -3,8 +3,8 @@
 
     python docs/draw_plans.py [FILE.svg]        default: docs/plan_against_packing.svg
 
-Simulated: LLaMA-like 7B, four stages of eight A100-80G each, the analytic cost model. Both plans hold
-at most what packing holds on each stage. A test makes the picture again and compares.
+Simulated: gpt-7b, four stages of eight A100-80G each, the analytic cost model. Both plans hold at
+most what packing holds on each stage. A test makes the picture again and compares.
 """
 
 import dataclasses

@@ -24,9 +24,7 @@ def plan_of(stages: int, documents: int, slices: int, orders: list[list[Op]]) ->
         Chunk((Span(d, i, i + 1),)) for d in range(documents) for i in range(slices)
     )  # fmt: skip
     recompute = tuple(("k",) * len(chunks) for _ in range(stages))
-    return Plan(
-        (slices,) * documents, (1,) * stages, chunks, recompute, tuple(map(tuple, orders))
-    )
+    return Plan((slices,) * documents, (1,) * stages, chunks, recompute, tuple(map(tuple, orders)))
 
 
 def played(plan: Plan, slices: int) -> Played:

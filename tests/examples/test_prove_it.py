@@ -1,4 +1,4 @@
-"""examples/prove_it.py finds its plan equal to the plain model, and would notice where it is not."""
+"""examples/prove_it.py finds its plan equal to the plain model, and notices where it is not."""
 
 import re
 import subprocess
