@@ -9,7 +9,7 @@
 #
 # It runs on the CPU alone, in two processes that talk over gloo, also where there are GPUs: a
 # demonstration of schedules, not of hardware. examples/pretrain_gpt_epp.sh trains on GPUs.
-# SIZE       32k (default) or 4k: the settings below; 4k is what the quickstart trained at first
+# SIZE       24k (default) or 4k: the settings below; 4k is what the quickstart trained at first
 # ITERS, CONTEXT, BATCH, BUDGET, COMPARED     instead of one of them
 set -euo pipefail
 case ${1:-} in
@@ -28,9 +28,9 @@ out=${1:-quickstart}
 # All sizes. Of two stages the last one carries the output layer, so it has fewer of the others.
 # settings: CONTEXT, documents of a BATCH, ITERS trained, batches COMPARED, BUDGET in GiB of
 # activations per stage (of training; what is compared has packing's own), learning rate's warm-up
-case ${SIZE:-32k} in
-32k)
-    settings=(32768 6 8 2 1 2)
+case ${SIZE:-24k} in
+24k)
+    settings=(24576 6 8 3 1 2)
     shape=(--num-layers 3 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1
         --hidden-size 128 --ffn-hidden-size 344
         --num-attention-heads 2 --kv-channels 32 --num-query-groups 1)
@@ -42,7 +42,7 @@ case ${SIZE:-32k} in
         --num-attention-heads 4 --num-query-groups 2)
     ;;
 *)
-    echo "quickstart: SIZE=$SIZE: expected 32k or 4k" >&2
+    echo "quickstart: SIZE=$SIZE: expected 24k or 4k" >&2
     exit 2
     ;;
 esac

@@ -276,11 +276,11 @@ peak        bytes that autograd saved and K/V buffers, worst iteration; no weigh
 What differs: elastic pipeline and packing run in one executor with the same kernels on the same
 documents, each of which attends to itself alone. Packing fills micro-batches of one context each
 and recomputes nothing; what it holds then is the memory of the first line, two fifths of it the
-memory of the second. Few documents on two stages stand for what a large job has on many stages: a
-pipeline with few micro-batches. Megatron strings the documents together, cuts the string at the
-context and lets neighbours in a sample see each other (so its losses are not comparable), has no
-short sample, and its attention on a CPU is unfused and keeps a square of the context for every
-head; on a GPU it would not.
+memory of the second. Its few micro-batches (chunks, above) on two stages stand for a large job on
+many stages; with many of them packing idles less and there is less to gain. Megatron strings the
+documents together, cuts the string at the context and lets neighbours in a sample see each other
+(so its losses are not comparable), has no short sample, and its attention on a CPU is unfused and
+keeps a square of the context for every head; on a GPU it would not.
 Two processes on two cores: the planner process and the trainer share them."""
 
 

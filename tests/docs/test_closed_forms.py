@@ -1,0 +1,136 @@
+"""The README's table of closed forms, played by the simulator on equal chunks.
+
+p stages, m packed micro-batches, each cut into n slices of equal time (n 1: whole). A micro-batch
+takes a stage f seconds forward and b backward, of which half is for the weights; it holds one unit
+of activations on the whole model, so 1 / p on a stage.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Op, Payload, Plan, Span, Table
+from megatron_epp.planner import Options, plan_step
+from megatron_epp.sim.play import Played, play
+from tests.planner.cases import machine
+
+CASES = [(p, m) for p in (2, 3, 4, 8) for m in (8, 11)]  # m >= p
+# One micro-batch forward and backward, in units that slices divide without a remainder.
+F, B = 12.0, 24.0
+HELD = 1920  # bytes of a micro-batch on the whole model; K/V of it, too
+
+
+def plan_of(stages: int, documents: int, slices: int, orders: list[list[Op]]) -> Plan:
+    chunks = tuple(
+        Chunk((Span(d, i, i + 1),)) for d in range(documents) for i in range(slices)
+    )  # fmt: skip
+    recompute = tuple(("k",) * len(chunks) for _ in range(stages))
+    return Plan((slices,) * documents, (1,) * stages, chunks, recompute, tuple(map(tuple, orders)))
+
+
+def played(plan: Plan, slices: int) -> Played:
+    """On chunks of equal time; messages take none."""
+    stages, chunks = plan.stages, len(plan.chunks)
+    ones, none = np.ones((stages, chunks)), np.zeros((stages, chunks))
+    documents = np.ones((stages, len(plan.documents)))
+    cut = slices > 1
+    seconds = {Kind.FORWARD: F, Kind.BACKWARD: B, Kind.INPUT: B / 2, Kind.WEIGHT: B / 2}
+    return play(
+        plan,
+        Table(
+            seconds={kind: seconds[kind] / slices * ones for kind in COMPUTE},
+            recompute_seconds=none,
+            comm_seconds=dict.fromkeys(COMPUTE, none),
+            link_seconds=dict.fromkeys(Payload, none[1:]),
+            link_latency_seconds=0.0,
+            held_bytes={
+                Item.ACTIVATIONS: HELD / stages / slices * ones,
+                # W's inputs: what a stage held for the chunk, until its W has run.
+                Item.WEIGHT_INPUTS: HELD / stages / slices * ones,
+                Item.KV: (HELD / stages if cut else 0) * documents,
+                Item.KV_GRADIENTS: 0 * documents,
+            },
+            workspace_bytes=dict.fromkeys(COMPUTE, none),
+            resident_bytes=[0.0] * stages,
+        ),
+    )
+
+
+def backward_order(documents: int, slices: int) -> list[int]:
+    """Documents in order, the slices of each reversed."""
+    return [d * slices + i for d in range(documents) for i in reversed(range(slices))]
+
+
+def one_f_one_b(stages: int, documents: int, slices: int = 1) -> Plan:
+    """1F1B over slices: stage s (from 0) holds p - 1 - s + n of them (Seq1F1B; n 1: plain 1F1B)."""
+    orders = []
+    for stage in range(stages):
+        total = documents * slices
+        held = min(total, stages - 1 - stage + slices)
+        forwards: Iterator[int] = iter(range(total))
+        order = [Op(Kind.FORWARD, next(forwards)) for _ in range(held)]
+        for chunk in backward_order(documents, slices):
+            order.append(Op(Kind.BACKWARD, chunk))
+            order += [Op(Kind.FORWARD, c) for c in [next(forwards, None)] if c is not None]
+        orders.append(order)
+    return plan_of(stages, documents, slices, orders)
+
+
+def zero_bubble(stages: int, documents: int) -> Plan:
+    """ZB-H1: 1F1B's forwards and input halves; stage s runs the W of a micro-batch s later."""
+    orders = []
+    for stage in range(stages):
+        held = min(documents, stages - stage)
+        order = [Op(Kind.FORWARD, i) for i in range(held)]
+        for i in range(documents):
+            order.append(Op(Kind.INPUT, i))
+            if i >= stage:
+                order.append(Op(Kind.WEIGHT, i - stage))
+            if i + held < documents:
+                order.append(Op(Kind.FORWARD, i + held))
+        order += [Op(Kind.WEIGHT, i) for i in range(max(0, documents - stage), documents)]
+        orders.append(order)
+    return plan_of(stages, documents, 1, orders)
+
+
+@pytest.mark.parametrize(("p", "m"), CASES)
+def test_packed_1f1b(p: int, m: int) -> None:
+    made = played(one_f_one_b(p, m), 1)
+    assert made.bubble_ratio == pytest.approx((p - 1) / (m + p - 1), abs=1e-12)
+    assert max(made.peak_bytes) == HELD * min(p, m) / p
+
+
+@pytest.mark.parametrize("n", (2, 4, 8))
+@pytest.mark.parametrize(("p", "m"), CASES)
+def test_slices(p: int, m: int, n: int) -> None:
+    made = played(one_f_one_b(p, m, n), n)
+    assert made.bubble_ratio == pytest.approx((p - 1) / (n * m + p - 1), abs=1e-12)
+    # A document keeps its K/V until its first slice's backward; meanwhile others have begun.
+    held = HELD / p * (n + p - 1) / n
+    begun = min(m, 1 + -(-(n + p - 2) // n))
+    assert held + HELD / p <= max(made.peak_bytes) <= held + begun * HELD / p
+
+
+@pytest.mark.parametrize(("p", "m"), CASES)
+def test_split_backward(p: int, m: int) -> None:
+    made = played(zero_bubble(p, m), 1)
+    f, i, w = F, B / 2, B / 2
+    bubble = (p - 1) * (f + i - w)
+    assert made.seconds == m * (f + i + w) + bubble
+    assert made.bubble_ratio == pytest.approx(bubble / (m * (f + i + w) + bubble), abs=1e-12)
+    # p micro-batches of HELD / p, as 1F1B; while an I runs the rules count its own twice: what it
+    # frees and what it leaves for its W.
+    assert max(made.peak_bytes) == HELD + HELD / p
+
+
+@pytest.mark.parametrize("room_gib", (4.0, 60.0))
+def test_a_plan_idles_at_most_so_much(room_gib: float) -> None:
+    """The last row: on equal documents no slower than packing or slices, within the budget."""
+    cost, options = machine(4, room_gib), Options(context=8192)
+    made = {
+        name: plan_step((8192,) * 8, cost, options, name).planned[0]
+        for name in ("packing", "seq1f1b", "epp")
+    }
+    assert made["epp"].seconds <= min(made["packing"].seconds, made["seq1f1b"].seconds)
+    assert all(a <= b for a, b in zip(made["epp"].peak_bytes, cost.budget_bytes, strict=True))
