@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_epp.cli import machine
+from megatron_epp.cli import machine, made_for
 from megatron_epp.cli.files import read_plan, read_records, require_run_of, write
 from megatron_epp.cli.options import Refused
 from megatron_epp.ir import Plan
@@ -21,7 +21,8 @@ Runs = list[Timeline]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan = read_plan(arguments.plan, arguments.replica)
+    plan, said = read_plan(arguments.plan, arguments.replica)
+    taken = made_for.fill(arguments, said)
     runs = _runs(arguments, plan)
     if arguments.output is None:
         for one in runs:
@@ -34,13 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"expected one of {', '.join(_WRITERS)}"
         )
     write(arguments.output, _WRITERS[suffix](runs, arguments))
-    print(f"wrote {arguments.output}")
+    print(f"wrote {arguments.output}" + (f" for {taken} (the plan's own)" if taken else ""))
     return 0
 
 
 def _runs(arguments: argparse.Namespace, plan: Plan) -> Runs:
     """Predicted first where a machine is named or nothing was measured; then what was measured."""
-    title = arguments.title or Path(arguments.plan).name
+    title = _title(arguments)
     runs = []
     if machine.wanted(arguments):
         cost = machine.plan_cost(arguments, plan)
@@ -54,6 +55,12 @@ def _runs(arguments: argparse.Namespace, plan: Plan) -> Runs:
         runs.append(timeline(plan, records, f"{title}, measured", budget_bytes=budget))
         require_run_of(plan, records, arguments.records)
     return runs
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    """On one line, without what a terminal or a page would take for a command."""
+    title = arguments.title or Path(arguments.plan).name
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in title)
 
 
 def _picture(runs: Runs, arguments: argparse.Namespace) -> Drawing:
@@ -77,7 +84,7 @@ def _png(runs: Runs, arguments: argparse.Namespace) -> bytes:
 def _html(runs: Runs, arguments: argparse.Namespace) -> str:
     from megatron_epp.show.page import to_html
 
-    return to_html(*runs, title=arguments.title or Path(arguments.plan).name)
+    return to_html(*runs, title=_title(arguments))
 
 
 def _text(runs: Runs, arguments: argparse.Namespace) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_epp.cli import machine
+from megatron_epp.cli import machine, made_for
 from megatron_epp.cli.files import read_plan, write
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, format_records
@@ -15,26 +15,30 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.show.table import plain
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text
-from megatron_epp.sim.play import Played, Rest, Wait, play
+from megatron_epp.sim.play import IdleTail, Simulation, Wait, play
 
 _MOST_BUBBLES = 8
 _MOST_PARTS = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan = read_plan(arguments.plan, arguments.replica)
+    plan, said = read_plan(arguments.plan, arguments.replica)
+    taken = made_for.fill(arguments, said)
     cost = machine.plan_cost(arguments, plan)
     played = play(plan, cost.table(plan), noise=arguments.noise, seed=arguments.seed)
     if arguments.output is not None:
         write(arguments.output, format_records(played.records))
     facts = _facts(plan, cost, played)
-    print(json.dumps(facts) if arguments.json else _report(played, cost, facts), end="")
     if arguments.json:
-        print()
+        print(json.dumps(facts))
+        return 0
+    if taken:
+        print(f"machine     {taken} (the plan's own)")
+    print(_report(played, cost, facts), end="")
     return 0
 
 
-def _facts(plan: Plan, cost: Cost, played: Played) -> dict:
+def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
     facts = {
         "seconds": played.seconds,
         "bubble_ratio": played.bubble_ratio,
@@ -67,7 +71,7 @@ def _facts(plan: Plan, cost: Cost, played: Played) -> dict:
     return facts
 
 
-def _bubble(bubble: Wait | Rest) -> dict:
+def _bubble(bubble: Wait | IdleTail) -> dict:
     facts = {"stage": bubble.stage, "start": bubble.start, "stop": bubble.stop}
     if isinstance(bubble, Wait):
         return {
@@ -79,7 +83,7 @@ def _bubble(bubble: Wait | Rest) -> dict:
     return {**facts, "why": "the stage has finished"}
 
 
-def _report(played: Played, cost: Cost, facts: dict) -> str:
+def _report(played: Simulation, cost: Cost, facts: dict) -> str:
     lines = [
         f"iteration   {seconds_text(played.seconds)}",
         f"idle        {share_text(played.bubble_ratio)} of stages x time",
@@ -121,7 +125,7 @@ def _report(played: Played, cost: Cost, facts: dict) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _path(played: Played) -> list[str]:
+def _path(played: Simulation) -> list[str]:
     """The critical path, summed by what it was made of."""
     spent: dict[str, float] = defaultdict(float)
     for step in played.critical_path:
@@ -134,7 +138,7 @@ def _path(played: Played) -> list[str]:
     return [f"critical path: {len(played.critical_path)} ops", *(f"  {part}" for part in parts)]
 
 
-def _longest(bubbles: Sequence[Wait | Rest]) -> list[str]:
+def _longest(bubbles: Sequence[Wait | IdleTail]) -> list[str]:
     """The longest bubbles with their reasons."""
     if not bubbles:
         return ["no bubbles"]

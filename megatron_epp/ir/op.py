@@ -1,6 +1,7 @@
 """An op: one kind of work on one chunk on one stage."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +21,8 @@ class Kind(Enum):
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+# Every array of kinds holds these: F 0, B 1, I 2, W 3.
+KIND_CODE: Mapping[Kind, int] = {kind: code for code, kind in enumerate(COMPUTE)}
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # either of them hands the gradient on
 
 _OP = re.compile(rf"([FBIW])({NUMBER})")
@@ -89,3 +92,13 @@ class Transfer:
         if self.kind is Kind.SEND:
             return f"SEND:{message.payload.value}{message.chunk}>{message.target}"
         return f"RECV:{message.payload.value}{message.chunk}<{message.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """From here on the target of ``message`` takes it in; it takes no time and is not recorded."""
+
+    message: Message
+
+    def __str__(self) -> str:
+        return f"POST:{self.message.payload.value}{self.message.chunk}<{self.message.source}"

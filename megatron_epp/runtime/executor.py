@@ -4,13 +4,26 @@ import gc
 import logging
 import math
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_epp.ir import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Program, Timed, Transfer
+from megatron_epp.ir import (
+    BACKWARDS,
+    COMPUTE,
+    Kind,
+    Message,
+    Op,
+    Payload,
+    Post,
+    Program,
+    Timed,
+    Transfer,
+)
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
@@ -19,6 +32,10 @@ from megatron_epp.runtime.memory_meter import Meter, free_cached_memory, out_of_
 from megatron_epp.runtime.stage_peers import Peers
 
 logger = logging.getLogger(__name__)
+
+# How many ops the host issues ahead of the device. One is enough to keep it busy; with more, what
+# has been sent is kept for longer, and memory and last words speak of ops that are far away.
+LEAD_OPS = 2
 
 
 class Compute(Protocol):
@@ -50,17 +67,29 @@ class LinkLost(RuntimeError):
     """A message that cannot come or leave: which op of which iteration waited, and how long."""
 
 
+class Elsewhere(str):
+    """A time that is not this package's: it takes as long as it takes."""
+
+    __slots__ = ()
+
+
+BEFORE = Elsewhere("the first iteration")
+
+
 @dataclass
 class Waiting:
-    """What this rank is doing right now; read when a link is lost or the job is being killed.
+    """What this rank is doing right now; read when a link is lost, when nothing moves, or when the
+    job is being killed.
 
-    An op or a transfer of the program, or the name of a step that all ranks take together.
+    An op or a transfer of the program, the name of a step that all ranks take together, or what
+    happens :class:`Elsewhere`. ``links``: of the program that runs, None between programs.
     """
 
     stage: int
     iteration: int = 0
-    what: Op | Transfer | str = "the first iteration"
+    what: Op | Transfer | str = BEFORE
     since: float = field(default_factory=time.monotonic)
+    links: Links | None = None
 
     def enter(self, what: Op | Transfer | str):
         self.what, self.since = what, time.monotonic()
@@ -111,7 +140,7 @@ class Executor:
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
         self._outbox: dict[tuple[Payload, int], Tensor] = {}
         self.failure: Failure | None = None
-        self._do = {
+        self._do: dict[Kind, Callable[[Any], object]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input_backward,
@@ -126,21 +155,35 @@ class Executor:
         On return nothing is kept: the store and both boxes are empty, every message has left.
         """
         marks = []
+        ends: deque = deque(maxlen=LEAD_OPS)  # of the last ops
+        self.waiting.links = self.links
         with self.meter.watch(self.store):
             for op in self.program:
+                if isinstance(op, Post):
+                    self._post(op)
+                    continue
                 self.waiting.enter(op)
+                if isinstance(op, Op) and len(ends) == LEAD_OPS:
+                    # Safe at any place: what was issued so far needs nothing that was not (lower).
+                    self.clock.wait(ends[0])
                 start = self.clock.mark()
                 with record_function(str(op)):
                     reason = self._run(op)
-                if reason is not None:
+                if reason is not None and isinstance(op, Op):  # a transfer raises
                     self._give_up(op, reason)
-                marks.append((op, start, self.clock.mark(), self.meter.op_peak()))
+                end = self.clock.mark()
+                if isinstance(op, Op):
+                    ends.append(end)
+                marks.append((op, start, end, self.meter.op_peak()))
                 if self.heap is not None:
                     self.heap.settle()
             self._finish()
+        self.waiting.links = None
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
-        stage, seconds = self.waiting.stage, self.clock.seconds
+        stage = self.waiting.stage
+        # Marks are of the clock that made them, which is one of two.
+        seconds: Callable[[Any], float] = self.clock.seconds
         return tuple(Timed(stage, op, seconds(a), seconds(b), peak) for op, a, b, peak in marks)
 
     def _run(self, op: Op | Transfer) -> str | None:
@@ -151,15 +194,19 @@ class Executor:
         except (MemoryError, RuntimeError) as error:
             if isinstance(op, Transfer) or not out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if self.peers is not None and not self.peers.all_failed(str(op)):
-                raise OutOfMemory(
-                    f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
-                    "layers; the others wait for it in there, so the iteration cannot be repeated: "
-                    "lower --epp-memory-budget-gib"
-                ) from None
-            return reason
+            return self._no_memory(str(op), error)
         return None if isinstance(op, Transfer) or self.failure is not None else self._over()
+
+    def _no_memory(self, where: str, error: MemoryError | RuntimeError) -> str:
+        """Why; an :class:`OutOfMemory` where this rank alone cannot go on."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if self.peers is not None and not self.peers.all_failed(where):
+            raise OutOfMemory(
+                f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
+                "layers; the others wait for it in there, so the iteration cannot be repeated: "
+                "lower --epp-memory-budget-gib"
+            ) from None
+        return reason
 
     def _over(self) -> str | None:
         """Why the op that is done should not have been: this rank's limit, or a peer's."""
@@ -182,6 +229,7 @@ class Executor:
         self._inbox.clear()
         self._outbox.clear()
         gc.collect()  # what was recomputed hangs in cycles until its backward
+        # May wait for the device, posted receives included: as in ``run``, it will not in vain.
         free_cached_memory()
         for kind in COMPUTE:
             self._do[kind] = self._pretend
@@ -211,6 +259,29 @@ class Executor:
     def _weight_backward(self, op: Op):
         self.compute.weight_backward(op.chunk)
 
+    def _post(self, op: Post):
+        try:
+            try:
+                self.links.post(op.message)
+                return
+            except (MemoryError, RuntimeError) as error:
+                if self.failure is not None or not out_of_memory(error):
+                    raise
+                reason = self._no_memory(str(op), error)
+            # Outside of the handler: the error holds on to what it names.
+            self._give_up(self._next_op(op), reason)
+            self.links.post(op.message)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, OutOfMemory):
+                raise
+            self.waiting.enter(Transfer(Kind.RECEIVE, op.message))
+            raise self._lost(op.message, error) from error
+
+    def _next_op(self, post: Post) -> Op:
+        """The op that the failure of ``post`` is put down to: the one that would have followed."""
+        rest = self.program[self.program.index(post) :]
+        return next(op for op in rest if isinstance(op, Op))
+
     def _send(self, op: Transfer):
         message = op.message
         tensor = self._outbox.pop((message.payload, message.chunk), None)
@@ -239,7 +310,7 @@ class Executor:
         except RuntimeError as error:
             raise self._lost(message, error) from error
 
-    def _lost(self, message: Message | None, error: RuntimeError) -> LinkLost:
+    def _lost(self, message: Message | None, error: RuntimeError | MemoryError) -> LinkLost:
         reason = str(error).splitlines()[0]
         logger.error("%s; the link is lost: %s", self.waiting, reason)
         return LinkLost(f"{self.waiting}; the link is lost: {reason}")

@@ -10,6 +10,7 @@ they hold the same: nobody waits then. Whoever fails alone must end the job.
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,18 @@ PATIENCE_SECONDS = 30.0  # how long a rank that failed waits for the others to f
 
 
 class Peers:
-    """``group``: these ranks, on the host. ``busy``: the groups whose collectives ops issue."""
+    """``group``: these ranks. ``busy``: the groups whose collectives ops issue. ``device``: where
+    tensors must lie to go over ``group``."""
 
-    def __init__(self, group: dist.ProcessGroup, busy: Sequence[dist.ProcessGroup]):
-        self.group, self.busy = group, tuple(busy)
+    def __init__(
+        self, group: dist.ProcessGroup, busy: Sequence[dist.ProcessGroup], device: torch.device
+    ):
+        self.group, self.busy, self.device = group, tuple(busy), device
         self._failures = 0
 
     def any(self, failed: bool) -> bool:
         """Whether one of them failed; every one asks, at the same op."""
-        flag = torch.tensor([float(failed)])
+        flag = torch.tensor([float(failed)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
 
@@ -34,7 +38,8 @@ class Peers:
         """On a rank that failed in the midst of ``what``: whether all others did, after as many
         collectives. Needs nothing of a rank that has not failed."""
         self._failures += 1
-        issued = [group._get_sequence_number_for_group() for group in self.busy]
+        groups: Sequence[Any] = self.busy  # torch's stubs do not know the method
+        issued = [group._get_sequence_number_for_group() for group in groups]
         store = dist.distributed_c10d._get_default_store()
         ranks = dist.get_process_group_ranks(self.group)
         keys = {rank: f"megatron_epp/no memory/{self._failures}/{rank}" for rank in ranks}
