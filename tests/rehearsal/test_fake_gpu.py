@@ -9,13 +9,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+INSIDE = Path(__file__).parent / "on_fake_gpu.py"
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
 def test_a_stage_on_a_gpu_that_computes_no_numbers() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        + ["tests/rehearsal/on_fake_gpu.py"],
+        [sys.executable, "-m", "pytest", "-x", "-q", "-pno:cacheprovider", str(INSIDE)],
         cwd=ROOT,
         env={
             **os.environ,
