@@ -136,7 +136,10 @@ def world_of(tensor: int, context: int) -> Iterator[single_stage.Alone]:
             dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 2)], ids=["alone", "tp 2, cp 2"])
+ALONE, SPREAD = (1, 1), (2, 2)  # tensor- and context-parallel ranks
+
+
+@pytest.fixture(scope="module")
 def world(request) -> Iterator[single_stage.Alone]:
     with world_of(*request.param) as alone:
         yield alone
@@ -169,11 +172,17 @@ def run(alone: single_stage.Alone, model: Any, plan: Plan, stage: int) -> Counte
 
 
 @pytest.mark.parametrize(
-    ("stage", "kinds"), [(0, ("both",)), (1, tuple(PLANS)), (2, ("both", "evaluation"))]
+    ("world", "stage", "kinds"),
+    [
+        (ALONE, 0, ("both",)),
+        (ALONE, 1, tuple(PLANS)),
+        (ALONE, 2, ("both", "evaluation")),
+        (SPREAD, 0, ("both",)),
+        (SPREAD, 2, ("split backwards",)),
+    ],
+    indirect=["world"],
 )
 def test_a_stage_computes_every_kind_of_chunk(world, stage, kinds) -> None:
-    if world.args.world_size > 1 and stage == 1:
-        kinds = kinds[1:2]
     model = single_stage.build_stage(world, LAYERS, stage == 0, stage == 2)
     gradients: Counter[str] = Counter()
     named = dict(model.named_parameters())
@@ -320,18 +329,14 @@ BREAKS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 }
 
 
-@pytest.fixture(scope="module")
-def whole_model() -> Iterator[tuple[single_stage.Alone, Any]]:
-    with world_of(1, 1) as alone:
-        yield alone, single_stage.build_stage(alone, LAYERS, True, True)
-
-
-def test_what_breaks_on_a_gpu_breaks_here(whole_model) -> None:
+@pytest.mark.parametrize("world", [ALONE], indirect=True)
+def test_what_breaks_on_a_gpu_breaks_here(world) -> None:
     plan = Plan.parse(BROKEN_PLAN)
-    run(*whole_model, plan, 0)
+    model = single_stage.build_stage(world, LAYERS, True, True)
+    run(world, model, plan, 0)
     for sabotage, says in BREAKS.items():
         with pytest.MonkeyPatch.context() as patch:
             sabotage(patch)
             with pytest.raises((DeviceError, RuntimeError), match=says):
-                run(*whole_model, plan, 0)
-    run(*whole_model, plan, 0)
+                run(world, model, plan, 0)
+    run(world, model, plan, 0)
