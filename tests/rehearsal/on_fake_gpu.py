@@ -42,11 +42,11 @@ from megatron_epp.mcore.model import (  # noqa: E402
     forward,
     hooks,
 )
-from megatron_epp.mcore.model.early_head import BLOCK_TOKENS  # noqa: E402
+from megatron_epp.mcore.model.early_head import block_tokens  # noqa: E402
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
 
-LAYERS, HIDDEN, HEADS, GROUPS, CONTEXT = 2, 64, 8, 2, 2048
+LAYERS, HIDDEN, HEADS, GROUPS, CONTEXT = 2, 64, 8, 2, 8192
 # Megatron's own layers on a GPU without NVIDIA apex.
 FLAGS = f"""
     --num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size 128 --swiglu
@@ -65,12 +65,12 @@ FLAGS = f"""
 DOCUMENTS = """\
 plan v1
 replica 0 of 1
-documents 700 120 90 1000 40
+documents 700 120 90 5000 40
 layers 2 2 2
 chunk 0: 0[0:1]
 chunk 1: 1[0:120] 0[1:500]
 chunk 2: 0[500:700] 2[0:90]
-chunk 3: 3[0:1000] 4[0:40]
+chunk 3: 3[0:5000] 4[0:40]
 """
 PLANS = {
     "whole backwards": (
@@ -201,8 +201,8 @@ def test_a_stage_computes_every_kind_of_chunk(world, stage, kinds) -> None:
         assert found == attentions(plan, stage), kind
         # Each parameter's gradient once a chunk; that of the output layer once a block of rows.
         chunks = () if plan.forward_only else plan.chunks
-        parts = world.args.context_parallel_size
-        blocks = sum(math.ceil(chunk.tokens / parts / BLOCK_TOKENS) for chunk in chunks)
+        parts, block = world.args.context_parallel_size, block_tokens(world.args)
+        blocks = sum(math.ceil(chunk.tokens / parts / block) for chunk in chunks)
         for name in named:
             assert gradients[name] == (blocks if "output_layer" in name else len(chunks)), name
         for name, parameter in named.items():

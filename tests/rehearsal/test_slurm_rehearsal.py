@@ -1,4 +1,4 @@
-"""The rehearsal of the Slurm script needs a slurmctld: here only that it is a script, and says so."""
+"""The rehearsal of the Slurm script needs a slurmctld; without one it says so in one line."""
 
 import os
 import shutil
