@@ -1,0 +1,31 @@
+"""The rehearsal of the Slurm script needs a slurmctld; without one it says so in one line."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "rehearsal" / "slurm.sh"
+BASH = shutil.which("bash") or "bash"
+
+
+def test_without_slurm_the_rehearsal_says_in_one_line_what_to_install(tmp_path: Path) -> None:
+    for tool in ("dirname", "mktemp"):
+        os.symlink(shutil.which(tool) or tool, tmp_path / tool)
+    folder = tmp_path / "folder"
+    done = subprocess.run(
+        [BASH, str(SCRIPT), str(folder)],
+        env={"PATH": str(tmp_path), "SBIN": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "slurm rehearsal: munged is missing: apt-get install slurm-wlm munge"
+    ]
+    assert not folder.exists()
+
+
+def test_the_rehearsal_is_a_script() -> None:
+    done = subprocess.run([BASH, "-n", str(SCRIPT)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
