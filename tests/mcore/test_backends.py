@@ -1,5 +1,6 @@
 """Which attention a rank computes with: the flag, its refusals, and what surrounds GPU kernels."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,27 @@ def test_auto_takes_the_first_that_computes_rightly(kernels, caplog) -> None:
     assert caplog.messages == ["attention by torch kernels, as te: the output is off"]
     kernels["te"] = "absent"
     assert attention_for("auto", config(), GPU).name == "torch"
+
+
+def test_an_assertion_of_a_kernel_is_a_reason_like_others(kernels, monkeypatch, caplog) -> None:
+    def judge(kernel, *heads) -> None:
+        assert kernel.name != "te", "THD is not for this head size"
+
+    monkeypatch.setattr(attention, "require_right", judge)
+    assert attention_for("auto", config(), GPU).name == "torch"
+    assert caplog.messages == ["attention by torch kernels, as te: THD is not for this head size"]
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_unfused_attention_is_off_around_our_calls_alone(before, monkeypatch) -> None:
+    """Megatron asserts that it is on wherever it builds a model."""
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
+    if before is not None:
+        monkeypatch.setenv("NVTE_UNFUSED_ATTN", before)
+    with pytest.raises(KeyError), attention._no_scores():
+        assert os.environ["NVTE_UNFUSED_ATTN"] == "0"
+        raise KeyError
+    assert os.environ.get("NVTE_UNFUSED_ATTN") == before
 
 
 def test_what_was_named_is_not_replaced(kernels) -> None:

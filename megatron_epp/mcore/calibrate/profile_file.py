@@ -125,7 +125,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
 
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import Probe, undisturbed
-    from megatron_epp.mcore.job_cost import model_shape
+    from megatron_epp.mcore.job_cost import model_shape, training_levers
     from megatron_epp.mcore.model.attention import this_device
     from megatron_epp.mcore.model.early_head import block_tokens, early_head
     from megatron_epp.mcore.setup import forward_step
@@ -146,7 +146,8 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     device, context = this_device(), args.seq_length
     probe = Probe(unwrap_model(model), forward_step, rows, device, head_tokens, context)
     with undisturbed(model):
-        profile = calibrate(probe, groups, model_shape(args), context, wanted)
+        split = "wsplit" in training_levers(config.epp_levers, args)
+        profile = calibrate(probe, groups, model_shape(args), context, wanted, split)
     if groups.control.rank() == 0:
         places = [folder for folder in (args.save, config.epp_record) if folder]
         for folder in places:
