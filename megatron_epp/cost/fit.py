@@ -227,9 +227,7 @@ def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Q
     }
 
 
-def line_above(
-    points: Sequence[tuple[float, float]], goes_on: bool = False
-) -> tuple[float, float]:
+def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> tuple[float, float]:
     """(slope, constant), each at least 0, of a line with no point (x, y) above it.
 
     For peaks: the largest of what several moments need, each a constant and something in proportion

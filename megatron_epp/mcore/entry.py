@@ -14,6 +14,7 @@ from __future__ import annotations
 import linecache
 import os
 import socket
+import sys
 import time
 import traceback
 import warnings
@@ -23,7 +24,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from megatron_epp.mcore import config, job_exit
-from megatron_epp.mcore.patching import cpu_host, seams
+from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
 
 def main(program_start: float | None = None) -> None:
@@ -51,6 +52,7 @@ def train(program_start: float) -> None:
         # One rank's word is enough, as Megatron-LM's script has it.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
+    cuda_host.prepare(sys.argv[1:])
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     seams.check_seams()

@@ -17,7 +17,7 @@ from megatron_epp.control.report import Recorder
 from megatron_epp.cost.devices import GIB
 from megatron_epp.mcore import megatron_gpt, refusals
 from megatron_epp.mcore.calibrate.profile_file import obtain
-from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
@@ -26,7 +26,7 @@ from megatron_epp.mcore.elastic_schedule import ElasticSchedule, Planning
 from megatron_epp.mcore.job_cost import make_planning
 from megatron_epp.mcore.model.attention import attention_for, this_device
 from megatron_epp.mcore.model.early_head import EarlyHead, early_head
-from megatron_epp.mcore.model.hooks import install_in_model
+from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.process_groups import make_groups
@@ -84,6 +84,8 @@ class Job:
         device = this_device()
         attention = attention_for(self.config.epp_attention, model.config, device)
         install_in_model(model, args.seq_length, attention)
+        if getattr(args, FUSED_LINEARS, False):
+            fuse_weight_gradients(model)
         groups = make_groups(device)
         layers = [0] * groups.stages
         mine = torch.tensor([len(model.decoder.layers)])
@@ -100,7 +102,7 @@ class Job:
             if self.plan_with is None
             else self.plan_with(args, self.config, tuple(layers), share.multiple, groups),
             share=share,
-            meter=AllocatorMeter()
+            meter=AllocatorMeter(every_op=self.config.epp_record is not None)
             if device.type == "cuda"
             else SavedBytesMeter(model.parameters(), limit_bytes(self.config)),
             waiting=waiting,

@@ -1,4 +1,4 @@
-"""Bytes of a calibration on a GPU: an allocator's figures, taken apart into what they consist of."""
+"""Bytes of a calibration on a GPU: an allocator's figures, taken apart again."""
 
 import pytest
 

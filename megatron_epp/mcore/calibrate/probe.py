@@ -403,6 +403,7 @@ def undisturbed(model: Any) -> Iterator[None]:
     hooked = bool(getattr(model, "remove_forward_pre_hook_handles", None))
     if hooked:
         model.disable_forward_pre_hook(param_sync=False)
+    lent = _lend_main_grads(model)
     try:
         for parameter in model.parameters():
             parameter.grad = None
@@ -413,6 +414,8 @@ def undisturbed(model: Any) -> Iterator[None]:
             model.enable_forward_pre_hook()
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
+        for parameter in lent:
+            del parameter.main_grad
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()
         torch.set_rng_state(cpu)
@@ -420,3 +423,14 @@ def undisturbed(model: Any) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda)
         if tracked is not None:
             tracker.set_states(tracked)
+
+
+def _lend_main_grads(model: Any) -> list[torch.nn.Parameter]:
+    """The parameters that have a ``main_grad`` from here on: where linears add their gradients to
+    it and no DDP has made any, as in the command that measures without training."""
+    if not any(getattr(m, "fuse_wgrad_accumulation", False) for m in model.modules()):
+        return []
+    bare = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad")]
+    for parameter in bare:
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    return bare
