@@ -24,10 +24,11 @@ from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, bui
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule, Planning
 from megatron_epp.mcore.job_cost import make_planning
-from megatron_epp.mcore.model.attention import attention_for, this_device
+from megatron_epp.mcore.model.attention import Heads, attention_for, this_device
 from megatron_epp.mcore.model.early_head import EarlyHead, early_head
 from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.process_groups import make_groups
 from megatron_epp.mcore.sigterm import speak_when_terminated
@@ -83,6 +84,7 @@ class Job:
         (model,) = models
         device = this_device()
         attention = attention_for(self.config.epp_attention, model.config, device)
+        warm_up(attention, Heads.of(model.config), args.seq_length, device)
         install_in_model(model, args.seq_length, attention)
         if getattr(args, FUSED_LINEARS, False):
             fuse_weight_gradients(model)
