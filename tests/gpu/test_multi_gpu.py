@@ -17,6 +17,7 @@ EXAMPLE = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "accumulate_allreduce_grads_in_fp32": True,
+    "no_gradient_accumulation_fusion": None,
     # Several buckets, and the cost model that a training measures for itself.
     "ddp_bucket_size": 100_000,
     "epp_cost_model": None,
