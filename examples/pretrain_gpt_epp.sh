@@ -27,11 +27,14 @@ BATCH=${BATCH:-64}
 ITERS=${ITERS:-100}
 SAVE=${SAVE:-}
 
-# What Megatron users set: one queue keeps the order in which communication was asked for (tensor
-# parallelism needs it), and errors end the job instead of hanging it.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+# Many hardware queues: with the one that Megatron users set, a posted receive would stand in front of
+# the work that its sender waits for (mcore/patching/cuda_host.py, which shows Megatron what it wants).
+export CUDA_DEVICE_MAX_CONNECTIONS=32
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+# Errors end the job instead of hanging it.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+# What every rank's communicators were doing is written down when one of them waits for too long.
+export TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 case ${SIZE:-$( ((found > 0)) && echo 7b || echo tiny)} in

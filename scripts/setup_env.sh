@@ -4,8 +4,9 @@
 #   bash scripts/setup_env.sh [--gpu]
 #
 # A virtual environment with Python 3.12 at .venv (or $EPP_VENV) and requirements.txt in it; --gpu adds Transformer Engine
-# (requirements-gpu.txt), which is compiled here. Python 3.12 is looked for on PATH, among pyenv's versions and through uv.
-# Exit status: 0 ready, 2 no Python 3.12 or a wrong flag, otherwise the installer's.
+# (requirements-gpu.txt), which is compiled here: that wants an NVIDIA driver of 580 or newer, as torch is built for CUDA 13,
+# and a CUDA 13 toolkit (nvcc on PATH, CUDA_HOME, or /usr/local/cuda). Python 3.12 is looked for on PATH, among pyenv's versions and through uv.
+# Exit status: 0 ready; 2 no Python 3.12, a wrong flag, a driver or a toolkit that will not do; otherwise the installer's.
 set -euo pipefail
 
 # Builtins only until a Python is found: the one line below must come out even where PATH leads nowhere.
@@ -34,6 +35,34 @@ if [[ -x $python && -f $stamp ]]; then
     installed=$(<"$stamp")
     if [[ $installed == "$wanted_gpu" ]] || { ! $gpu && [[ $installed == "$wanted" ]]; }; then
         exit 0
+    fi
+fi
+
+# Before gigabytes are fetched. Only what is there and too old is refused: one may install where no GPU is.
+least_driver=580 least_toolkit=13
+if $gpu; then
+    smi=$(type -P nvidia-smi || true)
+    if [[ -n $smi ]] && found=$("$smi" --query-gpu=driver_version --format=csv,noheader 2>/dev/null); then
+        driver=${found%%$'\n'*}
+        if [[ ${driver%%.*} =~ ^[0-9]+$ ]] && ((${driver%%.*} < least_driver)); then
+            fail "NVIDIA driver $driver: torch for CUDA 13 needs $least_driver or newer; update the driver first"
+        fi
+    fi
+    if [[ -z ${CUDA_HOME:-} ]]; then
+        nvcc=$(type -P nvcc || true)
+        if [[ -n $nvcc ]]; then
+            export CUDA_HOME=${nvcc%/bin/nvcc}
+        elif [[ -d /usr/local/cuda ]]; then
+            export CUDA_HOME=/usr/local/cuda
+        else
+            fail "Transformer Engine is compiled here and needs a CUDA 13 toolkit; set CUDA_HOME to it"
+        fi
+    fi
+    [[ -x $CUDA_HOME/bin/nvcc ]] ||
+        fail "CUDA_HOME=$CUDA_HOME: no bin/nvcc there; Transformer Engine needs a CUDA 13 toolkit, set CUDA_HOME to it"
+    version=$("$CUDA_HOME/bin/nvcc" --version) || fail "$CUDA_HOME/bin/nvcc does not run"
+    if [[ $version =~ release\ ([0-9]+)\.([0-9]+) ]] && ((BASH_REMATCH[1] < least_toolkit)); then
+        fail "CUDA_HOME=$CUDA_HOME holds CUDA ${BASH_REMATCH[1]}.${BASH_REMATCH[2]}; Transformer Engine for this torch needs $least_toolkit"
     fi
 fi
 
@@ -96,16 +125,6 @@ if $gpu; then
     packages=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["platlib"])')
     headers=$packages/nvidia/cu13/include:$packages/nvidia/nccl/include:$packages/nvidia/cudnn/include
     export CPATH=$headers${CPATH:+:$CPATH} NVTE_FRAMEWORK=pytorch
-    if [[ -z ${CUDA_HOME:-} ]]; then
-        nvcc=$(type -P nvcc || true)
-        if [[ -n $nvcc ]]; then
-            export CUDA_HOME=${nvcc%/bin/nvcc}
-        elif [[ -d /usr/local/cuda ]]; then
-            export CUDA_HOME=/usr/local/cuda
-        else
-            fail "Transformer Engine is compiled here and needs a CUDA 13 toolkit; set CUDA_HOME to it"
-        fi
-    fi
     printf 'setup_env: compiling Transformer Engine with CUDA_HOME=%s (20 minutes on two cores)\n' "$CUDA_HOME" >&2
     install setuptools wheel packaging ninja
     install --no-build-isolation -r requirements-gpu.txt

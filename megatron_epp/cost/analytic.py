@@ -8,7 +8,15 @@ import dataclasses
 
 from megatron_epp.cost.devices import Device
 from megatron_epp.cost.models import Model
-from megatron_epp.cost.profile import LETTERS, Bytes, Profile, Provenance, Seconds, States
+from megatron_epp.cost.profile import (
+    LETTERS,
+    Bytes,
+    Profile,
+    Provenance,
+    Seconds,
+    States,
+    Workspace,
+)
 from megatron_epp.cost.published import PUBLISHED, Published
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
@@ -71,7 +79,7 @@ def profile(
     saved = _saved_bytes(model, kept)
     head_token = 2.0 * model.vocabulary_parameters / device.linear_flops if head else 0.0
     logits = Bytes(LOGITS_BYTES * model.vocabulary, LOGITS_BYTES * model.vocabulary)
-    none = {kind: Bytes() for kind in Kind if kind in _COMPUTE}
+    none = {kind: Workspace() for kind in Kind if kind in _COMPUTE}
     boundary = ELEMENT_BYTES * model.hidden
     return Profile(
         provenance=Provenance(model.name, device.name, "bf16", "2026-11-21", source),
@@ -109,7 +117,9 @@ def profile(
         weight_input_bytes=Bytes(weight_inputs, weight_inputs),
         last_weight_input_bytes=Bytes(head_inputs, head_inputs) if logits_held else Bytes(),
         workspace_bytes=none,
-        last_workspace_bytes=none if logits_held else {**none, Kind.FORWARD: logits},
+        last_workspace_bytes=none
+        if logits_held
+        else {**none, Kind.FORWARD: Workspace(logits.per_token, logits.per_cut_token)},
         last_workspace_tokens=0.0,
         # The study does not charge the one layer that lives again; elsewhere it is charged.
         recompute_workspace_bytes={letter: Bytes() for letter in LETTERS}

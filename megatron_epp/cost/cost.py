@@ -31,7 +31,7 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.loads import Loads, loads_of
 from megatron_epp.cost.models import model
-from megatron_epp.cost.profile import Bytes, Profile, Seconds
+from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
     BACKWARDS,
@@ -283,14 +283,24 @@ class Cost:
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: while the op runs, without recompute."""
-        row = self._bytes(self.profile.workspace_bytes[kind], loads)
+        everywhere = self.profile.workspace_bytes[kind]
+        at_end = self.profile.last_workspace_bytes[kind]
+        row = self._bytes(everywhere, loads) + self._besides(everywhere, loads)
         held = np.tile(row, (self.stages, 1))
-        last = self._bytes(self.profile.last_workspace_bytes[kind], loads)
+        last = self._bytes(at_end, loads)
         if self.profile.last_workspace_tokens:
             most = self.profile.last_workspace_tokens
             last *= np.minimum(1.0, most / np.maximum(loads.tokens, 1.0))
-        held[-1] += last
+        held[-1] += last + self._besides(at_end, loads)
         return np.ceil(held)
+
+    def _besides(self, per: Workspace, loads: Loads) -> np.ndarray | float:
+        """[chunks]: what an op needs whatever its chunk's tokens are. A weight's gradient, the most
+        of what does not depend on the chunk, is spread over tensor-parallel ranks alone."""
+        besides = per.per_op * self.profile.tp / self.tp
+        if not per.per_context_token:
+            return besides
+        return besides + per.per_context_token * loads.behind_tokens / self.spread
 
     def recompute_workspace_bytes(self, letter: str, loads: Loads) -> np.ndarray:
         """[chunks]: of the layer that lives again while its B or I runs."""

@@ -12,8 +12,9 @@ template's share of B; and B, where only I and W were, its template's share of t
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from megatron_epp.cost.profile import LETTERS, Bytes, Profile, Provenance, Seconds
+from megatron_epp.cost.profile import LETTERS, Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.cost.regression import Quality, fit
 from megatron_epp.ir import BACKWARDS, KEEP, Kind
 
@@ -226,6 +227,25 @@ def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Q
     }
 
 
+def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> tuple[float, float]:
+    """(slope, constant), each at least 0, of a line with no point (x, y) above it.
+
+    For peaks: the largest of what several moments need, each a constant and something in proportion
+    to x. Such a curve is convex, so its steepest stretch is its last, where what adds to both ends
+    does not count. ``goes_on``: x may be much larger than at the last point, where one moment's
+    constant may still have hidden another's slope, which is y / x there at most.
+    """
+    highest: dict[float, float] = {}
+    for x, y in points:
+        highest[x] = max(y, highest.get(x, y))
+    ordered = sorted(highest.items())
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(ordered)]
+    slope = max((0.0, *slopes))
+    if goes_on and ordered:
+        slope = max(slope, ordered[-1][1] / ordered[-1][0])
+    return slope, max((0.0, *(y - slope * x for x, y in ordered)))
+
+
 def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
     """``fitted``, but ``before``'s figure for tokens of a sort that no row holds."""
     whole = any(row.tokens > row.cut_tokens for row in rows)
@@ -266,9 +286,11 @@ def _fit_workspace(
         result = fit(features, [row.value for row in rows])
         quality[f"workspace bytes of {kind.value}"] = result.quality
         numbers = iter(result.coefficients)
-        workspace[kind] = _seen(Bytes(next(numbers), next(numbers)), rows, workspace[kind])
+        per_token = _seen(Bytes(next(numbers), next(numbers)), rows, workspace[kind])
+        workspace[kind] = Workspace(*dataclasses.astuple(per_token))
         end = Bytes(next(numbers), next(numbers))
-        last[kind] = _seen(end, [row for row in rows if row.last], last[kind])
+        end = _seen(end, [row for row in rows if row.last], last[kind])
+        last[kind] = Workspace(*dataclasses.astuple(end))
         for letter in letters:
             figure = Bytes(next(numbers), next(numbers))
             with_letter = [row for row in rows if letter in row.choice]

@@ -39,6 +39,16 @@ class Loads:
         return np.where(kept & (self.tokens == self.cut_tokens), self.cut_tokens, 0.0)
 
     @property
+    def behind_tokens(self) -> np.ndarray:
+        """[C] inputs of the chunk's cut document before its slice: the context of that slice."""
+        behind, before = np.zeros(self.chunks), self.earlier
+        while (before >= 0).any():
+            there = np.maximum(before, 0)
+            behind += np.where(before >= 0, self.cut_tokens[there], 0.0)
+            before = np.where(before >= 0, self.earlier[there], -1)
+        return behind
+
+    @property
     def context_tokens(self) -> np.ndarray:
         """[D] inputs of a cut document that a later slice attends to: all but its last slice; 0
         for a whole document."""

@@ -1,7 +1,8 @@
 """The profile: the one form that every cost model takes, as a value and as readable JSON.
 
 A profile speaks of one layer, and of what the first and the last stage do besides. Everything in
-it is linear: seconds in a chunk's tokens and in its query-key pairs, bytes in its tokens. Its
+it is linear: seconds in a chunk's tokens and in its query-key pairs, bytes in its tokens, those of
+a running op also in the tokens before it. Its
 figures are of one device where a layer is spread over ``tp * cp`` devices; other degrees scale.
 Analytic profiles come from :mod:`megatron_epp.cost.analytic`, measured ones from
 :mod:`megatron_epp.cost.fit`.
@@ -70,6 +71,21 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Workspace(Bytes):
+    """Bytes that live while one op runs, beyond what its chunk holds.
+
+    per_context_token   of the slice's document before the slice: K's and V's gradients are made
+                        for all keys of a call at once
+    per_op              whatever the chunk's size: a weight's gradient before it is added up, the
+                        least that a kernel asks for. Only one op runs at a time, so a stage's
+                        budget is charged with it once
+    """
+
+    per_context_token: float = 0.0
+    per_op: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class States:
     """Bytes of weights, gradients and optimizer per parameter.
 
@@ -133,7 +149,8 @@ class Profile:
     last_weight_input_bytes       besides, on the last stage: the output layer
     workspace_bytes[kind]         while an op runs, on any stage, whatever its layers
     last_workspace_bytes[kind]    besides, on the last stage
-    last_workspace_tokens         of so many of the chunk's tokens at most; 0: of all of them
+    last_workspace_tokens         its bytes per token are of so many of the chunk's tokens at most;
+                                  0: of all of them
     recompute_workspace_bytes     while a B or I runs that recomputes: letter -> of the one layer
                                   that lives again
     all_to_all_bytes_per_token    one layer's forward hands over inside a CP group, all devices
@@ -165,8 +182,8 @@ class Profile:
     kv_gradient_bytes_per_token: float
     weight_input_bytes: Bytes
     last_weight_input_bytes: Bytes
-    workspace_bytes: Mapping[Kind, Bytes]
-    last_workspace_bytes: Mapping[Kind, Bytes]
+    workspace_bytes: Mapping[Kind, Workspace]
+    last_workspace_bytes: Mapping[Kind, Workspace]
     last_workspace_tokens: float
     recompute_workspace_bytes: Mapping[str, Bytes]
     all_to_all_bytes_per_token: float
@@ -233,12 +250,13 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _flat[T](kind: type[T]) -> Callable[[Any], T]:
-    """Reads a flat dataclass from an object with exactly its fields."""
+def _flat[T](kind: type[T], younger: frozenset[str] = frozenset()) -> Callable[[Any], T]:
+    """Reads a flat dataclass from an object with exactly its fields; the first files lack those
+    that are ``younger``."""
 
     def read(value: Any) -> T:
         names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        if not isinstance(value, dict) or set(value) != names:
+        if not isinstance(value, dict) or not names - younger <= set(value) <= names:
             raise ValueError(f"expected an object with {', '.join(sorted(names))}")
         return kind(**value)
 
@@ -274,6 +292,7 @@ def _by_letter(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
 
 
 _SECONDS, _BYTES = _flat(Seconds), _flat(Bytes)
+_WORKSPACE = _flat(Workspace, frozenset({"per_context_token", "per_op"}))
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "provenance": _flat(Provenance),
     "tp": _degree,
@@ -289,8 +308,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "keeps_last": _flag,
     "weight_input_bytes": _BYTES,
     "last_weight_input_bytes": _BYTES,
-    "workspace_bytes": _by_kind(_BYTES),
-    "last_workspace_bytes": _by_kind(_BYTES),
+    "workspace_bytes": _by_kind(_WORKSPACE),
+    "last_workspace_bytes": _by_kind(_WORKSPACE),
     "recompute_workspace_bytes": _by_letter(_BYTES),
     "all_to_all_bytes_per_second": _by_degree,
     "tensor_bytes_per_second": _by_degree,

@@ -8,6 +8,10 @@ from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
 
+# On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
+# although gradient_accumulation_fusion is off.
+FUSED_LINEARS = "epp_fused_linears"
+
 
 def _flag(default: Any, help_: str, **how: Any) -> Any:
     """A field whose flag is ``--its-name``; ``how`` goes to ``add_argument``."""
@@ -134,7 +138,12 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
     if wanted.transformer_impl != "transformer_engine":
         defaults["apply_rope_fusion"] = False  # its kernel is Transformer Engine's
     if find_spec("fused_weight_gradient_mlp_cuda") is None:
-        defaults["gradient_accumulation_fusion"] = False  # the output layer's kernel is apex's
+        # The output layer's kernel is apex's, and Megatron builds none that asks for it in vain.
+        # Transformer Engine's linears have their own (model/hooks.py: fuse_weight_gradients).
+        defaults["gradient_accumulation_fusion"] = False
+        defaults[FUSED_LINEARS] = (
+            wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion
+        )
     if wanted.max_position_embeddings is None:
         defaults["max_position_embeddings"] = wanted.seq_length
     return defaults

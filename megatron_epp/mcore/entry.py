@@ -11,6 +11,7 @@ A user's mistake ends every rank with status 2 and one line (job_exit.py).
 from __future__ import annotations
 
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from megatron_epp.mcore.flags import (
     read_flags,
     refusals_as_value_errors,
 )
-from megatron_epp.mcore.patching import cpu_host, seams
+from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
 if TYPE_CHECKING:  # Megatron is imported when its host is prepared
     from megatron_epp.mcore.setup import Hooks
@@ -64,6 +65,7 @@ def train(
         # One rank's word is enough, as Megatron-LM's script has it.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
+    cuda_host.prepare(sys.argv[1:])
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     seams.check_seams()

@@ -23,18 +23,19 @@ from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Step
 from megatron_epp.mcore import megatron_gpt, refusals, telemetry
 from megatron_epp.mcore.calibrate.profile_file import obtain
-from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.job_cost import make_planning
-from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
+from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.forward import forward_step
-from megatron_epp.mcore.model.hooks import install_in_model
+from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
 from megatron_epp.mcore.model.stage import ModelStage
+from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.process_groups import make_groups
 from megatron_epp.mcore.sigterm import speak_when_terminated
@@ -166,7 +167,10 @@ class Job:
         (model,) = models
         device = this_device()
         attention = self.hooks.attention_for(self.config.epp_attention, model.config, device)
+        warm_up(attention, Heads.of(model.config), self.args.seq_length, device)
         self.hooks.install_in_model(model, self.args.seq_length, attention)
+        if getattr(self.args, FUSED_LINEARS, False):
+            fuse_weight_gradients(model)
         groups = make_groups(device)
         self._waiting.stage = groups.stage
         self._claim_folders(groups)
@@ -203,7 +207,7 @@ class Job:
         runner = StageRunner(
             groups=groups,
             share=place.share,
-            meter=AllocatorMeter()
+            meter=AllocatorMeter(every_op=config.epp_record is not None)
             if device.type == "cuda"
             else SavedBytesMeter(model.parameters(), self.hooks.limit_bytes(config)),
             waiting=self._waiting,

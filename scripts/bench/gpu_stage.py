@@ -24,7 +24,7 @@ from headline import heading, write
 
 CHUNKS = (
     *("tokens", "context", "F ms", "B ms", "B full ms", "held MiB", "peak MiB"),
-    *("F off", "B off", "held off"),
+    *("F off", "B off", "held off", "peak off"),
 )
 SLICED = ("document", "slices of", "whole ms", "in slices ms", "ratio")
 
@@ -40,7 +40,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
 
     layers = arguments.layers
     made: list[list[str]] = []
-    off: dict[str, list[float]] = {"F": [], "B": [], "held": []}
+    off: dict[str, list[float]] = {"F": [], "B": [], "held": [], "peak": []}
     with undisturbed(model):
         profile = profile_of(alone, model)
         print(profile.provenance.source, flush=True)
@@ -64,6 +64,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
                     "F": expected[0] / forward - 1,
                     "B": expected[1] / backward - 1,
                     "held": held * layers / weighed.held_bytes - 1,
+                    "peak": (held * layers + most_workspace(profile, tokens, context)) / peak - 1,
                 }
                 for name, error in errors.items():
                     off[name].append(abs(error))
@@ -83,6 +84,15 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
         for name, errors in off.items()
     ]
     return made, words
+
+
+def most_workspace(profile: Any, tokens: int, context: int) -> float:
+    """What the cost model promises beyond what is held, while F or B runs."""
+    return max(
+        figure.per_op + figure.per_token * tokens + figure.per_context_token * context
+        for kind, figure in profile.workspace_bytes.items()
+        if kind.value in "FB"
+    )
 
 
 def best(runs: Sequence[Any], name: str) -> float:

@@ -45,8 +45,7 @@ def flags(model: str, layers: int, context: int, on_gpu: bool, others: Sequence[
         --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0
         --tokenizer-type NullTokenizer
     """
-    # Fused gradient accumulation of the output layer needs NVIDIA apex.
-    gpu = ["--bf16", "--no-gradient-accumulation-fusion"] if on_gpu else []
+    gpu = ["--bf16"] if on_gpu else []
     return [*text.split(), *gpu, *others]
 
 

@@ -13,7 +13,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.fit import Sample, fit_profile
 from megatron_epp.cost.models import MODELS
-from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds
+from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.cost.regression import fit, nnls
 from megatron_epp.ir import BACKWARDS, COMPUTE, Kind
 
@@ -119,7 +119,7 @@ def measured(noise: float) -> dict:
         TRUTH,
         first_seconds={kind: Seconds(3e-7, 0, 1e-4) for kind in COMPUTE},
         first_bytes=Bytes(4000.0, 4000.0),
-        workspace_bytes={kind: Bytes(9000.0, 9000.0) for kind in COMPUTE},
+        workspace_bytes={kind: Workspace(9000.0, 9000.0) for kind in COMPUTE},
     )
 
     def with_noise(rows: list[Sample], value) -> list[Sample]:

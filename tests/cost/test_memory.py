@@ -12,7 +12,7 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import Model
-from megatron_epp.cost.profile import Bytes
+from megatron_epp.cost.profile import Bytes, Workspace
 from megatron_epp.ir import Chunk, Item, Kind, Plan, Span, slices_of
 from megatron_epp.ir.random_plan import arbitrary_plan
 
@@ -65,8 +65,8 @@ def test_gradients_of_kept_rows_have_their_own_size() -> None:
 
 
 def test_the_last_stages_workspace_is_of_a_block_of_tokens() -> None:
-    figure = {kind: Bytes(100.0, 100.0) for kind in Kind}
-    none = {kind: Bytes() for kind in Kind}
+    figure = {kind: Workspace(100.0, 100.0) for kind in Kind}
+    none = {kind: Workspace() for kind in Kind}
     the_cost = cost(last_workspace_bytes=figure, workspace_bytes=none, last_workspace_tokens=6.0)
     load = loads("0[0:5]", "1[0:12]", documents=(5, 12))
     assert the_cost.workspace_bytes(Kind.FORWARD, load)[-1].tolist() == [500.0, 600.0]

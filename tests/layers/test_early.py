@@ -53,3 +53,43 @@ def test_logits_live_a_block_at_a_time() -> None:
     early_held, early_most, *_ = run(5)
     assert early_held < logits / 3
     assert early_most < early_held + logits / 2
+
+
+def test_rows_of_other_ranks_come_once_and_their_gradients_leave_once() -> None:
+    """Two ranks' halves of the rows, gathered: in blocks as without ranks, and each rank keeps the
+    gradient of its own rows only."""
+    torch.manual_seed(0)
+    head = nn.Linear(HIDDEN, VOCABULARY, bias=False).double()
+    x = torch.randn(ROWS, 1, HIDDEN, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, (1, ROWS))
+    weights = torch.rand(1, ROWS, dtype=torch.float64)
+    blocks: list[slice] = []
+
+    def losses(hidden_t1H: Tensor, rows: slice) -> Tensor:
+        blocks.append(rows)
+        logits = head(hidden_t1H)[:, 0]
+        return nn.functional.cross_entropy(logits, labels[0, rows], reduction="none")[None]
+
+    whole = x.clone().requires_grad_()
+    (early_backward(whole, weights, losses, 7) * weights).sum().backward()
+    blocks.clear()
+    mine = slice(0, ROWS // 2)
+    half = x[mine].clone().requires_grad_()
+    calls: list[str] = []
+
+    def gather(part: Tensor) -> Tensor:
+        calls.append("gather")
+        assert torch.equal(part, x[mine])
+        return x.clone()
+
+    def scatter(gradient: Tensor) -> Tensor:
+        calls.append("scatter")
+        assert gradient.shape == x.shape
+        return gradient[mine].clone()
+
+    out = early_backward(half, weights, losses, 7, gather, scatter)
+    assert out.shape == (1, ROWS)
+    assert [(b.start, b.stop) for b in blocks] == [(0, 7), (7, 14), (14, 20)]
+    assert calls == ["gather", "scatter"]
+    (out * weights).sum().backward()
+    assert torch.equal(half.grad, whole.grad[mine])

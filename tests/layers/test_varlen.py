@@ -2,6 +2,8 @@
 
 import re
 import sys
+import weakref
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -175,6 +177,46 @@ def test_transformer_engine_holds_no_keys_between_forward_and_backward(engine) -
     found = kernel.backward(grad, copies, kept)
     assert all(map(torch.equal, found, expected))
     assert kernel.forward(copies, False)[1] is None
+
+
+@pytest.mark.parametrize("runs_backward", [True, False])
+def test_a_call_whose_backward_never_comes_is_freed(runs_backward, engine) -> None:
+    """After memory ran out there is no backward; what every layer holds must go at once."""
+    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
+    (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
+    call = Operands(q, k, v, Borders.of([9], [9], torch.device("cpu")))
+    out, kept = kernel.forward(call, True)
+    # The last is held by the graph's hooks: it goes with the graph.
+    watched = [weakref.ref(x) for x in (kept, kept._output, kept._sources)]
+    if runs_backward:
+        kernel.backward(grad, call, kept)
+    del out, kept
+    assert [ref() for ref in watched] == [None] * 3
+
+
+def test_kernels_are_chosen_inside_the_context_that_was_given(engine, monkeypatch) -> None:
+    open_now: list[bool] = []
+
+    @contextmanager
+    def around():
+        open_now.append(True)
+        yield
+        open_now.pop()
+
+    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE, around)
+    seen = []
+    attend = DotProductAttention.forward
+    monkeypatch.setattr(
+        DotProductAttention,
+        "forward",
+        lambda *args, **named: (seen.append(list(open_now)), attend(*args, **named))[1],
+    )
+    (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
+    call = Operands(q, k, v, Borders.of([9], [9], torch.device("cpu")))
+    kernel.forward(call, False)
+    kernel.backward(grad, call, kernel.forward(call, True)[1])
+    assert seen == [[True], [True]]
+    assert not open_now
 
 
 # ------------------------------------------------------------------ the self-test at start

@@ -1,5 +1,6 @@
 """Which attention a rank computes with: the flag, its refusals, and what surrounds GPU kernels."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +9,20 @@ import torch
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.mcore import config as config_module
+from megatron_epp.mcore.calibrate.probe import undisturbed
 from megatron_epp.mcore.certify.command import LLAMA, Trial, certify
 from megatron_epp.mcore.certify.scale_down import Degrees
-from megatron_epp.mcore.config import elastic_defaults
+from megatron_epp.mcore.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import Heads, attention_for
-from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, add_every_gradient
+from megatron_epp.mcore.model.early_head import _block
+from megatron_epp.mcore.model.hooks import (
+    ChunkParams,
+    PositionedRotary,
+    add_every_gradient,
+    fuse_weight_gradients,
+)
 from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
 
@@ -93,6 +101,27 @@ def test_auto_takes_the_first_that_computes_rightly(kernels, caplog) -> None:
     assert attention_for("auto", config(), GPU).name == "torch"
 
 
+def test_an_assertion_of_a_kernel_is_a_reason_like_others(kernels, monkeypatch, caplog) -> None:
+    def judge(kernel, *heads) -> None:
+        assert kernel.name != "te", "THD is not for this head size"
+
+    monkeypatch.setattr(attention, "require_right", judge)
+    assert attention_for("auto", config(), GPU).name == "torch"
+    assert caplog.messages == ["attention by torch kernels, as te: THD is not for this head size"]
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_unfused_attention_is_off_around_our_calls_alone(before, monkeypatch) -> None:
+    """Megatron asserts that it is on wherever it builds a model."""
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
+    if before is not None:
+        monkeypatch.setenv("NVTE_UNFUSED_ATTN", before)
+    with pytest.raises(KeyError), attention._no_scores():
+        assert os.environ["NVTE_UNFUSED_ATTN"] == "0"
+        raise KeyError
+    assert os.environ.get("NVTE_UNFUSED_ATTN") == before
+
+
 def test_what_was_named_is_not_replaced(kernels) -> None:
     kernels["te"] = "the output is off"
     with pytest.raises(ValueError) as error:
@@ -126,10 +155,46 @@ def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
     assert not hasattr(model[2], "is_first_microbatch")
 
 
+def test_the_heads_blocks_are_large_where_their_logits_are_few() -> None:
+    assert _block(32_000, on_gpu=True) == _block(65_536, on_gpu=True) == 4096
+    assert _block(128_256, on_gpu=True) == 2048
+    assert _block(256_000, on_gpu=True) == 1024
+    assert _block(32_000, on_gpu=False) == 1024
+
+
+def test_linears_of_transformer_engine_need_no_apex_to_add_their_gradients(monkeypatch) -> None:
+    """Only Megatron's own output layer does; a user's --no-gradient-accumulation-fusion counts."""
+    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
+    for impl, asked, fused in (
+        ("transformer_engine", True, True),
+        ("transformer_engine", False, False),
+        ("local", True, False),
+    ):
+        wanted = SimpleNamespace(
+            max_position_embeddings=8, transformer_impl=impl, gradient_accumulation_fusion=asked
+        )
+        defaults = elastic_defaults(wanted)
+        assert defaults["gradient_accumulation_fusion"] is False
+        assert defaults[FUSED_LINEARS] is fused
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].fuse_wgrad_accumulation = False
+    fuse_weight_gradients(model)
+    assert model[0].fuse_wgrad_accumulation is True
+    assert not hasattr(model[1], "fuse_wgrad_accumulation")
+    # Without DDP there is nothing to add to but what the probe lends.
+    with undisturbed(model):
+        assert all(p.main_grad.dtype == torch.float32 for p in model.parameters())
+    assert not any(hasattr(p, "main_grad") for p in model.parameters())
+
+
 def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
     """Fused positions are Transformer Engine's kernel, and its linears' W is for those who ask;
     fused accumulation of the output layer's gradient is apex's."""
-    wanted = SimpleNamespace(max_position_embeddings=8, transformer_impl="transformer_engine")
+    wanted = SimpleNamespace(
+        max_position_embeddings=8,
+        transformer_impl="transformer_engine",
+        gradient_accumulation_fusion=True,
+    )
     assert "apply_rope_fusion" not in elastic_defaults(wanted)
     wanted.transformer_impl = "local"
     assert elastic_defaults(wanted)["apply_rope_fusion"] is False

@@ -7,7 +7,7 @@ import pytest
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import device
 from megatron_epp.cost.models import model
-from megatron_epp.cost.profile import Bytes, Seconds
+from megatron_epp.cost.profile import Bytes, Seconds, Workspace
 from megatron_epp.ir import Kind
 from megatron_epp.mcore.calibrate.split_backward import SMALL_TOKENS, Split, with_split
 
@@ -22,9 +22,14 @@ def measured(price: float, per_chunk: float):
         made,
         layer_seconds={**made.layer_seconds, Kind.BACKWARD: B},
         last_seconds={**made.last_seconds, Kind.BACKWARD: HEAD},
+        workspace_bytes={**made.workspace_bytes, Kind.BACKWARD: Workspace(per_context_token=3.0)},
     )
-    splits = [Split(False, 256, input_bytes=256 * 7, weight_input_bytes=256 * 11)]
-    splits.append(Split(True, 256, weight_input_bytes=256 * 13))
+    splits = []
+    for tokens in (128, 256):
+        # Beside what is in proportion to tokens, 5 bytes that every I needs.
+        bytes_ = {"input_bytes": tokens * 7 + 5, "weight_input_bytes": tokens * 11}
+        splits.append(Split(False, tokens, **bytes_))
+        splits.append(Split(True, tokens, weight_input_bytes=tokens * 13))
     for tokens in (SMALL_TOKENS, 1000, 2000):
         whole = B(tokens, tokens * tokens / 2)
         weight = 1e-6 * tokens + per_chunk / 2
@@ -62,5 +67,4 @@ def test_bytes_between_i_and_w_and_while_i_runs():
     found = measured(0.0, 0.0)
     assert found.weight_input_bytes == Bytes(11, 11)
     assert found.last_weight_input_bytes == Bytes(13, 13)
-    assert found.workspace_bytes[Kind.INPUT] == Bytes(7, 7)
-    assert found.workspace_bytes[Kind.WEIGHT] == Bytes()
+    assert found.workspace_bytes[Kind.INPUT] == Workspace(*[7 + 5 / 256] * 2, 3, 5 - 5 * 128 / 256)

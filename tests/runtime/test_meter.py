@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_epp.runtime.kv_store import Store
-from megatron_epp.runtime.memory_meter import NoMeter, SavedBytesMeter
+from megatron_epp.runtime.memory_meter import AllocatorMeter, NoMeter, SavedBytesMeter
 
 ROWS, WIDTH = 32, 8
 ACTIVATION = ROWS * WIDTH * 4
@@ -94,3 +94,54 @@ def test_nothing_measured_costs_nothing(store) -> None:
     meter = NoMeter()
     with meter.watch(store):
         assert meter.op_peak() == meter.peak_bytes == 0
+
+
+class Allocator:
+    """torch.cuda's figures without a GPU."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self._reset)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self._stats)
+
+        def slow() -> int:
+            raise AssertionError("flattens and sorts all figures after every op")
+
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", slow)
+
+    def _reset(self):
+        self.peak = self.now
+
+    def _stats(self):
+        return {"allocated_bytes": {"all": {"current": self.now, "peak": self.peak}}}
+
+    def op(self, most: int, left: int):
+        """An op that holds ``most`` while it runs and leaves ``left``."""
+        self.peak, self.now = max(self.peak, most), left
+
+
+def test_the_allocators_peak_of_an_iteration_stays_megatrons_to_report(monkeypatch, store) -> None:
+    memory = Allocator(monkeypatch)
+    memory.op(1000, 100)
+    meter = AllocatorMeter()
+    with meter.watch(store):
+        memory.op(170, 150)
+        assert meter.op_peak() == 70
+        memory.op(160, 120)
+        assert meter.op_peak() == 70
+    assert meter.peak_bytes == 70
+    assert memory.peak == 170
+
+
+def test_records_have_every_ops_own_allocator_peak(monkeypatch, store) -> None:
+    memory = Allocator(monkeypatch)
+    meter = AllocatorMeter(every_op=True)
+    with meter.watch(store):
+        memory.op(170, 150)
+        assert meter.op_peak() == 170
+        memory.op(160, 120)
+        assert meter.op_peak() == 160
+        memory.op(121, 0)
+        assert meter.op_peak() == 121
+    assert meter.peak_bytes == 170

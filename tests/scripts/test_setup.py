@@ -121,12 +121,48 @@ def test_what_is_missing_is_installed(
     tmp_path: Path, installed: str, flags: list[str], again: bool
 ) -> None:
     ready(tmp_path / "venv", installed)
+    toolkit(tmp_path, "13.0")
     done = set_up(tmp_path, *flags, CUDA_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert ("installing requirements.txt" in done.stderr) == again
     assert ("compiling Transformer Engine" in done.stderr) == (again and bool(flags))
     if again:
         assert (tmp_path / "venv" / ".epp-installed").read_text() == requirements(bool(flags))
+
+
+def toolkit(home: Path, version: str) -> None:
+    says = f"Cuda compilation tools, release {version}, V{version}.48"
+    fake(home / "bin" / "nvcc", f"echo '{says}'")
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "says"),
+    [
+        ("570.86.15", "13.0", "NVIDIA driver 570.86.15: torch for CUDA 13 needs 580 or newer"),
+        ("580.65.06", "12.8", "holds CUDA 12.8; Transformer Engine for this torch needs 13"),
+        ("580.65.06", None, "no bin/nvcc there; Transformer Engine needs a CUDA 13 toolkit"),
+        ("580.65.06", "13.1", None),
+        (None, "13.0", None),  # an image is built where no GPU is
+    ],
+)
+def test_a_driver_or_toolkit_that_will_not_do_is_refused_before_anything_is_fetched(
+    tmp_path: Path, driver: str | None, cuda: str | None, says: str | None
+) -> None:
+    ready(tmp_path / "venv", "nothing")
+    if driver is not None:
+        fake(tmp_path / "bin" / "nvidia-smi", f"echo {driver}; echo {driver}")
+    if cuda is not None:
+        toolkit(tmp_path / "cuda", cuda)
+    where = {"PATH": str(tmp_path / "bin"), "CUDA_HOME": str(tmp_path / "cuda")}
+    done = set_up(tmp_path, "--gpu", **where)
+    if says is None:
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    # Who wants no GPU is not asked.
+    assert set_up(tmp_path, **where).returncode == 0
 
 
 def test_an_unfinished_installation_is_not_taken_for_done(tmp_path: Path) -> None:

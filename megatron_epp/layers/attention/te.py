@@ -13,6 +13,8 @@ Its autograd saves q, k and v. They are kept already, in the store or by ours, s
 them and hands them back when backward runs.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,9 +30,18 @@ class TransformerEngineKernel:
 
     name = "te"
 
-    def __init__(self, heads: int, groups: int, head_size: int, scale: float):
-        """``heads`` query heads and ``groups`` key heads of one call. ImportError, OSError: no
-        Transformer Engine here."""
+    def __init__(
+        self,
+        heads: int,
+        groups: int,
+        head_size: int,
+        scale: float,
+        around: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        """``heads`` query heads and ``groups`` key heads of one call; ``around`` every call, a
+        context in which the module chooses its kernels. ImportError, OSError: no Transformer
+        Engine here."""
+        self._around = around
         import transformer_engine.pytorch as te
 
         try:
@@ -56,12 +67,11 @@ class TransformerEngineKernel:
         if not backward:
             with torch.no_grad():
                 return self._run(inputs, call.borders).view_as(call.q_THD), None
-        kept = _Run(inputs)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
-            kept.output = self._run(kept.inputs, call.borders)
-        result = kept.output.detach().view_as(call.q_THD)
-        kept.let_go()
-        return result, kept
+        sources = _Sources(inputs)
+        hooks = torch.autograd.graph.saved_tensors_hooks(sources.pack, sources.unpack)
+        with torch.enable_grad(), hooks:
+            output = self._run(sources.now, call.borders)
+        return output.detach().view_as(call.q_THD), _Run(output, sources)
 
     def backward(
         self, grad_THD: Tensor, call: Operands, kept: Any
@@ -73,13 +83,14 @@ class TransformerEngineKernel:
 
         RuntimeError: it chose to hold all scores of a call, of a size that no memory holds.
         """
-        output = self._attend(
-            *inputs,
-            cu_seqlens_q=borders.queries,
-            cu_seqlens_kv=borders.keys,
-            max_seqlen_q=borders.most_queries,
-            max_seqlen_kv=borders.most_keys,
-        )
+        with self._around():
+            output = self._attend(
+                *inputs,
+                cu_seqlens_q=borders.queries,
+                cu_seqlens_kv=borders.keys,
+                max_seqlen_q=borders.most_queries,
+                max_seqlen_kv=borders.most_keys,
+            )
         if self._chosen().get("use_unfused_attention"):
             raise RuntimeError(
                 "Transformer Engine finds no fused attention for these calls "
@@ -105,17 +116,20 @@ class _Source(torch.autograd.Function):
         raise AssertionError("the gradient is taken where it arrives")
 
 
-class _Run:
-    """One call of the module and its graph, which holds everything but q, k and v."""
+class _Sources:
+    """q, k and v of one call for its graph, which saves a place in here instead of them.
+
+    The graph's hooks hold this, so this holds nothing of the graph but where it begins. A circle
+    through a graph's nodes is one that Python's collector cannot see: a graph whose backward never
+    comes, after memory ran out, would stay for ever.
+    """
 
     def __init__(self, inputs: list[Tensor]):
         with torch.enable_grad():
             nothing = inputs[0].new_empty(0, requires_grad=True)
-            self.inputs = [_Source.apply(nothing, x) for x in inputs]
-        self._places = {x.data_ptr(): index for index, x in enumerate(self.inputs)}
-        self._shapes = [x.shape for x in self.inputs]
-        self._edges: list[Any] = []
-        self.output: Tensor | None = None
+            self.now: list[Tensor] = [_Source.apply(nothing, x) for x in inputs]
+        self._places = {x.data_ptr(): index for index, x in enumerate(self.now)}
+        self._shapes = [x.shape for x in self.now]
 
     def pack(self, tensor: Tensor) -> Any:
         """An index in place of q, k or v."""
@@ -124,19 +138,24 @@ class _Run:
         return index if whole else tensor.detach()
 
     def unpack(self, packed: Any) -> Tensor:
-        return self.inputs[packed] if isinstance(packed, int) else packed
+        return self.now[packed] if isinstance(packed, int) else packed
 
-    def let_go(self):
-        """Forget q, k and v; where their gradients arrive is remembered."""
-        self._edges = [torch.autograd.graph.get_gradient_edge(x) for x in self.inputs]
-        self.inputs = []
+
+class _Run:
+    """One call of the module: its graph by its ``output``, everything but q, k and v in it."""
+
+    def __init__(self, output: Tensor, sources: _Sources):
+        self._output: Tensor | None = output
+        self._sources = sources
+        self._edges = [torch.autograd.graph.get_gradient_edge(x) for x in sources.now]
+        sources.now = []
 
     def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """Of q, k and v; once."""
-        output, self.output = self.output, None
-        assert output is not None, "gradients are taken once"
-        self.inputs = inputs
+        output, self._output = self._output, None
+        assert output is not None, "a call's backward ran twice"
+        self._sources.now = inputs
         try:
             return torch.autograd.grad(output, self._edges, grad_THD.reshape(output.shape))
         finally:
-            self.inputs, self._edges = [], []
+            self._sources.now, self._edges = [], []

@@ -22,9 +22,9 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore import job_exit
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
-from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.flags import read_flags, refusals_as_value_errors
-from megatron_epp.mcore.patching import cpu_host, seams
+from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
 _WORKER = "megatron_epp.mcore.calibrate.command"
 
@@ -118,6 +118,7 @@ def summary(profile: Profile) -> str:
 def worker(argv: Sequence[str]) -> None:
     """One measuring process: builds a stage of one layer as the trainer would, and calibrates."""
     output, pp, tp, cp, *flags = argv
+    cuda_host.prepare(["--epp"])
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     try:
@@ -138,7 +139,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron_epp.mcore import megatron_gpt, refusals
     from megatron_epp.mcore.data.row_share import RowShare
     from megatron_epp.mcore.model.attention import attention_for, this_device
-    from megatron_epp.mcore.model.hooks import install_in_model
+    from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
     from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
     from megatron_epp.mcore.process_groups import make_groups
 
@@ -162,6 +163,8 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     def attach(models: list[Any]) -> list[Any]:
         attention = attention_for(config.epp_attention, models[0].config, this_device())
         install_in_model(models[0], args.seq_length, attention)
+        if getattr(args, FUSED_LINEARS, False):
+            fuse_weight_gradients(models[0])
         return models
 
     model_config.pre_wrap_hooks.append(attach)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import device as named_device
-from megatron_epp.cost.fit import Sample, fit_profile
+from megatron_epp.cost.fit import Sample, fit_profile, line_above
 from megatron_epp.cost.models import Model
-from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds
+from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
@@ -35,7 +35,17 @@ GPU_FLOPS = 1.5e15
 # The median counts. The fastest would be what an op can take, and iterations are made of what ops
 # do take: on a shared host 5% to 10% more.
 REPEATS = 3
-_BYTES_TOKENS = (128, 256)  # bytes are linear in tokens: the slope of two small chunks
+# Tokens of the chunks that are weighed. On a CPU bytes are what autograd saved, exactly linear. A
+# GPU's allocator tells of temporaries, too: there small chunks show what an op needs whatever its
+# chunk (a weight's gradient, the least that an attention kernel asks for), large ones what it needs
+# per token. Tensors of 1 to 10 MiB may occupy 1 MiB too much: a few per cent of small chunks.
+_CPU_WEIGHED = (128, 256)
+_GPU_WEIGHED = (256, 2048, 8192)
+# Behind contexts of these sizes so many tokens are weighed: a backward makes the gradients of all
+# its keys at once, which shows only where they are more than what a weight's gradient takes.
+_BEHIND_TOKENS = 1024
+_CONTEXTS = (0, 16384, 65536)
+_CONTEXT_SHARE = 1 / 16  # of the device's memory that the longest context may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +118,26 @@ def grid(model: Model, context: int, flops: float) -> list[tuple[Shape, str]]:
 # ------------------------------------------------------------------ measuring
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that an op held beyond its chunk's bytes: of one layer, or of the last stage's end.
+
+    bytes   below 0 where a backward frees more than it makes
+    """
+
+    kind: Kind
+    letter: str
+    end: bool
+    tokens: int
+    context: int
+    bytes: int
+
+
 @dataclass(slots=True)
 class Readings:
     """What one rank measured.
 
-    held            samples of bytes; ``workspace``: (kind, letter, end?, bytes, tokens)
+    held            samples of bytes from F to B; ``peaks`` beyond them
     again           (letter, seconds that it added to B, seconds of F) of one layer
     module_seconds  by name of a selective set's module: of one layer, per token
     link            (tokens of a message, seconds)
@@ -122,7 +147,7 @@ class Readings:
     forward: list[Sample] = dataclasses.field(default_factory=list)
     backward: list[Sample] = dataclasses.field(default_factory=list)
     held: list[Sample] = dataclasses.field(default_factory=list)
-    workspace: list[tuple[Kind, str, bool, int, int]] = dataclasses.field(default_factory=list)
+    peaks: list[Peak] = dataclasses.field(default_factory=list)
     again: list[tuple[str, float, float]] = dataclasses.field(default_factory=list)
     module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -130,20 +155,30 @@ class Readings:
 
 
 def calibrate(
-    probe: Probe, groups: Groups, model: Model, context: int, provenance: Provenance
+    probe: Probe,
+    groups: Groups,
+    model: Model,
+    context: int,
+    provenance: Provenance,
+    split_backward: bool,
 ) -> Profile:
     """Measure and fit; collective, and the same profile on every rank. Gradients add up in the
     model and random numbers are drawn: see ``probe.undisturbed``.
+
+    ``split_backward``: whether plans may split backwards; else I and W keep the analytic shares of
+    B, and nothing of that machinery runs.
 
     What the errors are on rows that the fit has not seen is added to ``provenance.source``.
     """
     flops = GPU_FLOPS if probe.device.type == "cuda" else CPU_FLOPS
     readings = Readings()
-    _measure_bytes(probe, readings)
+    _measure_bytes(probe, readings, context)
     shapes = grid(model, context, flops)
     _measure_seconds(probe, groups, shapes, readings)
     dist.barrier(groups.control)
-    readings.split += measure_split(probe, max(shape.tokens for shape, _ in shapes) // 2)
+    if split_backward:
+        large = max(shape.tokens for shape, _ in shapes) // 2
+        readings.split += measure_split(probe, large, _sizes(probe, context)[-2:])
     _measure_links(probe, groups, readings)
     every: list = [None] * groups.control.size()
     dist.all_gather_object(every, readings, group=groups.control)
@@ -156,31 +191,65 @@ def calibrate(
     return Profile.from_json(share(text, error, groups.control))
 
 
-def _measure_bytes(probe: Probe, readings: Readings):
-    for tokens in _BYTES_TOKENS:
+def _measure_bytes(probe: Probe, readings: Readings, context: int):
+    on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
+    for tokens in sizes:
         for letter in EXECUTABLE:
             for cut in (False, True):
                 shape = Shape(tokens, cut=cut)
-                measured = probe.layers(shape, letter, weigh=True)
+                measured = _weighed(probe, shape, letter)
                 kept = tokens if cut else 0
-                readings.held.append(
-                    Sample(letter, False, False, tokens, shape.pairs, kept, measured.held_bytes)
-                )
+                if tokens in sizes[-2:]:
+                    load = (tokens, shape.pairs, kept)
+                    readings.held.append(
+                        Sample(letter, False, False, *load, measured.held_bytes)
+                    )  # fmt: skip
                 if not cut:
-                    readings.workspace += [
-                        (Kind.FORWARD, letter, False, measured.forward_bytes, tokens),
-                        (Kind.BACKWARD, letter, False, measured.backward_bytes, tokens),
-                    ]
+                    readings.peaks += _peaks(measured, letter, False, tokens)
         shape = Shape(tokens)
+        if on_gpu:  # whatever happens only once
+            list(_ends(probe, shape, weigh=False))
         for measured, first, last in _ends(probe, shape, weigh=True):
-            readings.held.append(
-                Sample("", first, last, tokens, shape.pairs, 0, max(1, measured.held_bytes))
-            )
+            held = max(1, measured.held_bytes)
+            if tokens in sizes[-2:]:
+                readings.held.append(Sample("", first, last, tokens, shape.pairs, 0, held))
             if last:
-                readings.workspace += [
-                    (Kind.FORWARD, KEEP, True, measured.forward_bytes, tokens),
-                    (Kind.BACKWARD, KEEP, True, measured.backward_bytes, tokens),
-                ]
+                readings.peaks += _peaks(measured, KEEP, True, tokens)
+    for behind in _contexts(probe, context) if on_gpu else ():
+        measured = _weighed(probe, Shape(_BEHIND_TOKENS, behind), KEEP)
+        readings.peaks += _peaks(measured, KEEP, False, _BEHIND_TOKENS, behind)
+
+
+def _sizes(probe: Probe, context: int) -> list[int]:
+    """Tokens of the chunks to weigh."""
+    sizes = _GPU_WEIGHED if probe.device.type == "cuda" else _CPU_WEIGHED
+    return sorted({min(size, context) for size in sizes})
+
+
+def _weighed(probe: Probe, shape: Shape, letter: str) -> Measured:
+    if probe.device.type == "cuda":
+        # Kernels and the libraries' own buffers come with the first call and stay.
+        probe.layers(shape, letter)
+    return probe.layers(shape, letter, weigh=True)
+
+
+def _peaks(
+    measured: Measured, letter: str, end: bool, tokens: int, context: int = 0
+) -> tuple[Peak, Peak]:
+    where = (letter, end, tokens, context)
+    return (
+        Peak(Kind.FORWARD, *where, measured.forward_bytes),
+        Peak(Kind.BACKWARD, *where, measured.backward_bytes),
+    )
+
+
+def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
+    """Contexts to weigh a slice behind; none where documents have none worth the name."""
+    most = min(context - _BEHIND_TOKENS, probe.most_context(_CONTEXT_SHARE))
+    if most < _BEHIND_TOKENS:
+        return ()
+    # As far apart as the document allows: see line_above.
+    return tuple(sorted({min(size, most * size // _CONTEXTS[-1]) for size in _CONTEXTS}))
 
 
 def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measured, bool, bool]]:
@@ -277,11 +346,16 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         link_seconds=sorted(best_link.items()),
     )
     profile = fitted.profile
-    workspace, last_workspace, again = _workspaces(every)
+    workspace, last_workspace, again = _workspaces(
+        [peak for readings in every for peak in readings.peaks], probe.head_tokens
+    )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
     kv = 2 * config.kv_channels * max(1, config.num_query_groups // ranks)
     gradient = torch.promote_types(config.params_dtype, torch.float32)
+    splits = [split for readings in every for split in readings.split]
     source = "; ".join(f"{what} {quality}" for what, quality in fitted.quality.items())
+    if not splits:
+        source += "; I and W not measured: their analytic shares of B"
     profile = dataclasses.replace(
         profile,
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
@@ -303,7 +377,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
     )
-    return with_split(profile, [split for readings in every for split in readings.split])
+    return with_split(profile, splits) if splits else profile
 
 
 def _alike(figure: Bytes) -> Bytes:
@@ -311,28 +385,52 @@ def _alike(figure: Bytes) -> Bytes:
     return Bytes(figure.per_token, figure.per_token)
 
 
-def _workspaces(every: Sequence[Readings]) -> tuple[dict, dict, dict]:
-    """Bytes beyond what is held: while F or B runs, besides on the last stage, and of the layer
-    that lives again, by letter."""
-    most: dict[tuple[Kind, str, bool], float] = {}
-    for readings in every:
-        for kind, letter, last, bytes_, tokens in readings.workspace:
-            key = kind, letter, last
-            most[key] = max(most.get(key, 0.0), bytes_ / tokens)
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
-    per = {kind: most.get((kind, KEEP, False), 0.0) for kind in kinds}
-    per[Kind.INPUT] = per[Kind.BACKWARD]
-    last = {kind: max(0.0, most.get((kind, KEEP, True), 0.0) - per[kind]) for kind in kinds}
-    last[Kind.INPUT] = last[Kind.BACKWARD]
-    again = {}
-    for letter in (KEEP, FULL, *SELECTIVE):
-        alive = most.get((Kind.BACKWARD, letter, False), 0.0) - per[Kind.BACKWARD]
-        again[letter] = _alike(Bytes(max(0.0, alive))) if letter != KEEP else Bytes()
-    return (
-        {kind: _alike(Bytes(per[kind])) for kind in kinds},
-        {kind: _alike(Bytes(last[kind])) for kind in kinds},
-        again,
-    )
+def _workspaces(
+    peaks: Sequence[Peak], head_tokens: int
+) -> tuple[dict[Kind, Workspace], dict[Kind, Workspace], dict[str, Bytes]]:
+    """Bytes beyond what is held: while F, B, I or W runs, besides on the last stage, and of the
+    layer that lives again, by letter. No measured peak lies above what these promise.
+
+    ``head_tokens``: of the chunk at most, that the last stage's end works on; 0: all.
+    """
+
+    def of(kind: Kind, letter: str, end: bool) -> list[Peak]:
+        what = (kind, letter, end)
+        return [p for p in peaks if (p.kind, p.letter, p.end) == what and not p.context]
+
+    layer, last = {}, {}
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        points = [(p.tokens, p.bytes) for p in of(kind, KEEP, False)]
+        slope, constant = line_above(points, goes_on=True)
+        behind = [
+            (p.context, p.bytes)
+            for p in peaks
+            if (p.kind, p.letter, p.end, p.tokens) == (kind, KEEP, False, _BEHIND_TOKENS)
+        ]
+        per_context, _ = line_above(behind)
+        layer[kind] = Workspace(slope, slope, per_context, constant)
+        beyond = [
+            (
+                min(p.tokens, head_tokens or p.tokens),
+                max(0.0, p.bytes - slope * p.tokens - constant),
+            )
+            for p in of(kind, KEEP, True)
+        ]
+        slope, constant = line_above(beyond)
+        last[kind] = Workspace(slope, slope, 0.0, constant)
+    again = {letter: Bytes() for letter in (KEEP, FULL, *SELECTIVE)}
+    plain = sorted(of(Kind.BACKWARD, KEEP, False), key=lambda p: -p.bytes)
+    kept = {p.tokens: p.bytes for p in plain}  # of several ranks the least
+    for letter in (FULL, *SELECTIVE):
+        # Beyond what the same chunk takes without recompute: constants are in both.
+        points = sorted(of(Kind.BACKWARD, letter, False), key=lambda p: p.tokens)[-2:]
+        alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in points), default=0.0)
+        again[letter] = _alike(Bytes(max(0.0, alive)))
+    for of_kind in (layer, last):
+        of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
+        # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
+        of_kind[Kind.WEIGHT] = Workspace(per_op=of_kind[Kind.BACKWARD].per_op)
+    return layer, last, again
 
 
 def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str, Seconds]:

@@ -127,6 +127,15 @@ class Probe:
         """Whether the stage's attention has the store keep the K and V of last slices, too."""
         return self.model.decoder.layers[0].self_attention.core_attention.forward.keeps_last
 
+    def most_context(self, share: float) -> int:
+        """Tokens of a context whose K and V in one layer, with their gradients as the store and as
+        a kernel has them, take ``share`` of the GPU's memory."""
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        ranks = self.config.tensor_model_parallel_size * self.config.context_parallel_size
+        channels = 2 * self.config.kv_channels * max(1, self.config.num_query_groups // ranks)
+        gradient = torch.promote_types(self._dtype, torch.float32)
+        return int(share * total) // (channels * (2 * self._dtype.itemsize + gradient.itemsize))
+
     # -------------------------------------------------------------- parts
 
     def layers(
@@ -378,22 +387,50 @@ _Scale = _NoScale | _SavedScale | _AllocatorScale
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """Random states and gradients are afterwards what they were: no trace of what was probed."""
+    """Random states, gradients and what DDP has under way are afterwards what they were, also where
+    the probe failed: no trace of what was probed.
+
+    DDP's forward pre-hooks are off meanwhile. Each finishes its bucket's overlapped parameter
+    gather and dispatches the next bucket's; of a model that runs in parts one would stay in flight,
+    and in the second iteration Megatron asserts that none is (param_and_grad_buffer.py,
+    start_param_sync).
+    """
     cpu = torch.get_rng_state()
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracked = tracker.get_states() if tracker.is_initialized() else None
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     gradients = [parameter.grad for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.grad = None
-    with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
-        yield
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        parameter.grad = gradient
-    if hasattr(model, "zero_grad_buffer"):
-        model.zero_grad_buffer()
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    if tracked is not None:
-        tracker.set_states(tracked)
+    hooked = bool(getattr(model, "remove_forward_pre_hook_handles", None))
+    if hooked:
+        model.disable_forward_pre_hook(param_sync=False)
+    lent = _lend_main_grads(model)
+    try:
+        for parameter in model.parameters():
+            parameter.grad = None
+        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+            yield
+    finally:
+        if hooked:
+            model.enable_forward_pre_hook()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        for parameter in lent:
+            del parameter.main_grad
+        if hasattr(model, "zero_grad_buffer"):
+            model.zero_grad_buffer()
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+        if tracked is not None:
+            tracker.set_states(tracked)
+
+
+def _lend_main_grads(model: Any) -> list[torch.nn.Parameter]:
+    """The parameters that have a ``main_grad`` from here on: where linears add their gradients to
+    it and no DDP has made any, as in the command that measures without training."""
+    if not any(getattr(m, "fuse_wgrad_accumulation", False) for m in model.modules()):
+        return []
+    bare = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad")]
+    for parameter in bare:
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    return bare

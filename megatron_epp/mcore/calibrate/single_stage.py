@@ -23,14 +23,14 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore import megatron_gpt, refusals
-from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.data.chunk_batches import Feed
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags import be_the_only_process, read_flags
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.model.stage import ModelStage
-from megatron_epp.mcore.patching import cpu_host, seams
+from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Waiting
 from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, SavedBytesMeter
@@ -50,6 +50,7 @@ class Alone:
 def begin(flags: Sequence[str]) -> Alone:
     """Initialise Megatron with its ``flags`` for this process only. ValueError: one line."""
     be_the_only_process()
+    cuda_host.prepare([*flags, "--epp"])
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     sys.argv = [sys.argv[0], *flags, "--epp"]
@@ -79,7 +80,7 @@ def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
     )
     from megatron.training.training import get_megatron_ddp_config
 
-    from megatron_epp.mcore.model.hooks import install_in_model
+    from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
 
     args = copy.copy(alone.args)
     args.num_layers = args.encoder_num_layers = layers
@@ -88,6 +89,8 @@ def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
     builder = description.get_builder_cls()(description)
     model = builder.build_model(groups, pre_process=first, post_process=last)
     install_in_model(model, args.seq_length, alone.attention)
+    if getattr(args, FUSED_LINEARS, False):
+        fuse_weight_gradients(model)
     (wrapped,) = prepare_existing_model_chunks_for_distributed_training(
         [model],
         description.transformer,
@@ -198,7 +201,7 @@ def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, 
     feed = Feed(plan, slices, samples, documents, stage, alone.share, alone.device)
     on_gpu = alone.device.type == "cuda"
     clock = CudaClock() if on_gpu else HostClock()
-    meter: Meter = AllocatorMeter() if on_gpu else SavedBytesMeter(model.parameters())
+    meter: Meter = AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters())
     links = MadeUpLinks(
         lambda chunk: (alone.share.message(feed.rows(chunk)), 1, config.hidden_size),
         config.pipeline_dtype or config.params_dtype,

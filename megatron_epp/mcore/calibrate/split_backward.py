@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_epp.cost.profile import Bytes, Profile, Seconds
+from megatron_epp.cost.fit import line_above
+from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import KEEP, Kind
 from megatron_epp.mcore.calibrate.probe import Probe, Shape
 
@@ -36,21 +37,25 @@ class Split:
     weight_input_bytes: int = 0
 
 
-def measure_split(probe: Probe, tokens: int) -> list[Split]:
-    """On one rank. ``tokens``: of a chunk that is large for this device."""
-    return [*_bytes(probe), *_seconds(probe, tokens)]
+def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[Split]:
+    """On one rank. ``tokens``: of a chunk that is large for this device; ``weighed``: of chunks
+    whose bytes are asked for."""
+    return [*_bytes(probe, weighed), *_seconds(probe, tokens)]
 
 
-def _bytes(probe: Probe) -> Iterator[Split]:
-    shape = Shape(256)  # in proportion to tokens, nothing else
-    halves = [(False, probe.layers(shape, KEEP, weigh=True, split=True))]
-    if probe.last:
-        halves.append((True, probe.ends(shape, weigh=True, split=True)))
-    for end, half in halves:
-        held = half.weight_input_bytes
-        yield Split(
-            end, shape.tokens, input_bytes=max(0, half.backward_bytes), weight_input_bytes=held
-        )
+def _bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[Split]:
+    for tokens in weighed:
+        shape = Shape(tokens)
+        if probe.device.type == "cuda":  # what comes with the first call and stays
+            probe.layers(shape, KEEP, split=True)
+        halves = [(False, probe.layers(shape, KEEP, weigh=True, split=True))]
+        if probe.last:
+            halves.append((True, probe.ends(shape, weigh=True, split=True)))
+        for end, half in halves:
+            held = half.weight_input_bytes
+            yield Split(
+                end, tokens, input_bytes=max(0, half.backward_bytes), weight_input_bytes=held
+            )
 
 
 def _seconds(probe: Probe, largest: int) -> Iterator[Split]:
@@ -92,24 +97,32 @@ def with_split(profile: Profile, splits: Sequence[Split]) -> Profile:
         last[Kind.WEIGHT] = Seconds(per_token=share * whole.per_token)
         last[Kind.INPUT] = _rest(whole, 1.0, 0.0, last[Kind.WEIGHT])
     weighed = [s for s in splits if not s.whole]
+    # Of the largest chunk, where what has a constant size counts least.
+    largest = max(s.tokens for s in weighed)
     between, behind = (
-        max((s.weight_input_bytes / s.tokens for s in weighed if s.end is end), default=0.0)
+        max(
+            (
+                s.weight_input_bytes / s.tokens
+                for s in weighed
+                if s.end is end and s.tokens == largest
+            ),
+            default=0.0,
+        )
         for end in (False, True)
     )
-    while_i = max(s.input_bytes / s.tokens for s in weighed if not s.end)
+    points = [(s.tokens, s.input_bytes) for s in weighed if not s.end]
+    while_i, constant = line_above(points, goes_on=True)
+    whole = profile.workspace_bytes[Kind.BACKWARD]
     return dataclasses.replace(
         profile,
         layer_seconds=layer,
         last_seconds=last,
         weight_input_bytes=Bytes(between, between),
         last_weight_input_bytes=Bytes(behind, behind),
-        # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
         workspace_bytes={
             **profile.workspace_bytes,
-            Kind.INPUT: Bytes(while_i, while_i),
-            Kind.WEIGHT: Bytes(),
+            Kind.INPUT: Workspace(while_i, while_i, whole.per_context_token, constant),
         },
-        last_workspace_bytes={**profile.last_workspace_bytes, Kind.WEIGHT: Bytes()},
     )
 
 

@@ -2,7 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from megatron_epp.mcore.patching import cpu_host
 logger = logging.getLogger(__name__)
 
 AUTO, TE, TORCH = "auto", "te", "torch"
+_UNFUSED = "NVTE_UNFUSED_ATTN"  # read by Transformer Engine whenever it chooses anew
 CHOICES = (AUTO, TE, TORCH)
 
 
@@ -95,7 +98,8 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
             require_right(
                 kernel, heads.query, heads.key, heads.size, heads.scale, heads.dtype, device
             )
-        except (ImportError, OSError, RuntimeError, ValueError) as error:
+        except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
+            # Transformer Engine refuses by assertions in a dozen places.
             reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else repr(error)}")
             continue
         if reasons:
@@ -107,7 +111,24 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
 
 
 def _transformer_engine(heads: Heads) -> Kernel:
-    return TransformerEngineKernel(heads.query, heads.key, heads.size, heads.scale)
+    return TransformerEngineKernel(heads.query, heads.key, heads.size, heads.scale, _no_scores)
+
+
+@contextmanager
+def _no_scores() -> Iterator[None]:
+    """Transformer Engine may not choose the attention that holds all scores: for a long context no
+    memory does, and the executor would plan ever smaller chunks. It says then that no attention is
+    left. Around its calls alone, as Megatron wants 1 where it builds a model.
+    """
+    before = os.environ.get(_UNFUSED)
+    os.environ[_UNFUSED] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_UNFUSED]
+        else:
+            os.environ[_UNFUSED] = before
 
 
 def _torch(heads: Heads) -> Kernel:

@@ -160,6 +160,18 @@ def add_every_gradient(model: nn.Module) -> None:
             module.is_first_microbatch = False
 
 
+def fuse_weight_gradients(model: nn.Module) -> None:
+    """Make Transformer Engine's linears add their weights' gradients to ``main_grad`` in the
+    product that makes them: a gradient in bf16 is neither written nor read again, nor held.
+
+    They are built without, as Megatron's output layer has one flag with them and would ask for
+    apex. DDP is told of each parameter whether its gradient has been added.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
 def _state_of(arguments: dict[str, Any]) -> ChunkState | None:
     params = arguments.get("packed_seq_params")
     return params.state if isinstance(params, ChunkParams) else None

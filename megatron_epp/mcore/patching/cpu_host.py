@@ -27,6 +27,8 @@ import argparse
 import functools
 import logging
 import os
+import shutil
+import subprocess
 import sys
 import time
 import types
@@ -89,12 +91,14 @@ def install_cpu_host() -> bool:
 
     Call it before the first import of megatron: it keeps Transformer Engine and apex out, and
     torch.compile from compiling. A second call changes nothing, and on a machine with a CUDA GPU no
-    call does. ValueError: megatron was imported before and uses Transformer Engine.
+    call does. ValueError: megatron was imported before and uses Transformer Engine; or there are
+    GPUs that torch cannot use, where nobody said that they are not to be used.
     """
     if has_gpu():
         return False
     if is_cpu_host():
         return True
+    _refuse_unseen_gpus()
     if "megatron.core" in sys.modules and sys.modules.get("transformer_engine") is not None:
         raise ValueError(
             "install_cpu_host() came after `import megatron.core`, which has taken Transformer "
@@ -112,6 +116,35 @@ def install_cpu_host() -> bool:
 
     seams.install(seams.CPU_HOST_SEAMS)
     return True
+
+
+def _refuse_unseen_gpus() -> None:
+    """Weeks of training on the CPU by mistake begin without an error: a driver that is too old for
+    torch's CUDA looks like no GPU at all."""
+    # Both hide all GPUs, and whoever sets them means it.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
+    asked = shutil.which("nvidia-smi")
+    if asked is None:
+        return
+    query = [asked, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return  # no driver runs: there is nothing to use
+    drivers = said.split()
+    if not drivers:
+        return
+    try:
+        torch.cuda.init()
+        reason = "no reason given"
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+    raise ValueError(
+        f"nvidia-smi lists {len(drivers)} GPU(s) with driver {drivers[0]}, but torch "
+        f"{torch.__version__} can use none ({reason}): torch built for CUDA 13 needs driver 580 or "
+        "newer; update it, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+    )
 
 
 def cpu_defaults() -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""Attention kernels built before training, for the sizes that chunks may have.
+
+Transformer Engine's fused attention has cuDNN build a graph, up to a second each, for every pair of
+buckets that the queries and the keys of a call fall into: 1024, 2048, ... 32768 tokens, then steps
+of 32768. Chunks of an elastic pipeline come in many sizes, so graphs would be built in the midst of
+the first iterations, on one stage after the other, while the others wait.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+
+import torch
+
+from megatron_epp.layers.attention.varlen import Borders, Operands, VarlenAttention
+from megatron_epp.mcore.model.attention import Attention, Heads
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 60.0  # of warming up at most; what is left is built when it is first needed
+FIRST, DOUBLES_TO = 1024, 32768
+
+
+def buckets(most: int) -> list[int]:
+    """The largest sizes of the buckets up to that of ``most`` tokens, but none above ``most``."""
+    sizes, size = [], FIRST
+    while size < most:
+        sizes.append(size)
+        size += size if size < DOUBLES_TO else DOUBLES_TO
+    return [*sizes, most]
+
+
+def calls(context: int) -> Iterator[tuple[int, int]]:
+    """(queries, keys) of one call for every pair of buckets that documents of up to ``context``
+    inputs may need: whole documents first, then slices, from short contexts to long ones."""
+    sizes = buckets(context)
+    yield from ((size, size) for size in sizes)
+    for keys in sizes:
+        yield from ((queries, keys) for queries in sizes if queries < keys)
+
+
+def warm_up(attention: Attention, heads: Heads, context: int, device: torch.device) -> int:
+    """Run forward and backward of :func:`calls` once each; how many were run in time.
+
+    Nothing happens where kernels have no graphs of their own. The device's random state is
+    afterwards what it was: Transformer Engine draws with every call, dropout or not.
+    """
+    if not isinstance(attention, VarlenAttention) or attention.name != "te":
+        return 0
+    began, done, random = time.monotonic(), 0, torch.cuda.get_rng_state()
+    wanted = list(calls(context))
+    try:
+        for queries, keys in wanted:
+            if time.monotonic() - began > SECONDS:
+                break
+            _run(attention, heads, queries, keys, device)
+            done += 1
+    except torch.OutOfMemoryError:
+        # The longest contexts need the least room when training slices them as it must.
+        logger.debug("no memory to warm up attention over %d keys", keys)
+    finally:
+        torch.cuda.set_rng_state(random)
+    if torch.distributed.get_rank() == 0:
+        seconds = time.monotonic() - began
+        logger.info("attention warmed up: %d of %d sizes in %.1f s", done, len(wanted), seconds)
+    return done
+
+
+def _run(
+    attention: VarlenAttention, heads: Heads, queries: int, keys: int, device: torch.device
+) -> None:
+    def zeros(rows: int, count: int) -> torch.Tensor:
+        return torch.zeros(rows, count, heads.size, dtype=heads.dtype, device=device)
+
+    borders = Borders.of([queries], [keys], device)
+    q, k, v = zeros(queries, heads.query), zeros(keys, heads.key), zeros(keys, heads.key)
+    call = Operands(q, k, v, borders)
+    _, kept = attention.kernel.forward(call, True)
+    attention.kernel.backward(zeros(queries, heads.query), call, kept)
+    if device.type == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,78 @@
+"""A host with GPUs: what must be so before CUDA starts in a process that runs elastic pipelines.
+
+    CUDA_DEVICE_MAX_CONNECTIONS  32   hardware queues. With one, a device takes work in the order in
+                                      which the host asked: a posted receive stands in front of the
+                                      op whose result its sender waits for, and nothing ends
+    CUDA_MODULE_LOADING       EAGER   a kernel's first use may otherwise wait for the whole device,
+                                      and with it for messages that this host sends only afterwards
+    PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True: chunks have a new size every time,
+                                      and freeing memory need not wait for the device
+
+What the user set himself stays. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and
+context parallelism on devices before Blackwell, where its own overlap rests on the order of issue.
+The driver reads the variable once, when it makes the context: that is made here, and then Megatron
+is shown what it wants to see.
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+DEFAULTS = {CONNECTIONS: "32", "CUDA_MODULE_LOADING": "EAGER"}
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is its newer name
+# Compiled fusions (core/jit.py) see a new size with every chunk: compiled once for one size, once
+# for any, and that times the modes of autograd. Dynamo's own limit of 8 runs the rest uncompiled,
+# without a word.
+RECOMPILATIONS = 64
+
+
+def prepare(flags: Sequence[str]) -> None:
+    """Set the environment, and make the context on this rank's GPU; ``flags`` of the program.
+
+    Nothing happens without --epp, or without a GPU. ValueError: one hardware queue for several
+    stages, or fewer GPUs than ranks.
+    """
+    if "--epp" not in flags:
+        return
+    stages = _stages(flags)
+    chosen = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+    if not any(name in os.environ for name in ALLOCATOR):
+        chosen[ALLOCATOR[0]] = "expandable_segments:True"
+    os.environ.update(chosen)
+    if not torch.cuda.is_available():
+        for name in chosen:
+            del os.environ[name]
+        return
+    if os.environ[CONNECTIONS] == "1" and stages > 1:
+        raise ValueError(
+            f"{CONNECTIONS}=1: with one hardware queue a pipeline's posted receive stands in front "
+            "of the work that its sender waits for, and the first iteration never ends; unset it "
+            f"({DEFAULTS[CONNECTIONS]} is taken, also where Megatron asks for 1)"
+        )
+    rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= devices:
+        raise ValueError(
+            f"local rank {rank}, but this host has {devices} GPU(s): start one process per GPU "
+            "(--nproc-per-node), or look at CUDA_VISIBLE_DEVICES"
+        )
+    torch.cuda.set_device(rank)
+    torch.zeros(1, device="cuda")
+    os.environ[CONNECTIONS] = "1"
+
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILATIONS)
+
+
+def _stages(flags: Sequence[str]) -> int:
+    """As Megatron reads it; 1 where it says nothing, or nonsense that it will refuse."""
+    name = "--pipeline-model-parallel-size"
+    found = "1"
+    for word, following in zip(flags, [*flags[1:], ""], strict=True):
+        if word == name:
+            found = following
+        elif word.startswith(name + "="):
+            found = word.partition("=")[2]
+    return int(found) if found.isdecimal() else 1

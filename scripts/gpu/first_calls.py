@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Attention's first calls: what a kernel of a new size costs once, and every call after it.
+
+scripts/gpu/first_calls.py [--heads 32 --groups 8 --size 128]
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+# (documents, queries of each, keys of each)
+SHAPES = (
+    *((1, tokens, tokens) for tokens in (1024, 1500, 2048, 4096, 8192)),
+    *((1, 2048, keys) for keys in (10240, 34816, 67584)),
+    *((8, 256, 256), (40, 200, 200), (1, 300, 5000)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("heads", 32), ("groups", 8), ("size", 128)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    wanted = parser.parse_args()
+
+    import torch
+
+    from megatron_epp.layers.attention.varlen import Borders, Operands
+    from megatron_epp.mcore.model.attention import attention_for
+
+    device = torch.device("cuda")
+    config = SimpleNamespace(
+        num_attention_heads=wanted.heads,
+        num_query_groups=wanted.groups,
+        kv_channels=wanted.size,
+        softmax_scale=None,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        params_dtype=torch.bfloat16,
+    )
+
+    def draw(rows: int, heads: int):
+        return torch.randn(rows, heads, wanted.size, device=device, dtype=torch.bfloat16)
+
+    for name in ("te", "torch"):
+        try:
+            kernel = attention_for(name, config, device).kernel
+        except ValueError as error:
+            print(f"{name}: {error}")
+            continue
+        once = 0.0
+        for documents, queries, keys in SHAPES:
+            borders = Borders.of([queries] * documents, [keys] * documents, device)
+            rows, all_keys = documents * queries, documents * keys
+            call = Operands(
+                draw(rows, wanted.heads),
+                draw(all_keys, wanted.groups),
+                draw(all_keys, wanted.groups),
+                borders,
+            )
+            gradient, seconds = draw(rows, wanted.heads), []
+            for _ in range(4):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                _, kept = kernel.forward(call, True)
+                kernel.backward(gradient, call, kept)
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+            later = min(seconds[1:])
+            once += seconds[0] - later
+            print(
+                f"{name}: {documents} x {queries} queries, {keys} keys: first {seconds[0]:.3f} s, "
+                f"then {1e3 * later:.3f} ms",
+                flush=True,
+            )
+        print(f"{name}: first calls cost {once:.1f} s more than later ones, {len(SHAPES)} shapes")
+
+
+if __name__ == "__main__":
+    main()

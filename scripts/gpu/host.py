@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""What this GPU host has, and whether a training process starts CUDA as it should.
+
+Exit status 1 where something would stop a training or make it wait: too old a driver, one hardware
+queue, an allocator without expandable segments.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from megatron_epp.mcore.patching import cpu_host, cuda_host
+
+
+def main() -> int:
+    try:
+        cuda_host.prepare(["--epp"])
+        cpu_host.install_cpu_host()
+    except ValueError as error:
+        print(f"wrong: {error}")
+        return 1
+    if not torch.cuda.is_available():
+        print("wrong: no CUDA GPU here")
+        return 1
+    before, total = torch.cuda.mem_get_info()
+    print(f"gpus {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")
+    print(f"context and eagerly loaded kernels: {(total - before) / 2**20:.0f} MiB")
+    for name in ("CUDA_MODULE_LOADING", *cuda_host.ALLOCATOR):
+        print(f"{name}={os.environ.get(name)}")
+    held = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    segments = torch.cuda.memory_snapshot()
+    expandable = [segment.get("is_expandable", False) for segment in segments]
+    print(f"segments {len(segments)}, expandable {sum(expandable)}, tensors {len(held)}")
+    try:
+        import transformer_engine
+
+        print(f"Transformer Engine {transformer_engine.__version__}")
+    except (ImportError, OSError) as error:
+        print(f"Transformer Engine: none ({error})")
+    if not all(expandable):
+        print("wrong: the allocator's segments are not expandable")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+#!/usr/bin/env bash
+# Everything that only GPUs can tell, in the order in which one thing rests on another; one page of results.
+#
+#   bash scripts/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--gpus N] [--list] [STEP...]
+#
+# Each step has a bound of its own and a log in FOLDER (outputs/gpu-day); FOLDER/README.md is the page, written anew after
+# every step. A step that fails or runs out of time hides nothing that comes after it. A second run skips what was ok, so the
+# minutes (60) may come in pieces: what did not fit is "not reached". For 1, 2 or 8 GPUs: what needs more than there are is
+# "skipped" by name. --bound: the most for any step. STEP: only these, ok or not.
+#   python=... the interpreter (.venv/bin/python, else python3), with PYTHONPATH as it is: the project's environment need not exist.
+# Exit status: 0 all ok or skipped, 1 something failed, ran out of time or was not reached, 2 a wrong flag.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+
+fail() { printf 'gpu_day: %s\n' "$1" >&2; exit 2; }
+
+minutes=60 bound=100000 results=outputs/gpu-day gpus= list=false only=()
+while (($#)); do
+    case $1 in
+        --minutes | --bound | --results | --gpus) (($# > 1)) || fail "$1 needs a value"; declare "${1#--}=$2"; shift ;;
+        --list) list=true ;;
+        -*) fail "unknown flag $1; usage: bash scripts/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--gpus N] [--list] [STEP...]" ;;
+        *) only+=("$1") ;;
+    esac
+    shift
+done
+[[ $minutes =~ ^[0-9]+$ ]] || fail "--minutes $minutes: expected a whole number"
+[[ $bound =~ ^[0-9]+$ ]] || fail "--bound $bound: expected a whole number"
+most=$bound
+if [[ -z ${python:-} ]]; then
+    python=python3
+    [[ -x .venv/bin/python ]] && python=.venv/bin/python
+fi
+[[ -n $gpus ]] || gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+[[ $gpus =~ ^[0-9]+$ ]] || fail "--gpus $gpus: expected a whole number"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export python results
+
+deadline=$((SECONDS + 60 * minutes))
+names=() of_step=()
+failed=0
+
+# add NAME GPUS SECONDS "what it settles" "lines of its log for the page (a pattern)" command...
+add() {
+    names+=("$1")
+    of_step+=("$(printf '%q ' "$@")")
+}
+
+summary() { # the page
+    {
+        printf '# A day with GPUs\n\n'
+        printf '`bash scripts/gpu_day.sh`, %s, commit %s.\n\n' "$(date -u +%Y-%m-%d)" "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+        printf '    %s\n' "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sort | uniq -c || true)"
+        printf '\n| step | settles | result | seconds |\n|---|---|---|---|\n'
+        local entry name state
+        for entry in "${of_step[@]}"; do
+            eval "set -- $entry"
+            state=$(cat "$results/$1.state" 2>/dev/null || echo "not reached| ")
+            printf '| [%s](%s.log) | %s | %s | %s |\n' "$1" "$1" "$4" "${state%%|*}" "${state#*|}"
+        done
+        for entry in "${of_step[@]}"; do
+            eval "set -- $entry"
+            [[ -s $results/$1.log ]] || continue
+            printf '\n## %s\n\n' "$1"
+            # 4 blanks: text as it is, whatever it holds
+            { grep -aE "$5" "$results/$1.log" || tail -n 5 "$results/$1.log"; } | tail -n 40 | cut -c1-200 | sed 's/^/    /'
+        done
+    } >"$results/README.md"
+}
+
+run() { # one step, as add() keeps it
+    local name=$1 needs=$2 bound=$3 left=$((deadline - SECONDS)) began=$SECONDS status state
+    shift 5
+    if ((${#only[@]})); then
+        [[ " ${only[*]} " == *" $name "* ]] || return
+    elif [[ $(cat "$results/$name.state" 2>/dev/null) == ok\|* ]]; then
+        printf '%-16s ok before\n' "$name"
+        return
+    fi
+    if ((gpus < needs)); then
+        printf 'skipped: needs %s GPUs, there are %s| \n' "$needs" "$gpus" >"$results/$name.state"
+        printf '%-16s skipped: needs %s GPUs\n' "$name" "$needs"
+        return
+    fi
+    if ((left < 5)); then
+        printf 'not reached: the minutes were over| \n' >"$results/$name.state"
+        failed=1
+        return
+    fi
+    ((bound < most)) || bound=$most
+    ((bound < left)) || bound=$left
+    printf '%s\n' "$*" >"$results/$name.log"
+    # The whole group of processes ends with the bound: torchrun's children, too.
+    timeout --kill-after=10 "$bound" "$@" >>"$results/$name.log" 2>&1 </dev/null
+    status=$?
+    case $status in
+        0) state=ok ;;
+        124 | 137) state="OUT OF TIME after $bound s" ;;
+        *) state="FAILED with status $status" ;;
+    esac
+    ((status == 0)) || failed=1
+    printf '%s|%s\n' "$state" "$((SECONDS - began))" >"$results/$name.state"
+    printf '%-16s %s\n' "$name" "$state"
+    summary
+}
+
+# ------------------------------------------------------------------ the steps
+
+test=("$python" -m pytest -q -p no:cacheprovider -p no:xdist)
+tests='passed|failed|^FAILED|^ERROR|^E  |skipped'
+torchrun=("$python" -m torch.distributed.run --standalone --nproc-per-node)
+model=(
+    --num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 --normalization RMSNorm --swiglu
+    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0
+    --hidden-dropout 0 --seq-length 4096 --max-position-embeddings 4096 --global-batch-size 16 --lr 6e-4 --bf16
+    --data-path "$results/stdlib" --split 98,2,0 --eval-iters 0 --tokenizer-type SentencePieceTokenizer
+    --tokenizer-model "$results/stdlib.model" --log-interval 1 --log-throughput
+)
+train=(-m megatron_epp.pretrain_gpt "${model[@]}" --micro-batch-size 1)
+lines='lm loss|epp iteration|[Ee]rror|measured this device'
+
+# What every later step stands on.
+add host 1 120 "driver, CUDA, allocator, what a process sets before CUDA starts" '^(wrong|gpus|torch|context|segments|Transformer|[A-Z_]+=)' \
+    "$python" scripts/gpu/host.py
+add corpus 0 180 "real text to train on: the standard library's source" 'documents|tokens|rror' \
+    "$python" scripts/prepare_corpus.py --standard-library --shuffle 1 --append-eod -o "$results/stdlib"
+add queues 1 200 "whether an op runs beside posted receives, by number of queues; what makes the host wait" 'queues:|host w|HANGS|^\{' \
+    "$python" scripts/gpu/queues.py
+# Are the numbers right?
+add kernels 1 240 "attention's kernels, te and torch: against plain attention" "$tests" "${test[@]}" tests/gpu/test_kernels.py
+add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
+add first-iteration 1 150 "no gradient is lost in an iteration's first backward" "$tests" "${test[@]}" tests/gpu/test_first_iteration.py
+add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
+add training 1 400 "a training's losses against Megatron's own" "$tests" "${test[@]}" tests/gpu/test_training.py
+# Are the predictions right? Calibration's bytes and seconds against other chunks than it measured.
+add stage-llama3-8b 1 300 "bytes and seconds promised against measured, key heads in groups, vocabulary of 128K" '^ *[0-9]+ |median|\||rror' \
+    "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 8192 --contexts 0 32768 98304 --lengths 32768 \
+    -o "$results/stage-llama3-8b.md"
+add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ |median|\||rror' \
+    "$python" scripts/bench/gpu_stage.py --model llama-7b --repeats 2 --slices 2048 8192 --contexts 0 32768 131072 --lengths 32768 131072 \
+    -o "$results/stage-llama-7b.md"
+add heads 1 200 "rows that the head takes at a time; gradients added up in their product" '^(linears|head)|rror' \
+    "$python" scripts/gpu/heads.py --model llama-7b
+add first-calls 1 240 "what attention's kernels of a new size cost once (cuDNN's graphs)" '^(te|torch):|rror' \
+    "$python" scripts/gpu/first_calls.py
+add recompilations 1 240 "fusions compiled anew for chunks of new sizes: how often, and whether a limit was hit" 'Recompiling function|recompile_limit|lm loss' \
+    env TORCH_LOGS=recompiles "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 --epp
+add stock 1 200 "the same model by Megatron's own schedule" "$lines" "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 \
+    --no-gradient-accumulation-fusion
+add overlaps 1 200 "measured calibration under the example scripts' overlaps, several buckets" "$lines" \
+    "${torchrun[@]}" 1 "${train[@]}" --train-iters 4 --epp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
+    --ddp-bucket-size 4000000
+printf '%s\n' 32768 24000 9000 6000 5000 4000 3000 2500 2000 2000 1500 1500 1000 1000 800 800 >"${lengths:=${TMPDIR:-/tmp}/gpu-day-$$.lengths}"
+trap 'rm -f "$lengths"' EXIT
+add replay 1 400 "whole iterations stage by stage: planners against each other, promised against replayed" '^\||epp|packing|rror' \
+    "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768 \
+    --budget-gib 40 --repeats 1 -o "$results/replay.md"
+# More than one GPU: first what a wait costs, then whether it ends, then how fast.
+add waiting-receive 2 150 "how much slower products are beside a receive that waits, by NCCL's thread blocks" 'max_ctas|rror' \
+    "${torchrun[@]}" 2 scripts/gpu/waiting_receive.py
+add multi-gpu 2 900 "pipelines and tensor parallelism over NCCL: losses of one GPU, with the example's flags" "$tests" \
+    "${test[@]}" -rs tests/gpu/test_multi_gpu.py
+add lazy-loading 2 300 "the same pipeline with lazily loaded kernels: does it end?" "$lines" \
+    env CUDA_MODULE_LOADING=LAZY "${torchrun[@]}" 2 "${train[@]}" --train-iters 10 --epp --pipeline-model-parallel-size 2
+add example 2 600 "examples/pretrain_gpt_epp.sh as it stands" "$lines" \
+    env DATA="$results/stdlib" TOKENIZER="$results/stdlib.model" SIZE=1b ITERS=10 GPUS="$gpus" PYTHON="$python" \
+    bash examples/pretrain_gpt_epp.sh
+add example-tp 4 600 "the same with two-way tensor parallelism" "$lines" \
+    env DATA="$results/stdlib" TOKENIZER="$results/stdlib.model" SIZE=1b ITERS=10 GPUS="$gpus" TP=2 PYTHON="$python" \
+    bash examples/pretrain_gpt_epp.sh
+
+for name in ${only[@]+"${only[@]}"}; do
+    [[ " ${names[*]} " == *" $name "* ]] || fail "no step $name; there are: ${names[*]}"
+done
+if $list; then
+    for entry in "${of_step[@]}"; do
+        eval "set -- $entry"
+        printf '%-16s %s GPUs, %4s s   %s\n' "$1" "$2" "$3" "$4"
+    done
+    exit 0
+fi
+mkdir -p "$results" || fail "--results $results: cannot be made"
+for entry in "${of_step[@]}"; do
+    eval "run $entry"
+done
+summary
+printf 'the page: %s/README.md\n' "$results"
+exit "$failed"

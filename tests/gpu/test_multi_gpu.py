@@ -1,0 +1,59 @@
+"""Pipelines and tensor parallelism over NCCL: the same losses as one GPU, with the flags of
+examples/pretrain_gpt_epp.sh."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.test_training import ITERATIONS, corpus  # noqa: F401
+from tests.gpu.test_training import words as of_one_gpu
+from tests.mcore.runs import Run, train
+
+pytestmark = pytest.mark.gpu
+
+EXAMPLE = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "accumulate_allreduce_grads_in_fp32": True,
+    "no_gradient_accumulation_fusion": None,
+    # Several buckets, and the cost model that a training measures for itself.
+    "ddp_bucket_size": 100_000,
+    "epp_cost_model": None,
+}
+
+
+def require_gpus(count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, there are {torch.cuda.device_count()}")
+
+
+def trained(corpus: Path, pp: int, tp: int, gpus: int) -> Run:  # noqa: F811
+    flags = of_one_gpu(corpus, epp=True, **EXAMPLE)
+    flags += ["--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)]
+    if tp > 1:
+        flags.append("--sequence-parallel")
+    return train(flags, processes=gpus, seconds=400)
+
+
+@pytest.fixture(scope="module")
+def plain(corpus) -> list[float]:  # noqa: F811
+    """Losses of one GPU."""
+    require_gpus(2)
+    run = trained(corpus, 1, 1, 1)
+    assert run.status == 0, run.output
+    assert len(run.losses) == ITERATIONS
+    return run.losses
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "gpus"),
+    [(2, 1, 2), (1, 2, 2), (1, 1, 2), (2, 2, 4), (2, 1, 4), (4, 2, 8), (8, 1, 8)],
+    ids=lambda value: str(value),
+)
+def test_losses_over_nccl_are_those_of_one_gpu(pp, tp, gpus, corpus, plain, engine) -> None:  # noqa: F811
+    require_gpus(gpus)
+    run = trained(corpus, pp, tp, gpus)
+    assert run.status == 0, run.output
+    assert run.losses == pytest.approx(plain, rel=0.01)

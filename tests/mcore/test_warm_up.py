@@ -1,0 +1,81 @@
+"""Which sizes of attention are run before training, and for how long."""
+
+import pytest
+import torch
+
+from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.varlen import VarlenAttention
+from megatron_epp.mcore.model import warm_up as module
+from megatron_epp.mcore.model.attention import Heads
+from megatron_epp.mcore.model.warm_up import buckets, calls, warm_up
+
+CPU = torch.device("cpu")
+HEADS = Heads(4, 2, 8, 0.5, torch.float32)
+
+
+def test_buckets_are_those_of_the_kernels() -> None:
+    assert buckets(700) == [700]
+    assert buckets(1024) == [1024]
+    assert buckets(5000) == [1024, 2048, 4096, 5000]
+    assert buckets(100_000)[-4:] == [32768, 65536, 98304, 100_000]
+
+
+def test_every_pair_of_buckets_once_and_whole_documents_first() -> None:
+    wanted = list(calls(5000))
+    assert len(wanted) == len(set(wanted)) == 4 + 3 + 2 + 1
+    assert wanted[:4] == [(size, size) for size in buckets(5000)]
+    assert all(queries <= keys <= 5000 for queries, keys in wanted)
+
+
+class Engine(PlainKernel):
+    """Draws with every call, as Transformer Engine does."""
+
+    name = "te"
+
+    def __init__(self):
+        super().__init__(HEADS.scale)
+        self.ran: list[tuple[int, int]] = []
+
+    def forward(self, call, backward):
+        self.ran += call.borders.lengths
+        torch.rand(3)
+        return super().forward(call, backward)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+
+
+def test_no_trace_but_built_kernels(one_rank, monkeypatch) -> None:
+    monkeypatch.setattr(module, "FIRST", 16)
+    monkeypatch.setattr(module, "DOUBLES_TO", 64)
+    kernel, before = Engine(), torch.get_rng_state()
+    assert warm_up(VarlenAttention(kernel), HEADS, 100, CPU) == 10
+    assert kernel.ran == list(calls(100))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_time_is_bounded_and_memory_may_run_out(one_rank, monkeypatch) -> None:
+    monkeypatch.setattr(module, "FIRST", 16)
+    monkeypatch.setattr(module, "SECONDS", -1.0)
+    assert warm_up(VarlenAttention(Engine()), HEADS, 40, CPU) == 0
+    monkeypatch.setattr(module, "SECONDS", 60.0)
+
+    class Full(Engine):
+        def backward(self, grad_THD, call, kept):
+            if len(self.ran) == 3:
+                raise torch.OutOfMemoryError("no memory")
+            return super().backward(grad_THD, call, kept)
+
+    before = torch.get_rng_state()
+    assert warm_up(VarlenAttention(Full()), HEADS, 100, CPU) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_kernels_have_nothing_to_build() -> None:
+    assert warm_up(PartsAttention(0.5), HEADS, 100, CPU) == 0
+    assert warm_up(VarlenAttention(PlainKernel(0.5)), HEADS, 100, CPU) == 0

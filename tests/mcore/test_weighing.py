@@ -1,0 +1,98 @@
+"""Bytes of a calibration on a GPU: an allocator's figures, taken apart again."""
+
+import pytest
+
+from megatron_epp.ir import FULL, KEEP, Kind
+from megatron_epp.mcore.patching import cpu_host
+
+cpu_host.install_cpu_host()
+
+from megatron_epp.mcore.calibrate.measure import (  # noqa: E402
+    Readings,
+    _measure_bytes,
+    _workspaces,
+)
+from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
+from tests.mcore.allocator import MIB, MadeUpProbe, Rules  # noqa: E402
+
+RULES = Rules()
+
+
+def figures(expandable: bool, context: int = 131072, rules: Rules = RULES):
+    probe, readings = MadeUpProbe(rules, expandable), Readings()
+    _measure_bytes(probe, readings, context)
+    return readings, *_workspaces(readings.peaks, probe.head_tokens)
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_constants_do_not_pose_as_bytes_per_token(expandable) -> None:
+    """172 MiB of a weight's gradient over 128 tokens would be 1.3 MiB for every token."""
+    _, layer, last, again = figures(expandable)
+    noise = 0.0 if expandable else 0.06
+    whole = layer[Kind.BACKWARD]
+    assert whole.per_token == pytest.approx(RULES.attention + RULES.keys, rel=0.03 + noise)
+    assert 0 < whole.per_op <= 1.02 * RULES.weight
+    assert layer[Kind.FORWARD].per_token == pytest.approx(RULES.passing, rel=0.01 + noise)
+    assert layer[Kind.FORWARD].per_op <= 2 * MIB
+    assert again[FULL].per_token == pytest.approx(RULES.again, rel=0.02 + noise)
+    head = last[Kind.FORWARD]
+    assert head.per_token + layer[Kind.FORWARD].per_token == pytest.approx(
+        RULES.logits, rel=0.02 + noise
+    )
+    assert head.per_op == pytest.approx(RULES.head_weight, rel=0.02 + noise)
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_a_contexts_keys_are_seen_behind_a_weights_gradient(expandable) -> None:
+    _, layer, _, _ = figures(expandable)
+    assert layer[Kind.BACKWARD].per_context_token == pytest.approx(RULES.keys, rel=0.02)
+    assert layer[Kind.FORWARD].per_context_token <= 0.05 * RULES.keys
+    # Documents that are never cut have no context worth weighing.
+    _, short, _, _ = figures(expandable, context=1500)
+    assert short[Kind.BACKWARD].per_context_token == 0.0
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+@pytest.mark.parametrize("weight", [0, 172 * MIB, 1002 * MIB])
+def test_no_op_needs_more_than_is_promised(expandable, weight) -> None:
+    """Of chunks that were not weighed, beyond the largest weighed ones, too; and hardly less than
+    twice the constants is promised for nothing."""
+    rules = Rules(weight=weight)
+    _, layer, last, again = figures(expandable, rules=rules)
+    for shape in (
+        Shape(512), Shape(3000), Shape(5000), Shape(32768), Shape(1024, 98304), Shape(8192, 122880)
+    ):  # fmt: skip
+        probe = MadeUpProbe(rules, expandable)
+        probe.layers(shape, KEEP)
+        for letter in (KEEP, FULL):
+            measured = probe.layers(shape, letter)
+            for kind, needed in (
+                (Kind.FORWARD, measured.forward_bytes),
+                (Kind.BACKWARD, measured.backward_bytes),
+            ):
+                figure = layer[kind]
+                promised = figure.per_op + figure.per_token * shape.tokens
+                promised += figure.per_context_token * shape.context
+                if kind is Kind.BACKWARD:
+                    promised += again[letter].per_token * shape.tokens
+                elif letter == FULL:
+                    continue  # a recomputed layer's F is charged as a kept one's
+                slack = 12 * MIB  # of tensors that may occupy 1 MiB too much
+                assert needed <= promised + slack, (shape, letter, kind)
+                if weight < 200 * MIB:  # less than what 8192 tokens need
+                    assert promised <= 1.1 * needed + 2 * weight + slack, (shape, letter, kind)
+        end = probe.ends(shape)
+        figure = last[Kind.FORWARD]
+        promised = figure.per_op + figure.per_token * min(shape.tokens, probe.head_tokens)
+        whole = layer[Kind.FORWARD]
+        promised += whole.per_op + whole.per_token * shape.tokens
+        assert end.forward_bytes <= promised + 12 * MIB
+
+
+def test_what_the_first_call_leaves_is_no_chunks() -> None:
+    """A library's 32 MiB come with the first kernel and stay: weighed with a chunk of 256 tokens
+    they would be 128 KiB for every token that it holds."""
+    readings, *_ = figures(expandable=True)
+    for sample in readings.held:
+        if sample.choice == KEEP:
+            assert sample.value == pytest.approx(RULES.saved * sample.tokens, rel=0.001)

@@ -1,0 +1,122 @@
+"""The script for a day with GPUs, run with stand-ins for Python and for the driver."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BASH = shutil.which("bash")
+# Notes what it runs; one step fails, one takes for ever.
+PYTHON = """
+echo "$*" >> "$CALLS"
+case "$*" in
+    *test_gradients.py*) [[ -e $MENDED ]] || { echo "E   wrong by half"; exit 1; } ;;
+    *first_calls.py*) [[ -e $MENDED ]] || sleep 100 ;;
+    *test_kernels.py*) echo "12 passed in 3 s" ;;
+esac
+"""
+
+
+def fake(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{BASH}\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+class Day:
+    def __init__(self, folder: Path, gpus: int):
+        self.folder, self.results, self.calls = folder, folder / "results", folder / "calls"
+        fake(folder / "bin" / "nvidia-smi", f"for i in {{1..{gpus}}}; do echo GPU $i; done")
+        self.python = fake(folder / "python", PYTHON)
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        self.calls.write_text("")
+        return subprocess.run(
+            [BASH, ROOT / "scripts" / "gpu_day.sh", "--results", str(self.results), *words],
+            env={
+                **os.environ,
+                "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+                "python": str(self.python),
+                "CALLS": str(self.calls),
+                "MENDED": str(self.folder / "mended"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    def state(self, step: str) -> str:
+        return (self.results / f"{step}.state").read_text().partition("|")[0]
+
+    @property
+    def ran(self) -> str:
+        return self.calls.read_text()
+
+
+def test_a_day_with_one_gpu(tmp_path: Path) -> None:
+    """What fails or takes too long hides nothing behind it; a second run does what is left."""
+    day = Day(tmp_path, gpus=1)
+    done = day("--bound", "6")
+    assert done.returncode == 1, done.stderr
+    assert day.state("kernels") == "ok"
+    assert day.state("gradients") == "FAILED with status 1"
+    assert day.state("first-calls") == "OUT OF TIME after 6 s"
+    assert day.state("replay") == "ok"  # the last for one GPU
+    assert day.state("multi-gpu") == "skipped: needs 2 GPUs, there are 1"
+    order = [day.ran.index(what) for what in ("host.py", "test_kernels.py", "gpu_stage.py")]
+    assert order == sorted(order)
+    assert "test_multi_gpu.py" not in day.ran
+    page = (day.results / "README.md").read_text()
+    assert "| [gradients](gradients.log) |" in page
+    assert "    E   wrong by half" in page
+    assert "    12 passed in 3 s" in page
+    (tmp_path / "mended").touch()
+    done = day()
+    assert done.returncode == 0, done.stdout
+    assert len(day.ran.splitlines()) == 2
+    assert day.state("gradients") == day.state("first-calls") == "ok"
+    assert "kernels          ok before" in done.stdout
+    # Named steps run again.
+    assert day("kernels").returncode == 0
+    assert "tests/gpu/test_kernels.py" in day.ran and len(day.ran.splitlines()) == 1
+
+
+def test_more_gpus_and_no_time(tmp_path: Path) -> None:
+    day = Day(tmp_path, gpus=2)
+    (tmp_path / "mended").touch()
+    assert day().returncode == 0
+    assert "test_multi_gpu.py" in day.ran
+    assert "pretrain_gpt" in day.ran
+    assert day.state("example-tp") == "skipped: needs 4 GPUs, there are 2"
+    late = Day(tmp_path / "late", gpus=2)
+    assert late("--minutes", "0").returncode == 1
+    assert late.ran == ""
+    assert late.state("host") == "not reached: the minutes were over"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--hours", "2"), "unknown flag --hours"),
+        (("--minutes", "two"), "--minutes two: expected a whole number"),
+        (("--minutes",), "--minutes needs a value"),
+        (("nothing",), "no step nothing; there are: host corpus"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(tmp_path: Path, words: tuple, says: str) -> None:
+    done = Day(tmp_path, gpus=1)(*words)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_every_step_names_files_that_there_are() -> None:
+    text = (ROOT / "scripts" / "gpu_day.sh").read_text()
+    named = {word.strip('"') for word in text.split() if word.endswith((".py", ".sh"))}
+    files = {name for name in named if name.startswith(("scripts/", "tests/", "examples/"))}
+    assert len(files) > 12
+    assert [name for name in files if not (ROOT / name).exists()] == []
