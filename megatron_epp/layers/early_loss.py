@@ -59,6 +59,7 @@ class _EarlyBackward(torch.autograd.Function):
             with torch.enable_grad():
                 losses_1t = losses(part, mine)
             torch.autograd.backward(losses_1t, weights_1T[:, mine].to(losses_1t.dtype))
+            assert part.grad is not None, "the losses do not depend on the hidden states"
             gradient_T1H[mine] = part.grad
             made.append(losses_1t.detach())
         ctx.save_for_backward(gradient_T1H if scatter is None else scatter(gradient_T1H))

@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "bench")]
 
@@ -57,9 +58,10 @@ def main() -> None:
     with undisturbed(model):
         probe = probe_of(alone, model)
         for block in BLOCKS:
-            early_head.GPU_BLOCK_TOKENS, early_head.GPU_BLOCK_LOGITS = (block,), 2**62
-            early_head.CPU_BLOCK_TOKENS = block
-            row = told(lambda weigh: probe.ends(shape, weigh))
+            # The constants that this probe is there to choose: no setting of a training.
+            tried = {"GPU_BLOCK_TOKENS": (block,), "GPU_BLOCK_LOGITS": 2**62}
+            with mock.patch.multiple(early_head, CPU_BLOCK_TOKENS=block, **tried):
+                row = told(lambda weigh: probe.ends(shape, weigh))
             print(f"head in blocks of {block}, {arguments.tokens} tokens: {row}", flush=True)
 
 
