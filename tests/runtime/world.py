@@ -11,9 +11,16 @@ from typing import Any
 SECONDS = 60.0
 
 
-def run(ranks: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+def run(
+    ranks: int,
+    function: Callable[..., Any],
+    folder: Path,
+    *arguments: Any,
+    seconds: float = SECONDS,
+) -> list[Any]:
     """``function(rank, *arguments)`` on every rank of a world; its results, or its exception as
-    text. A rank that ended otherwise gives its exit status, as an int.
+    text. A rank that ended otherwise gives its exit status, as an int. ``seconds``: of silence
+    until a rank is given up; more where it must import Megatron's trainer on a busy host.
     """
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -27,15 +34,16 @@ def run(ranks: int, function: Callable[..., Any], folder: Path, *arguments: Any)
         pipes.append(ours)
         processes.append(process)
     try:
-        return [_result(pipe, process) for pipe, process in zip(pipes, processes, strict=True)]
+        pairs = zip(pipes, processes, strict=True)
+        return [_result(pipe, process, seconds) for pipe, process in pairs]
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _result(pipe: Any, process: Any) -> Any:
-    assert wait([pipe], SECONDS), "a rank stayed silent"
+def _result(pipe: Any, process: Any, seconds: float) -> Any:
+    assert wait([pipe], seconds), "a rank stayed silent"
     try:
         return pipe.recv()
     except EOFError:
