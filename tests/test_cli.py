@@ -446,7 +446,7 @@ def test_bad_lengths(capsys, tmp_path, text):
         ),
         (
             ("plan", "--lengths", "wlb", *COMMON, "--global-batch-size", 10**8),
-            ["--global-batch-size", "whole number of at most 100000"],
+            ["--global-batch-size", "whole number of at most 32768"],
         ),
         (
             ("plan", "--lengths", "wlb", *MACHINE[:4], "--pp", "auto", "--devices", 10**14 - 1),

@@ -26,8 +26,8 @@ DOING = {"profile": "calibrate.command", "certify": "certify.command"}
 AUTO = 0  # in the place of a degree that the planner is to choose
 
 
-# A batch of more documents is a mistake: no planner answers within minutes.
-MOST_DOCUMENTS = 100_000
+# A batch of more documents is a mistake: planning it would take minutes.
+MOST_DOCUMENTS = 32_768
 # Fields that only an analytic cost model has.
 ASSUMPTIONS = ("b1_divisor", "head_seconds", "link_seconds", "logits_held")
 
