@@ -116,6 +116,7 @@ EOF
 )
 cat >"$folder/python" <<EOF
 #!/usr/bin/env bash
+export MASTER_ADDR=127.0.0.1 # the nodes' names are known to Slurm alone
 exec "$python" "\$@" --num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 \
     --num-query-groups 2 --tokenizer-type NullTokenizer --vocab-size 127 --split 100,0,0 \
     --eval-iters 0 --save-interval 1000 --lr-warmup-iters 0 --distributed-timeout-minutes 2 \

@@ -196,6 +196,8 @@ def install() -> FakeGpu:
     cuda.is_initialized = lambda: True
     cuda._lazy_init = lambda: None
     cuda.current_device = lambda: 0
+    none = {"all": dict.fromkeys(("current", "peak", "allocated", "freed"), 0)}
+    cuda.memory_stats_as_nested_dict = lambda device=None: {"allocated_bytes": none}
     generator = torch.Generator()  # apart from the host's, as on a GPU
     cuda.default_generators = (generator,)
     for module in (cuda, cuda.random):
@@ -208,6 +210,9 @@ def install() -> FakeGpu:
     tensor.pin_memory = _pin
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     FakeTensor.data_ptr = _address
+    # Python's questions; what C++ is told instead, __torch_dispatch__ says.
+    FakeTensor.is_cuda = property(lambda self: self.device.type == "cuda")
+    FakeTensor.is_meta = property(lambda self: False)
     mode = FakeGpu()
     mode.__enter__()
     return mode

@@ -175,7 +175,7 @@ def run(alone: single_stage.Alone, model: Any, plan: Plan, stage: int) -> Counte
     ("world", "stage", "kinds"),
     [
         (ALONE, 0, ("both",)),
-        (ALONE, 1, tuple(PLANS)),
+        (ALONE, 1, ("whole backwards", "split backwards")),
         (ALONE, 2, ("both", "evaluation")),
         (SPREAD, 0, ("both",)),
         (SPREAD, 2, ("split backwards",)),

@@ -101,6 +101,7 @@ def start(host: str, namespace: str, words: list[str], log: Path) -> subprocess.
 def test_ranks_on_two_hosts_train_and_end_when_the_link_is_cut(hosts, tmp_path) -> None:
     words = flags(
         write_corpus(tmp_path / "corpus", [90, 20, 40, 128, 9, 60] * 20),
+        epp=True,
         train_iters=100000,
         distributed_timeout_minutes=TIMEOUT_MINUTES,
     )
