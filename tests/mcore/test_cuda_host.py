@@ -55,14 +55,20 @@ def test_what_the_user_set_stays(gpus, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("form", ["apart", "together"])
-def test_one_queue_is_refused_where_it_would_hang(form, gpus, monkeypatch) -> None:
+def test_the_one_queue_of_megatrons_scripts_is_replaced(form, gpus, monkeypatch, caplog) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     flags = FLAGS if form == "apart" else ["--pipeline-model-parallel-size=4", "--epp"]
-    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS=1: with one hardware queue"):
-        cuda_host.prepare(flags)
-    assert gpus.context is None
-    cuda_host.prepare(["--epp"])  # one stage: nothing is received
-    assert gpus.context is not None
+    cuda_host.prepare(flags)
+    assert gpus.context["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"  # what Megatron asserts
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 is taken as 32" in caplog.text
+
+
+def test_one_queue_stays_where_nothing_is_received(gpus, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cuda_host.prepare(["--epp"])
+    assert gpus.context["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert not caplog.text
 
 
 def test_a_rank_without_a_gpu_is_refused(gpus, monkeypatch) -> None:

@@ -1,23 +1,27 @@
 """A host with GPUs: what must be so before CUDA starts in a process that runs elastic pipelines.
 
     CUDA_DEVICE_MAX_CONNECTIONS  32   hardware queues. With one, a device takes work in the order in
-                                      which the host asked: a posted receive stands in front of the
-                                      op whose result its sender waits for, and nothing ends
+                                      which the host asked: ops then stand behind messages that
+                                      wait for their other end. 1, which scripts for Megatron's own
+                                      schedules export, is replaced, with a warning
     CUDA_MODULE_LOADING       EAGER   a kernel's first use may otherwise wait for the whole device,
                                       and with it for messages that this host sends only afterwards
     PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True: chunks have a new size every time,
                                       and freeing memory need not wait for the device
 
-What the user set himself stays. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and
+What else the user set himself stays. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and
 context parallelism on devices before Blackwell, where its own overlap rests on the order of issue.
 The driver reads the variable once, when it makes the context: that is made here, and then Megatron
 is shown what it wants to see.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULTS = {CONNECTIONS: "32", "CUDA_MODULE_LOADING": "EAGER"}
@@ -31,8 +35,7 @@ RECOMPILATIONS = 64
 def prepare(flags: Sequence[str]) -> None:
     """Set the environment, and make the context on this rank's GPU; ``flags`` of the program.
 
-    Nothing happens without --epp, or without a GPU. ValueError: one hardware queue for several
-    stages, or fewer GPUs than ranks.
+    Nothing happens without --epp, or without a GPU. ValueError: fewer GPUs than ranks.
     """
     if "--epp" not in flags:
         return
@@ -46,11 +49,14 @@ def prepare(flags: Sequence[str]) -> None:
             del os.environ[name]
         return
     if os.environ[CONNECTIONS] == "1" and stages > 1:
-        raise ValueError(
-            f"{CONNECTIONS}=1: with one hardware queue a pipeline's posted receive stands in front "
-            "of the work that its sender waits for, and the first iteration never ends; unset it "
-            f"({DEFAULTS[CONNECTIONS]} is taken, also where Megatron asks for 1)"
-        )
+        os.environ[CONNECTIONS] = DEFAULTS[CONNECTIONS]
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                "%s=1 is taken as %s: with one hardware queue, ops of an elastic pipeline stand "
+                "behind messages that wait; Megatron is shown the 1 that it asks for",
+                CONNECTIONS,
+                DEFAULTS[CONNECTIONS],
+            )
     rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if rank >= devices:
         raise ValueError(
