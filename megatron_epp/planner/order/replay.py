@@ -4,7 +4,7 @@ A list schedule answers every change of recompute with another order, and the or
 one led to is at times the better for the new work as well.
 
 The simulator's loop (sim.engine) tells the same and more, but takes three to eight times as long
-(4 to 32 stages; scripts/bench/replay_time.py), and a search replays thousands of orders. So this
+(4 to 32 stages; scripts/bench/replay_time.py), and a search plays thousands of orders. So this
 one stays; tests/planner/test_judges.py holds the two equal to the last bit of time.
 """
 
