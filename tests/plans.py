@@ -1,10 +1,24 @@
 """Plans for tests: one known by heart, and arbitrary ones."""
 
+from collections import deque
 from random import Random
 
 from hypothesis import strategies as st
 
-from megatron_epp.ir import COMPUTE, Item, Kind, Op, Payload, Plan, Table
+from megatron_epp.ir import (
+    COMPUTE,
+    Item,
+    Kind,
+    Message,
+    Op,
+    Payload,
+    Plan,
+    Post,
+    Program,
+    Table,
+    Transfer,
+    lower,
+)
 from megatron_epp.ir.random_plan import arbitrary_plan
 
 # The plan of the README and of design.md: a cut document, a hybrid chunk, a whole document.
@@ -76,3 +90,25 @@ def random_table(plan: Plan, seed: int, links: bool = True, whole: bool = False)
 
 def ops(text: str) -> tuple[Op, ...]:
     return tuple(map(Op.parse, text.split()))
+
+
+def two_ahead(plan: Plan) -> tuple[Program, ...]:
+    """The programs of ``plan`` with two receives posted on every link from the beginning, and the
+    next one after each that is taken: an order of issue that can hang."""
+    programs = []
+    for program in lower(plan):
+        coming: dict[tuple[int, int], deque[Message]] = {}
+        for op in program:
+            if isinstance(op, Post):
+                coming.setdefault(op.message.link, deque()).append(op.message)
+        made: list = []
+        for messages in coming.values():
+            made += [Post(messages.popleft()) for _ in range(min(2, len(messages)))]
+        for op in program:
+            if isinstance(op, Post):
+                continue
+            made.append(op)
+            if isinstance(op, Transfer) and op.kind is Kind.RECEIVE and coming[op.message.link]:
+                made.append(Post(coming[op.message.link].popleft()))
+        programs.append(tuple(made))
+    return tuple(programs)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.cli.options import COMMANDS
+from megatron_epp.cli.options import COMMANDS, DOING
 from megatron_epp.cli.serve import serve
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.ir import Plan, Step, check, parse_records
-from tests.planner.test_batches import write_index
+from tests.corpus.test_idx_file import write_pair
 
 ROOT = Path(__file__).parents[1]
 # A small machine: plans in a blink.
@@ -77,7 +78,9 @@ def test_plan_writes_simulate_agrees_check_passes(capsys, lengths, tmp_path):
     path, records = tmp_path / "x.plan", tmp_path / "x.timed"
     shown = printed(capsys, "plan", "--lengths", lengths, "--pp", 2, *MACHINE, "-o", path, "--json")
     promised = json.loads(shown.out)
-    assert path.read_text() == promised["plan"]
+    written = path.read_text()
+    assert written == f"# made for: {' '.join(MACHINE)}\n{promised['plan']}"
+    assert str(Plan.parse(written)) == promised["plan"]
     assert "ok: 7 documents" in printed(capsys, "check", path).out
     assert printed(capsys, "check", path, *MACHINE).out.startswith("ok: ")
     shown = printed(capsys, "simulate", path, *MACHINE, "--json", "-o", records)
@@ -105,7 +108,7 @@ def test_plan_offloads_where_memory_is_tight(capsys, lengths, tmp_path):
         shown = printed(capsys, "plan", *tight, "--levers", levers, "-o", other).out
         letters = "".join(c for stage in Plan.parse(other.read_text()).recompute for c in stage)
         assert "o" not in letters and "offloaded" not in shown
-    unlinked = ["--model", "gpt-7b", "--device", "cpu", "--memory-budget-gib", 500]
+    unlinked = ["--model", "gpt-7b", "--device", "cpu", "--cp", 1, "--memory-budget-gib", 500]
     for command in ("simulate", "draw", "check"):
         told = refused(capsys, command, path, *unlinked)
         assert "the cost model of cpu has no rate to the host's memory" in told
@@ -190,6 +193,114 @@ def test_compare_lists_what_it_promises(capsys):
         assert mine["epp"] <= min(pipelines.values()) * (1 + 1e-9)
 
 
+def test_compare_begins_with_what_matters_and_explains_its_columns(capsys):
+    common = ["--lengths", "wlb", "--context", 32768, "--global-batch-size", 24, "--pp", 4]
+    text = printed(capsys, "compare", *common, *MACHINE, "--batches", 2).out
+    first = " ".join(text.split("\n\n")[0].split())
+    assert re.fullmatch(
+        r"Best: epp, \S+ m?s a batch, \d\.\d\d times as fast as packing and \d\.\d\d times as fast "
+        r"as infinipipe; it fits the memory budget on every batch\.",
+        first,
+    )
+    assert max(map(len, text.splitlines())) <= 100
+    header, _, rows = text.partition("planner  ")[2].partition("\n")
+    for column in re.split(" {2,}", header.strip()):
+        assert re.search(rf"^{column}  +\w", text, re.M), column
+    table = {row.split()[0]: row.split() for row in rows.splitlines()[1:8]}
+    assert f"{table['packing'][3]} times as fast as packing" in first
+    assert not any(lever in text for lever in ("offload", "uneven"))  # not what training can run
+
+
+def test_compare_says_that_nothing_fits(capsys, tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text("98304\n" * 8)
+    words = ["--lengths", path, "--pp", 2, *MACHINE, "--memory-budget-gib", 20]
+    text = printed(capsys, "compare", *words, "--planner", "chunkflow").out
+    assert text.startswith("Best: none; no planner keeps every batch within the memory budget.")
+    assert "0/1" in text
+    text = printed(capsys, "compare", *words, "--planner", "chunkflow", "flexsp", "infinipipe").out
+    assert " ".join(text.split("\n\n")[0].split()).endswith(
+        " times as fast as infinipipe; it fits the memory budget on the batch. Training runs "
+        "pipeline plans, which flexsp does not make."
+    )
+
+
+def test_the_levers_of_training_are_the_default(capsys, lengths, monkeypatch):
+    """In plan, compare and serve; what can only be simulated must be named."""
+    from megatron_epp.cli.options import parse
+    from megatron_epp.cli.plan import options_of
+    from megatron_epp.planner import TRAINING
+
+    for command in ("plan", "compare", "serve"):
+        words = ["--lengths", lengths] if command != "serve" else []
+        found = parse([command, *words, "--pp", "2", *map(str, MACHINE)])
+        assert options_of(found).levers == TRAINING
+
+
+# ------------------------------------------------------------------ the machine in a plan's comment
+
+
+@pytest.fixture
+def made(capsys, lengths, tmp_path):
+    """A plan as ``plan -o`` writes it."""
+    path = tmp_path / "made.plan"
+    budget = ["--memory-budget-gib", 60.5, "--zero", 3, "--no-head-seconds"]
+    printed(
+        capsys,
+        *("plan", "--lengths", lengths, "--pp", 2, *MACHINE, *budget),
+        *("--planner", "packing", "-o", path),
+    )
+    return path
+
+
+def test_a_plan_brings_its_machine(capsys, made):
+    taken = f"{' '.join(MACHINE)} --memory-budget-gib 60.5 --zero 3 --no-head-seconds"
+    assert made.read_text().startswith(f"# made for: {taken}\nplan v1\n")
+    text = printed(capsys, "simulate", made).out
+    assert text.startswith(f"machine     {taken} (the plan's own)\n")
+    said = json.loads(printed(capsys, "simulate", made, "--json").out)
+    assert said["seconds"] == pytest.approx(said["predicted_seconds"])
+    named = printed(capsys, "simulate", made, *taken.split(), "--json").out
+    assert json.loads(named) == said
+    assert "units" not in printed(capsys, "draw", made).out
+
+
+def test_a_named_option_stands_before_the_plans_own(capsys, made):
+    text = printed(capsys, "simulate", made, "--device", "h200-141g", "--cp", 4).out
+    assert text.startswith(
+        "machine     --model gpt-7b --memory-budget-gib 60.5 --zero 3 --no-head-seconds (the plan's"
+    )
+    facts = json.loads(printed(capsys, "simulate", made, "--memory-budget-gib", 50, "--json").out)
+    assert facts["budget_bytes"] == [50 * 2**30] * 2
+
+
+def test_a_layout_that_was_chosen_is_noted(capsys, lengths, tmp_path):
+    path = tmp_path / "auto.plan"
+    machine = [*MACHINE[:4], "--pp", 2, "--cp", "auto", "--devices", 8, "--planner", "packing"]
+    printed(capsys, "plan", "--lengths", lengths, *machine, "-o", path)
+    assert path.read_text().startswith("# made for: --model gpt-7b --device a100-80g --cp 4\n")
+
+
+@pytest.mark.parametrize(
+    ("comment", "reason"),
+    [
+        ("--model gpt-7b --device 'x", "No closing quotation"),
+        ("--model gpt-7b --cp many", "--cp"),
+        ("--model gpt-7b --device moved/device.json", "--device moved/device.json: no such file"),
+        ("--model gpt-7b --shell rm", "unknown option '--shell'"),
+    ],
+)
+def test_a_comment_that_cannot_be_used_is_ignored_with_a_line(capsys, plan, comment, reason):
+    Path(plan).write_text(f"# mine\n# made for: {comment}\n{PLAN}")
+    shown = printed(capsys, "draw", plan)
+    assert "units" in shown.out
+    assert shown.err.startswith(f"{plan}: its comment 'made for' is ignored: ")
+    assert reason in shown.err and shown.err.count("\n") == 1
+    # Behind the plan's first line it is a comment like any other.
+    Path(plan).write_text(PLAN + f"# made for: {comment}\n")
+    assert printed(capsys, "draw", plan).err == ""
+
+
 def test_compare_says_where_epp_does_not_pay(capsys, tmp_path):
     path = tmp_path / "one.txt"
     path.write_text("64\n")  # one short document on one stage: nothing to cut or to balance
@@ -202,9 +313,9 @@ def test_compare_says_where_epp_does_not_pay(capsys, tmp_path):
 
 def test_overlong_documents_are_counted(capsys, lengths):
     for policy, words in (
-        ("truncate", "2 overlong truncated"),
+        ("truncate", "2 truncated"),
         ("drop", "2 overlong dropped"),
-        ("split", "2 overlong split"),
+        ("split", "2 split"),
     ):
         shown = printed(
             capsys,
@@ -216,17 +327,17 @@ def test_overlong_documents_are_counted(capsys, lengths):
 
 
 def test_an_index_gives_the_batches_of_training(capsys, tmp_path):
-    path = write_index(tmp_path / "corpus.idx", [101, 1, 51, 2001, 31])
+    path = write_pair(tmp_path / "corpus", [101, 1, 51, 2001, 31])
     common = ["plan", "--lengths", path, "--pp", 2, *MACHINE, "--context", 1000]
     shown = printed(capsys, *common)
     assert sorted(Plan.parse(shown.out).documents) == [30, 50, 100, 1000]
-    assert "1 of fewer than 2 tokens skipped, 1 overlong truncated" in shown.err
+    assert "1 of fewer than 2 tokens skipped; 1 truncated" in shown.err
     first = printed(capsys, *common, "--global-batch-size", 2).out
     second = printed(capsys, *common, "--global-batch-size", 2, "--batch", 1).out
     drawn = Plan.parse(first).documents + Plan.parse(second).documents
     assert sorted(drawn) == [30, 50, 100, 1000]  # an epoch
     path.write_bytes(path.read_bytes()[:-3])
-    assert "damaged or cut short" in refused(capsys, *common)
+    assert "corpus.idx: truncated: 139 bytes" in refused(capsys, *common)
 
 
 def test_replicas_make_a_step(capsys, lengths, tmp_path):
@@ -263,12 +374,15 @@ def test_the_same_inputs_give_the_same_plan(capsys):
     assert first != printed(capsys, *common, "--pp", 2, *MACHINE, "--seed", 1).out
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("profile", "certify")])
-def test_every_command_explains_itself(capsys, command):
+@pytest.mark.parametrize("command", [None, *(c for c in COMMANDS if c not in DOING)])
+def test_every_command_explains_itself_in_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
+        main(["--help"] if command is None else [command, "--help"])
     assert stop.value.code == 0
-    assert "usage: megatron_epp" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "usage: megatron_epp" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 # ------------------------------------------------------------------ what it refuses
@@ -330,14 +444,14 @@ def test_bad_lengths(capsys, tmp_path, text):
             ["batch 100000000000000 of 512 documents: lies behind 4294967296 epochs"],
         ),
         (
-            ("plan", "--lengths", "wlb", *COMMON, "--global-batch-size", 10**14),
-            ["out of memory (Unable to allocate"],
+            ("plan", "--lengths", "wlb", *COMMON, "--global-batch-size", 10**8),
+            ["--global-batch-size", "whole number of at most 100000"],
         ),
         (
             ("plan", "--lengths", "wlb", *MACHINE[:4], "--pp", "auto", "--devices", 10**14 - 1),
             ["no split of the devices works", "expected 1 to 32, the layers"],
         ),
-        (("check", "no.plan"), ["no.plan", "No such file"]),
+        (("check", "no.plan"), ["no.plan", "No such file", "plan ... -o FILE` writes one"]),
         (("check", "no.plan", "--width", 80), ["unknown option '--width'"]),
         (("draw", "no.plan", "--width", 10**6), ["whole number of at most 100000"]),
         (("draw", "no.plan", "--width", "9" * 5000), ["whole number of at most 100000"]),
@@ -477,9 +591,9 @@ def test_it_answers_where_torch_is_not_installed(tmp_path, lengths):
         assert found.returncode == 0, found.stderr
 
 
-@pytest.mark.parametrize("command", ["profile", "certify"])
+@pytest.mark.parametrize("command", DOING)
 def test_commands_that_need_torch_say_so(monkeypatch, capsys, command):
-    monkeypatch.setitem(sys.modules, f"megatron_epp.mcore.{command}", None)
+    monkeypatch.setitem(sys.modules, f"megatron_epp.mcore.{DOING[command]}", None)
     assert "is not installed" in refused(capsys, command)
 
 

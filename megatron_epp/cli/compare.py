@@ -4,6 +4,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -13,13 +14,15 @@ from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import PLANNERS, Options
+from megatron_epp.planner import PIPELINES, PLANNERS, Options
 from megatron_epp.show.table import plain
 from megatron_epp.show.units import GIB, seconds_text, share_text
 
 # A gain below this is none: no model of costs is that exact.
 PAYS = 0.01
-_OURS, _PAPER = "epp", "infinipipe"
+COLUMNS = 100  # no line is longer
+_OURS = "epp"
+_KNOWN = ("packing", "infinipipe")  # what one has without elastic plans, and the paper's
 _WARM_UP = 24  # documents
 
 
@@ -46,22 +49,75 @@ def run(arguments: argparse.Namespace) -> int:
         for name, why in failed.items():
             print(f"{name}: {why}", file=sys.stderr)
         return 0
-    print(f"lengths  {batches}")
-    print(
+    _say(_best(names, made, len(numbers)))
+    print()
+    _say(f"lengths  {batches}")
+    _say(
         f"machine  {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
         f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
-        f"dp {cost.dp}, zero {cost.zero}, layers {' '.join(map(str, cost.layers))}"
+        f"dp {cost.dp}, zero {cost.zero}, layers {_layers(cost.layers)}"
     )
-    print(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
-    print(f"batches  {numbers[0]} to {numbers[-1]}; medians, with the lowest and highest")
+    _say(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
+    print(f"batches  {numbers[0]} to {numbers[-1]}")
     print()
     print(_table(names, made))
-    print("gap: seconds over a lower bound that no plan beats; worst: the longest plan time")
-    print(f"cold start {seconds_text(cold)}, not in the plan times", end="")
-    print("".join(f"\n{line}" for line in _verdict(made)))
+    print(_LEGEND)
+    slowest = max(made, key=lambda each: each.plan_seconds)
+    print()
+    _say(
+        f"Longest time to plan: {seconds_text(slowest.plan_seconds)} ({slowest.planner}, batch "
+        f"{slowest.batch}); the first start took {seconds_text(cold)} more."
+    )
+    for line in _verdict(made):
+        _say(line)
     for name, why in failed.items():
-        print(f"{name} failed: {why}")
+        _say(f"{name} failed: {why}")
     return 0
+
+
+def _say(line: str) -> None:
+    print(textwrap.fill(line, COLUMNS, subsequent_indent=" " * 9, break_on_hyphens=False))
+
+
+def _best(names: Sequence[str], made: Sequence[Outcome], batches: int) -> str:
+    """The sentence that matters: which planner, how much faster than those one knows, and whether
+    its plans fit."""
+    by_name = {name: {each.batch: each for each in made if each.planner == name} for name in names}
+    fitting = {
+        name: mine
+        for name, mine in by_name.items()
+        if len(mine) == batches and all(each.fits for each in mine.values())
+    }
+    if not fitting:
+        return "Best: none; no planner keeps every batch within the memory budget."
+    medians = {
+        name: statistics.median(each.seconds for each in mine.values())
+        for name, mine in fitting.items()
+    }
+    best = min(medians, key=medians.__getitem__)
+    known = [name for name in (_OURS, *_KNOWN) if name != best and by_name.get(name)]
+    faster = []
+    for name in known:
+        both = by_name[name].keys() & fitting[best].keys()
+        ratio = statistics.median(
+            by_name[name][batch].seconds / fitting[best][batch].seconds for batch in both
+        )
+        unfit = "" if name in fitting else " (which does not fit)"
+        faster.append(f"{ratio:.2f} times as fast as {name}{unfit}")
+    told = f"Best: {best}, {seconds_text(medians[best])} a batch"
+    if faster:
+        told += ", " + " and ".join([", ".join(faster[:-1]), faster[-1]] if faster[1:] else faster)
+    told += f"; it fits the memory budget on {'every batch' if batches > 1 else 'the batch'}."
+    if best not in PIPELINES:
+        told += f" Training runs pipeline plans, which {best} does not make."
+    return told
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """``8 8 8 8`` as ``4 x 8``."""
+    if len(set(layers)) == 1 and len(layers) > 1:
+        return f"{len(layers)} x {layers[0]}"
+    return " ".join(map(str, layers))
 
 
 def _warm_up(
@@ -77,23 +133,28 @@ def _warm_up(
     return time.perf_counter() - began
 
 
+_HEADERS = (
+    *("planner", "seconds", "spread", "vs epp", "gap", "idle", "redo", "comm"),
+    *("GiB", "chunks", "plan s", "fits"),
+)
+_LEGEND = """\
+seconds  of one iteration: the median over the batches
+spread   longest less shortest, in shares of that median
+vs epp   this planner's seconds over epp's, batch by batch: 1.30 takes 30% longer
+gap      share of the seconds above a lower bound: no plan of this batch can save more, and maybe
+         none can save that much
+idle     share of stages x time in which a stage waits (bubbles)
+redo     share of stages x time spent on recomputing activations
+comm     share of stages x time spent on communication within tensor- and context-parallel groups
+         that no computation hides
+GiB      the most that a device holds, of all batches
+chunks   parts that the batch is cut and packed into
+plan s   seconds of planning, median; in training it runs while the batch before is computed
+fits     batches whose plan stays within the memory budget\
+"""
+
+
 def _table(names: Sequence[str], made: Sequence[Outcome]) -> str:
-    headers = [
-        "planner",
-        "seconds",
-        "lowest-highest",
-        "epp is faster by",
-        "gap",
-        "bubbles",
-        "recompute",
-        "comm",
-        "peak GiB",
-        "chunks",
-        "pipelines",
-        "plan s",
-        "worst",
-        "fits",
-    ]
     rows = []
     ours = {each.batch: each.seconds for each in made if each.planner == _OURS}
     for name in names:
@@ -101,30 +162,29 @@ def _table(names: Sequence[str], made: Sequence[Outcome]) -> str:
         if not mine:
             continue
         seconds = [each.seconds for each in mine]
+        median = statistics.median(seconds)
         ratios = [each.seconds / ours[each.batch] for each in mine if ours.get(each.batch)]
         rows.append(
             [
                 name,
-                f"{statistics.median(seconds):.4g}",
-                f"{min(seconds):.4g}-{max(seconds):.4g}",
-                f"{statistics.median(ratios):.3f} x" if ratios and name != _OURS else "",
+                f"{median:.4g}",
+                f"{(max(seconds) - min(seconds)) / median:.0%}" if median else "",
+                f"{statistics.median(ratios):.2f}" if ratios else "",
                 _median_share([each.gap for each in mine]),
                 _median_share([each.slowest.bubble_ratio for each in mine]),
                 _median_share([each.slowest.recompute_ratio for each in mine]),
                 _median_share([each.slowest.comm_ratio for each in mine]),
-                f"{max(max(each.peak_bytes) for each in mine) / GIB:.2f}",
+                f"{max(max(each.peak_bytes) for each in mine) / GIB:.1f}",
                 f"{statistics.median(each.slowest.chunks for each in mine):g}",
-                f"{statistics.median(each.slowest.pipelines for each in mine):g}",
-                f"{statistics.median(each.plan_seconds for each in mine):.3f}",
-                f"{max(each.plan_seconds for each in mine):.3f}",
+                f"{statistics.median(each.plan_seconds for each in mine):.2f}",
                 f"{sum(each.fits for each in mine)}/{len(mine)}",
             ]
         )
-    return plain(headers, rows)
+    return plain(_HEADERS, rows)
 
 
 def _median_share(shares: Sequence[float]) -> str:
-    return share_text(statistics.median(shares))
+    return share_text(max(0.0, statistics.median(shares)))
 
 
 def _verdict(made: Sequence[Outcome]) -> list[str]:

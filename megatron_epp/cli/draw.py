@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_epp.cli import machine
+from megatron_epp.cli import machine, made_for
 from megatron_epp.cli.files import read_plan, read_records, require_run_of, write
 from megatron_epp.cli.options import Refused
 from megatron_epp.ir import Plan
@@ -21,7 +21,8 @@ Runs = list[Timeline]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan = read_plan(arguments.plan, arguments.replica)
+    plan, said = read_plan(arguments.plan, arguments.replica)
+    taken = made_for.fill(arguments, said)
     runs = _runs(arguments, plan)
     if arguments.output is None:
         for one in runs:
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"expected one of {', '.join(_WRITERS)}"
         )
     write(arguments.output, _WRITERS[suffix](runs, arguments))
-    print(f"wrote {arguments.output}")
+    print(f"wrote {arguments.output}" + (f" for {taken} (the plan's own)" if taken else ""))
     return 0
 
 

@@ -1,23 +1,38 @@
 """Plans, steps and records, read from files and written to them."""
 
+import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_epp.cli import made_for
 from megatron_epp.ir import Op, Plan, PlanError, Step, Timed, check, parse_records
 
-# A plan of a million chunks is longer than this by nobody's hand.
-_MOST_BYTES = 1 << 30
+# More than this is no plan: 100,000 chunks on 64 stages take about 120 MiB.
+_MOST_BYTES = 256 << 20
+
+_MAKE = {
+    "plan": "`python -m megatron_epp plan ... -o FILE` writes one, --epp-record one an iteration",
+    "records": "`simulate PLAN -o FILE` writes them, and training with --epp-record",
+}
 
 
 def read_text(path: str, what: str) -> str:
     """The text of the file at ``path``, or of stdin for ``-``; a ValueError in one line."""
     try:
         if path == "-":
-            data = sys.stdin.buffer.read()
+            data = sys.stdin.buffer.read(_MOST_BYTES + 1)
         else:
-            data = Path(path).read_bytes()
+            with open(path, "rb") as file:  # never more: it may be a device without end
+                data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(
+                f"{what} {path}: longer than {_MOST_BYTES >> 20} MiB; expected a {what} file"
+            )
         return data.decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise ValueError(f"{what} {path}: No such file; {_MAKE[what]}") from error
     except OSError as error:
         raise ValueError(f"{what} {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -28,7 +43,10 @@ def read_text(path: str, what: str) -> str:
 
 def read_plans(path: str) -> tuple[Plan, ...]:
     """The plans of all replicas that the file holds; one on its own may be of any replica."""
-    text = read_text(path, "plan")
+    return _plans(read_text(path, "plan"), path)
+
+
+def _plans(text: str, path: str) -> tuple[Plan, ...]:
     try:
         if text.count("plan v1") == 1 and "step v1" not in text:
             return (Plan.parse(text),)
@@ -37,9 +55,10 @@ def read_plans(path: str) -> tuple[Plan, ...]:
         raise PlanError(f"{path}: {error}") from error
 
 
-def read_plan(path: str, replica: int) -> Plan:
-    """One replica's plan of the file at ``path``; it can run."""
-    plans = read_plans(path)
+def read_plan(path: str, replica: int) -> tuple[Plan, str | None]:
+    """One replica's plan of the file at ``path``, which can run; the machine it was made for."""
+    text = read_text(path, "plan")
+    plans = _plans(text, path)
     if len(plans) == 1 and replica in (0, plans[0].replica):
         plan = plans[0]
     elif replica >= len(plans):
@@ -53,7 +72,7 @@ def read_plan(path: str, replica: int) -> Plan:
         check(plan)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
-    return plan
+    return plan, made_for.comment_in(text)
 
 
 def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:
@@ -91,9 +110,21 @@ def write(path: str, data: str | bytes) -> None:
         if target.exists() and not target.is_file():
             target.write_bytes(content)
             return
-        target = target.resolve()  # a link stays one
-        partial = target.with_name(f".{target.name}.partial")
-        partial.write_bytes(content)
-        partial.replace(target)
+        _replace(target.resolve(), content)  # a link stays one
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Into a new file of a name that nobody can foretell, so that nobody's link is followed."""
+    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(file, "wb") as opened:
+            if target.exists():
+                os.fchmod(opened.fileno(), target.stat().st_mode & 0o777)
+            opened.write(content)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from megatron_epp.cli.options import Refused
+from megatron_epp.cli.options import ASSUMPTIONS, Refused
 from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.cost.devices import DEVICES, GIB, device
@@ -11,14 +11,12 @@ from megatron_epp.cost.models import MODELS, model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
 
-_ASSUMPTIONS = ("b1_divisor", "head_seconds", "link_seconds", "logits_held")
-
 
 def wanted(arguments: argparse.Namespace) -> bool:
     """Whether the options name a machine at all; refused where they only say how to use one."""
     if arguments.model or arguments.device or arguments.cost_model:
         return True
-    for name in ("layers", "memory_budget_gib", "zero", "dp", *_ASSUMPTIONS):
+    for name in ("layers", "memory_budget_gib", "zero", "dp", "tp", "cp", *ASSUMPTIONS):
         if getattr(arguments, name) is not None:
             raise Refused(
                 f"--{name.replace('_', '-')} has no effect without a machine; expected --model and "
@@ -36,9 +34,7 @@ def cost_of(
     """
     profile = Profile.load(arguments.cost_model) if arguments.cost_model else None
     zero = int(arguments.zero) if arguments.zero else None
-    given = {
-        name: value for name in _ASSUMPTIONS if (value := getattr(arguments, name)) is not None
-    }
+    given = {name: value for name in ASSUMPTIONS if (value := getattr(arguments, name)) is not None}
     if profile is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise Refused(f"{flag}: an assumption of the analytic cost model; not with --cost-model")
@@ -117,4 +113,5 @@ def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
         named = " ".join(map(str, plan.layers))
         raise Refused(f"--layers: the plan is for layers {named}; leave the option out")
     dp = plan.replicas if arguments.dp is None else arguments.dp
-    return cost_of(arguments, pp=plan.stages, cp=arguments.cp, dp=dp, layers=plan.layers)
+    here = argparse.Namespace(**{**vars(arguments), "tp": arguments.tp or 1})
+    return cost_of(here, pp=plan.stages, cp=arguments.cp or 1, dp=dp, layers=plan.layers)

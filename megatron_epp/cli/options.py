@@ -4,6 +4,7 @@ import argparse
 import difflib
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -19,10 +20,16 @@ COMMANDS = {
     "certify": "gradients of random plans against the plain model",
 }
 # They import torch and Megatron, and read their own options.
-DOING = {"profile": "calibrate.profile_file", "certify": "certify.command"}
+DOING = {"profile": "calibrate.command", "certify": "certify.command"}
 
 
 AUTO = 0  # in the place of a degree that the planner is to choose
+
+
+# A batch of more documents is a mistake: no planner answers within minutes.
+MOST_DOCUMENTS = 100_000
+# Fields that only an analytic cost model has.
+ASSUMPTIONS = ("b1_divisor", "head_seconds", "link_seconds", "logits_held")
 
 
 class Refused(ValueError):
@@ -90,6 +97,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if words[0] in DOING:
         return argparse.Namespace(command=words[0], rest=words[1:])
     return parser(words[0]).parse_args(words)
+
+
+def machine_flags(words: Sequence[str]) -> argparse.Namespace:
+    """The options of ``simulate`` that name a machine; all are None that ``words`` leave out."""
+    command = Parser(prog=PROGRAM, add_help=False)
+    _machine(command, pp=False, required=False)
+    found, unknown = command.parse_known_args(list(words))
+    if unknown:
+        raise Refused(f"unknown option {unknown[0]!r}")
+    return found
 
 
 def _unknown(word: str, known: Sequence[str], command: str | None) -> str:
@@ -180,7 +197,8 @@ def one_of(*names: str) -> Callable[[str], str]:
 
 def _batch(command: argparse.ArgumentParser) -> None:
     # Here, because the planners load a compiler and a solver, which half of the commands never use.
-    from megatron_epp.corpus.lengths import DEFAULT_SEED, OVERLONG, distribution_names
+    from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
+    from megatron_epp.corpus.overlong import OVERLONG
 
     group = command.add_argument_group("documents")
     group.add_argument(
@@ -206,7 +224,7 @@ def _batch(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--global-batch-size",
-        type=whole(1),
+        type=whole(1, MOST_DOCUMENTS),
         metavar="N",
         help="documents in a batch, over all replicas (default: 512; all of a text file of at "
         "most 16384 lengths, in the order of the file, where one batch is asked for)",
@@ -220,12 +238,20 @@ def _batch(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _machine(command: argparse.ArgumentParser, *, pp: bool, required: bool) -> None:
+def _machine(
+    command: argparse.ArgumentParser, *, pp: bool, required: bool, checked: bool = False
+) -> None:
     from megatron_epp.cost.devices import DEVICES
     from megatron_epp.cost.models import MODELS
 
     group = command.add_argument_group("model and machine")
-    note = "" if required else " (without: every op takes a round number of units)"
+    if not pp:
+        group.description = (
+            "What `plan -o` wrote in the plan's comment stands where no option does."
+            if not checked
+            else "To hold the plan against the memory of its stages, too."
+        )
+    note = "" if required or checked else " (without: every op takes a round number of units)"
     group.add_argument(
         "--model",
         metavar="NAME|FILE",
@@ -260,12 +286,15 @@ def _machine(command: argparse.ArgumentParser, *, pp: bool, required: bool) -> N
         group.add_argument(
             "--cp",
             type=whole(1),
-            default=1,
             metavar="N",
             help="context-parallel (Ulysses) degree (default: 1)",
         )
     group.add_argument(
-        "--tp", type=whole(1), default=1, metavar="N", help="tensor-parallel degree (default: 1)"
+        "--tp",
+        type=whole(1),
+        default=1 if pp else None,
+        metavar="N",
+        help="tensor-parallel degree (default: 1)",
     )
     group.add_argument(
         "--dp",
@@ -314,7 +343,7 @@ def _machine(command: argparse.ArgumentParser, *, pp: bool, required: bool) -> N
         )
 
 
-def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None) -> None:
+def _planner(command: argparse.ArgumentParser, *, names: str | None) -> None:
     from megatron_epp.planner import LEVERS, PLANNERS, Options
 
     group = command.add_argument_group("planner")
@@ -334,10 +363,10 @@ def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None
         )
     group.add_argument(
         "--levers",
-        default=levers,
+        default="default",
         metavar="LIST",
-        help="what the epp planner may use: all, default (what training can run), none, or names "
-        f"joined by commas; {levers},-NAME takes one away (default: {levers})",
+        help="what the epp planner may use: default (what training can run), all (also what can "
+        "only be simulated), none, or names joined by commas; default,-NAME takes one away",
     )
     group.add_argument(
         "--effort",
@@ -354,7 +383,10 @@ def _planner(command: argparse.ArgumentParser, *, levers: str, names: str | None
         help="chunks are padded to a multiple of this (default: 1)",
     )
     width = max(map(len, LEVERS))
-    lines = (f"  {name:<{width}}  {text}" for name, text in LEVERS.items())
+    lines = (
+        textwrap.fill(f"  {name:<{width}}  {text}", 79, subsequent_indent=" " * (width + 4))
+        for name, text in LEVERS.items()
+    )
     command.epilog = "\n".join(["levers of the epp planner:", *lines])
 
 
@@ -389,7 +421,7 @@ def _plan(command: Parser) -> None:
         help="which batch, from 0 (default: 0)",
     )
     _machine(command, pp=True, required=True)
-    _planner(command, levers="all", names="one")
+    _planner(command, names="one")
     command.add_argument(
         "--forward-only", action="store_true", help="a plan of forwards alone, for evaluation"
     )
@@ -412,7 +444,7 @@ def _compare(command: Parser) -> None:
         help="number of the first one (default: 0)",
     )
     _machine(command, pp=True, required=True)
-    _planner(command, levers="all", names="many")
+    _planner(command, names="many")
     _json(command)
 
 
@@ -461,13 +493,13 @@ def _draw(command: Parser) -> None:
 
 def _check(command: Parser) -> None:
     _plan_file(command)
-    _machine(command, pp=False, required=False)
+    _machine(command, pp=False, required=False, checked=True)
     _json(command)
 
 
 def _serve(command: Parser) -> None:
     _machine(command, pp=True, required=True)
-    _planner(command, levers="default", names=None)
+    _planner(command, names=None)
     command.add_argument(
         "--context", type=whole(1), default=0, metavar="TOKENS", help="what packing packs to"
     )

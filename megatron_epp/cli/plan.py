@@ -5,11 +5,13 @@ import dataclasses
 import json
 import sys
 
+from megatron_epp.cli import made_for
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write
 from megatron_epp.cli.layout import layout_cost
 from megatron_epp.cli.options import Refused
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
+from megatron_epp.corpus.overlong import Counts
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
@@ -32,12 +34,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise Refused(
                 f"-o: planner {planner} makes no pipeline plan, so there is none to write"
             )
-        write(arguments.output, text)
+        write(arguments.output, made_for.comment(arguments, cost) + text)
     if arguments.json:
         facts = made.facts()
         facts["tokens"] = sum(lengths)
         facts["documents"] = len(lengths)
-        facts["read"] = dataclasses.asdict(batches.corpus.counts)
+        facts["read"] = _read(batches.corpus.counts)
         facts["plan"] = text
         print(json.dumps(facts))
         return 0
@@ -50,6 +52,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         print(f"wrote {arguments.output}", file=report)
     return 0
+
+
+def _read(counts: Counts) -> dict[str, int]:
+    """The field ``read`` that ``plan --json`` promises."""
+    return {
+        "read": counts.sequences,
+        "skipped": counts.skipped,
+        "truncated": counts.truncated,
+        "dropped": counts.dropped,
+        "split": counts.split,
+        "lost_tokens": counts.lost_tokens,
+    }
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
@@ -85,7 +99,8 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"iteration   {seconds_text(made.seconds)}; lower bound "
         f"{seconds_text(made.lower_bound_seconds)}, gap {share_text(made.gap)}",
         f"of the time bubbles {share_text(found.bubble_ratio)}, recompute "
-        f"{share_text(found.recompute_ratio)}, communication {share_text(found.comm_ratio)}",
+        f"{share_text(found.recompute_ratio)}, communication within ops "
+        f"{share_text(found.comm_ratio)}",
         *([f"offloaded   {share_text(offloaded)} of what layers save"] if offloaded else []),
         f"chunks      {found.chunks}"
         + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
@@ -101,7 +116,7 @@ def _evaluation(
     text = _text(step)
     assert text is not None
     if arguments.output is not None:
-        write(arguments.output, text)
+        write(arguments.output, made_for.comment(arguments, cost) + text)
         print(f"wrote {arguments.output}")
     else:
         sys.stdout.write(text)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_epp.cli import machine
+from megatron_epp.cli import machine, made_for
 from megatron_epp.cli.files import read_plan, write
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, format_records
@@ -22,15 +22,19 @@ _MOST_PARTS = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan = read_plan(arguments.plan, arguments.replica)
+    plan, said = read_plan(arguments.plan, arguments.replica)
+    taken = made_for.fill(arguments, said)
     cost = machine.plan_cost(arguments, plan)
     played = play(plan, cost.table(plan), noise=arguments.noise, seed=arguments.seed)
     if arguments.output is not None:
         write(arguments.output, format_records(played.records))
     facts = _facts(plan, cost, played)
-    print(json.dumps(facts) if arguments.json else _report(played, cost, facts), end="")
     if arguments.json:
-        print()
+        print(json.dumps(facts))
+        return 0
+    if taken:
+        print(f"machine     {taken} (the plan's own)")
+    print(_report(played, cost, facts), end="")
     return 0
 
 

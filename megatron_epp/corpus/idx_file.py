@@ -1,58 +1,60 @@
-"""Examines a Megatron corpus, PREFIX.idx and PREFIX.bin, before Megatron opens it.
+"""Megatron's index files: ``PREFIX.idx`` is read, and held against the size of ``PREFIX.bin``.
 
-Megatron meets a damaged pair with an assertion, a numpy error or, where only the end is missing,
-much later. Here each damage has its line. Layout of the index, little-endian, as
-megatron.core.datasets.indexed_dataset writes it:
+Megatron meets a damaged pair with an assertion, a numpy error, much later, or never: a flipped bit
+in a length or in a pointer trains on other tokens. Here each damage has its line, before Megatron
+opens the files. Layout, little-endian, as megatron.core.datasets.indexed_dataset writes it:
 
     magic[9]  version u64  dtype u8  sequences u64  boundaries u64
     lengths i32[sequences]  pointers i64[sequences]  boundaries i64[boundaries]  (modes i8)
 
-A pointer is where its sequence starts in the .bin, in bytes; boundaries are the sequences at which
-documents start, and the end.
+A pointer is where its sequence starts in the .bin, in bytes, so pointers are the running sums of
+the lengths; boundaries are the sequences at which documents start, and the end. A .bin that is cut
+while a training runs cannot be met with a line: the tokens are mapped into memory, and reading
+behind the end of the file kills the process (SIGBUS, signal 7).
 """
 
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy
+import numpy as np
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type] = {
-    1: numpy.uint8,
-    2: numpy.int8,
-    3: numpy.int16,
-    4: numpy.int32,
-    5: numpy.int64,
-    8: numpy.uint16,
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    8: np.uint16,
 }
 SCAN_BYTES = 256 << 20  # a .bin up to this size is scanned whole: 0.03 s from the page cache
 BLOCK_BYTES = 1 << 20
+# Entries of the index that are compared at once: temporary arrays stay small beside the file.
+BLOCK_ENTRIES = 1 << 20
+
+_AGAIN = "prepare or copy it again"
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusFiles:
-    """A pair that was found sound: what its header says."""
+    """A corpus that was found sound: what its index says."""
 
     prefix: str
     sequences: int
     documents: int
     tokens: int
     dtype: type
-    lengths: numpy.ndarray = field(compare=False, repr=False)  # [sequences] int32, mapped
-
-    @property
-    def is_split_into_sentences(self) -> bool:
-        """Whether a document is several sequences, as sentence-splitting preprocessing makes it."""
-        return self.sequences != self.documents
+    is_split_into_sentences: bool  # some document is several sequences
+    lengths: np.ndarray = field(compare=False, repr=False)  # [sequences] int32 tokens, mapped
 
 
 def examine(prefix: str) -> CorpusFiles:
-    """Reads header, boundaries and sizes, and no token.
+    """Reads the index of a pair and the size of its tokens, and no token.
 
     Raises:
-        ValueError: a file is missing, is no index, or is shorter than the index says.
+        ValueError: a file is missing, is no index, or the two do not fit each other.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     if not index.is_file():
@@ -63,70 +65,120 @@ def examine(prefix: str) -> CorpusFiles:
         )
     if not data.is_file():
         raise ValueError(f"{data}: no such file; expected the tokens that {index} describes")
+    files = read_index(index)
+    if files.tokens == 0:
+        raise ValueError(f"{index}: none of its {files.sequences} sequences holds a token")
+    return files
 
+
+def read_index(index: Path) -> CorpusFiles:
+    """Reads and checks an index; of the ``.bin`` beside it, where there is one, only the size.
+
+    Time and reading are linear in the file, memory is one block of it.
+
+    Raises:
+        ValueError: it is no index, is damaged, or describes another .bin
+    """
     index_bytes = index.stat().st_size
     with index.open("rb") as file:
         header = file.read(HEADER.size)
+    if header[: len(MAGIC)] != MAGIC[: len(header)]:
+        found = header[: len(MAGIC)]
+        raise ValueError(f"{index}: not a Megatron index: starts with {found!r}, not {MAGIC!r}")
     if len(header) < HEADER.size:
         raise ValueError(
             f"{index}: truncated: {index_bytes} bytes, its header alone takes {HEADER.size}"
         )
-    magic, version, code, sequences, boundaries = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise ValueError(f"{index}: not a Megatron index: starts with {magic!r}, not {MAGIC!r}")
+    _, version, code, sequences, boundaries = HEADER.unpack(header)
     if version != 1:
         raise ValueError(f"{index}: version {version}; expected 1")
     if code not in DTYPES:
         raise ValueError(f"{index}: token type {code} is not an integer; expected {[*DTYPES]}")
-    needed = HEADER.size + sequences * (4 + 8) + boundaries * 8
-    if index_bytes < needed:
-        raise ValueError(
-            f"{index}: truncated: {index_bytes} bytes, its header promises {needed} "
-            f"for {sequences} sequences; prepare or copy it again"
-        )
     if sequences == 0 or boundaries < 2:
         raise ValueError(f"{index}: no document; expected at least one")
-
-    lengths, pointers, ends = _columns(index, sequences, boundaries)
-    if ends[-1] != sequences or lengths.min() < 0:
+    needed = HEADER.size + sequences * (4 + 8) + boundaries * 8
+    if index_bytes not in (needed, needed + sequences):  # of several modalities: one byte each
+        what = "truncated" if index_bytes < needed else "damaged"
         raise ValueError(
-            f"{index}: damaged: its documents end at sequence {ends[-1]} of {sequences}, "
-            f"its shortest sequence has {lengths.min()} tokens; prepare it again"
+            f"{index}: {what}: {index_bytes} bytes, its header promises {needed} "
+            f"for {sequences} sequences; {_AGAIN}"
         )
-    itemsize = numpy.dtype(DTYPES[code]).itemsize
-    # Megatron writes the pointers as running sums, so the last sequence ends last.
-    data_needed = int(pointers[-1]) + int(lengths[-1]) * itemsize
-    if data_needed == 0:
-        raise ValueError(f"{index}: none of its {sequences} sequences holds a token")
-    data_bytes = data.stat().st_size
-    if data_bytes < data_needed:
+
+    itemsize = np.dtype(DTYPES[code]).itemsize
+    lengths, pointers, starts = _columns(index, sequences, boundaries)
+    data_bytes = _check_pointers(index, lengths, pointers, itemsize)
+    most_sequences = _check_boundaries(index, starts, sequences)
+    data = index.with_suffix(".bin")
+    if data.is_file() and (found_bytes := data.stat().st_size) != data_bytes:
+        what = "truncated" if found_bytes < data_bytes else "not of this index"
         raise ValueError(
-            f"{data}: truncated: {data_bytes} bytes, {index.name} describes {data_needed}; "
-            "prepare or copy it again"
+            f"{data}: {what}: {found_bytes} bytes, {index.name} describes {data_bytes}; {_AGAIN}"
         )
     return CorpusFiles(
-        prefix=prefix,
+        prefix=str(index)[: -len(".idx")],
         sequences=sequences,
         documents=boundaries - 1,
-        tokens=data_needed // itemsize,
+        tokens=data_bytes // itemsize,
         dtype=DTYPES[code],
+        is_split_into_sentences=most_sequences > 1,
         lengths=lengths,
     )
 
 
-def _columns(index: Path, sequences: int, boundaries: int) -> tuple[numpy.ndarray, ...]:
+def _columns(index: Path, sequences: int, boundaries: int) -> tuple[np.ndarray, ...]:
     """(lengths, pointers, boundaries), mapped: only what is looked at is read."""
-    raw = numpy.memmap(index, mode="r")
+    raw = np.memmap(index, mode="r")
     at = HEADER.size
     columns = []
-    for dtype, count in (
-        (numpy.int32, sequences),
-        (numpy.int64, sequences),
-        (numpy.int64, boundaries),
-    ):
-        columns.append(numpy.frombuffer(raw, dtype, count, at))
+    for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", boundaries)):
+        columns.append(np.frombuffer(raw, dtype, count, at))
         at += columns[-1].nbytes
     return tuple(columns)
+
+
+def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """Bytes of the .bin; refused unless every sequence begins where the one before it ends."""
+    end = 0  # bytes before this block
+    for first in range(0, len(lengths), BLOCK_ENTRIES):
+        here = lengths[first : first + BLOCK_ENTRIES]
+        if (short := here < 0).any():
+            at = int(short.argmax())
+            raise ValueError(
+                f"{index}: damaged: sequence {first + at} has {here[at]} tokens; {_AGAIN}"
+            )
+        stops = np.cumsum(here, dtype=np.int64) * itemsize + end
+        expected = stops - here.astype(np.int64) * itemsize
+        found = pointers[first : first + BLOCK_ENTRIES]
+        if (wrong := found != expected).any():
+            at = int(wrong.argmax())
+            raise ValueError(
+                f"{index}: damaged: sequence {first + at} starts at byte {found[at]} of the "
+                f"tokens; the lengths before it end at byte {expected[at]}; {_AGAIN}"
+            )
+        end = int(stops[-1])
+    return end
+
+
+def _check_boundaries(index: Path, starts: np.ndarray, sequences: int) -> int:
+    """The most sequences of one document; refused unless the documents cover all, in order."""
+    if starts[0] != 0:
+        raise ValueError(
+            f"{index}: damaged: its documents start at sequence {starts[0]}, not 0; {_AGAIN}"
+        )
+    if starts[-1] != sequences:
+        raise ValueError(
+            f"{index}: damaged: its documents end at sequence {starts[-1]} of {sequences}; {_AGAIN}"
+        )
+    most = 0
+    for first in range(0, len(starts) - 1, BLOCK_ENTRIES):
+        counts = np.diff(starts[first : first + BLOCK_ENTRIES + 1])
+        if counts.min() < 0:
+            at = int(counts.argmin())
+            raise ValueError(
+                f"{index}: damaged: document {first + at} has {counts[at]} sequences; {_AGAIN}"
+            )
+        most = max(most, int(counts.max()))
+    return most
 
 
 def examine_vocabulary(files: CorpusFiles, vocabulary_size: int) -> None:
@@ -139,19 +191,19 @@ def examine_vocabulary(files: CorpusFiles, vocabulary_size: int) -> None:
     Raises:
         ValueError: such a token was found.
     """
-    if vocabulary_size > numpy.iinfo(files.dtype).max:
+    if vocabulary_size > np.iinfo(files.dtype).max:
         return
     data = Path(files.prefix + ".bin")
-    tokens = numpy.memmap(data, dtype=files.dtype, mode="r", shape=(files.tokens,))
+    tokens = np.memmap(data, dtype=files.dtype, mode="r", shape=(files.tokens,))
     block = BLOCK_BYTES // tokens.itemsize
     blocks = -(-tokens.size // block)
     looked_at = min(blocks, SCAN_BYTES // BLOCK_BYTES)
-    for number in numpy.linspace(0, blocks - 1, looked_at).astype(int):
+    for number in np.linspace(0, blocks - 1, looked_at).astype(int):
         seen = tokens[number * block : (number + 1) * block]
         check_vocabulary(seen, vocabulary_size, str(data))
 
 
-def check_vocabulary(tokens: numpy.ndarray, vocabulary_size: int, where: str) -> None:
+def check_vocabulary(tokens: np.ndarray, vocabulary_size: int, where: str) -> None:
     """Refuses token ids outside [0, vocabulary_size)."""
     if tokens.size == 0:
         return

@@ -13,7 +13,6 @@ import difflib
 import gzip
 import json
 import re
-import struct
 import zlib
 from dataclasses import dataclass
 from importlib import resources
@@ -21,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-OVERLONG = ("truncate", "drop", "split")
+from megatron_epp.corpus.idx_file import read_index
+from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
 
 # A named distribution stands for this many documents, at evenly spaced quantiles.
 NAMED_DOCUMENTS = 200_000
@@ -30,33 +30,12 @@ DEFAULT_SEED = 1234
 
 _MOST_EPOCHS = 2**32  # whose numbers are seeds, too
 
+# A text of lengths is at most this long, unpacked: some millions of documents, read in seconds.
+_MOST_TEXT_BYTES = 32 << 20
+# The most documents that splitting overlong ones may make of a list or an index.
+_MOST_PIECES = 100_000_000
+
 _LENGTH = re.compile(r"[1-9][0-9]{0,14}")  # what the plan text can say (ir.span.NUMBER)
-_MAGIC = b"MMIDIDX\x00\x00"
-# Magic, version, code of the token type, number of sequences, number of document borders.
-_HEADER = struct.Struct("<9sQBQQ")
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What became of the documents that were read. Tokens count inputs."""
-
-    read: int
-    skipped: int = 0  # sequences of fewer than 2 tokens: nothing to predict
-    truncated: int = 0
-    dropped: int = 0
-    split: int = 0  # documents that became several
-    lost_tokens: int = 0  # cut off or dropped
-
-    def __str__(self) -> str:
-        parts = [f"{self.read} documents read"]
-        if self.skipped:
-            parts.append(f"{self.skipped} of fewer than 2 tokens skipped")
-        for name in ("truncated", "dropped", "split"):
-            if count := getattr(self, name):
-                parts.append(f"{count} overlong {name}")
-        if self.lost_tokens:
-            parts.append(f"{self.lost_tokens} tokens lost to the context")
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,66 +95,45 @@ def open_corpus(text: str, context: int = 0, overlong: str = "truncate") -> Corp
     overlong    what becomes of longer ones: truncate, drop, or split into documents of their own
     ValueError: says what, where and how to mend it.
     """
-    if overlong not in OVERLONG:
-        raise ValueError(f"overlong {overlong!r}: expected one of {', '.join(OVERLONG)}")
+    require_policy(overlong)
     if context < 0:
         raise ValueError(f"context {context}: expected a positive number of tokens")
     path = Path(text)
-    skipped = 0
     if path.is_file():
         source = text
-        if path.suffix == ".idx":
-            tokens = read_index(path)
-            inputs = tokens[tokens >= 2] - 1
-            skipped = len(tokens) - len(inputs)
-            if not len(inputs):
-                raise ValueError(
-                    f"{path}: none of its {len(tokens)} sequences has 2 tokens or more; "
-                    "expected at least one with something to predict"
-                )
-        else:
-            inputs = read_lengths(path)
+        inputs = index_inputs(path) if path.suffix == ".idx" else read_lengths(path)
     elif text in distribution_names():
         source, inputs = named_lengths(text)
     else:
         raise ValueError(_nothing_there(text))
-    kept, counts = apply_context(inputs, context, overlong, skipped)
-    if not len(kept):
+    if overlong == "split" and context:
+        pieces = float(np.ceil(inputs / context).sum())  # a float: the sum may not fit an integer
+        if pieces > _MOST_PIECES:
+            raise ValueError(
+                f"{text}: --overlong split at a context of {context} makes {pieces:.3g} documents; "
+                f"expected at most {_MOST_PIECES}; use a larger --context, or truncate or drop"
+            )
+    index = apply_context(inputs, context, overlong)
+    if not index.counts.documents:
         raise ValueError(
             f"{text}: all {len(inputs)} documents are longer than the context of {context} tokens "
             "and were dropped; use a larger --context, or --overlong truncate or split"
         )
-    return Corpus(text, source, kept, counts)
+    return Corpus(text, source, index.inputs, index.counts)
 
 
-def apply_context(
-    inputs: np.ndarray, context: int, overlong: str, skipped: int = 0
-) -> tuple[np.ndarray, Counts]:
-    """Documents of at most ``context`` inputs, and what was done to the others.
+def index_inputs(path: Path) -> np.ndarray:
+    """Inputs of every sequence of a Megatron ``.idx``: [sequences] int64; below 1 there are none.
 
-    context 4, a document of 10:   truncate 4   drop nothing   split 4 4 2
+    The ``.bin`` need not be there.
     """
-    over = inputs > context if context else np.zeros(len(inputs), bool)
-    count = int(over.sum())
-    kept = inputs
-    if count and overlong == "truncate":
-        kept = np.minimum(inputs, context)
-    elif count and overlong == "drop":
-        kept = inputs[~over]
-    elif count:
-        pieces = -(-inputs // context)
-        kept = np.repeat(inputs, pieces)
-        first = np.repeat(np.cumsum(pieces) - pieces, pieces)
-        piece = np.arange(len(kept)) - first  # 0 1 2, 0, 0 1, ...
-        kept = np.minimum(kept - piece * context, context)
-    done = {"truncate": "truncated", "drop": "dropped", "split": "split"}[overlong]
-    counts = Counts(
-        read=len(inputs) + skipped,
-        skipped=skipped,
-        lost_tokens=int(inputs.sum()) - int(kept.sum()),
-        **{done: count},
-    )
-    return kept, counts
+    inputs = read_index(path).lengths.astype(np.int64) - 1
+    if inputs.max() < 1:
+        raise ValueError(
+            f"{path}: none of its {len(inputs)} sequences has 2 tokens or more; "
+            "expected at least one with something to predict"
+        )
+    return inputs
 
 
 def read_lengths(path: Path) -> np.ndarray:
@@ -183,17 +141,23 @@ def read_lengths(path: Path) -> np.ndarray:
 
     Blank lines and what follows a ``#`` are skipped.
     """
+    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-        text = data.decode("utf-8-sig")  # with the mark that some editors put in front
+        with opened(path, "rb") as file:
+            # Never more: a gz of a megabyte can hold a thousand times as much.
+            data = file.read(_MOST_TEXT_BYTES + 1)
+        text = data[: _MOST_TEXT_BYTES + 1].decode("utf-8-sig")  # with some editors' mark in front
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{path}: cannot be read as a list of lengths ({reason}); "
             "expected text (or .gz of it) with one positive whole number a line"
         ) from error
+    if len(data) > _MOST_TEXT_BYTES:
+        raise ValueError(
+            f"{path}: holds more than {_MOST_TEXT_BYTES >> 20} MiB of text; expected a list of "
+            "lengths; give a part of it, or the corpus's .idx, which has no limit"
+        )
     lengths = []
     for number, line in enumerate(text.split("\n"), 1):
         word = line.split("#")[0].strip()
@@ -209,38 +173,6 @@ def read_lengths(path: Path) -> np.ndarray:
     if not lengths:
         raise ValueError(f"{path}: holds no length; expected at least one, one a line")
     return np.array(lengths, np.int64)
-
-
-def read_index(path: Path) -> np.ndarray:
-    """Tokens of every sequence of a Megatron ``.idx``: [sequences] int64. No ``.bin`` is read."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(_HEADER.size)
-        if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-            raise ValueError(
-                f"{path}: is not an index of Megatron's .bin/.idx format ({size} bytes); "
-                "expected what Megatron-LM's preprocess_data.py writes"
-            )
-        _, version, _, sequences, borders = _HEADER.unpack(head)
-        if version != 1:
-            raise ValueError(f"{path}: index version {version}; expected version 1")
-        # Per sequence its length (int32) and its place (int64); per border one int64; then,
-        # in multimodal corpora, one byte a sequence.
-        expected = _HEADER.size + 12 * sequences + 8 * borders
-        if size not in (expected, expected + sequences):
-            raise ValueError(
-                f"{path}: {size} bytes, but {sequences} sequences and {borders} document borders "
-                f"take {expected}; the file is damaged or cut short: make the corpus again"
-            )
-        lengths = np.frombuffer(file.read(4 * sequences), "<i4").astype(np.int64)
-    if not len(lengths):
-        raise ValueError(f"{path}: holds no sequence; expected at least one")
-    if lengths.min() < 0:
-        raise ValueError(
-            f"{path}: sequence {int(lengths.argmin())} has {int(lengths.min())} tokens; "
-            "the file is damaged: make the corpus again"
-        )
-    return lengths
 
 
 def distribution_names() -> tuple[str, ...]:

@@ -23,8 +23,8 @@ Standard library only. Everything else in the project speaks in these words:
 from megatron_epp.ir.check import backward_of, check, rules_of, walk
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
-from megatron_epp.ir.lower import Program, lower
-from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Transfer
+from megatron_epp.ir.lower import Program, lower, lower_stage
+from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Post, Transfer
 from megatron_epp.ir.plan import Plan, Prediction
 from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE, recompute_first
 from megatron_epp.ir.rules import (
@@ -65,6 +65,7 @@ __all__ = [
     "Payload",
     "Plan",
     "PlanError",
+    "Post",
     "Prediction",
     "Program",
     "Relation",
@@ -80,6 +81,7 @@ __all__ = [
     "check",
     "format_records",
     "lower",
+    "lower_stage",
     "parse_records",
     "recompute_first",
     "rules_of",

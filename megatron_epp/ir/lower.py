@@ -1,58 +1,92 @@
 """A plan's orders with their sends and receives: the program that each stage executes."""
 
 from collections import deque
+from collections.abc import Iterator
 
 from megatron_epp.ir.check import backward_of, rules_of
-from megatron_epp.ir.op import Kind, Message, Op, Payload, Transfer
+from megatron_epp.ir.op import Kind, Message, Op, Payload, Post, Transfer
 from megatron_epp.ir.plan import Plan
+from megatron_epp.ir.sequence import sequence
 from megatron_epp.ir.slices import slices_of
 
-Program = tuple[Op | Transfer, ...]
+Program = tuple[Op | Transfer | Post, ...]
 
 
 def lower(plan: Plan) -> tuple[Program, ...]:
     """One program per stage, in which every message of the plan is sent and received once.
 
-    A SEND stands right behind the op that makes its tensor. A RECEIVE marks where its tensor must
-    have arrived; it may be posted earlier. Both ends of a link name its messages in one order,
-    the order of sending: a receiver that wants a later message first receives those before it, so
-    neither tags nor a handshake for shapes are needed, and a plan that passes ``check`` cannot
-    deadlock in its messages as long as sends do not block.
+    All programs are the projection of one sequence of ops and messages (:mod:`ir.sequence`), in
+    which a message follows the op that makes it and precedes the op that wants it:
+
+        sequence   F0 of stage 0 | F0>1           | F1 of stage 0 | F0 of stage 1
+        stage 0    F0              SEND:F0>1        F1
+        stage 1                    POST:F0<0                        RECV:F0<0 F0
+
+    A SEND stands right behind the op that makes its tensor. A POST, the receiver's half of it,
+    stands behind the ops of the receiver that come before it in the sequence. A RECEIVE, before the
+    op that wants the tensor, waits for it. Both ends of a link name its messages in one order, so
+    neither tags nor a handshake for shapes are needed: a receiver that wants a later message first
+    waits for those before it.
+
+    Whoever stands first in the sequence can always go on, as everything that it needs stands
+    before it. So nothing hangs, not even where a device takes its work from a single queue and
+    sends meet their receives, and a wait for all that was issued so far returns at every point
+    (:mod:`ir.queue_check`).
 
     Which messages there are follows from the rule table: one for every need met by another stage.
     """
+    return tuple(map(tuple, _programs(plan, range(plan.stages))))
+
+
+def lower_stage(plan: Plan, stage: int) -> Program:
+    """``lower(plan)[stage]``, without the programs of the others."""
+    return tuple(_programs(plan, (stage,))[stage])
+
+
+def _programs(plan: Plan, stages: range | tuple[int, ...]) -> list[list[Op | Transfer | Post]]:
+    """A program per stage, empty for those that are not among ``stages``."""
+    programs: list[list[Op | Transfer | Post]] = [[] for _ in plan.orders]
+    wanted: dict[tuple[int, Op], list[Message]] = {}  # by consumer
+    made: dict[tuple[int, Op], list[Message]] = {}  # by producer
+    for message, producer, consumer in _messages(plan):
+        if message.target in stages:
+            wanted.setdefault((message.target, consumer), []).append(message)
+        if message.source in stages or message.target in stages:
+            made.setdefault((message.source, producer), []).append(message)
+    posted: dict[tuple[int, int], deque[Message]] = {}
+    waited: set[Message] = set()
+    for place in sequence(plan):
+        stage, op = place
+        if stage in stages:
+            program = programs[stage]
+            for message in wanted.get(place, ()):
+                while message not in waited:
+                    arriving = posted[message.link].popleft()
+                    waited.add(arriving)
+                    program.append(Transfer(Kind.RECEIVE, arriving))
+            program.append(op)
+        for message in made.get(place, ()):
+            if stage in stages:
+                programs[stage].append(Transfer(Kind.SEND, message))
+            if message.target in stages:
+                programs[message.target].append(Post(message))
+                posted.setdefault(message.link, deque()).append(message)
+    return programs
+
+
+def _messages(plan: Plan) -> Iterator[tuple[Message, Op, Op]]:
+    """Every message with the op that makes it and the op that wants it."""
     rules, slices, backwards = rules_of(plan), slices_of(plan), backward_of(plan)
-    wanted: list[dict[Op, list[Message]]] = [{} for _ in plan.orders]  # by consumer
-    made: list[dict[Op, list[Message]]] = [{} for _ in plan.orders]  # by producer
     for stage, order in enumerate(plan.orders):
         for op in order:
             for need in rules[op.kind].needs:
                 source = stage + need.stage
+                if need.stage == 0 or not 0 <= source < plan.stages:
+                    continue
                 chunk = slices.related(op.chunk, need.chunk)
-                if need.stage == 0 or not 0 <= source < plan.stages or chunk < 0:
+                if chunk < 0:
                     continue
                 forward = need.kinds == (Kind.FORWARD,)
                 payload = Payload.ACTIVATION if forward else Payload.GRADIENT
                 producer = Op(Kind.FORWARD if forward else backwards[source][chunk], chunk)
-                message = Message(payload, chunk, source, stage)
-                wanted[stage].setdefault(op, []).append(message)
-                made[source].setdefault(producer, []).append(message)
-    links: dict[tuple[int, int], deque[Message]] = {}
-    for stage, order in enumerate(plan.orders):
-        for op in order:
-            for message in made[stage].get(op, ()):
-                links.setdefault(message.link, deque()).append(message)
-    programs = []
-    for stage, order in enumerate(plan.orders):
-        program: list[Op | Transfer] = []
-        received: set[Message] = set()
-        for op in order:
-            for message in wanted[stage].get(op, ()):
-                while message not in received:
-                    arriving = links[message.link].popleft()
-                    received.add(arriving)
-                    program.append(Transfer(Kind.RECEIVE, arriving))
-            program.append(op)
-            program.extend(Transfer(Kind.SEND, m) for m in made[stage].get(op, ()))
-        programs.append(tuple(program))
-    return tuple(programs)
+                yield Message(payload, chunk, source, stage), producer, op

@@ -89,3 +89,13 @@ class Transfer:
         if self.kind is Kind.SEND:
             return f"SEND:{message.payload.value}{message.chunk}>{message.target}"
         return f"RECV:{message.payload.value}{message.chunk}<{message.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """From here on the target of ``message`` takes it in; it takes no time and is not recorded."""
+
+    message: Message
+
+    def __str__(self) -> str:
+        return f"POST:{self.message.payload.value}{self.message.chunk}<{self.message.source}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-OVERLONG = ("truncate", "drop", "split")
+from megatron_epp.corpus.overlong import OVERLONG
 
 
 def _flag(default: Any, help_: str, **how: Any) -> Any:

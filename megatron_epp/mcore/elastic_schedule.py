@@ -24,7 +24,7 @@ from megatron_epp.control.report import (
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Plan, PlanError, Step, check, lower, slices_of
+from megatron_epp.ir import Plan, PlanError, Step, check, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore import telemetry
@@ -36,7 +36,7 @@ from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
 from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.consensus import agree
-from megatron_epp.runtime.executor import Executor, Failure, Waiting
+from megatron_epp.runtime.executor import Elsewhere, Executor, Failure, Waiting
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.malloc_trim import HostHeap
@@ -166,7 +166,7 @@ class ElasticSchedule:
                 refuse_split(model, early_modules(model, self.early_head and last))
             stage = self._run(plan, samples, source.documents, model, config, forward_step_func)
             between = "gradients, optimizer and what else Megatron does between iterations"
-            self.waiting.enter(between)
+            self.waiting.enter(Elsewhere(between))
             if not forward_only and config.finalize_model_grads_func is not None:
                 tokens = torch.zeros([], dtype=torch.int, device=self.device) + stage.tokens
                 config.finalize_model_grads_func(
@@ -363,16 +363,16 @@ class ElasticSchedule:
     ) -> ModelStage:
         stage = self.groups.stage
         slices = slices_of(plan)
-        program = lower(plan)[stage]
+        program = lower_stage(plan, stage)
         store = store_for(plan, slices, self.keeps_last)
         feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
         self.clock.start()
         links = Links(
-            program,
             self.groups.payload,
             lambda chunk: (self.share.message(feed.rows(chunk)), 1, config.hidden_size),
             config.pipeline_dtype or config.params_dtype,
             self.device,
+            self.groups.pipeline_ranks,
         )
         with ModelStage(model, config, forward_step, feed, plan, store, self.early_head) as compute:
             executor = Executor(

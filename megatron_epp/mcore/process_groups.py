@@ -1,40 +1,47 @@
 """The process groups of elastic pipelines, made from Megatron's."""
 
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.training import get_args
 
 from megatron_epp.ir import Payload
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
 
+# Blocks of a GPU that a message may hold, those that wait for their other end included. Four carry
+# some 90 GB/s within a node; NCCL takes up to 32 of 132, on which nothing is computed meanwhile.
+MESSAGE_BLOCKS = 4
+
 
 def make_groups(device: torch.device) -> Groups:
-    """Collective: every rank calls it once, after Megatron has made its groups."""
-    control = dist.new_group(backend="gloo", group_desc="epp_control")
+    """Collective: every rank calls it once, after Megatron has made its groups.
+
+    Who waits in them for another rank fails after as long as in Megatron's groups. All of them span
+    the world, so there are three however large it is: a message names both its ends, and NCCL makes
+    a communicator for each pair of ranks that speak.
+    """
+    timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
+    control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, tuple(pipeline), group=control)
     payload: dict[Payload, dist.ProcessGroup] = {}
-    # new_group is collective over the world: all ranks make all groups in one order.
-    for ranks in sorted(set(every)):
+    if len(pipeline) > 1:
         for direction in Payload:
-            name = f"epp_{direction.name.lower()}"
-            group = dist.new_group(list(ranks), group_desc=name) if len(ranks) > 1 else None
-            if ranks == tuple(pipeline) and group is not None:
-                payload[direction] = group
-    together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
-    dist.all_gather_object(every, tuple(together), group=control)
-    peers = None
-    for ranks in sorted(set(every)):
-        if len(ranks) > 1:
-            group = dist.new_group(list(ranks), backend="gloo", group_desc="epp_stage")
-            if ranks == tuple(together):
-                busy = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
-                peers = Peers(group, busy)
+            payload[direction] = dist.new_group(
+                timeout=timeout,
+                pg_options=message_options(device, timeout),
+                group_desc=f"epp_{direction.name.lower()}",
+            )
+    together = mpu.get_tensor_and_context_parallel_group()
+    busy = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
     stage = mpu.get_pipeline_model_parallel_rank()
-    connect(payload, stage, len(pipeline), device)
+    connect(payload, stage, len(pipeline), device, pipeline)
+    for group in (*busy, mpu.get_data_parallel_group(with_context_parallel=True)):
+        _speak_once(group, device)
     return Groups(
         control=control,
         payload=payload,
@@ -43,5 +50,24 @@ def make_groups(device: torch.device) -> Groups:
         replica=mpu.get_data_parallel_rank(),
         replicas=mpu.get_data_parallel_world_size(),
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
-        peers=peers,
+        timeout=timeout,
+        peers=Peers(together, busy, device) if together.size() > 1 else None,
     )
+
+
+def message_options(device: torch.device, timeout: timedelta) -> Any:
+    """How NCCL carries the messages of one direction; None on a host without a GPU."""
+    if device.type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # torch warns where it is not the group's own
+    options.config.max_ctas = MESSAGE_BLOCKS
+    options.config.min_ctas = 1
+    return options
+
+
+def _speak_once(group: dist.ProcessGroup, device: torch.device) -> None:
+    """NCCL makes a communicator when a group first speaks, which may wait for the device and for
+    all ranks of the group: not in the midst of an iteration, where receives are posted."""
+    if group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)

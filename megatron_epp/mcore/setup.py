@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, print_rank_0
-from torch import Tensor
 
 from megatron_epp.control.given_steps import FixedSteps
 from megatron_epp.control.report import Recorder
@@ -18,14 +17,14 @@ from megatron_epp.cost.devices import GIB
 from megatron_epp.mcore import megatron_gpt, refusals
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.config import Config
-from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule, Planning
 from megatron_epp.mcore.job_cost import make_planning
 from megatron_epp.mcore.model.attention import attention_for, this_device
-from megatron_epp.mcore.model.early_head import EarlyHead, early_head
+from megatron_epp.mcore.model.early_head import early_head
+from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.model.hooks import install_in_model
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
 from megatron_epp.mcore.patching import seams
@@ -34,6 +33,7 @@ from megatron_epp.mcore.sigterm import speak_when_terminated
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
+from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ class Job:
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
             speak_when_terminated(waiting, dist.get_rank())
+        Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
         return models
 
     def prepare(self, models: list[Any]) -> list[Any]:
@@ -146,35 +147,6 @@ def limit_bytes(config: Config) -> float:
     """What chunks may hold on a host at most, whatever was planned."""
     limit = config.epp_memory_limit_gib
     return math.inf if limit is None else limit * GIB
-
-
-# ------------------------------------------------------------------ forward step and loss
-
-
-def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
-    """One chunk through this stage: its output, and the loss function for the last stage."""
-    batch = next(batches)
-    output = model(
-        batch.tokens,
-        batch.positions,
-        None,
-        labels=batch.labels,
-        packed_seq_params=batch.params,
-        output_processor=None if batch.known_gradient is None else EarlyHead(batch.known_gradient),
-    )
-    return output, partial(loss, batch.loss_mask)
-
-
-def loss(loss_mask_1T: Tensor, token_losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss summed over the chunk's unmasked tokens, their number, and both for the log.
-
-    The divisor comes once per iteration, over the whole global batch (--calculate-per-token-loss).
-    """
-    mask = loss_mask_1T.view(-1)
-    dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)
-    total = torch.sum(token_losses_1T.view(-1).to(dtype) * mask)
-    tokens = mask.sum().to(torch.int)
-    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
 
 
 # ------------------------------------------------------------------ data

@@ -14,6 +14,9 @@ class HostClock:
     def mark(self) -> float:
         return time.perf_counter() - self._began
 
+    def wait(self, mark: float) -> None:
+        """Until the device has passed ``mark``, as the host has."""
+
     def seconds(self, mark: float) -> float:
         return mark
 
@@ -28,6 +31,10 @@ class CudaClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """Until the device has passed ``mark``."""
+        mark.synchronize()
 
     def seconds(self, mark: torch.cuda.Event) -> float:
         mark.synchronize()

@@ -4,13 +4,25 @@ import gc
 import logging
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_epp.ir import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Program, Timed, Transfer
+from megatron_epp.ir import (
+    BACKWARDS,
+    COMPUTE,
+    Kind,
+    Message,
+    Op,
+    Payload,
+    Post,
+    Program,
+    Timed,
+    Transfer,
+)
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
@@ -19,6 +31,10 @@ from megatron_epp.runtime.memory_meter import Meter, free_cached_memory, out_of_
 from megatron_epp.runtime.stage_peers import Peers
 
 logger = logging.getLogger(__name__)
+
+# How many ops the host issues ahead of the device. One is enough to keep it busy; with more, what
+# has been sent is kept for longer, and memory and last words speak of ops that are far away.
+LEAD_OPS = 2
 
 
 class Compute(Protocol):
@@ -50,17 +66,26 @@ class LinkLost(RuntimeError):
     """A message that cannot come or leave: which op of which iteration waited, and how long."""
 
 
+class Elsewhere(str):
+    """A time that is not this package's: it takes as long as it takes."""
+
+    __slots__ = ()
+
+
 @dataclass
 class Waiting:
-    """What this rank is doing right now; read when a link is lost or the job is being killed.
+    """What this rank is doing right now; read when a link is lost, when nothing moves, or when the
+    job is being killed.
 
-    An op or a transfer of the program, or the name of a step that all ranks take together.
+    An op or a transfer of the program, the name of a step that all ranks take together, or what
+    happens :class:`Elsewhere`. ``links``: of the program that runs, None between programs.
     """
 
     stage: int
     iteration: int = 0
-    what: Op | Transfer | str = "the first iteration"
+    what: Op | Transfer | str = Elsewhere("the first iteration")
     since: float = field(default_factory=time.monotonic)
+    links: Links | None = None
 
     def enter(self, what: Op | Transfer | str):
         self.what, self.since = what, time.monotonic()
@@ -126,18 +151,32 @@ class Executor:
         On return nothing is kept: the store and both boxes are empty, every message has left.
         """
         marks = []
+        ends: deque = deque(maxlen=LEAD_OPS)  # of the last ops
+        self.waiting.links = self.links
         with self.meter.watch(self.store):
             for op in self.program:
+                if isinstance(op, Post):
+                    self._post(op.message)
+                    continue
                 self.waiting.enter(op)
+                if isinstance(op, Op):
+                    # Safe at any place: the program's order says that all that was issued so far
+                    # needs nothing that was not (ir.lower).
+                    if len(ends) == LEAD_OPS:
+                        self.clock.wait(ends[0])
                 start = self.clock.mark()
                 with record_function(str(op)):
                     reason = self._run(op)
                 if reason is not None:
                     self._give_up(op, reason)
-                marks.append((op, start, self.clock.mark(), self.meter.op_peak()))
+                end = self.clock.mark()
+                if isinstance(op, Op):
+                    ends.append(end)
+                marks.append((op, start, end, self.meter.op_peak()))
                 if self.heap is not None:
                     self.heap.settle()
             self._finish()
+        self.waiting.links = None
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
         stage, seconds = self.waiting.stage, self.clock.seconds
@@ -182,6 +221,7 @@ class Executor:
         self._inbox.clear()
         self._outbox.clear()
         gc.collect()  # what was recomputed hangs in cycles until its backward
+        # May wait for the device, receives that are posted included: as in ``run``, that is safe.
         free_cached_memory()
         for kind in COMPUTE:
             self._do[kind] = self._pretend
@@ -210,6 +250,13 @@ class Executor:
 
     def _weight_backward(self, op: Op):
         self.compute.weight_backward(op.chunk)
+
+    def _post(self, message: Message):
+        try:
+            self.links.post(message)
+        except RuntimeError as error:
+            self.waiting.enter(Transfer(Kind.RECEIVE, message))
+            raise self._lost(message, error) from error
 
     def _send(self, op: Transfer):
         message = op.message

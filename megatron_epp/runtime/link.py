@@ -8,16 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_epp.ir import Kind, Message, Payload, Program, Transfer
-
-# Receives posted ahead on each link: one being filled while the last one is computed on.
-POSTED_AHEAD = 2
+from megatron_epp.ir import Message, Payload
 
 
 def connect(
-    groups: dict[Payload, dist.ProcessGroup], stage: int, stages: int, device: torch.device
+    groups: dict[Payload, dist.ProcessGroup],
+    stage: int,
+    stages: int,
+    device: torch.device,
+    ranks: Sequence[int] | None = None,
 ):
     """Send one number over every link of the pipeline, in an order in which nobody waits in vain.
+
+    ``ranks``: every stage's rank in the groups; None where they hold this pipeline alone.
 
     NCCL makes a communicator for two ranks when they first speak, and both wait in there for each
     other. If they first spoke where receives are posted early, a stage that waits for the next
@@ -33,10 +36,11 @@ def connect(
         for payload, group in groups.items():
             ends = (first, first + 1) if payload is Payload.ACTIVATION else (first + 1, first)
             tensor = torch.zeros(1, device=device)
+            source, target = ends if ranks is None else (ranks[ends[0]], ranks[ends[1]])
             if stage == ends[0]:
-                dist.send(tensor, group=group, group_dst=ends[1])
+                dist.send(tensor, group=group, group_dst=target)
             elif stage == ends[1]:
-                dist.recv(tensor, group=group, group_src=ends[0])
+                dist.recv(tensor, group=group, group_src=source)
 
 
 @dataclass(slots=True)
@@ -49,49 +53,43 @@ class _Posted:
 class Links:
     """One stage's ends of its links for one iteration.
 
-    Forward and backward traffic have a pipeline-wide group each, so that neither waits behind
-    the other. Messages of a link are sent and received in one planned order, so they need no
-    tag; every receive is posted with the shape that the plan says, ``POSTED_AHEAD`` at a time.
+    Forward and backward traffic have a group each, so that neither waits behind the other.
+    Messages of a link are posted, sent and received in one planned order, so they need no tag;
+    every receive is posted with the shape that the plan says. When is the program's business.
     """
 
     def __init__(
         self,
-        program: Program,
         groups: dict[Payload, dist.ProcessGroup],
         shape: Callable[[int], Sequence[int]],
         dtype: torch.dtype,
         device: torch.device,
+        ranks: Sequence[int] | None = None,
     ):
+        """``ranks``: every stage's rank in the groups; None where they hold this pipeline alone."""
         self.groups, self.shape, self.dtype, self.device = groups, shape, dtype, device
+        self.ranks = ranks
         self.sent = self.received = 0
         self._sending: deque[tuple[Message, Tensor, dist.Work]] = deque()
-        self._coming: dict[tuple[int, int], deque[Message]] = {}
         self._posted: dict[tuple[int, int], deque[_Posted]] = {}
-        for op in program:
-            if isinstance(op, Transfer) and op.kind is Kind.RECEIVE:
-                self._coming.setdefault(op.message.link, deque()).append(op.message)
-        for link in self._coming:
-            self._posted[link] = deque()
-            for _ in range(POSTED_AHEAD):
-                self._post(link)
+        # Received, as far as the host knows; on a GPU it is the stream that waits for them.
+        self._arriving: deque[tuple[Message, dist.Work]] = deque()
 
-    def _post(self, link: tuple[int, int]):
-        if self._coming[link]:
-            message = self._coming[link].popleft()
-            tensor = torch.empty(
-                tuple(self.shape(message.chunk)), dtype=self.dtype, device=self.device
-            )
-            group = self.groups[message.payload]
-            work = dist.irecv(tensor, group=group, group_src=message.source)
-            self._posted[link].append(_Posted(message, tensor, work))
+    def post(self, message: Message):
+        """Take ``message`` in as soon as it comes; the next of its link."""
+        tensor = torch.empty(tuple(self.shape(message.chunk)), dtype=self.dtype, device=self.device)
+        source = message.source if self.ranks is None else self.ranks[message.source]
+        work = dist.irecv(tensor, group=self.groups[message.payload], group_src=source)
+        self._posted.setdefault(message.link, deque()).append(_Posted(message, tensor, work))
 
     def receive(self, message: Message) -> Tensor:
-        """The tensor of ``message``, which is the next of its link; waits until it is here."""
+        """The tensor of ``message``, the first of those posted; waits until it is here."""
         posted = self._posted[message.link].popleft()
         assert posted.message == message, f"{message} expected, {posted.message} comes next"
-        posted.work.wait()  # on a GPU the stream waits, not the host
+        posted.work.wait()
+        if self.device.type == "cuda":  # the stream waits, not the host
+            self._arriving.append((message, posted.work))
         self._let_go()
-        self._post(message.link)
         self.received += 1
         return posted.tensor
 
@@ -100,16 +98,18 @@ class Links:
         expected = tuple(self.shape(message.chunk))
         assert tuple(tensor.shape) == expected, f"{message}: {tuple(tensor.shape)}, not {expected}"
         tensor = tensor.contiguous()
-        group = self.groups[message.payload]
-        work = dist.isend(tensor, group=group, group_dst=message.target)
+        target = message.target if self.ranks is None else self.ranks[message.target]
+        work = dist.isend(tensor, group=self.groups[message.payload], group_dst=target)
         self._sending.append((message, tensor, work))
         self.sent += 1
         self._let_go()
 
     def _let_go(self):
-        """Of what has left."""
+        """Of what has left, and of what is here."""
         while self._sending and self._sending[0][2].is_completed():
             self._sending.popleft()
+        while self._arriving and self._arriving[0][1].is_completed():
+            self._arriving.popleft()
 
     def zeros(self, message: Message) -> Tensor:
         """What stands in for a tensor that could not be made."""
@@ -119,9 +119,15 @@ class Links:
     def oldest_sending(self) -> Message | None:
         return self._sending[0][0] if self._sending else None
 
+    def oldest_arriving(self) -> Message | None:
+        """What the device stands before though the host went on. Any thread may ask."""
+        arriving = tuple(self._arriving)
+        return next((message for message, work in arriving if not work.is_completed()), None)
+
     def finish(self):
         """Wait until everything sent has left."""
         while self._sending:
             self._sending[0][2].wait()
             self._sending.popleft()
-        assert not any(self._coming.values()) and not any(self._posted.values())
+        self._arriving.clear()
+        assert not any(self._posted.values()), "a message was posted and never received"

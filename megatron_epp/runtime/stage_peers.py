@@ -18,15 +18,18 @@ PATIENCE_SECONDS = 30.0  # how long a rank that failed waits for the others to f
 
 
 class Peers:
-    """``group``: these ranks, on the host. ``busy``: the groups whose collectives ops issue."""
+    """``group``: these ranks. ``busy``: the groups whose collectives ops issue. ``device``: where
+    tensors must lie to go over ``group``."""
 
-    def __init__(self, group: dist.ProcessGroup, busy: Sequence[dist.ProcessGroup]):
-        self.group, self.busy = group, tuple(busy)
+    def __init__(
+        self, group: dist.ProcessGroup, busy: Sequence[dist.ProcessGroup], device: torch.device
+    ):
+        self.group, self.busy, self.device = group, tuple(busy), device
         self._failures = 0
 
     def any(self, failed: bool) -> bool:
         """Whether one of them failed; every one asks, at the same op."""
-        flag = torch.tensor([float(failed)])
+        flag = torch.tensor([float(failed)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
 

@@ -4,30 +4,37 @@ from collections import deque
 
 from hypothesis import given
 
-from megatron_epp.ir import Kind, Message, Plan, Transfer, lower
+from megatron_epp.ir import Kind, Message, Op, Plan, Post, Transfer, lower, lower_stage
 from tests.plans import EXAMPLE, evaluation, plans
 
 
 def test_the_example() -> None:
     programs = [" ".join(map(str, program)) for program in lower(Plan.parse(EXAMPLE))]
     assert programs == [
-        "F0 SEND:F0>1 F1 SEND:F1>1 F2 SEND:F2>1 RECV:B1<1 B1 RECV:B0<1 B0 RECV:B2<1 B2",
-        "RECV:F0<0 F0 RECV:F1<0 F1 B1 SEND:B1>0 B0 SEND:B0>0 RECV:F2<0 F2 B2 SEND:B2>0",
+        "F0 SEND:F0>1 F1 SEND:F1>1 F2 SEND:F2>1 POST:B1<1 POST:B0<1 RECV:B1<1 B1 POST:B2<1 "
+        "RECV:B0<1 B0 RECV:B2<1 B2",
+        "POST:F0<0 RECV:F0<0 F0 POST:F1<0 POST:F2<0 RECV:F1<0 F1 B1 SEND:B1>0 B0 SEND:B0>0 "
+        "RECV:F2<0 F2 B2 SEND:B2>0",
     ]
 
 
 def transfers(plan: Plan) -> tuple[dict, dict]:
-    """By link, the messages in the order sent and in the order received."""
+    """By link, the messages in the order sent and in the order received; they are posted in it."""
     sent: dict[tuple[int, int], list[Message]] = {}
+    posted: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
     for stage, program in enumerate(lower(plan)):
         for step in program:
+            if isinstance(step, Post):
+                assert step.message.target == stage
+                posted.setdefault(step.message.link, []).append(step.message)
             if isinstance(step, Transfer):
                 ends = {Kind.SEND: (sent, step.message.source)}
                 ends[Kind.RECEIVE] = (received, step.message.target)
                 where, own = ends[step.kind]
                 assert own == stage
                 where.setdefault(step.message.link, []).append(step.message)
+    assert posted == sent
     return sent, received
 
 
@@ -73,8 +80,40 @@ def test_programs_run_with_ordered_links_and_receives_that_block(plan: Plan) -> 
     assert not any(links.values())
     assert (
         tuple(
-            tuple(step for step in program if not isinstance(step, Transfer))
+            tuple(step for step in program if isinstance(step, Op))
             for program in programs
         )
         == plan.orders
     )
+
+
+@given(plans())
+def test_programs_are_the_projection_of_one_sequence(plan: Plan) -> None:
+    """Some sequence of ops and messages, each message in it once for both its ends, has every
+    program as its part: whoever stands first can always go on."""
+    programs = lower(plan)
+    at = [0] * plan.stages
+    met: set[Message] = set()
+    while at != list(map(len, programs)):
+        moved = False
+        for stage, program in enumerate(programs):
+            while at[stage] < len(program):
+                step = program[at[stage]]
+                if isinstance(step, Transfer) and step.kind is Kind.RECEIVE:
+                    assert step.message in met  # before it is waited for, not only by then
+                elif not isinstance(step, Op):
+                    other = step.message.source + step.message.target - stage
+                    there = programs[other][at[other] : at[other] + 1]
+                    if step.message not in met:
+                        if not there or getattr(there[0], "message", None) != step.message:
+                            break
+                        met.add(step.message)
+                        at[other] += 1
+                at[stage] += 1
+                moved = True
+        assert moved
+
+
+@given(plans())
+def test_one_stage_is_lowered_alone(plan: Plan) -> None:
+    assert tuple(lower_stage(plan, stage) for stage in range(plan.stages)) == lower(plan)

@@ -73,8 +73,8 @@ GOLDEN = {
     "I before its gradient": "stage 0 at I0: lacks B0 of stage 1 (the gradient of its output); "
     "stage 1 at F1: lacks F1 of stage 0 (its input)",
     "I's gradient from I": (
-        "F0 SEND:F0>1 F1 SEND:F1>1 RECV:B1<1 RECV:B0<1 I0 W0 I1 W1",
-        "RECV:F0<0 RECV:F1<0 F1 F0 I1 SEND:B1>0 I0 SEND:B0>0 W0 W1",
+        "F0 SEND:F0>1 F1 SEND:F1>1 POST:B1<1 POST:B0<1 RECV:B1<1 RECV:B0<1 I0 W0 I1 W1",
+        "POST:F0<0 POST:F1<0 RECV:F0<0 RECV:F1<0 F1 F0 I1 SEND:B1>0 I0 SEND:B0>0 W0 W1",
     ),
     "slices": "10011>11 10012>12 10112>111 10111>0",
     "slices, split": "10011>11 10012>12 11112>1111 12111>2000 12000>1000 11000>0",
@@ -86,7 +86,7 @@ GOLDEN = {
     "evaluation, wholes": "10000>0 10000>0",
     "evaluation, stages": (
         "F0 SEND:F0>1 F1 SEND:F1>1",
-        "RECV:F0<0 F0 RECV:F1<0 F1",
+        "POST:F0<0 POST:F1<0 RECV:F0<0 F0 RECV:F1<0 F1",
     ),
 }
 

@@ -7,19 +7,16 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_epp.corpus import overlong as overlong_rule
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.mcore.data.documents import (
     DocumentConfig,
-    DocumentCounts,
     check_corpora,
     config_from_args,
-    index_documents,
 )
 from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
 
@@ -71,66 +68,6 @@ def train(config: DocumentConfig, size: int | None) -> Documents:
     documents = build_documents(config, [size, 0, 0])[0]
     assert isinstance(documents, Documents)
     return documents
-
-
-# --- the policy
-
-
-def test_policies_on_one_corpus() -> None:
-    lengths = numpy.array([1, 6, 0, 3, 9], numpy.int32)
-    everything = numpy.arange(5)
-
-    whole = index_documents(lengths, everything, 8, "truncate")
-    assert whole.sequences.tolist() == [1, 3, 4]
-    assert whole.inputs.tolist() == [5, 2, 8]
-    assert whole.counts == DocumentCounts(sequences=5, documents=3, tokens=15, skipped=2)
-
-    cut = index_documents(lengths, everything, 3, "truncate")
-    assert cut.inputs.tolist() == [3, 2, 3]
-    assert (cut.counts.truncated, cut.counts.lost_tokens) == (2, 7)
-
-    dropped = index_documents(lengths, everything, 3, "drop")
-    assert dropped.sequences.tolist() == [3]
-    assert (dropped.counts.dropped, dropped.counts.lost_tokens) == (2, 13)
-
-    split = index_documents(lengths, everything, 3, "split")
-    assert split.sequences.tolist() == [1, 1, 3, 4, 4, 4]
-    assert split.starts.tolist() == [0, 3, 0, 0, 3, 6]
-    assert split.inputs.tolist() == [3, 2, 2, 3, 3, 2]
-    assert (split.counts.split, split.counts.lost_tokens) == (2, 0)
-
-
-@given(
-    st.lists(st.integers(0, 30), max_size=20),
-    st.integers(1, 12),
-    st.sampled_from(["truncate", "drop", "split"]),
-)
-def test_tokens_are_kept_or_counted_as_lost(
-    lengths: list[int], context: int, overlong: str
-) -> None:
-    index = index_documents(
-        numpy.array(lengths, numpy.int32), numpy.arange(len(lengths)), context, overlong
-    )
-    usable = [length - 1 for length in lengths if length >= 2]
-    assert index.counts.tokens + index.counts.lost_tokens == sum(usable)
-    assert index.counts.skipped + len(usable) == len(lengths)
-    assert all(1 <= inputs <= context for inputs in index.inputs)
-    # The slow twin: one document after the other.
-    expected = []
-    for inputs in usable:
-        if overlong == "split":
-            expected += [min(context, inputs - at) for at in range(0, inputs, context)]
-        elif inputs <= context or overlong == "truncate":
-            expected.append(min(context, inputs))
-    assert index.inputs.tolist() == expected
-
-
-def test_counts_say_what_was_lost() -> None:
-    text = str(DocumentCounts(5, 2, 30, skipped=1, truncated=2, lost_tokens=10))
-    assert text == (
-        "2 documents, 30 input tokens; 1 of fewer than 2 tokens skipped; 2 truncated; "
-        "10 tokens (25.0%) lost to the context"
-    )
 
 
 # --- one corpus
@@ -355,6 +292,22 @@ def test_planning_from_the_index_draws_what_training_draws(tmp_path: Path, overl
     batches = GlobalBatches(train(config, 200), 16, 0)
     for number in range(200 // 16):
         assert planned.batch(number, 16, seed=7) == tuple(next(batches).lengths)
+
+
+def test_a_start_indexes_each_split_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check at the start and the data sets are given one index, not two alike."""
+    from megatron_epp.mcore.data import documents as module
+
+    calls = []
+
+    def counted(inputs: numpy.ndarray, *others) -> overlong_rule.DocumentIndex:
+        calls.append(len(inputs))
+        return overlong_rule.apply_context(inputs, *others)
+
+    monkeypatch.setattr(module, "apply_context", counted)
+    corpus = write_corpus(tmp_path / "a", numbered([2 + n % 9 for n in range(50)]))
+    train(configure([corpus], split="80,10,10"), None)
+    assert calls == [40, 5, 5]
 
 
 # --- what can be wrong

@@ -14,9 +14,10 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
+from megatron_epp.mcore.calibrate.command import main  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
-from megatron_epp.mcore.calibrate.profile_file import main, provenance_of, require  # noqa: E402
+from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
 HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8

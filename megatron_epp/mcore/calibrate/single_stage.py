@@ -20,13 +20,15 @@ from torch import Tensor
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower, slices_of
+from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
-from megatron_epp.mcore import entry, megatron_gpt, refusals
+from megatron_epp.mcore import megatron_gpt, refusals
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.data.chunk_batches import Feed
 from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.flags import be_the_only_process, read_flags
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
+from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.patching import cpu_host, seams
 from megatron_epp.runtime.clock import CudaClock, HostClock
@@ -47,11 +49,11 @@ class Alone:
 
 def begin(flags: Sequence[str]) -> Alone:
     """Initialise Megatron with its ``flags`` for this process only. ValueError: one line."""
-    entry.be_the_only_process()
+    be_the_only_process()
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     sys.argv = [sys.argv[0], *flags, "--epp"]
-    entry.read_flags()
+    read_flags()
     from megatron.training import get_args
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.initialize import initialize_megatron
@@ -100,7 +102,6 @@ def probe_of(alone: Alone, model: Any) -> Any:
     """What measures parts of ``model`` on made-up chunks, as the trainer's calibration does."""
     from megatron_epp.mcore.calibrate.probe import Probe
     from megatron_epp.mcore.model.early_head import block_tokens, early_head
-    from megatron_epp.mcore.setup import forward_step
 
     args = alone.args
     head_tokens = block_tokens(args) if early_head(args) else None
@@ -143,6 +144,9 @@ class MadeUpLinks:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.sent = self.received = 0
 
+    def post(self, message: Message):
+        """Nothing will come."""
+
     def receive(self, message: Message) -> Tensor:
         self.received += 1
         return torch.randn(self.shape(message.chunk), dtype=self.dtype, device=self.device)
@@ -155,6 +159,9 @@ class MadeUpLinks:
         return torch.zeros(self.shape(message.chunk), dtype=self.dtype, device=self.device)
 
     def oldest_sending(self) -> None:
+        """Nothing is under way."""
+
+    def oldest_arriving(self) -> None:
         """Nothing is under way."""
 
     def finish(self):
@@ -182,7 +189,6 @@ def replay(alone: Alone, model: Any, plan: Plan, stage: int, repeats: int) -> tu
 def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, ...]:
     """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
     from megatron_epp.mcore.model.early_head import early_head
-    from megatron_epp.mcore.setup import forward_step
 
     config = get_model_config(model)
     slices = slices_of(plan)
@@ -203,7 +209,7 @@ def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, 
     early = early_head(alone.args)
     with ModelStage(model, config, forward_step, feed, plan, store, early) as compute:
         executor = Executor(
-            lower(plan)[stage], compute, links, store, clock, meter, Waiting(stage)
+            lower_stage(plan, stage), compute, links, store, clock, meter, Waiting(stage)
         )  # fmt: skip
         records = executor.run()
     if executor.failure is not None:

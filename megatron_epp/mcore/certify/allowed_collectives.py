@@ -63,7 +63,7 @@ SCHEDULE = (
     ),
     Listed(
         "memory limit",
-        "epp_stage",
+        "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
         _from("megatron_epp.runtime.stage_peers.Peers.any"),
         "after every op, with --epp-memory-limit-gib only: no rank of a stage gives up alone",
     ),

@@ -4,69 +4,16 @@ Importing this must stay light: the environment is set before torch is imported.
 """
 
 import os
-import runpy
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-PLAIN = -1  # the rank of the process with the plain model
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """Which process this is. ``folder`` holds its log and the file at which ranks meet.
-
-    ``interfere``: a Python file whose ``around(number)`` is a context for the computation of batch
-    ``number``; tests break the executor with it.
-    """
-
-    rank: int
-    ranks: int
-    seed: int
-    folder: Path
-    patience_seconds: float
-    interfere: Path | None = None
-
-    @property
-    def patience(self) -> timedelta:
-        return timedelta(seconds=self.patience_seconds)
-
-    def around(self) -> Callable[[int], AbstractContextManager[Any]]:
-        """What surrounds the computation of a batch."""
-        if self.interfere is None:
-            return lambda number: nullcontext()
-        return runpy.run_path(str(self.interfere))["around"]
-
-    @property
-    def name(self) -> str:
-        return "the plain model" if self.rank == PLAIN else f"rank {self.rank}"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / f"{self.name.replace(' ', '-')}.log"
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The user's input cannot be used."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The request ended in an exception: its last line, and all of it."""
-
-    reason: str
-    traceback: str
+from megatron_epp.mcore.certify.protocol import PLAIN, Failed, Refused, Role
 
 
 def serve(requests: Connection, role: Role) -> None:

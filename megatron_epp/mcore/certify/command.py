@@ -16,10 +16,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_epp.mcore.certify.batches import Coverage, draw
-from megatron_epp.mcore.certify.child import PLAIN, Failed, Refused, Role
 from megatron_epp.mcore.certify.compare import worst_gradient
 from megatron_epp.mcore.certify.processes import ChildLost, Children
-from megatron_epp.mcore.certify.protocol import Computed, Prepared, Reference
+from megatron_epp.mcore.certify.protocol import (
+    PLAIN,
+    Computed,
+    Failed,
+    Prepared,
+    Reference,
+    Refused,
+    Role,
+)
 from megatron_epp.mcore.certify.scale_down import Degrees
 
 BOUND = 1e-12

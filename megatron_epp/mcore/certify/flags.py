@@ -15,7 +15,7 @@ from megatron.training.arguments import parse_args, validate_args
 
 from megatron_epp.mcore import refusals
 from megatron_epp.mcore.certify.scale_down import Degrees, small
-from megatron_epp.mcore.entry import prepare_parser, refusals_as_value_errors
+from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.patching import cpu_host
 
 # How a run is fed, saved, logged and sped up says nothing about the model.

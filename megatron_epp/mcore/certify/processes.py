@@ -7,7 +7,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-from megatron_epp.mcore.certify.child import Failed, Role, serve
+from megatron_epp.mcore.certify.child import serve
+from megatron_epp.mcore.certify.protocol import Failed, Role
 
 # After one rank has failed, how long the others may still answer: they wait for its messages.
 GRACE_SECONDS = 5.0

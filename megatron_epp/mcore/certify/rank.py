@@ -14,12 +14,12 @@ from megatron_epp.ir import Kind, Plan, Program, Step, Transfer, lower
 from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.allowed_collectives import name_of
 from megatron_epp.mcore.certify.batches import Drawn, Frame, draw
-from megatron_epp.mcore.certify.child import Role
 from megatron_epp.mcore.certify.models import begin, elastic_model, join
-from megatron_epp.mcore.certify.protocol import Computed
+from megatron_epp.mcore.certify.protocol import Computed, Role
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic, Transferred
 
@@ -117,7 +117,7 @@ class Rank:
         self.model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):
             reports = self.schedule(
-                forward_step_func=setup.forward_step,
+                forward_step_func=forward_step,
                 data_iterator=InMemory(drawn),
                 model=[self.model],
                 num_microbatches=1,

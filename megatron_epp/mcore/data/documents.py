@@ -19,7 +19,7 @@ know only how many items were consumed.
 import argparse
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -32,7 +32,8 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.corpus.idx_file import check_vocabulary, examine, examine_vocabulary
-from megatron_epp.corpus.lengths import OVERLONG, epoch_order
+from megatron_epp.corpus.lengths import epoch_order
+from megatron_epp.corpus.overlong import Counts, DocumentIndex, apply_context, require_policy
 
 logger = logging.getLogger(__name__)
 
@@ -50,106 +51,14 @@ class DocumentConfig(GPTDatasetConfig):
     vocabulary_size: int | None = None
     """Rows of the embedding, padding included; tokens beyond are refused. None: not checked."""
 
+    indices: dict[tuple[str, Split], DocumentIndex] = field(default_factory=dict, repr=False)
+    """What ``check_corpora`` has found for each corpus and split, so that it is found once."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.overlong not in OVERLONG:
-            raise ValueError(f"overlong {self.overlong!r}: expected one of {', '.join(OVERLONG)}")
+        require_policy(self.overlong)
         if self.sequence_length < 1:
             raise ValueError(f"context {self.sequence_length}: expected at least 1 token")
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentCounts:
-    """What the policy made of the sequences of one split of one corpus. Tokens count inputs."""
-
-    sequences: int = 0
-    documents: int = 0
-    tokens: int = 0
-    skipped: int = 0  # sequences of fewer than 2 tokens: nothing to predict
-    truncated: int = 0
-    dropped: int = 0
-    split: int = 0  # sequences that became several documents
-    lost_tokens: int = 0  # cut off or dropped
-
-    def __add__(self, other: "DocumentCounts") -> "DocumentCounts":
-        return DocumentCounts(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
-        )
-
-    def __str__(self) -> str:
-        parts = [f"{self.documents} documents, {self.tokens} input tokens"]
-        if self.skipped:
-            parts.append(f"{self.skipped} of fewer than 2 tokens skipped")
-        if self.truncated:
-            parts.append(f"{self.truncated} truncated")
-        if self.dropped:
-            parts.append(f"{self.dropped} overlong dropped")
-        if self.split:
-            parts.append(f"{self.split} split")
-        if self.lost_tokens:
-            share = self.lost_tokens / (self.tokens + self.lost_tokens)
-            parts.append(f"{self.lost_tokens} tokens ({share:.1%}) lost to the context")
-        return "; ".join(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentIndex:
-    """Documents after the policy, in the order of the corpus.
-
-    Document d is ``inputs[d]`` inputs from ``starts[d]`` on of sequence ``sequences[d]``.
-    """
-
-    sequences: numpy.ndarray  # [documents] int32: number in the .idx
-    starts: numpy.ndarray  # [documents] int32: first input within the sequence
-    inputs: numpy.ndarray  # [documents] int32
-    counts: DocumentCounts
-
-
-def index_documents(
-    sequence_lengths: numpy.ndarray, sequences: numpy.ndarray, context: int, overlong: str
-) -> DocumentIndex:
-    """Applies the policy for overlong documents to ``sequences`` of a corpus.
-
-    Args:
-        sequence_lengths: [all sequences] tokens of each
-        sequences: numbers of those to use
-        context: most inputs of a document
-        overlong: truncate, drop or split
-    """
-    lengths = sequence_lengths[sequences]
-    usable = lengths >= 2
-    kept = sequences[usable].astype(numpy.int32)
-    inputs = lengths[usable] - 1
-    starts = numpy.zeros(len(kept), numpy.int32)
-    over = inputs > context
-    overlong_count = int(over.sum())
-    tokens_before = int(inputs.sum(dtype=numpy.int64))
-
-    if overlong_count and overlong == "truncate":
-        inputs = numpy.minimum(inputs, context)
-    elif overlong_count and overlong == "drop":
-        kept, starts, inputs = kept[~over], starts[~over], inputs[~over]
-    elif overlong_count and overlong == "split":
-        pieces = -(-inputs // context)
-        kept = numpy.repeat(kept, pieces)
-        # Number of each piece within its sequence: 0 1 2, 0, 0 1, ...
-        first = numpy.cumsum(pieces) - pieces
-        piece = numpy.arange(len(kept)) - numpy.repeat(first, pieces)
-        starts = (piece * context).astype(numpy.int32)
-        inputs = numpy.minimum(numpy.repeat(inputs, pieces) - starts, context)
-
-    tokens = int(inputs.sum(dtype=numpy.int64))
-    counts = DocumentCounts(
-        sequences=len(sequences),
-        documents=len(kept),
-        tokens=tokens,
-        skipped=len(sequences) - int(usable.sum()),
-        truncated=overlong_count if overlong == "truncate" else 0,
-        dropped=overlong_count if overlong == "drop" else 0,
-        split=overlong_count if overlong == "split" else 0,
-        lost_tokens=tokens_before - tokens,
-    )
-    return DocumentIndex(kept, starts, inputs.astype(numpy.int32), counts)
 
 
 class DocumentDataset(MegatronDataset):
@@ -168,10 +77,12 @@ class DocumentDataset(MegatronDataset):
         config: DocumentConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        self.index = index_documents(
-            dataset.sequence_lengths, indices, config.sequence_length, config.overlong
-        )
-        refuse_empty(self.index.counts, dataset_path, index_split, num_samples, config)
+        found = config.indices.get((dataset_path or "", index_split))
+        if found is None:  # in an object storage: Megatron has just fetched the index
+            found = index_share(dataset.sequence_lengths, indices, config)
+            refuse_empty(found.counts, dataset_path, index_split, num_samples, config)
+        assert found.counts.sequences == len(indices), "Megatron splits a corpus otherwise"
+        self.index = found
         self._orders: dict[int, numpy.ndarray] = {}
 
     @staticmethod
@@ -189,7 +100,7 @@ class DocumentDataset(MegatronDataset):
         return [*MegatronDataset._key_config_attributes(), "overlong"]
 
     @property
-    def counts(self) -> DocumentCounts:
+    def counts(self) -> Counts:
         return self.index.counts
 
     def __len__(self) -> int:
@@ -271,8 +182,17 @@ class DocumentDataset(MegatronDataset):
         }
 
 
+def index_share(
+    sequence_lengths: numpy.ndarray, sequences: numpy.ndarray, config: DocumentConfig
+) -> DocumentIndex:
+    """The documents of a split: of the consecutive ``sequences`` of a corpus, by their tokens."""
+    first, count = (int(sequences[0]), len(sequences)) if len(sequences) else (0, 0)
+    inputs = sequence_lengths[first : first + count] - 1
+    return apply_context(inputs, config.sequence_length, config.overlong, first)
+
+
 def refuse_empty(
-    counts: DocumentCounts,
+    counts: Counts,
     prefix: str | None,
     split: Split,
     num_samples: int | None,
@@ -382,9 +302,11 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
                     "without --split-sentences",
                 )
         lengths = examined[prefix].lengths
+        # The numbers that Megatron's builder gives to this split.
         sequences = numpy.arange(round(begin * len(lengths)), round(end * len(lengths)))
-        index = index_documents(lengths, sequences, config.sequence_length, config.overlong)
+        index = index_share(lengths, sequences, config)
         refuse_empty(index.counts, prefix, split, size, config)
+        config.indices[prefix, split] = index
 
 
 def _shares(

@@ -14,12 +14,8 @@ import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
-from megatron_epp.mcore.data.documents import (
-    DocumentConfig,
-    DocumentCounts,
-    DocumentDataset,
-    check_corpora,
-)
+from megatron_epp.corpus.overlong import Counts
+from megatron_epp.mcore.data.documents import DocumentConfig, DocumentDataset, check_corpora
 
 
 class Documents:
@@ -35,9 +31,9 @@ class Documents:
         return len(self.dataset)
 
     @property
-    def counts(self) -> DocumentCounts:
+    def counts(self) -> Counts:
         """Over all corpora: what one epoch of each holds."""
-        return sum((part.counts for part in self.parts), DocumentCounts())
+        return sum((part.counts for part in self.parts), Counts())
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
         """(corpus, item of its DocumentDataset) of each sample: two [n] int64."""

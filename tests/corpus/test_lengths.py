@@ -1,33 +1,16 @@
 """Batches come from lists, indices and distributions, and are those that training draws."""
 
 import gzip
-import struct
+import subprocess
+import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from megatron_epp.corpus.lengths import (
-    apply_context,
-    epoch_order,
-    named_lengths,
-    open_corpus,
-    read_index,
-)
+from megatron_epp.corpus.lengths import epoch_order, named_lengths, open_corpus
 
 KIB = 1024
-
-
-def write_index(path, lengths, *, modes=False):
-    """A Megatron index, written by hand from the format's description."""
-    lengths = np.asarray(lengths, np.int32)
-    pointers = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * 4
-    data = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, len(lengths), len(lengths) + 1)
-    data += lengths.tobytes() + pointers.astype(np.int64).tobytes()
-    data += np.arange(len(lengths) + 1, dtype=np.int64).tobytes()
-    if modes:
-        data += bytes(len(lengths))
-    path.write_bytes(data)
-    return path
 
 
 def test_a_list_of_lengths(tmp_path):
@@ -66,48 +49,6 @@ def test_what_is_no_text_is_refused(tmp_path, name):
         open_corpus(str(path))
 
 
-@pytest.mark.parametrize("modes", [False, True])
-def test_an_index_counts_inputs_and_skips_the_too_short(tmp_path, modes):
-    path = write_index(tmp_path / "corpus.idx", [5, 1, 2, 0, 100], modes=modes)
-    corpus = open_corpus(str(path))
-    assert corpus.in_order() == (4, 1, 99)
-    assert (corpus.counts.read, corpus.counts.skipped) == (5, 2)
-
-
-def test_megatrons_own_index_is_read(tmp_path):
-    """As its builder writes it, one sequence a document."""
-    datasets = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    import torch
-
-    builder = datasets.IndexedDatasetBuilder(str(tmp_path / "corpus.bin"), dtype=np.uint16)
-    for length in (7, 300, 1, 42):
-        builder.add_document(torch.zeros(length, dtype=torch.int64), [length])
-    builder.finalize(str(tmp_path / "corpus.idx"))
-    assert read_index(tmp_path / "corpus.idx").tolist() == [7, 300, 1, 42]
-    assert open_corpus(str(tmp_path / "corpus.idx")).in_order() == (6, 299, 41)
-
-
-def test_a_damaged_index_is_refused(tmp_path):
-    path = write_index(tmp_path / "corpus.idx", [5, 6, 7])
-    whole = path.read_bytes()
-    for data in (whole[:-1], whole[:20], b"", b"text", b"X" + whole[1:], whole + b"0000"):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"corpus\.idx"):
-            read_index(path)
-
-
-def test_overlong_documents_follow_the_policy():
-    inputs = np.array([3, 10, 4])
-    kept, counts = apply_context(inputs, 4, "truncate")
-    assert kept.tolist() == [3, 4, 4] and (counts.truncated, counts.lost_tokens) == (1, 6)
-    kept, counts = apply_context(inputs, 4, "drop")
-    assert kept.tolist() == [3, 4] and (counts.dropped, counts.lost_tokens) == (1, 10)
-    kept, counts = apply_context(inputs, 4, "split")
-    assert kept.tolist() == [3, 4, 4, 2, 4] and (counts.split, counts.lost_tokens) == (1, 0)
-    kept, counts = apply_context(inputs, 0, "drop")
-    assert kept.tolist() == [3, 10, 4] and counts.dropped == 0
-
-
 def test_dropping_everything_is_refused(tmp_path):
     path = tmp_path / "lengths.txt"
     path.write_text("10\n")
@@ -123,24 +64,6 @@ def test_an_epoch_holds_every_document_once(tmp_path):
     assert sorted(epochs[:10]) == sorted(epochs[10:]) == list(range(1, 11))
     assert epochs[:10] != epochs[10:]
     assert corpus.batch(3, 4) == corpus.batch(3, 4) != corpus.batch(3, 4, seed=1)
-
-
-def test_training_draws_the_same_batches(tmp_path):
-    """The dataset that training reads, over the same index, hands out the same lengths."""
-    documents = pytest.importorskip("megatron_epp.mcore.data.documents")
-    lengths = np.random.RandomState(0).randint(0, 60, 57).astype(np.int32)
-    for overlong in ("truncate", "drop", "split"):
-        path = write_index(tmp_path / "corpus.idx", lengths)
-        corpus = open_corpus(str(path), context=20, overlong=overlong)
-        index = documents.index_documents(lengths, np.arange(len(lengths)), 20, overlong)
-        assert corpus.in_order() == tuple(index.inputs.tolist())
-
-        dataset = documents.DocumentDataset.__new__(documents.DocumentDataset)
-        dataset.index, dataset._orders = index, {}
-        dataset.config = type("Config", (), {"random_seed": 1234})
-        for batch in (0, 1, 9):
-            items = range(batch * 16, (batch + 1) * 16)
-            assert corpus.batch(batch, 16) == tuple(dataset.lengths(items).tolist())
 
 
 def test_epoch_order_is_frozen():
@@ -229,3 +152,39 @@ def test_a_mistyped_file_shows_the_near_one(tmp_path):
     (tmp_path / "lengths.txt").write_text("5\n")
     with pytest.raises(ValueError, match=r"did you mean .*lengths\.txt\?"):
         open_corpus(str(tmp_path / "lenghts.txt"))
+
+
+@pytest.mark.parametrize("name", ["bomb.txt", "bomb.txt.gz"])
+def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path, name):
+    """50 MB of newlines: 50 KB as .gz."""
+    path = tmp_path / name
+    with (gzip.open if name.endswith("gz") else open)(path, "wb") as file:
+        for _ in range(50):
+            file.write(b"\n" * 1_000_000)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"bomb.*holds more than 32 MiB of text; .* \.idx"):
+        open_corpus(str(path))
+    assert tracemalloc.get_traced_memory()[1] < 160 << 20
+    tracemalloc.stop()
+
+
+def test_splitting_into_too_many_is_refused(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("999999999999999\n" * 50)
+    with pytest.raises(ValueError, match=r"context of 1 makes 5e\+16 documents; .* larger --con"):
+        open_corpus(str(path), context=1, overlong="split")
+    assert len(open_corpus(str(path), context=1, overlong="truncate")) == 50
+
+
+IMPORT = """
+import sys
+import megatron_epp.corpus.lengths, megatron_epp.corpus.idx_file, megatron_epp.corpus.overlong
+loaded = {name.split(".")[0] for name in sys.modules}
+print(sorted(loaded & {"numba", "highspy", "torch", "megatron", "scipy"}), "numpy" in loaded)
+"""
+
+
+def test_the_corpus_needs_numpy_alone():
+    """Every rank imports it."""
+    run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    assert run.stdout == "[] True\n"

@@ -1,0 +1,87 @@
+"""What a plan was made for, as a comment before it: ``simulate`` and ``draw`` read it back.
+
+    # made for: --model llama3-8b --device h100-80g --tp 8
+
+The comment is no part of the plan: neither of its text nor of its digest.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from megatron_epp.cli.options import ASSUMPTIONS, machine_flags
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.models import MODELS
+
+_START = "# made for: "
+_NAMES = ("model", "device", "cost_model", "tp", "cp", "memory_budget_gib", "zero", *ASSUMPTIONS)
+
+
+def comment(arguments: argparse.Namespace, cost: Cost) -> str:
+    """The line that says for which machine ``cost`` was; the plan itself says pp, dp and layers."""
+    chosen = vars(arguments) | {"cp": cost.cp}
+    words = _words({name: chosen[name] for name in _NAMES})
+    line = _START + shlex.join(words) + "\n"
+    return line if line[:-1].isprintable() else ""  # a file name of several lines
+
+
+def comment_in(text: str) -> str | None:
+    """The options in the comment that stands before a plan, if one does."""
+    for line in text.split("\n"):
+        if line.startswith(_START):
+            return line.removeprefix(_START)
+        if line.strip() and not line.startswith("#"):
+            return None
+    return None
+
+
+def fill(arguments: argparse.Namespace, said: str | None) -> str:
+    """Sets what no option named to what the comment ``said``; returns what was taken, as options.
+
+    A comment that cannot be read, or names a file that is not there, is ignored with a line.
+    """
+    if said is None:
+        return ""
+    try:
+        found = vars(machine_flags(shlex.split(said)))
+        _require_files(found)
+    except ValueError as error:
+        reason = str(error).split("\n")[0]
+        print(f"{arguments.plan}: its comment 'made for' is ignored: {reason}", file=sys.stderr)
+        return ""
+    taken = {
+        name: found[name]
+        for name in _NAMES
+        if found[name] is not None and getattr(arguments, name) is None
+    }
+    if arguments.cost_model:
+        for name in ASSUMPTIONS:  # of the other cost model
+            taken.pop(name, None)
+    elif arguments.model or arguments.device:
+        taken.pop("cost_model", None)  # was measured with the plan's model on its device
+    vars(arguments).update(taken)
+    return shlex.join(_words(taken))
+
+
+def _require_files(found: dict) -> None:
+    for name, known in (("model", MODELS), ("device", DEVICES), ("cost_model", {})):
+        value = found[name]
+        if value is not None and value not in known and not Path(value).is_file():
+            raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
+
+
+def _words(values: dict) -> list[str]:
+    words: list[str] = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is None or (name in ("tp", "cp") and value == 1):
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            words += [flag, *(repr(number).removesuffix(".0") for number in value)]
+        else:
+            words += [flag, str(value)]
+    return words

@@ -1,0 +1,111 @@
+"""What becomes of documents longer than the context: the one rule, for planning and for training.
+
+A document of L tokens has L - 1 inputs; one without inputs has nothing to predict and is skipped.
+
+    context 4, a document of 10 inputs:   truncate 4   drop nothing   split 4 4 2
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+OVERLONG = ("truncate", "drop", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the policy made of the sequences that were read. Tokens count inputs."""
+
+    sequences: int = 0
+    documents: int = 0
+    tokens: int = 0
+    skipped: int = 0  # sequences of fewer than 2 tokens: nothing to predict
+    truncated: int = 0
+    dropped: int = 0
+    split: int = 0  # sequences that became several documents
+    lost_tokens: int = 0  # cut off or dropped
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{self.documents} documents, {self.tokens} input tokens"]
+        if self.skipped:
+            parts.append(f"{self.skipped} of fewer than 2 tokens skipped")
+        if self.truncated:
+            parts.append(f"{self.truncated} truncated")
+        if self.dropped:
+            parts.append(f"{self.dropped} overlong dropped")
+        if self.split:
+            parts.append(f"{self.split} split")
+        if self.lost_tokens:
+            share = self.lost_tokens / (self.tokens + self.lost_tokens)
+            parts.append(f"{self.lost_tokens} tokens ({share:.1%}) lost to the context")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DocumentIndex:
+    """Documents after the policy, in the order of the corpus.
+
+    Document d is ``inputs[d]`` inputs from ``starts[d]`` on of sequence ``sequences[d]``.
+    """
+
+    sequences: np.ndarray  # [documents] int32 or int64: number of the sequence in its file
+    starts: np.ndarray  # [documents] dtype of the lengths: first input within the sequence
+    inputs: np.ndarray  # [documents] dtype of the lengths
+    counts: Counts
+
+
+def require_policy(overlong: str) -> None:
+    if overlong not in OVERLONG:
+        raise ValueError(f"overlong {overlong!r}: expected one of {', '.join(OVERLONG)}")
+
+
+def apply_context(
+    inputs: np.ndarray, context: int, overlong: str, first_sequence: int = 0
+) -> DocumentIndex:
+    """Documents of at most ``context`` inputs, and what was done to the others.
+
+    inputs          [sequences] int: inputs of each; those without any are skipped
+    context         the most inputs of a document; 0 for no limit
+    overlong        truncate, drop, or split into documents of their own
+    first_sequence  number of the first of these sequences in its file
+    """
+    require_policy(overlong)
+    usable = inputs >= 1
+    count = len(inputs)
+    wide = np.int64 if first_sequence + count > np.iinfo(np.int32).max else np.int32
+    sequences = np.arange(first_sequence, first_sequence + count, dtype=wide)[usable]
+    kept = inputs[usable]
+    starts = np.zeros_like(kept)
+    over = kept > context if context else np.zeros(len(kept), bool)
+    overlong_count = int(over.sum())
+    tokens_before = int(kept.sum(dtype=np.int64))
+
+    if overlong_count and overlong == "truncate":
+        kept = np.minimum(kept, context)
+    elif overlong_count and overlong == "drop":
+        sequences, starts, kept = sequences[~over], starts[~over], kept[~over]
+    elif overlong_count:
+        pieces = -(-kept // context)
+        # Number of each piece within its sequence: 0 1 2, 0, 0 1, ...
+        first = np.cumsum(pieces, dtype=np.int64) - pieces
+        piece = np.arange(int(pieces.sum(dtype=np.int64))) - np.repeat(first, pieces)
+        starts = (piece * context).astype(kept.dtype)
+        sequences = np.repeat(sequences, pieces)
+        kept = np.minimum(np.repeat(kept, pieces) - starts, context)
+
+    tokens = int(kept.sum(dtype=np.int64))
+    done = {"truncate": "truncated", "drop": "dropped", "split": "split"}[overlong]
+    counts = Counts(
+        sequences=count,
+        documents=len(kept),
+        tokens=tokens,
+        skipped=count - int(usable.sum()),
+        lost_tokens=tokens_before - tokens,
+        **{done: overlong_count},
+    )
+    return DocumentIndex(sequences, starts, kept.astype(inputs.dtype, copy=False), counts)

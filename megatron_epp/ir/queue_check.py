@@ -1,0 +1,127 @@
+"""Whether programs hang on devices that take work in the order in which it was issued.
+
+Two questions, for the messages of GPUs, whose sends and receives are kernels:
+
+``stuck_in_one_queue``   each device has a single queue (CUDA_DEVICE_MAX_CONNECTIONS=1), so what
+                         cannot start holds up all that was issued behind it, and sends meet their
+                         receives: neither is done before the other has started
+``hanging_waits``        queues are free of each other, but at some point of issue the host waits
+                         for its whole device (cudaFree, the loading of a kernel, a new
+                         communicator), and meanwhile issues nothing more
+
+Programs that :func:`megatron_epp.ir.lower.lower` makes pass both by construction; the checks are
+for whoever issues in another order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from megatron_epp.ir.lower import Program
+from megatron_epp.ir.op import Kind, Message, Op, Post, Transfer
+
+# Of a stage's program: (stage, index).
+Place = tuple[int, int]
+COMPUTE_STREAM = "compute"
+
+
+def stuck_in_one_queue(programs: Sequence[Program], strict: bool = False) -> tuple[Place, ...]:
+    """Where the stages stand for ever, with one queue per device; nothing if all get through.
+
+    A send or receive starts when the one before it on its link is done. ``strict``: nothing
+    starts before all that was issued before it is done, transfers included.
+    """
+    at = [0] * len(programs)
+    started: set[tuple[bool, Message]] = set()  # (whether its sender has, message)
+    last: dict[tuple[bool, int, int], Message] = {}  # by end of a link
+
+    def done(message: Message) -> bool:
+        return (True, message) in started and (False, message) in started
+
+    def passes(item: Op | Transfer | Post) -> bool:
+        if isinstance(item, Op):
+            return True
+        message = item.message
+        if isinstance(item, Transfer) and item.kind is Kind.RECEIVE:
+            return done(message)
+        end = isinstance(item, Transfer), message
+        before = last.get((end[0], *message.link))
+        if end not in started and before is not None and not done(before):
+            return False
+        started.add(end)
+        last[end[0], *message.link] = message
+        return done(message) or not strict
+
+    moved = True
+    while moved:
+        moved = False
+        for stage, program in enumerate(programs):
+            while at[stage] < len(program) and passes(program[at[stage]]):
+                at[stage] += 1
+                moved = True
+    return tuple((stage, index) for stage, index in enumerate(at) if index < len(programs[stage]))
+
+
+def hanging_waits(programs: Sequence[Program]) -> tuple[Place, ...]:
+    """The items right behind which a wait for the whole device never returns.
+
+    An op or a RECEIVE is done when what it stands behind on the compute stream is; a message, when
+    what both its ends stand behind is: the compute streams, and their links' streams. For each of
+    them, how far every host must have issued is the furthest of what it stands behind; an item that
+    asks more of its own host than itself hangs a wait until that is issued.
+
+    ValueError: programs that never end, wherever they wait.
+    """
+    behind: dict[Place | Message, list[Place | Message]] = {}
+    places: dict[Place | Message, list[Place]] = {}
+    for stage, program in enumerate(programs):
+        streams: dict[object, Place | Message] = {}  # what was last issued to each
+        for index, item in enumerate(program):
+            receives = isinstance(item, Transfer) and item.kind is Kind.RECEIVE
+            node: Place | Message = (stage, index)
+            after = [COMPUTE_STREAM]
+            if not isinstance(item, Op) and not receives:
+                node = item.message
+                after.append((isinstance(item, Post), *item.message.link))
+            found = behind.setdefault(node, [])
+            found += [streams[stream] for stream in after if stream in streams]
+            if receives:
+                found.append(item.message)
+            places.setdefault(node, []).append((stage, index))
+            streams[after[-1]] = node
+    furthest: dict[Place | Message, list[int]] = {}
+    for node in _causes_first(behind):
+        reach = [-1] * len(programs)
+        for other in behind[node]:
+            reach = list(map(max, reach, furthest[other]))
+        for stage, index in places[node]:
+            reach[stage] = max(reach[stage], index)
+        furthest[node] = reach
+    asked = [[-1] * len(program) for program in programs]
+    for node, found in places.items():
+        for stage, index in found:
+            asked[stage][index] = furthest[node][stage]
+    return tuple(
+        (stage, index)
+        for stage, of_stage in enumerate(asked)
+        for index, most in enumerate(accumulate(of_stage, max))
+        if most > index
+    )
+
+
+def _causes_first[N](behind: Mapping[N, Sequence[N]]) -> Iterator[N]:
+    """Every node after those that it stands behind."""
+    ahead: dict[N, list[N]] = {node: [] for node in behind}
+    missing = {node: len(others) for node, others in behind.items()}
+    for node, others in behind.items():
+        for other in others:
+            ahead[other].append(node)
+    ready = [node for node, count in missing.items() if count == 0]
+    for node in ready:  # grows while it is read
+        yield node
+        for other in ahead[node]:
+            missing[other] -= 1
+            if missing[other] == 0:
+                ready.append(other)
+    if len(ready) < len(behind):
+        stuck = next(str(node) for node, count in missing.items() if count)
+        raise ValueError(f"programs that never end: {stuck} waits for itself")

@@ -1,0 +1,70 @@
+"""One sequence of the ops of all stages, in which causes come first.
+
+Every rank issues its ops and messages as this sequence has them (:mod:`megatron_epp.ir.lower`), so
+it must be the same on all ranks: it follows from the plan alone. Ops stand where they would end if
+each took as long as it has work. Real durations differ; what that costs is a message that starts a
+little late (scripts/bench/issue_order.py), never one that cannot come.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from megatron_epp.ir.check import rules_of, walk
+from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Op
+from megatron_epp.ir.plan import Plan
+from megatron_epp.ir.recompute import FULL
+from megatron_epp.ir.slices import slices_of
+
+# A token's share of the linear layers costs as much as so many query-key pairs: 6 x hidden of a
+# layer of 12 hidden^2 weights, for a hidden size of 4096.
+PAIRS_PER_TOKEN = 6 * 4096
+
+# The work of an op in forwards of its chunk.
+FORWARDS: Mapping[Kind, int] = {
+    Kind.FORWARD: 1,
+    Kind.BACKWARD: 2,
+    Kind.INPUT: 1,
+    Kind.WEIGHT: 1,
+}
+
+
+def sequence(plan: Plan) -> Iterator[tuple[int, Op]]:
+    """(stage, op) of every op of ``plan``, in the order in which they would end.
+
+    Whole numbers only, so that all machines agree; O(n log n) for n ops. Raises as ``walk`` does
+    where the plan cannot run.
+    """
+    slices, stages = slices_of(plan), plan.stages
+    chunks = range(len(plan.chunks))
+    rows = {
+        kind: [(need, [slices.related(c, need.chunk) for c in chunks]) for need in rule.needs]
+        for kind, rule in rules_of(plan).items()
+    }
+    units = _units(plan)
+    ends = {kind: [[0] * len(plan.chunks) for _ in range(stages)] for kind in COMPUTE}
+    free = [0] * stages
+    ended = []
+    for place, (stage, op) in enumerate(walk(plan, slices)):
+        kind, chunk = op.kind, op.chunk
+        start = free[stage]
+        for need, related in rows[kind]:
+            where, other = stage + need.stage, related[chunk]
+            if other < 0 or not 0 <= where < stages:
+                continue
+            for met_by in need.kinds:  # what has not run has ended at 0
+                end = ends[met_by][where][other]
+                if end > start:
+                    start = end
+        layers = FORWARDS[kind] * plan.layers[stage]
+        if kind in BACKWARDS:
+            layers += plan.recompute[stage][chunk].count(FULL)
+        stop = start + layers * units[chunk]
+        free[stage] = ends[kind][stage][chunk] = stop
+        ended.append((stop, place, stage, op))
+    ended.sort()  # at one time, as walk has them: causes first
+    for _, _, stage, op in ended:
+        yield stage, op
+
+
+def _units(plan: Plan) -> list[int]:
+    """The work of every chunk in one layer, in query-key pairs."""
+    return [PAIRS_PER_TOKEN * chunk.tokens + chunk.pairs for chunk in plan.chunks]

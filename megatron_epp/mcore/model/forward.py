@@ -1,0 +1,37 @@
+"""The forward step and the loss that Megatron's trainer is given, on one chunk."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.mcore.data.chunk_batches import ChunkBatch
+from megatron_epp.mcore.model.early_head import EarlyHead
+
+
+def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
+    """One chunk through this stage: its output, and the loss function for the last stage."""
+    batch = next(batches)
+    output = model(
+        batch.tokens,
+        batch.positions,
+        None,
+        labels=batch.labels,
+        packed_seq_params=batch.params,
+        output_processor=None if batch.known_gradient is None else EarlyHead(batch.known_gradient),
+    )
+    return output, partial(loss, batch.loss_mask)
+
+
+def loss(loss_mask_1T: Tensor, token_losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Loss summed over the chunk's unmasked tokens, their number, and both for the log.
+
+    The divisor comes once per iteration, over the whole global batch (--calculate-per-token-loss).
+    """
+    mask = loss_mask_1T.view(-1)
+    dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)
+    total = torch.sum(token_losses_1T.view(-1).to(dtype) * mask)
+    tokens = mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}

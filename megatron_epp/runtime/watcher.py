@@ -1,0 +1,116 @@
+"""Says what a rank waits for where nothing moves, and ends it where nothing will.
+
+A lost message shows in no other way: NCCL's waits return at once and leave the device standing,
+gloo's block without a word until the group's timeout. The watcher is a thread that looks at what
+the rank noted last (:class:`Waiting`), now and then; ops pay nothing for it.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from megatron_epp.ir import Kind, Message, Op, Payload, Transfer
+from megatron_epp.runtime.executor import Elsewhere, Waiting
+
+PATIENCE_SECONDS = 30.0  # without progress, before the first line; then twice as long, and again
+# What is not ours (a checkpoint, the optimizer) may take so many times as long before it is named.
+ELSEWHERE_PATIENCE = 10
+# How long after the timeout a rank ends that has not failed by itself, as gloo's waits do.
+GRACE_SECONDS = 5.0
+LOST_STATUS = 1
+
+
+class Watcher:
+    """``ranks``: this pipeline's, by stage. ``timeout``: of the process groups.
+
+    ``tell`` and ``end``: what lines are given to, and what ends the process.
+    """
+
+    def __init__(
+        self,
+        waiting: Waiting,
+        ranks: Sequence[int],
+        rank: int,
+        timeout: timedelta,
+        patience_seconds: float = PATIENCE_SECONDS,
+        grace_seconds: float = GRACE_SECONDS,
+        tell: Callable[[str], None] | None = None,
+        end: Callable[[int], object] = os._exit,
+    ):
+        self.waiting, self.ranks, self.rank = waiting, tuple(ranks), rank
+        self.patience_seconds = patience_seconds
+        self.last_seconds = timeout.total_seconds() + grace_seconds
+        self.tell, self.end = tell or _to_stderr, end
+        self.ended = False
+        self._since, self._after = -1.0, 0.0
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="megatron_epp-watcher", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self.ended:
+            time.sleep(self.look())
+
+    def look(self) -> float:
+        """Speak if it is time to; the seconds after which to look again."""
+        if self._since != self.waiting.since:  # something moved
+            self._since, self._after = self.waiting.since, self.patience_seconds
+            if isinstance(self.waiting.what, Elsewhere):
+                self._after *= ELSEWHERE_PATIENCE
+        quiet = time.monotonic() - self._since
+        if quiet >= self.last_seconds and self._waits_for_others():
+            self.ended = True
+            self.tell(f"{self.line()}; given up")
+            self.end(LOST_STATUS)
+        elif quiet >= self._after:
+            self.tell(self.line())
+            while self._after <= quiet:
+                self._after *= 2
+        next_look = self._after - quiet
+        if quiet < self.last_seconds:
+            next_look = min(next_look, self.last_seconds - quiet)
+        return min(self.patience_seconds, next_look)  # what comes next may be stuck at once
+
+    def _waits_for_others(self) -> bool:
+        what = self.waiting.what
+        if isinstance(what, Op):
+            return self._arriving() is not None
+        return not isinstance(what, Elsewhere)
+
+    def _arriving(self) -> Message | None:
+        """What the device stands before, though the host has gone on."""
+        links = self.waiting.links
+        try:
+            return None if links is None else links.oldest_arriving()
+        except RuntimeError:  # its communicator is gone
+            return None
+
+    def line(self) -> str:
+        """Which rank waits for which op of which other, and since when."""
+        what, line = self.waiting.what, f"rank {self.rank} does not move: {self.waiting}"
+        if isinstance(what, Transfer):
+            return f"{line}: {self._explained(what)}"
+        message = self._arriving()
+        if message is None:
+            return line
+        transfer = Transfer(Kind.RECEIVE, message)
+        return f"{line}; its device waits for {transfer}: {self._explained(transfer)}"
+
+    def _explained(self, transfer: Transfer) -> str:
+        """``the output of F3 on stage 0 (rank 1)``, or who has not taken it."""
+        message = transfer.message
+        forward = message.payload is Payload.ACTIVATION
+        made = f"what {'F' if forward else 'B (or I)'} of chunk {message.chunk} makes"
+        if transfer.kind is Kind.SEND:
+            other, verb = message.target, "has not taken"
+        else:
+            other, verb = message.source, "has not sent"
+        rank = self.ranks[other] if other < len(self.ranks) else "unknown"
+        return f"stage {other} (rank {rank}) {verb} {made}"
+
+
+def _to_stderr(line: str) -> None:
+    print(f"megatron_epp: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,96 @@
+"""No program hangs in one queue of a device, nor in a wait for all of it; other orders do."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.ir import Plan, PlanError, Post, Step, lower
+from megatron_epp.ir.queue_check import hanging_waits, stuck_in_one_queue
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PIPELINES
+from tests.plans import EXAMPLE, evaluation, two_ahead
+
+GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.plan"))
+HANGING = Plan.parse(EXAMPLE)
+
+
+def assert_sound(plan: Plan) -> None:
+    programs = lower(plan)
+    assert stuck_in_one_queue(programs) == ()
+    assert stuck_in_one_queue(programs, strict=True) == ()
+    assert hanging_waits(programs) == ()
+
+
+def of_file(path: Path) -> tuple[Plan, ...]:
+    text = path.read_text()
+    try:
+        return (Plan.parse(text),)
+    except PlanError:
+        return Step.parse(text).plans
+
+
+def test_planned_batches() -> None:
+    """Of all pipeline planners, training and evaluation, 1 to 8 stages."""
+    plans = [plan for path in GOLDEN for plan in of_file(path)]
+    planners = {plan.predicted.planner for plan in plans if plan.predicted is not None}
+    assert planners >= set(PIPELINES)
+    for plan in plans:
+        assert_sound(plan)
+
+
+@pytest.mark.parametrize("planner", PIPELINES)
+def test_planned_batches_on_sixteen_stages(planner: str) -> None:
+    random = Random(planner)
+    cost = named_cost("llama3-8b", "h100-80g", pp=16, tp=8)
+    lengths = [min(int(random.lognormvariate(7.5, 1.3)) + 1, 65536) for _ in range(24)]
+    options = Options(context=65536, effort=0)
+    assert_sound(PIPELINES[planner](lengths, cost, options).plan)
+
+
+@pytest.mark.parametrize("stages", range(2, 17))
+def test_random_plans(stages: int) -> None:
+    for seed in range(32):  # 480 plans, and their evaluations
+        random = Random(seed * 16 + stages)
+        lengths = [random.randint(1, 60) for _ in range(random.randint(1, 3 - stages // 8))]
+        layers = [random.randint(0, 4) for _ in range(stages)]
+        plan = arbitrary_plan(lengths, layers, random, split_backward=random.choice((0, 0.5, 1)))
+        assert_sound(plan)
+        assert_sound(evaluation(plan))
+
+
+# ------------------------------------------------------------------ what does hang
+
+
+def test_two_receives_ahead_hang_in_one_queue() -> None:
+    """Stage 0 posts the gradients of chunks 1 and 0 before it asks for F0; the second waits for
+    the first, and F0 stands behind it."""
+    programs = two_ahead(HANGING)
+    stuck = stuck_in_one_queue(programs)
+    assert [str(programs[stage][index]) for stage, index in stuck] == ["POST:B0<1", "POST:F1<0"]
+
+
+def test_two_receives_ahead_hang_in_a_wait_for_the_device() -> None:
+    programs = two_ahead(HANGING)
+    hanging = [f"{stage} {programs[stage][index]}" for stage, index in hanging_waits(programs)]
+    # Until stage 0 has sent chunks 0 and 1, the gradients that it has posted cannot come; what
+    # stage 1 has posted needs nothing of it.
+    assert hanging == ["0 POST:B1<1", "0 POST:B0<1", "0 F0", "0 SEND:F0>1", "0 F1"]
+
+
+def test_a_receive_posted_before_its_cause_hangs_a_wait() -> None:
+    """One receive, moved to the front, is enough."""
+    programs = list(lower(HANGING))
+    post = next(op for op in programs[0] if isinstance(op, Post))
+    programs[0] = (post, *(op for op in programs[0] if op != post))
+    assert stuck_in_one_queue(programs) == ()
+    assert stuck_in_one_queue(programs, strict=True) != ()
+    assert hanging_waits(programs) == tuple((0, index) for index in range(4))
+
+
+def test_programs_that_never_end_are_named() -> None:
+    programs = [tuple(reversed(program)) for program in lower(HANGING)]
+    with pytest.raises(ValueError, match="programs that never end"):
+        hanging_waits(programs)
