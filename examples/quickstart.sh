@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # From a fresh checkout to a trained model: the environment, a corpus of real documents (the source
-# text of Python's standard library), a small Llama-style model trained over two pipeline stages
-# through elastic pipelines, and beside it the same corpus in plain packing and through Megatron's
-# own schedule. Prints a plan, the losses and a table; draws what happened.
+# text of Python's standard library), a small Llama-style model trained over two pipeline stages by
+# elastic plans. Then the same batches are run three ways, in turn: packed into whole contexts,
+# elastic in the memory that packing took, and elastic in two fifths of it. Megatron's own schedule
+# is run beside them at a short context. Prints a plan, the losses and a table; draws what happened.
 #
-#   bash examples/quickstart.sh [FOLDER]        default: quickstart; 6 to 10 minutes on two cores
+#   bash examples/quickstart.sh [FOLDER]        default: quickstart; 5 to 6 minutes on two cores
 #
-# GPUs are used where there are two or more; otherwise two processes of the CPU, over gloo.
-# ITERS (default 14), CONTEXT (4096) and BUDGET (1, GiB of activations per stage) may be set.
+# It runs on the CPU alone, in two processes that talk over gloo, also where there are GPUs: a
+# demonstration of schedules, not of hardware. examples/pretrain_gpt_epp.sh trains on GPUs.
+# SIZE       32k (default) or 4k: the settings below; 4k is what the quickstart trained at first
+# ITERS, CONTEXT, BATCH, BUDGET, COMPARED     instead of one of them
 set -euo pipefail
 case ${1:-} in
 -h | --help)
@@ -21,18 +24,47 @@ case ${1:-} in
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-quickstart}
-ITERS=${ITERS:-14}
-CONTEXT=${CONTEXT:-4096}
-BUDGET=${BUDGET:-1}
-compared=${COMPARED:-3} # iterations of the runs that are only compared
-short=2048              # a context whose square Megatron's attention on a CPU can hold
 
-for name in ITERS CONTEXT compared; do
+# All sizes. Of two stages the last one carries the output layer, so it has fewer of the others.
+# settings: CONTEXT, documents of a BATCH, ITERS trained, batches COMPARED, BUDGET in GiB of
+# activations per stage (of training; what is compared has packing's own), learning rate's warm-up
+case ${SIZE:-32k} in
+32k)
+    settings=(32768 6 8 2 1 2)
+    shape=(--num-layers 3 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 1
+        --hidden-size 128 --ffn-hidden-size 344
+        --num-attention-heads 2 --kv-channels 32 --num-query-groups 1)
+    ;;
+4k)
+    settings=(4096 8 14 3 1 4)
+    shape=(--num-layers 6 --decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 2
+        --hidden-size 256 --ffn-hidden-size 688
+        --num-attention-heads 4 --num-query-groups 2)
+    ;;
+*)
+    echo "quickstart: SIZE=$SIZE: expected 32k or 4k" >&2
+    exit 2
+    ;;
+esac
+CONTEXT=${CONTEXT:-${settings[0]}}
+BATCH=${BATCH:-${settings[1]}}
+ITERS=${ITERS:-${settings[2]}}
+COMPARED=${COMPARED:-${settings[3]}}
+BUDGET=${BUDGET:-${settings[4]}}
+warmup=${settings[5]}
+short=2048 # a context whose square Megatron's attention on a CPU can hold
+short_iterations=3
+
+for name in CONTEXT BATCH ITERS COMPARED; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || {
-        echo "quickstart: ${name^^}=${!name}: expected a whole number of at least 1" >&2
+        echo "quickstart: $name=${!name}: expected a whole number of at least 1" >&2
         exit 2
     }
 done
+((ITERS > warmup)) || {
+    echo "quickstart: ITERS=$ITERS: expected more than the $warmup iterations of warm-up" >&2
+    exit 2
+}
 [[ $BUDGET =~ ^[0-9]*\.?[0-9]+$ ]] || {
     echo "quickstart: BUDGET=$BUDGET: expected GiB, as in 0.5" >&2
     exit 2
@@ -43,9 +75,7 @@ say() { printf '\n=== %s\n' "$*"; }
 say "environment"
 bash scripts/setup_env.sh
 python=${EPP_VENV:-.venv}/bin/python
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
-((gpus >= 2)) || export CUDA_VISIBLE_DEVICES=""
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 CUDA_VISIBLE_DEVICES=""
 
 mkdir -p "$out"
 # The planner's inner loops are compiled when first used: now, or the first iteration would wait for it.
@@ -64,14 +94,11 @@ fi
 wait "$compiling" || { tail -n 5 "$out/compile.log" >&2; exit 1; }
 
 flags() { # flags CONTEXT ITERATIONS
-    # The last stage carries the output layer, so it has fewer of the others.
-    echo --num-layers 6 --decoder-first-pipeline-num-layers 4 --decoder-last-pipeline-num-layers 2 \
-        --hidden-size 256 --ffn-hidden-size 688 --num-attention-heads 4 \
-        --group-query-attention --num-query-groups 2 --normalization RMSNorm --swiglu \
+    echo "${shape[@]}" --group-query-attention --normalization RMSNorm --swiglu \
         --disable-bias-linear --position-embedding-type rope \
         --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 \
         --pipeline-model-parallel-size 2 --seq-length "$1" --max-position-embeddings "$1" \
-        --global-batch-size 8 --train-iters "$2" --lr 3e-3 --lr-warmup-iters 4 \
+        --global-batch-size "$BATCH" --train-iters "$2" --lr 3e-3 --lr-warmup-iters "$warmup" \
         --lr-decay-iters "$ITERS" --min-lr 3e-4 --lr-decay-style cosine --clip-grad 1.0 \
         --data-path "$corpus" --split 98,2,0 --eval-iters 0 \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$corpus.model" \
@@ -103,16 +130,17 @@ run epp -m megatron_epp.pretrain_gpt $(flags "$CONTEXT" "$ITERS") --epp --epp-re
     --epp-memory-budget-gib "$BUDGET"
 cp "$out/epp/epp-cost-model.json" "$cost"
 
-say "2 of 4: each batch by 'epp' and by 'packing' (whole documents side by side) in turn"
-run turns examples/quickstart_turns.py $(flags "$CONTEXT" $((2 * compared - 1))) --epp \
-    --epp-record "$out/turns" --epp-cost-model "$cost" --epp-memory-budget-gib "$BUDGET"
+say "2 of 4: $COMPARED batches, each packed, elastic in packing's memory, elastic in less"
+# Iteration 1 warms up, then every batch comes three times (quickstart_turns.py). Budgets are its own.
+run turns examples/quickstart_turns.py $(flags "$CONTEXT" $((3 * COMPARED + 1))) --epp \
+    --epp-record "$out/turns" --epp-cost-model "$cost"
 
 say "3 of 4: elastic pipelines at context $short"
-run epp-short -m megatron_epp.pretrain_gpt $(flags "$short" "$compared") --epp \
+run epp-short -m megatron_epp.pretrain_gpt $(flags "$short" "$short_iterations") --epp \
     --epp-record "$out/epp-short" --epp-cost-model "$cost" --epp-memory-budget-gib "$BUDGET"
 
 say "4 of 4: Megatron's own schedule at context $short"
-run stock scripts/bench/stock.py $(flags "$short" "$compared") --micro-batch-size 1
+run stock scripts/bench/stock.py $(flags "$short" "$short_iterations") --micro-batch-size 1
 
 say "results"
 "$python" examples/quickstart_report.py report "$out" "$BUDGET"

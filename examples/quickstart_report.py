@@ -8,6 +8,7 @@ quickstart_report.py report FOLDER GIB  compare the runs that quickstart.sh left
 
 import json
 import os
+import platform
 import re
 import statistics
 import subprocess
@@ -97,12 +98,14 @@ class Run:
     bubbles: list[float]
     peaks: list[tuple[int, ...]]
     chunks: list[int]
+    predicted: list[float]  # seconds; empty where nothing was planned
     plan: str
 
     def only(self, iterations: Sequence[int]) -> "Run":
         """Those iterations of it, counted from 0."""
-        lists = ("losses", "seconds", "tokens", "bubbles", "peaks", "chunks")
-        return replace(self, **{x: [getattr(self, x)[i] for i in iterations] for x in lists})
+        lists = ("losses", "seconds", "tokens", "bubbles", "peaks", "chunks", "predicted")
+        kept = {x: getattr(self, x) for x in lists}
+        return replace(self, **{x: [v[i] for i in iterations] for x, v in kept.items() if v})
 
     def warm(self) -> "Run":
         return self.only(range(1, len(self.seconds)))
@@ -112,16 +115,21 @@ class Run:
         """Tokens per second."""
         return [t / s for t, s in zip(self.tokens, self.seconds, strict=True)]
 
-    def row(self, ratio: float) -> list[str]:
-        worst = [max(stage) for stage in zip(*self.peaks, strict=True)]
+    @property
+    def worst_peaks(self) -> list[int]:
+        """Bytes by stage."""
+        return [max(stage) for stage in zip(*self.peaks, strict=True)]
+
+    def row(self, ratio: float, predicted: str) -> list[str]:
         return [
             self.name,
             f"{self.context}",
             f"{statistics.median(self.rates):.0f}",
             f"{ratio:.2f}",
+            predicted,
             f"{statistics.median(self.bubbles):.1%}",
             "0.0%",
-            " / ".join(f"{peak / MIB:.0f}" for peak in worst),
+            " / ".join(f"{peak / MIB:.0f}" for peak in self.worst_peaks),
             f"{statistics.median(self.chunks):.0f}",
             self.plan,
         ]
@@ -144,6 +152,7 @@ def elastic(folder: Path, name: str, title: str, context: int, plan: str) -> Run
         bubbles=[bubble(timed) for timed in records],
         peaks=[peaks(timed) for timed in records],
         chunks=[sum(len(plan.chunks) for plan in step.plans) for step in steps],
+        predicted=[max(plan.predicted.seconds for plan in step.plans) for step in steps],
         plan=plan,
     )
 
@@ -186,6 +195,7 @@ def stock(folder: Path, context: int, batch: int) -> Run:
         bubbles=bubbles,
         peaks=most,
         chunks=[batch] * len(logged),
+        predicted=[],
         plan="1F1B, fixed length",
     )
 
@@ -193,50 +203,84 @@ def stock(folder: Path, context: int, batch: int) -> Run:
 # ------------------------------------------------------------------ the report
 
 
-def context_of(folder: Path, name: str) -> int:
-    match = re.search(r"^ +seq_length \.+ (\d+)$", (folder / f"{name}.log").read_text(), re.M)
-    assert match is not None, f"{name}.log does not name its context"
+def argument_of(folder: Path, name: str, argument: str) -> int:
+    """A number that Megatron's log of the run gives among its arguments."""
+    text = (folder / f"{name}.log").read_text()
+    match = re.search(rf"^ +{argument} \.+ (\d+)$", text, re.M)
+    assert match is not None, f"{name}.log does not name its {argument}"
     return int(match[1])
 
 
+def host() -> str:
+    """What this ran on."""
+    try:
+        models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        models = []
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+
+
 def report(folder: Path, budget: str) -> None:
-    main = context_of(folder, "epp")
-    short = context_of(folder, "stock")
+    main = argument_of(folder, "epp", "seq_length")
+    short = argument_of(folder, "stock", "seq_length")
+    batch = argument_of(folder, "stock", "global_batch_size")
     trained = elastic(folder, "epp", "elastic pipeline", main, "planner epp")
-    turns = elastic(folder, "turns", "elastic pipeline", main, "planner epp")
-    # Iteration 1 warms up; then every batch comes twice (quickstart_turns.py).
-    ours = turns.only(range(1, len(turns.seconds), 2))
-    packed = turns.only(range(2, len(turns.seconds), 2))
-    packed = replace(packed, name="packing", plan="planner packing")
+    # Iteration 1 warms up; then every batch comes three times (quickstart_turns.py).
+    turns = elastic(folder, "turns", "packing", main, "planner packing")
+    packed, same, less = (turns.only(range(i, len(turns.seconds), 3)) for i in (1, 2, 3))
+    same = replace(same, name="elastic, same memory", plan="planner epp")
+    less = replace(less, name="elastic, less memory", plan="planner epp")
     ours_short = elastic(folder, "epp-short", "elastic pipeline", short, "planner epp").warm()
-    theirs = stock(folder, short, batch=8).warm()
+    theirs = stock(folder, short, batch).warm()
     _first_plan(folder, budget)
     print("\nlosses, elastic pipelines:")
-    shown = [0, *range(4, len(trained.losses), 5)]
+    shown = sorted({*range(0, len(trained.losses), 3), len(trained.losses) - 1})
     print("  " + "  ".join(f"{n + 1}: {trained.losses[n]:.3f}" for n in shown))
     print(f"  fell from {trained.losses[0]:.3f} to {trained.losses[-1]:.3f}\n")
-    headers = ["run", "context", "tokens/s", "ratio", "bubble", "padding"]
+    headers = ["run", "context", "tokens/s", "ratio", "predicted", "bubble", "padding"]
     headers += ["peak MiB by stage", "chunks", "how"]
-    in_turn = statistics.median(a / b for a, b in zip(ours.rates, packed.rates, strict=True))
+    rows = []
+    for run in (same, less):
+        measured, promised = times_faster(run, packed)
+        rows.append(run.row(measured, f"{promised:.2f}"))
+    rows.append(packed.row(1.0, "1.00"))
     beside = statistics.median(ours_short.rates) / statistics.median(theirs.rates)
-    rows = [ours.row(in_turn), packed.row(1.0), ours_short.row(beside), theirs.row(1.0)]
+    rows += [ours_short.row(beside, "-"), theirs.row(1.0, "-")]
     print(plain(headers, rows))
     print(_DIFFERENCES)
+    print(f"\nran on: {host()}; two processes of one thread, gloo, float32; no GPU was used\n")
+    for run in (same, less):
+        measured, promised = times_faster(run, packed)
+        share = max(a / b for a, b in zip(run.worst_peaks, packed.worst_peaks, strict=True))
+        print(
+            f"{run.name}: {measured:.2f} times as fast as packing (predicted {promised:.2f}) "
+            f"in {share:.0%} of its activation memory"
+        )
     _pictures(folder, trained, budget)
+
+
+def times_faster(run: Run, than: Run) -> tuple[float, float]:
+    """(measured, predicted): medians over batches that both ran."""
+    measured = statistics.median(b / a for a, b in zip(run.seconds, than.seconds, strict=True))
+    both = zip(run.predicted, than.predicted, strict=True)
+    return measured, statistics.median(b / a for a, b in both)
 
 
 _DIFFERENCES = """\
 tokens/s    medians over iterations after the first, schedules alone (no planning, no optimizer);
             tokens of documents, no padding counted
-ratio       against the line below it: batch by batch and in turn for packing; another run on the
-            same corpus and context for Megatron's own schedule
+ratio       of the first two lines against packing, batch by batch and in turn; of elastic pipelines
+            at the short context against Megatron's own schedule: another run on the same corpus
+predicted   the ratio that the cost model promised, before anything of it ran
 peak        bytes that autograd saved and K/V buffers, worst iteration; no weights, no optimizer
 What differs: elastic pipeline and packing run in one executor with the same kernels on the same
-documents, each of which attends to itself alone; both plan within the same budget and take of
-it what they need. Megatron strings the documents together, cuts the string at the context and lets
-neighbours in a sample see each other (so its losses are not comparable), has no short sample, and
-its attention on a CPU is unfused and keeps a square of the context for every head; on a GPU it
-would not.
+documents, each of which attends to itself alone. Packing fills micro-batches of one context each
+and recomputes nothing; what it holds then is the memory of the first line, two fifths of it the
+memory of the second. Few documents on two stages stand for what a large job has on many stages: a
+pipeline with few micro-batches. Megatron strings the documents together, cuts the string at the
+context and lets neighbours in a sample see each other (so its losses are not comparable), has no
+short sample, and its attention on a CPU is unfused and keeps a square of the context for every
+head; on a GPU it would not.
 Two processes on two cores: the planner process and the trainer share them."""
 
 

@@ -5,6 +5,7 @@ Bad input is one line on stderr and exit status 2, never a traceback.
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -24,8 +25,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parse(arguments)
         if chosen.command in DOING:
             return _doing(chosen.command, chosen.rest)
-        # Here, not above: solver and compiler take seconds to load, and check needs neither.
-        return import_module(f"megatron_epp.cli.{chosen.command}").run(chosen)
+        with warnings.catch_warnings():
+            # numpy's words on an overflow: they would say nothing to whoever named the numbers.
+            warnings.filterwarnings("error", ".* encountered in ", RuntimeWarning)
+            # Here, not above: solver and compiler take seconds to load, and check needs neither.
+            return import_module(f"megatron_epp.cli.{chosen.command}").run(chosen)
+    except RuntimeWarning as error:
+        print(
+            f"{PROGRAM}: error: the numbers of the model, device, cost model or lengths are too "
+            f"large or too small together to be computed with ({error})",
+            file=sys.stderr,
+        )
+        return 2
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             # The reader (a pager, head) has seen enough. stdout must not be flushed once more.
@@ -50,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _doing(command: str, rest: Sequence[str]) -> int:
     """The commands of the doing tower, which needs torch and Megatron."""
+    # Before the import: torch and Megatron take long to load, and every process loads them.
+    import_module("megatron_epp.cli.megatron_flags").require_known(command, rest)
     entry = import_module(f"megatron_epp.mcore.{DOING[command]}").main
     return entry(list(rest)) or 0
 

@@ -553,7 +553,11 @@ def test_a_deadlock_is_drawn_beside_its_line(capsys, tmp_path):
     assert main(["check", str(path)]) == 2
     shown = capsys.readouterr()
     assert shown.err.count("\n") == 1 and "lacks" in shown.err
-    assert "  stage 0: " in shown.out and ">" in shown.out
+    grid = shown.out.splitlines()
+    assert grid[0].startswith("  step:") and grid[1].startswith("  stage 0: ")
+    assert ">F2" in grid[2] and grid[2].endswith("<- lacks F2 of stage 0")
+    assert main(["check", str(path), "--json"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 # ------------------------------------------------------------------ processes

@@ -1,9 +1,10 @@
-"""No module of the house imports itself, however far round: imports inside functions count, too.
+"""No module imports itself, however far round, and nobody outside assigns to the names of one.
 
 A circle that Python does not see, because one of its imports stands inside a function, is a circle
 for whoever reads: none of its modules can be understood, tested or moved alone.
 """
 
+import ast
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,3 +74,85 @@ def test_a_circle_is_found(back: str) -> None:
     }
     (found,) = circles(import_graph(sources))
     assert sorted(found) == ["house.attic", "house.hall", "house.stairs"]
+
+
+# ------------------------------------------------------------------ whose names are assigned to
+
+OUTSIDE = ("scripts", "examples", "tests")
+OWN_PACKAGES = (PACKAGE, "tests", "scripts")
+
+
+def takeovers(source: str) -> list[str]:
+    """Assignments to an attribute of a module or class of ours that ``source`` has imported.
+
+    Whoever replaces ``setup.make_planning`` depends on a name that a refactoring may change, and
+    then replaces nothing without a word: hand it in (``entry.main(hooks=...)``). A context of
+    ``patch.object``, or pytest's monkeypatch, fails where the name is gone, and gives it back.
+    """
+    tree = ast.parse(source)
+    imported = {
+        (name.asname or name.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in node.names
+        if (getattr(node, "module", None) or name.name).split(".")[0] in OWN_PACKAGES
+        or (isinstance(node, ast.ImportFrom) and node.level)
+        # Scripts beside each other import each other by their bare names.
+        or (ROOT.parent / "scripts" / "bench" / f"{name.name}.py").exists()
+    }
+
+    def owner(node: ast.AST) -> str:
+        while isinstance(node, ast.Attribute):
+            node = node.value
+        return node.id if isinstance(node, ast.Name) else ""
+
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ctx=ast.Store() | ast.Del(), value=taken):
+                pass
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[taken, *_]):
+                pass
+            case _:
+                continue
+        if owner(taken) in imported:
+            found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_nobody_takes_over_a_module() -> None:
+    files = [file for folder in OUTSIDE for file in sorted((ROOT.parent / folder).rglob("*.py"))]
+    assert len(files) > 90
+    found = [f"{file}: {line}" for file in files for line in takeovers(file.read_text())]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from megatron_epp.mcore import setup\nsetup.make_planning = print",
+        "def main():\n    from megatron_epp.mcore import setup as s\n    s.GlobalBatches = dict",
+        "from megatron_epp.mcore.model.stage import ModelStage\nModelStage.forward = print",
+        "import megatron_epp.mcore.setup\nmegatron_epp.mcore.setup.limit_bytes = print",
+        "from tests.mcore import runs\nruns.VOCABULARY += 1",
+        "from megatron_epp.mcore import setup\nsetattr(setup, 'obtain', print)",
+        "from megatron_epp.corpus import idx_file\nidx_file.BLOCK, before = 1, idx_file.BLOCK",
+        "import cpu_pipeline\ncpu_pipeline.told = print",
+    ],
+)
+def test_a_takeover_is_found(source: str) -> None:
+    assert len(takeovers(source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from megatron_epp.mcore.setup import Job\njob = Job()\njob.schedule = 3",
+        "import numpy\nnumpy.told = 1",
+        "from megatron_epp.mcore import setup\nmine = setup.obtain",
+        "from unittest.mock import patch\nfrom megatron_epp.mcore import setup\n"
+        "with patch.object(setup, 'obtain', print):\n    pass",
+    ],
+)
+def test_what_is_no_takeover(source: str) -> None:
+    assert takeovers(source) == []

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import sys
 
 from megatron_epp.cli import machine
 from megatron_epp.cli.files import read_plans
+from megatron_epp.cli.options import PROGRAM
 from megatron_epp.ir import Plan, PlanError, check
 
 
@@ -15,10 +17,13 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             check(plan)
         except PlanError as error:
-            line, *drawn = str(error).split("\n")
-            if drawn and not arguments.json:
-                print("\n".join(drawn))  # stderr has the one line
-            raise PlanError(f"{arguments.plan}: {where}{line}") from error
+            line, *grid = str(error).split("\n")
+            if not grid or arguments.json:
+                raise PlanError(f"{arguments.plan}: {where}{line}") from error
+            # Not raised, as the grid comes after the line: that on stderr, the picture on stdout.
+            print(f"{PROGRAM}: error: {arguments.plan}: {where}{line}", file=sys.stderr, flush=True)
+            print("\n".join(grid))
+            return 2
         if machine.wanted(arguments):
             _check_memory(arguments, plan, where)
     if arguments.json:

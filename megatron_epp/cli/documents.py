@@ -5,13 +5,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.corpus.lengths import Corpus, distribution_names, open_corpus
+from megatron_epp.corpus.lengths import MOST_LENGTH, Corpus, distribution_names, open_corpus
 from megatron_epp.show.units import tokens_text
 
 # Documents in a batch where the user names no number: that of the published experiments.
 DEFAULT_SIZE = 512
 # A text file of up to this many lengths is one batch where one batch is asked for.
 MOST_IN_ONE = 16_384
+# A batch of so many inputs, in documents that an index can hold (32 bits), has a number of
+# query-key pairs that 64 bits hold.
+MOST_TOKENS = 2**32
+
+
+def require_batch(lengths: Sequence[int], where: str) -> None:
+    """Refuse a batch whose sums would leave what numbers can say."""
+    if lengths and max(lengths) > MOST_LENGTH:
+        raise ValueError(
+            f"{where}: a document of {max(lengths)} inputs; expected at most {MOST_LENGTH}, "
+            "as in an .idx"
+        )
+    if sum(lengths) > MOST_TOKENS:
+        raise ValueError(
+            f"{where}: {sum(lengths)} inputs in {len(lengths)} documents; expected at most "
+            f"{MOST_TOKENS} in a batch; give a smaller --global-batch-size or --context"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +41,11 @@ class Batches:
 
     def __getitem__(self, index: int) -> tuple[int, ...]:
         if self.size is None:
-            return self.corpus.in_order()
-        return self.corpus.batch(index, self.size, self.seed)
+            batch = self.corpus.in_order()
+        else:
+            batch = self.corpus.batch(index, self.size, self.seed)
+        require_batch(batch, f"{self.corpus.name}: batch {index}")
+        return batch
 
     def __str__(self) -> str:
         size = len(self.corpus) if self.size is None else self.size

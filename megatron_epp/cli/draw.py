@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _runs(arguments: argparse.Namespace, plan: Plan) -> Runs:
     """Predicted first where a machine is named or nothing was measured; then what was measured."""
-    title = arguments.title or Path(arguments.plan).name
+    title = _title(arguments)
     runs = []
     if machine.wanted(arguments):
         cost = machine.plan_cost(arguments, plan)
@@ -55,6 +55,12 @@ def _runs(arguments: argparse.Namespace, plan: Plan) -> Runs:
         runs.append(timeline(plan, records, f"{title}, measured", budget_bytes=budget))
         require_run_of(plan, records, arguments.records)
     return runs
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    """On one line, without what a terminal or a page would take for a command."""
+    title = arguments.title or Path(arguments.plan).name
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in title)
 
 
 def _picture(runs: Runs, arguments: argparse.Namespace) -> Drawing:
@@ -78,7 +84,7 @@ def _png(runs: Runs, arguments: argparse.Namespace) -> bytes:
 def _html(runs: Runs, arguments: argparse.Namespace) -> str:
     from megatron_epp.show.page import to_html
 
-    return to_html(*runs, title=arguments.title or Path(arguments.plan).name)
+    return to_html(*runs, title=_title(arguments))
 
 
 def _text(runs: Runs, arguments: argparse.Namespace) -> str:

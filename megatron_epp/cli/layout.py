@@ -18,6 +18,11 @@ def layout_cost(
     """The cost in the layout that the options name, or that ``planner`` likes best for
     ``lengths``; then what was tried is said on stderr."""
     if AUTO not in (arguments.pp, arguments.cp):
+        if arguments.devices is not None:
+            raise Refused(
+                "--devices has no effect where --pp and --cp are numbers; leave it out, or give "
+                "--pp auto or --cp auto"
+            )
         return machine.planning_cost(arguments)
     cost, tried = choose(arguments, lengths, options, planner)
     for pp, cp, seconds, why in tried:

@@ -156,7 +156,7 @@ def whole_or_auto(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
 
-def positive(unit: str) -> Callable[[str], float]:
+def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             value = float(text)
@@ -164,6 +164,10 @@ def positive(unit: str) -> Callable[[str], float]:
             value = math.nan
         if not (math.isfinite(value) and value > 0):
             raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0, in {unit}")
+        if not 1 / most <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected a number from {1 / most:g} to {most:g}, in {unit}"
+            )
         return value
 
     return read
@@ -370,14 +374,14 @@ def _planner(command: argparse.ArgumentParser, *, names: str | None) -> None:
     )
     group.add_argument(
         "--effort",
-        type=whole(0),
+        type=whole(0, 1_000_000),
         metavar="N",
         help="how much work the search may do, in proportion; 0 takes the first good plan "
         f"(default: {Options().effort})",
     )
     group.add_argument(
         "--multiple",
-        type=whole(1),
+        type=whole(1, 1 << 20),
         default=1,
         metavar="TOKENS",
         help="chunks are padded to a multiple of this (default: 1)",

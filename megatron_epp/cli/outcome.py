@@ -15,7 +15,7 @@ from megatron_epp.planner import (
     Options,
     Planned,
     PlannedGroups,
-    deal,
+    balance_replicas,
     plan_step,
 )
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -85,7 +85,7 @@ def outcome(
         planned = plan_step(lengths, cost, options, planner, replicas)
         found, step, took = planned.planned, planned.step, planned.plan_seconds
     else:
-        deals = deal(lengths, cost, replicas)
+        deals = balance_replicas(lengths, cost, replicas)
         found = tuple(GROUPS[planner]([lengths[d] for d in held], cost, options) for held in deals)
         step, took = None, sum(each.plan_seconds for each in found)
     slowest = max(found, key=lambda each: each.seconds)

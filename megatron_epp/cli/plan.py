@@ -67,10 +67,19 @@ def _read(counts: Counts) -> dict[str, int]:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
+    """What the planner may do: stages' layers are open where --layers does not name them."""
     levers = parse_levers(arguments.levers)
-    if arguments.layers:
-        levers -= {"uneven"}  # the user has said how many layers each stage has
-    options = Options(arguments.context, levers, multiple=arguments.multiple)
+    if arguments.layers and "uneven" in map(str.strip, arguments.levers.split(",")):
+        raise Refused(
+            "--layers names the layers of every stage and the lever uneven moves them; expected one"
+            " of the two"
+        )
+    options = Options(
+        arguments.context,
+        levers,
+        multiple=arguments.multiple,
+        open_layers=not arguments.layers,
+    )
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
     return options

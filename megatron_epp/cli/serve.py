@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from megatron_epp.cli import machine
+from megatron_epp.cli.documents import require_batch
 from megatron_epp.cli.options import AUTO, Refused
 from megatron_epp.cli.outcome import outcome
 from megatron_epp.cli.plan import options_of
@@ -43,6 +44,8 @@ _WARM_UP = (4096, 1024, 512, 256)
 def run(arguments: argparse.Namespace) -> int:
     if AUTO in (arguments.pp, arguments.cp):
         raise Refused("--pp auto, --cp auto: a job that runs has its degrees; expected numbers")
+    if arguments.devices is not None:
+        raise Refused("--devices: a job that runs has its degrees; expected --pp and --cp alone")
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -103,6 +106,7 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
         raise ValueError(
             "request: lengths: expected a list of whole numbers of at least 1 and at most 15 digits"
         )
+    require_batch(lengths, "request: lengths")
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
         raise ValueError(f"request: replicas {replicas!r}: expected a whole number of at least 1")
     if not isinstance(planner, str):

@@ -15,7 +15,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.show.table import plain
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text
-from megatron_epp.sim.play import Played, Rest, Wait, play
+from megatron_epp.sim.play import IdleTail, Simulation, Wait, play
 
 _MOST_BUBBLES = 8
 _MOST_PARTS = 8
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(plan: Plan, cost: Cost, played: Played) -> dict:
+def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
     facts = {
         "seconds": played.seconds,
         "bubble_ratio": played.bubble_ratio,
@@ -71,7 +71,7 @@ def _facts(plan: Plan, cost: Cost, played: Played) -> dict:
     return facts
 
 
-def _bubble(bubble: Wait | Rest) -> dict:
+def _bubble(bubble: Wait | IdleTail) -> dict:
     facts = {"stage": bubble.stage, "start": bubble.start, "stop": bubble.stop}
     if isinstance(bubble, Wait):
         return {
@@ -83,7 +83,7 @@ def _bubble(bubble: Wait | Rest) -> dict:
     return {**facts, "why": "the stage has finished"}
 
 
-def _report(played: Played, cost: Cost, facts: dict) -> str:
+def _report(played: Simulation, cost: Cost, facts: dict) -> str:
     lines = [
         f"iteration   {seconds_text(played.seconds)}",
         f"idle        {share_text(played.bubble_ratio)} of stages x time",
@@ -125,7 +125,7 @@ def _report(played: Played, cost: Cost, facts: dict) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _path(played: Played) -> list[str]:
+def _path(played: Simulation) -> list[str]:
     """The critical path, summed by what it was made of."""
     spent: dict[str, float] = defaultdict(float)
     for step in played.critical_path:
@@ -138,7 +138,7 @@ def _path(played: Played) -> list[str]:
     return [f"critical path: {len(played.critical_path)} ops", *(f"  {part}" for part in parts)]
 
 
-def _longest(bubbles: Sequence[Wait | Rest]) -> list[str]:
+def _longest(bubbles: Sequence[Wait | IdleTail]) -> list[str]:
     """The longest bubbles with their reasons."""
     if not bubbles:
         return ["no bubbles"]

@@ -1,4 +1,4 @@
-"""What was foretold against what happened; where they drift apart, the cost model is refitted.
+"""Predicted against measured seconds; where they drift apart, the cost model is refitted.
 
 A refit takes effect with the next iteration, and is kept in a file named after that iteration
 beside the checkpoint: a resumed run plans with the cost models with which the run before it
@@ -10,11 +10,14 @@ import logging
 import re
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_epp.control.drift import Drift
+from megatron_epp.control.files import BestEffort, write_whole
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fit import Sample
@@ -33,18 +36,19 @@ _FILE = "epp-cost-model.from-{:06d}.json"
 _NAMED = re.compile(r"epp-cost-model\.from-([0-9]{6,})\.json")
 
 
-class Truth:
+class CostMonitor:
     """``may_refit``: the cost model was measured by the job itself, so the job may mend it."""
 
     def __init__(self, groups: Groups, folders: Sequence[str], may_refit: bool):
         self.groups, self.folders, self.may_refit = groups, folders, may_refit
-        self.drift = Drift()
+        self.drift = Drift(may_refit)
+        self._try = BestEffort()
         self._samples: deque[tuple[Kind, Sample]] = deque(maxlen=REMEMBERED)
         self._recorded: dict[int, Profile] = {}  # by iteration, of the run that is resumed
         self._tried = -PAUSE
 
     def busy(self, cost: Cost, plan: Plan, records: Sequence[Timed]) -> float:
-        """Seconds that the cost model foretold for this rank's ops."""
+        """Seconds that the cost model predicts for this rank's ops."""
         found = residuals(plan, cost.table(plan), records)
         self._samples.extend((one.kind, self._sample(plan, one)) for one in found)
         return sum(one.predicted for one in found)
@@ -56,8 +60,8 @@ class Truth:
 
     def judge(self, step: Step, report: IterationReport) -> list[str]:
         """What to tell about the iteration; the same on every rank."""
-        promises = [plan.predicted.seconds for plan in step.plans if plan.predicted is not None]
-        return self.drift.see(max(promises, default=0.0), report)
+        predicted = [plan.predicted.seconds for plan in step.plans if plan.predicted is not None]
+        return self.drift.see(max(predicted, default=0.0), report)
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
         """A better cost model from the next iteration on; collective while the alarm is on."""
@@ -76,10 +80,10 @@ class Truth:
         self._tried = iteration
         group = self.groups.control
         mine = list(self._samples) if self.groups.leads else []
-        every: list = [None] * group.size() if group.rank() == 0 else None
+        every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
         dist.gather_object(mine, every, group=group, group_dst=0)
         text = ""
-        if group.rank() == 0:
+        if every is not None:
             text = self._better(iteration, cost, [row for rows in every for row in rows])
         text = share(text, None, group)
         if not text:
@@ -98,12 +102,14 @@ class Truth:
             return ""
         logger.warning(
             "from iteration %d on: the cost model refitted to %d ops; median error on held-out "
-            "ops %.1f%% instead of %.1f%%",
+            "ops %.1f%% instead of %.1f%%; the planner process is started anew with it",
             iteration + 1, len(rows), 100 * found.after, 100 * found.before,
         )  # fmt: skip
+        text = found.profile.to_json()
         for folder in self.folders:
-            found.profile.save(str(Path(folder) / _FILE.format(iteration + 1)))
-        return found.profile.to_json()
+            path = Path(folder) / _FILE.format(iteration + 1)
+            self._try(f"a refit of the cost model, {path},", partial(write_whole, path, text))
+        return text
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
         """The refit that was in force when ``iteration`` is the next; later ones come when it is
@@ -126,13 +132,21 @@ class Truth:
         """The texts of all refits in ``folder``, by iteration; copied to where this run keeps its
         own."""
         kept = {
-            int(named[1]): Profile.load(str(path))
+            int(named[1]): _refit_text(path)
             for path in Path(folder).glob("epp-cost-model.from-*.json")
             if (named := _NAMED.fullmatch(path.name))
         }
         for place in self.folders:
-            for first, profile in kept.items():
+            for first, text in kept.items():
                 if not (path := Path(place) / _FILE.format(first)).exists():
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    profile.save(str(path))
-        return {first: profile.to_json() for first, profile in kept.items()}
+                    self._try(f"an earlier refit, {path},", partial(write_whole, path, text))
+        return kept
+
+
+def _refit_text(path: Path) -> str:
+    try:
+        return Profile.load(str(path)).to_json()
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{error}; delete {path}: the run then goes on with the cost model of before that refit"
+        ) from error

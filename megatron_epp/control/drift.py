@@ -1,4 +1,7 @@
-"""Whether iterations take what was foretold, and whether one rank is slower than the others."""
+"""Whether iterations take what was predicted, and whether one rank is slower than the others.
+
+A warning says what to do, or that nothing needs to be done.
+"""
 
 import statistics
 from collections import deque
@@ -8,7 +11,7 @@ from megatron_epp.control.report import IterationReport
 
 BAND = 0.15  # of the predicted seconds; outside, the cost model no longer tells the truth
 WINDOW = 8  # iterations whose median counts
-SLOW = 1.25  # a rank against the median of the others, in units of what was foretold for each
+SLOW = 1.25  # a rank against the median of the others, in units of what was predicted for each
 PATIENCE = 5  # iterations in a row
 
 
@@ -16,9 +19,11 @@ PATIENCE = 5  # iterations in a row
 class Drift:
     """Fed with every iteration; says each thing once, until it is over.
 
-    ``alarmed``: the last iterations left the band and have not come back.
+    may_refit   the job measured its cost model itself, and mends it when it drifts
+    alarmed     the last iterations left the band and have not come back
     """
 
+    may_refit: bool = False
     alarmed: bool = False
     _errors: deque = field(default_factory=lambda: deque(maxlen=WINDOW))
     _slow: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -27,7 +32,7 @@ class Drift:
         """What to tell about the iteration, if anything."""
         return [*self._drifts(predicted_seconds, report), *self._lags(report)]
 
-    def forget(self):
+    def forget(self) -> None:
         """The cost model has changed: errors so far say nothing of it."""
         self._errors.clear()
         self.alarmed = False
@@ -42,15 +47,24 @@ class Drift:
         before, self.alarmed = self.alarmed, abs(error) > BAND
         if self.alarmed and not before:
             return [
-                f"drift: the last {WINDOW} iterations took {error:+.0%} against what was foretold "
-                f"(median; the band is {BAND:.0%})"
+                f"drift: the last {WINDOW} iterations took {error:+.0%} against what was predicted "
+                f"(median; the band is {BAND:.0%}): {self._cure}"
             ]
         if before and not self.alarmed:
             return [f"drift: back in the band of {BAND:.0%} ({error:+.0%})"]
         return []
 
+    @property
+    def _cure(self) -> str:
+        if self.may_refit:
+            return "nothing to do, the cost model is refitted if that predicts better"
+        return (
+            "plans are made for another speed; measure this device with `python -m megatron_epp "
+            "profile`, or leave --epp-cost-model out"
+        )
+
     def _lags(self, report: IterationReport) -> list[str]:
-        """The same ops, another rank: seconds of each over those foretold for it."""
+        """The same ops, another rank: seconds of each over those predicted for it."""
         ratios = {
             (s.replica, s.stage): s.busy / s.predicted_busy
             for s in report.stages
@@ -65,6 +79,7 @@ class Drift:
                 replica, stage = place
                 told.append(
                     f"slow rank: stage {stage} of replica {replica} takes {slower:.2f} times what "
-                    f"the others take for the same work, for {PATIENCE} iterations now"
+                    f"the others take for the same work, for {PATIENCE} iterations now: look for "
+                    "other programs, heat or a throttled clock on its host, or start without it"
                 )
         return told

@@ -9,7 +9,10 @@ ask a planner that lives. So every fallback is a line in a file beside the check
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+
+from megatron_epp.control.files import BestEffort, write_whole
 
 FILE_NAME = "epp-fallbacks.txt"
 
@@ -24,15 +27,18 @@ class Fallbacks:
 
     def __init__(self, folders: Sequence[str], loaded_from: str | None = None):
         self.folders = tuple(folders)
+        self._try = BestEffort()
         self._lines: dict[int, str] = {}
         self._planners: dict[int, str] = {}
         if loaded_from is not None and (path := Path(loaded_from) / FILE_NAME).exists():
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for number, line in enumerate(text.splitlines(), 1):
                 match = _LINE.fullmatch(line)
                 if match is None:
                     raise ValueError(
                         f"{path}, line {number}: {line[:60]!r} is no fallback; expected "
-                        "'iteration N planner NAME REASON'"
+                        "'iteration N planner NAME REASON'; delete the file: the planner then "
+                        "plans those iterations, which may round otherwise than before the resume"
                     )
                 self._note(int(match[1]), match[2], line)
         for folder in self.folders:
@@ -47,12 +53,14 @@ class Fallbacks:
         words = " ".join(reason.split()) or "no reason"
         self._note(iteration, planner, f"iteration {iteration} planner {planner} {words}")
         for folder in self.folders:
-            self._write(folder)
+            self._try(
+                f"which iterations were planned by a fallback, in {folder}/{FILE_NAME},",
+                partial(self._write, folder),
+            )
 
     def _note(self, iteration: int, planner: str, line: str) -> None:
         self._lines[iteration], self._planners[iteration] = line, planner
 
     def _write(self, folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
         lines = (line for _, line in sorted(self._lines.items()))
-        (Path(folder) / FILE_NAME).write_text("".join(f"{line}\n" for line in lines))
+        write_whole(Path(folder) / FILE_NAME, "".join(f"{line}\n" for line in lines))

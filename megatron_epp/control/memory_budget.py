@@ -1,9 +1,11 @@
 """What each stage may hold, and what training learnt about it: near misses, and real failures.
 
-A stage that came near its budget and held more than was predicted gets a margin; one that ran out
-of memory gets less than it held. Every change is an event with its iteration, kept beside the
-checkpoint: on resume, plans are made with the budgets that they were made with before, each from
-its iteration on.
+Two things can be wrong, and each is learnt as what it is. The budget: a stage that ran out of
+memory may hold less than was thought. The prediction: a stage that held more than was predicted is
+planned for as much less, by a factor that is compared with what *plans* predict, so a steady error
+is learnt once and not again every iteration. Every change is an event with its iteration, kept
+beside the checkpoint: on resume, plans are made with the budgets that they were made with before,
+each from its iteration on.
 """
 
 import math
@@ -12,28 +14,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_epp.control.files import write_whole
+
 FILE_NAME = "epp-budget.txt"
 NEAR = 0.97  # of what a stage may hold: above it a wrong prediction matters
-TOLERANCE = 1.01  # measured over predicted; below it nothing is learnt
-SHRINK = 0.9  # after a failure, at the least
+TOLERANCE = 1.01  # measured over corrected prediction; below it nothing is learnt
 SPARE = 0.95  # of what was held when memory ran out
+SHRINK = 0.9  # after the first failure of an iteration, at the least; then its square, ...
+LEAST_SHRINK = 0.5  # ... but never by more than this at once: what is cut is not given back
 
-_EVENT = re.compile(r"iteration (\d+) stage (\d+) budget_bytes (\d+) (.+)")
+_EVENT = re.compile(r"iteration (\d+) stage (\d+) budget_bytes (\d+) correction (\d+\.\d{6}) (.+)")
+
+
+def cut(tried: int) -> float:
+    """What is left of the room when an iteration has failed for the ``tried``-th time: 0.9, 0.81 of
+    that, 0.66 of that, and then a half each time."""
+    return max(LEAST_SHRINK, SHRINK**2 ** (tried - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """From ``iteration`` on (its repetition included) stage ``stage`` may hold ``budget_bytes``."""
+    """From ``iteration`` on (its repetition included) stage ``stage`` may hold ``budget_bytes``,
+    and holds ``correction`` times what is predicted for its chunks."""
 
     iteration: int
     stage: int
     budget_bytes: int
+    correction: float
     reason: str
 
     def __str__(self) -> str:
         return (
             f"iteration {self.iteration} stage {self.stage} budget_bytes {self.budget_bytes} "
-            f"{self.reason}"
+            f"correction {self.correction:.6f} {self.reason}"
         )
 
     @classmethod
@@ -42,43 +55,57 @@ class Event:
         if match is None:
             raise ValueError(
                 f"{line[:60]!r} is no budget event; expected "
-                "'iteration N stage N budget_bytes N REASON'"
+                "'iteration N stage N budget_bytes N correction X.XXXXXX REASON'"
             )
-        return cls(int(match[1]), int(match[2]), int(match[3]), match[4])
+        return cls(int(match[1]), int(match[2]), int(match[3]), float(match[4]), match[5])
 
 
-class Budget:
-    """``stage_bytes``: what plans may use of every stage's device, states included.
+class MemoryBudget:
+    """``stage_bytes``: what every stage may hold on its device, states included.
 
     states_bytes   of every stage: weights, gradients, optimizer; what else is held is for chunks
+    corrections    of every stage: bytes held for chunks over those predicted, at least 1
     """
 
     def __init__(self, stage_bytes: Sequence[float], states_bytes: Sequence[float]):
         self.stage_bytes = tuple(map(float, stage_bytes))
         self.states_bytes = tuple(map(float, states_bytes))
+        self.corrections = (1.0,) * len(self.stage_bytes)
         self.events: list[Event] = []
         self._recorded: list[Event] = []  # of the run that is resumed, still to come
 
-    def _adopt(self, event: Event) -> Event:
-        bytes_ = list(self.stage_bytes)
-        bytes_[event.stage] = float(event.budget_bytes)
-        self.stage_bytes = tuple(bytes_)
-        self.events.append(event)
-        return event
-
-    def failed(self, iteration: int, stage: int, held_bytes: int, what: str) -> Event:
-        """``held_bytes`` for chunks were too much; ``what``: op and reason."""
-        states = self.states_bytes[stage]
-        room = self.stage_bytes[stage] - states
-        less = min(SHRINK * room, SPARE * held_bytes)
-        return self._adopt(
-            Event(iteration, stage, math.floor(states + less), f"out of memory at {what}")
+    @property
+    def planned_bytes(self) -> tuple[float, ...]:
+        """What plans may predict for every stage, states included."""
+        return tuple(
+            states + (budget - states) / correction
+            for budget, states, correction in zip(
+                self.stage_bytes, self.states_bytes, self.corrections, strict=True
+            )
         )
+
+    def failed(
+        self, iteration: int, stage: int, held_bytes: int, what: str, tried: int = 1
+    ) -> Event:
+        """``held_bytes`` for chunks were too much; ``what``: op and reason; ``tried``: how many
+        times the iteration has failed.
+
+        A first failure says how much there is. That it was followed by another one says that plans
+        need more than they predict.
+        """
+        states, correction = self.states_bytes[stage], self.corrections[stage]
+        room = self.stage_bytes[stage] - states
+        if tried == 1:
+            room *= cut(1)
+        else:
+            correction = _rounded(correction / cut(tried))
+        less = math.floor(states + min(room, SPARE * held_bytes))
+        return self._adopt(Event(iteration, stage, less, correction, f"out of memory at {what}"))
 
     def measured(
         self, iteration: int, predicted_bytes: Sequence[float], peak_bytes: Sequence[float]
     ) -> list[Event]:
-        """What the iteration's peaks (for chunks) say of the promised ones (states included).
+        """What the iteration's peaks (for chunks) say of the predicted ones (states included).
 
         Learnt from the next iteration on. While there are events of the run that is resumed, those
         are what was learnt.
@@ -86,40 +113,69 @@ class Budget:
         if self._recorded:
             due = [event for event in self._recorded if event.iteration <= iteration + 1]
             self._recorded = [event for event in self._recorded if event not in due]
-            lower = (event for event in due if event.budget_bytes < self.stage_bytes[event.stage])
-            return [self._adopt(event) for event in lower]
+            return [self._adopt(event) for event in due if self._tightens(event)]
         learnt = []
-        for stage, (promise, peak) in enumerate(zip(predicted_bytes, peak_bytes, strict=True)):
-            states = self.states_bytes[stage]
-            room, promised = self.stage_bytes[stage] - states, promise - states
-            if promised > 0 and peak > NEAR * room and peak > TOLERANCE * promised:
-                less = math.floor(states + room * promised / (TOLERANCE * peak))
-                reason = f"near miss: held {peak / promised:.3f} of what was predicted"
-                learnt.append(self._adopt(Event(iteration + 1, stage, less, reason)))
+        for stage, (prediction, peak) in enumerate(zip(predicted_bytes, peak_bytes, strict=True)):
+            states, budget = self.states_bytes[stage], self.stage_bytes[stage]
+            predicted = prediction - states
+            if predicted <= 0 or peak <= NEAR * (budget - states):
+                continue
+            if (error := peak / predicted) > TOLERANCE * self.corrections[stage]:
+                reason = f"near miss: held {error:.3f} of what was predicted"
+                event = Event(iteration + 1, stage, math.floor(budget), _rounded(error), reason)
+                learnt.append(self._adopt(event))
         return learnt
+
+    def _tightens(self, event: Event) -> bool:
+        return (
+            event.budget_bytes < math.floor(self.stage_bytes[event.stage])
+            or event.correction > self.corrections[event.stage]
+        )
+
+    def _adopt(self, event: Event) -> Event:
+        """What is known to be too much stays too much: nothing is ever raised."""
+        at = event.stage
+        if event.budget_bytes < math.floor(self.stage_bytes[at]):
+            self.stage_bytes = _with(self.stage_bytes, at, float(event.budget_bytes))
+        self.corrections = _with(self.corrections, at, max(self.corrections[at], event.correction))
+        self.events.append(event)
+        return event
 
     # -------------------------------------------------------------- kept
 
-    def save(self, folder: str):
+    def save(self, folder: str) -> None:
         lines = (f"stages {len(self.stage_bytes)}", *self.events, *self._recorded)
-        text = "".join(f"{line}\n" for line in lines)
-        (Path(folder) / FILE_NAME).write_text(text, encoding="utf-8")
+        write_whole(Path(folder) / FILE_NAME, "".join(f"{line}\n" for line in lines))
 
-    def load(self, folder: str, iteration: int):
+    def load(self, folder: str, iteration: int) -> None:
         """Adopt the events of a run that is resumed behind ``iteration``; later ones when it is
-        their turn."""
+        their turn. ValueError: a file that cannot be read."""
         path = Path(folder) / FILE_NAME
         if not path.exists():
             return
-        head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+        head, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
         if head != f"stages {len(self.stage_bytes)}":
             return  # another number of stages: nothing of this holds any more
         for number, line in enumerate(lines, 2):
             try:
                 event = Event.parse(line)
+                if event.stage >= len(self.stage_bytes):
+                    raise ValueError(f"there is no stage {event.stage}")
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+                raise ValueError(
+                    f"{path}, line {number}: {error}; delete the file: what training learnt about "
+                    "memory is then learnt again"
+                ) from error
             if event.iteration <= iteration + 1:
                 self._adopt(event)
             else:
                 self._recorded.append(event)
+
+
+def _rounded(correction: float) -> float:
+    """As the file keeps it, and not below: a resumed run must plan with the same."""
+    return math.ceil(correction * 1e6) / 1e6
+
+
+def _with(values: tuple[float, ...], place: int, value: float) -> tuple[float, ...]:
+    return (*values[:place], value, *values[place + 1 :])

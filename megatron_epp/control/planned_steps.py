@@ -2,13 +2,18 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_epp.control.fallbacks import Fallbacks
-from megatron_epp.control.memory_budget import Budget
+from megatron_epp.control.files import BestEffort
+from megatron_epp.control.memory_budget import FILE_NAME, MemoryBudget
 from megatron_epp.control.planner_process import PlannerFailed, PlannerProcess, PlannerRefused
+from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.profile import Profile
@@ -19,7 +24,7 @@ from megatron_epp.runtime.groups import Groups
 logger = logging.getLogger(__name__)
 
 FALLBACK = "packing"  # whole documents side by side: needs no search
-_ROUNDING = 1e-9  # of a promise in GiB
+_ROUNDING = 1e-9  # of a prediction in GiB
 
 
 class PlannedSteps:
@@ -27,11 +32,9 @@ class PlannedSteps:
 
     With ``ahead`` a process of its own plans, asked one iteration early. When it fails, training
     goes on with the fallback planner for that iteration, which is logged and kept: ``fallbacks``
-    (on rank 0) also names those of a run that is resumed. Plans stay within ``budget``; whoever
-    changes it calls :meth:`narrow`.
+    (on rank 0) also names those of a run that is resumed. Plans stay within ``budget``, which is
+    kept in ``folders``; whoever changes it calls :meth:`narrow`.
     """
-
-    source = "the plan"
 
     def __init__(
         self,
@@ -41,80 +44,104 @@ class PlannedSteps:
         groups: Groups,
         ahead: bool,
         fallbacks: Fallbacks | None = None,
+        folders: Sequence[str] = (),
     ):
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
-        self.fallbacks = fallbacks or Fallbacks(())
-        self.budget = Budget(cost.budget_bytes, cost.states_bytes)
+        self.fallbacks, self.folders = fallbacks or Fallbacks(()), tuple(folders)
+        self.budget = MemoryBudget(cost.budget_bytes, cost.states_bytes)
         self._ahead = ahead and groups.control.rank() == 0
         self.ahead: PlannerProcess | None = None
         self._evaluation_tokens: int | None = None
+        self._try = BestEffort()
         self._start_ahead()
 
-    def _start_ahead(self):
+    def _start_ahead(self) -> None:
+        if not self._ahead:
+            return
+        took = None
         if self.ahead is not None:
+            took = self.ahead.iteration_seconds
             self.ahead.close()
-        if self._ahead:
-            replicas = self.groups.replicas
-            self.ahead = PlannerProcess(self.cost, self.options, self.planner, replicas)
+        replicas = self.groups.replicas
+        self.ahead = PlannerProcess(self.cost, self.options, self.planner, replicas)
+        self.ahead.iteration_seconds = took
 
-    def narrow(self):
-        """Plan with the budget as it is now; what was planned ahead is forgotten."""
-        self.cost = replace(self.cost, budget_bytes=self.budget.stage_bytes)
+    def narrow(self) -> None:
+        """Keep the budget as it is now and plan with it; what was planned ahead is forgotten."""
+        self.cost = replace(self.cost, budget_bytes=self.budget.planned_bytes)
+        if self.groups.control.rank() == 0:
+            for folder in self.folders:
+                self._try(
+                    f"what was learnt about memory, {folder}/{FILE_NAME},",
+                    partial(self.budget.save, folder),
+                )
         self._start_ahead()
 
-    def shrink_evaluation(self, tokens: int):
+    def shrink_evaluation(self, tokens: int) -> None:
         """Evaluate in chunks of at most ``tokens`` from now on. Not kept for a resumed run: the
         loss is the same, however it is computed."""
         self._evaluation_tokens = tokens
 
-    def adopt(self, profile: Profile):
+    def adopt(self, profile: Profile) -> None:
         """Plan with another cost model from now on."""
         self.cost = replace(self.cost, profile=profile)
         self._start_ahead()
 
-    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
-        text = error = None
-        if self.groups.control.rank() == 0:
-            try:
-                step = self._plan(iteration, lengths, forward_only)
-                self._require_fit(step)
-                text = str(step)
-            except ValueError as refusal:
-                error = str(refusal)
-        return Step.parse(share(text, error, self.groups.control))
+    def took(self, seconds: float) -> None:
+        """The last iteration's seconds, by which the planner process is judged to hang."""
+        if self.ahead is not None:
+            self.ahead.iteration_seconds = seconds
 
-    def _plan(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
+    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
+        def plan() -> SourcedStep:
+            made = self._plan(iteration, lengths, forward_only)
+            self._require_fit(made.step)
+            return made
+
+        return shared(plan, self.groups.control)
+
+    def _plan(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
         planner, replicas = self.planner, self.groups.replicas
         if forward_only and self._evaluation_tokens is not None:
             from megatron_epp.planner import evaluation_step
 
             most = self._evaluation_tokens
-            return evaluation_step(lengths, self.cost, self.options, replicas, most)
+            step = evaluation_step(lengths, self.cost, self.options, replicas, most)
+            return SourcedStep(step, str(step))
         before = None if forward_only else self.fallbacks.of(iteration)
         if before is not None:
             planner = before
             logger.warning("iteration %d: planned by %s, as before the resume", iteration, planner)
         elif self.ahead is not None:
             try:
-                return self._asked(iteration, lengths, forward_only)
+                return self._asked(self.ahead, iteration, lengths, forward_only)
             except PlannerFailed as failure:
                 if not forward_only:
-                    return self._stand_in(iteration, lengths, failure)
+                    return self._stand_in(self.ahead, iteration, lengths, failure)
                 # Evaluations are planned alike by everybody.
                 logger.warning("an evaluation: the planner failed (%s)", failure)
-        return make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
+        step = make_step(lengths, self.cost, self.options, planner, replicas, forward_only)
+        return SourcedStep(step, str(step))
 
-    def _asked(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Step:
+    def _asked(
+        self, ahead: PlannerProcess, iteration: int, lengths: Sequence[int], forward_only: bool
+    ) -> SourcedStep:
         """The planner process's step. PlannerFailed: it gave none; PlanError: there can be none."""
-        assert self.ahead is not None
         name = _request_name(iteration, lengths, forward_only)
         try:
-            self.ahead.ask(name, lengths, forward_only)
-            return Step.parse(self.ahead.reply(name)["step"])
+            ahead.ask(name, lengths, forward_only)
+            text = ahead.reply(name)["step"]
         except PlannerRefused as refusal:
             raise PlanError(str(refusal)) from refusal
+        return SourcedStep(Step.parse(text), text)
 
-    def _stand_in(self, iteration: int, lengths: Sequence[int], failure: PlannerFailed) -> Step:
+    def _stand_in(
+        self,
+        ahead: PlannerProcess,
+        iteration: int,
+        lengths: Sequence[int],
+        failure: PlannerFailed,
+    ) -> SourcedStep:
         """The fallback's step, which is kept; where that does not fit, the planner's after all."""
         said = f"iteration {iteration}: the planner failed ({failure})"
         try:
@@ -125,15 +152,15 @@ class PlannedSteps:
         except ValueError as excess:
             logger.warning("%s, and %s does not fit; asking once more", said, FALLBACK)
             try:
-                return self._asked(iteration, lengths, False)
+                return self._asked(ahead, iteration, lengths, False)
             except PlannerFailed as again:
                 raise PlanError(f"{said}, and again ({again}); by {FALLBACK}: {excess}") from again
         logger.warning("%s; using %s", said, FALLBACK)
         self.fallbacks.add(iteration, FALLBACK, str(failure))
-        return step
+        return SourcedStep(step, str(step))
 
-    def _require_fit(self, step: Step):
-        """The promise of every stage is within its budget, or nobody trains."""
+    def _require_fit(self, step: Step) -> None:
+        """What is predicted of every stage is within its budget, or nobody trains."""
         for plan in step.plans:
             if plan.predicted is None:
                 continue
@@ -145,13 +172,35 @@ class PlannedSteps:
                     raise PlanError(
                         f"stage {stage} needs {peak:.4g} GiB in the best plan found "
                         f"({plan.predicted.planner}) for documents of up to {longest} tokens; the "
-                        f"budget is {budget / GIB:.4g} GiB: raise --epp-memory-budget-gib, use "
-                        "more stages, or a shorter --seq-length"
+                        f"budget is {budget / GIB:.4g} GiB{self._why_less(stage)}: raise "
+                        "--epp-memory-budget-gib, use more stages, or a shorter --seq-length"
                     )
+
+    def _why_less(self, stage: int) -> str:
+        correction, held = self.budget.corrections[stage], self.budget.stage_bytes[stage]
+        if correction == 1:
+            return ""
+        return f" ({held / GIB:.4g} GiB, as chunks hold {correction:.3g} times what is predicted)"
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
         if self.ahead is not None:
             self.ahead.ask(_request_name(iteration, lengths, False), lengths, False)
+
+
+def shared(plan: Callable[[], SourcedStep], group: dist.ProcessGroup) -> SourcedStep:
+    """What rank 0 of ``group`` plans, on every rank; its refusal is everybody's. Collective.
+
+    The text is printed once, by who made the step, and parsed once on every rank.
+    """
+    made, text, error = None, None, None
+    if group.rank() == 0:
+        try:
+            made = plan()
+            text = made.text
+        except ValueError as refusal:
+            error = str(refusal)
+    text = share(text, error, group)
+    return SourcedStep(Step.parse(text), text) if made is None else made
 
 
 def _request_name(iteration: int, lengths: Sequence[int], forward_only: bool) -> str:

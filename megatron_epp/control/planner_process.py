@@ -1,4 +1,9 @@
-"""The planner process, seen from the trainer: asked one iteration ahead, replaced when it dies."""
+"""The planner process, seen from the trainer: asked one iteration ahead, replaced when it dies.
+
+A subprocess that reads and writes lines of JSON, and no pool of forked or spawned workers: a
+trainer that has a CUDA context cannot be forked, a spawned worker would import the trainer's main
+module, and a process with a command line of its own can be run, fed and watched by hand.
+"""
 
 import atexit
 import json
@@ -18,8 +23,14 @@ from megatron_epp.cost.devices import GIB
 
 logger = logging.getLogger(__name__)
 
-# A reply that takes longer than this counts as a planner that hangs.
-PATIENCE_SECONDS = 300.0
+# A reply that takes longer counts as a planner that hangs: so many iterations' time, as a plan that
+# takes longer is worth less than the iterations it would hold up. Never less than a process needs
+# to start on a busy host, nor more than what the other ranks, who wait in a collective meanwhile,
+# have patience for (--distributed-timeout-minutes, 10). Before the first iteration nobody knows.
+PATIENCE_ITERATIONS = 20
+LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 60.0, 300.0
+# After this long without a plan the log says what training waits for.
+SILENCE_SECONDS = 30.0
 # Trainers come first where cores are few.
 NICENESS = 5
 
@@ -37,28 +48,33 @@ class PlannerProcess:
 
     Requests do not wait; :meth:`reply` waits for one. A process that died is started anew with
     the next request.
+
+    iteration_seconds   what an iteration took of late, where one has run
     """
 
     def __init__(self, cost: Cost, options: Any, planner: str, replicas: int):
         self.planner, self.replicas = planner, replicas
-        self._folder = tempfile.TemporaryDirectory(prefix="megatron_epp-")
-        profile = Path(self._folder.name) / "cost-model.json"
-        cost.profile.save(str(profile))
+        self.iteration_seconds: float | None = None
+        # Has no name in any folder, so however this job ends nothing is left of it.
+        self._profile = tempfile.TemporaryFile("w+", encoding="utf-8", prefix="megatron_epp-")  # noqa: SIM115
+        self._profile.write(cost.profile.to_json())
+        self._profile.flush()
         budgets = [repr(budget / GIB) for budget in cost.budget_bytes]
         self._command = [
             *(sys.executable, "-m", "megatron_epp", "serve"),
-            *("--cost-model", str(profile), "--zero", str(cost.zero)),
+            *("--cost-model", f"/dev/fd/{self._profile.fileno()}", "--zero", str(cost.zero)),
             *("--pp", str(cost.stages), "--layers", *map(str, cost.layers)),
             *("--tp", str(cost.tp), "--cp", str(cost.cp), "--dp", str(cost.dp)),
             *("--memory-budget-gib", *budgets, "--context", str(options.context)),
             *("--levers", ",".join(sorted(options.levers)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),
         ]
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._asked: set[str] = set()
         self._replies: dict[str, dict[str, Any]] = {}
-        self._start()
-        # Before the folder goes, or a process that is still starting complains of it.
+        self._read = b""
+        self._readable = selectors.DefaultSelector()
+        self._process = self._start()
         atexit.register(self.close)
 
     def ask(self, name: str, lengths: Sequence[int], forward_only: bool) -> None:
@@ -66,7 +82,7 @@ class PlannerProcess:
         if name in self._asked:
             return
         if self._process is None or self._process.poll() is not None:
-            self._start()
+            self._process = self._start()
         request = {
             "id": name,
             "lengths": list(map(int, lengths)),
@@ -75,6 +91,7 @@ class PlannerProcess:
             "forward_only": forward_only,
         }
         try:
+            assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, OSError):
@@ -83,12 +100,12 @@ class PlannerProcess:
 
     def reply(self, name: str) -> dict[str, Any]:
         """The reply to the request ``name``; a :class:`PlannerFailed` where none will come."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        began = time.monotonic()
         while name not in self._replies:
             if name not in self._asked:
                 self._stop()
                 raise PlannerFailed("the planner process has ended")
-            line = self._line(deadline)
+            line = self._line(name, began)
             reply = json.loads(line)
             self._asked.discard(reply["id"])
             self._replies[reply["id"]] = reply
@@ -98,11 +115,36 @@ class PlannerProcess:
             raise PlannerRefused(reply["error"])
         return reply
 
-    def _line(self, deadline: float) -> bytes:
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a reply may take."""
+        if self.iteration_seconds is None:
+            return MOST_PATIENCE_SECONDS
+        patience = PATIENCE_ITERATIONS * self.iteration_seconds
+        return min(max(LEAST_PATIENCE_SECONDS, patience), MOST_PATIENCE_SECONDS)
+
+    def _line(self, name: str, began: float) -> bytes:
+        """The next line of the process; ``name`` is waited for since ``began``."""
+        patience = self.patience_seconds
+        told = began + min(SILENCE_SECONDS, patience)
         while b"\n" not in self._read:
-            if not self._readable.select(max(0.0, deadline - time.monotonic())):
+            now = time.monotonic()
+            if not self._readable.select(max(0.0, min(told, began + patience) - now)):
+                if time.monotonic() < began + patience:
+                    logger.warning(
+                        "%s: training waits for its plan for %.0f s; after %.0f s it goes on "
+                        "without the planner", name.rpartition(" ")[0], told - began, patience
+                    )  # fmt: skip
+                    told = began + patience
+                    continue
                 self._stop()
-                raise PlannerFailed(f"no plan within {PATIENCE_SECONDS:.0f} s")
+                raise PlannerFailed(f"no plan within {patience:.0f} s")
+            assert self._process is not None and self._process.stdout is not None
             data = os.read(self._process.stdout.fileno(), 1 << 20)
             if not data:
                 self._stop()
@@ -111,36 +153,43 @@ class PlannerProcess:
         line, _, self._read = self._read.partition(b"\n")
         return line
 
-    def _start(self):
+    def _start(self) -> subprocess.Popen[bytes]:
         self._stop()
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         package = str(Path(__file__).parents[2])
         path = [package, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        self._process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        self._profile.seek(0)  # where /dev/fd shares the place in the file, it begins there
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            pass_fds=[self._profile.fileno()],
         )
+        assert process.stdout is not None
         self._read = b""
         self._readable = selectors.DefaultSelector()
-        self._readable.register(self._process.stdout, selectors.EVENT_READ)
+        self._readable.register(process.stdout, selectors.EVENT_READ)
         try:
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
         except OSError:
             logger.debug("the planner process keeps its priority", exc_info=True)
+        return process
 
-    def _stop(self):
+    def _stop(self) -> None:
         """End the process, if there is one, and forget what it was asked."""
         self._asked, self._replies = set(), {}
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process.stdin.close()
-            self._process.stdout.close()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
             self._readable.close()
             self._process = None
 
-    def close(self):
+    def close(self) -> None:
         self._stop()
-        self._folder.cleanup()
+        self._profile.close()
         atexit.unregister(self.close)
-        self._folder.cleanup()

@@ -4,13 +4,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.residuals import Sorted, residuals
-from megatron_epp.ir import COMPUTE, Kind, Op, Step, Timed, format_records
+from megatron_epp.ir import COMPUTE, Kind, Op, Step, Timed, format_records, parse_records
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.show.table import plain
 
@@ -25,7 +26,7 @@ class StageReport:
     busy          in F, B, I, W
     waiting       in receives and sends
     peak_bytes    the most held for chunks
-    predicted_busy   what the cost model foretold for ``busy``; 0 where there is none
+    predicted_busy   what the cost model predicted for ``busy``; 0 where there is none
     failure       the op that ran out of memory, if one did; ``held_bytes``, how much was held
     """
 
@@ -69,9 +70,10 @@ class StageReport:
             if self.failure is None
             else (COMPUTE.index(self.failure.kind), self.failure.chunk)
         )
-        numbers = (self.start, self.stop, self.busy, self.waiting, self.peak_bytes)
-        numbers = (*numbers, self.predicted_busy)
-        return [*map(float, (self.replica, self.stage, *numbers, *failed, self.held_bytes))]
+        seconds = (self.start, self.stop, self.busy, self.waiting)
+        bytes_ = (self.peak_bytes, self.predicted_busy)
+        numbers = (self.replica, self.stage, *seconds, *bytes_, *failed, self.held_bytes)
+        return [*map(float, numbers)]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "StageReport":
@@ -161,8 +163,8 @@ class Recorder:
 
     def write(
         self, iteration: int, step: Step, records: dict[int, list[Timed]], cost: Cost | None = None
-    ):
-        """``cost`` is what ops were foretold by: then a table of its errors is kept, too."""
+    ) -> None:
+        """``cost`` is what ops were predicted by: then a table of its errors is kept, too."""
         self.path(iteration, "step").write_text(str(step))
         for replica, timed in sorted(records.items()):
             timed.sort(key=lambda r: (r.stage, r.start))
@@ -183,10 +185,8 @@ def gather_records(
 ) -> dict[int, list[Timed]]:
     """On rank 0, every replica's records; nothing elsewhere."""
     mine = (replica, format_records(records)) if leads else None
-    every: list = [None] * group.size() if group.rank() == 0 else None
+    every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(mine, every, group=group, group_dst=0)
-    from megatron_epp.ir import parse_records
-
     gathered: dict[int, list[Timed]] = {}
     for entry in every or ():
         if entry is not None:

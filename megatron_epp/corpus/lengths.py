@@ -35,7 +35,9 @@ _MOST_TEXT_BYTES = 32 << 20
 # The most documents that splitting overlong ones may make of a list or an index.
 _MOST_PIECES = 100_000_000
 
-_LENGTH = re.compile(r"[1-9][0-9]{0,14}")  # what the plan text can say (ir.span.NUMBER)
+MOST_LENGTH = 2**31 - 1  # of a document, as in an .idx; so pairs of tokens fit 64 bits
+
+_LENGTH = re.compile(r"[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,13 +165,14 @@ def read_lengths(path: Path) -> np.ndarray:
         word = line.split("#")[0].strip()
         if not word:
             continue
-        if _LENGTH.fullmatch(word) is None:
+        length = int(word) if _LENGTH.fullmatch(word) else 0
+        if not 1 <= length <= MOST_LENGTH:
             shown = word if len(word) <= 40 else word[:37] + "..."
             raise ValueError(
-                f"{path}, line {number}: {shown!r} is no document length; "
-                "expected a positive whole number of tokens on each line"
+                f"{path}, line {number}: {shown!r} is no document length; expected a positive "
+                f"whole number of tokens, at most {MOST_LENGTH}, on each line"
             )
-        lengths.append(int(word))
+        lengths.append(length)
     if not lengths:
         raise ValueError(f"{path}: holds no length; expected at least one, one a line")
     return np.array(lengths, np.int64)

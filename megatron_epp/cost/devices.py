@@ -2,11 +2,35 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from megatron_epp.cost.named import pick
 
 GIB = 2**30
+MOST_DEVICES = 1_000_000
+
+# Least and most of each figure, far around any machine: beyond, times leave what numbers can say.
+_RATE = (1.0, 1e24)
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "budget_gib": (1e-3, 1e6),
+    "linear_flops": _RATE,
+    "attention_flops": _RATE,
+    "launch_seconds": (0.0, 1e3),
+    "link_bytes_per_second": _RATE,
+    "link_latency_seconds": (0.0, 1e3),
+    "node_devices": (1, MOST_DEVICES),
+    "host_bytes_per_second": (0.0, 1e24),
+}
+
+
+def _number(name: str, value: Any, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} {value!r}: expected a number")
+    if not least <= value <= most:
+        limits = "a number above 0" if value <= 0 < least else f"from {least:g} to {most:g}"
+        raise ValueError(f"{name} {value!r}: expected {limits}")
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +65,26 @@ class Device:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"device name {self.name!r}: expected a word")
         if not isinstance(self.group_bytes_per_second, Mapping):
-            raise ValueError("group_bytes_per_second: expected a rate above 0 by group size")
-        object.__setattr__(
-            self,
-            "group_bytes_per_second",
-            {int(size): float(rate) for size, rate in self.group_bytes_per_second.items()},
-        )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("name", "group_bytes_per_second"):
-                continue
-            zero_is_fine = field.name in _ZERO_IS_FINE
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{field.name} {value!r}: expected a number")
-            if value < 0 or (value == 0 and not zero_is_fine):
-                raise ValueError(f"{field.name} {value!r}: expected a number above 0")
-        if not self.group_bytes_per_second or min(self.group_bytes_per_second.values()) <= 0:
-            raise ValueError("group_bytes_per_second: expected a rate above 0 by group size")
+            raise ValueError("group_bytes_per_second: expected a rate by group size")
+        rates = {}
+        for size, rate in self.group_bytes_per_second.items():
+            where = f"group_bytes_per_second of a group of {size!r}"
+            devices = int(size) if str(size).isdecimal() else 0
+            if not 2 <= devices <= MOST_DEVICES:
+                raise ValueError(f"{where}: expected a size from 2 to {MOST_DEVICES}")
+            rates[devices] = _number(where, rate, *_RATE)
+        if not rates:
+            raise ValueError("group_bytes_per_second: expected a rate for one size at least")
+        object.__setattr__(self, "group_bytes_per_second", rates)
+        for name, limits in _LIMITS.items():
+            _number(name, getattr(self, name), *limits)
+        if not isinstance(self.node_devices, int) or isinstance(self.node_devices, bool):
+            raise ValueError(f"node_devices {self.node_devices!r}: expected a whole number")
 
     @property
     def budget_bytes(self) -> float:
         return self.budget_gib * GIB
 
-
-_ZERO_IS_FINE = ("launch_seconds", "link_latency_seconds", "host_bytes_per_second")
 
 # Bytes per second by group size, published by FlexSP for A100 nodes with two InfiniBand cards.
 _A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 4.87e9}

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 
 from megatron_epp.cost.named import pick
 
+MOST = 10**9  # of any size: beyond it, products of sizes leave what numbers can say
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -38,6 +40,8 @@ class Model:
                     raise ValueError(f"{field.name} {value!r}: expected true or false")
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field.name} {value!r}: expected a whole number of at least 1")
+            elif value > MOST:
+                raise ValueError(f"{field.name} {value!r}: expected at most {MOST}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads}: expected a divisor of heads, {self.heads}")
 

@@ -4,8 +4,14 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn
+
+_MOST_BYTES = 16 << 20  # a profile takes 5 KB
+_CURE = {
+    "model": "give a name that --help lists, or a file that describes the model's shape",
+    "device": "give a name that --help lists, or a file that describes the device",
+    "profile": "`python -m megatron_epp profile` measures one and writes it",
+}
 
 
 def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
@@ -26,8 +32,13 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
 def read_json(what: str, path: str) -> Any:
     """The value in the JSON file at ``path``; a ValueError in one line where there is none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        return json.loads(text, parse_constant=_no_constant, parse_int=_int)
+        with open(path, "rb") as file:  # never more: it may be a device without end
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"longer than {_MOST_BYTES >> 20} MiB; expected a description in JSON")
+        return json.loads(data.decode(), parse_constant=_no_constant, parse_int=_int)
+    except FileNotFoundError as error:
+        raise ValueError(f"{what} file {path}: No such file; {_CURE[what]}") from error
     except OSError as error:
         raise ValueError(f"{what} file {path}: {error.strerror or error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

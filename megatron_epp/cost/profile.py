@@ -10,7 +10,8 @@ Analytic profiles come from :mod:`megatron_epp.cost.analytic`, measured ones fro
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_epp.cost.named import read_json
 from megatron_epp.ir import COMPUTE, FULL, KEEP, SELECTIVE, Kind
 
 VERSION = 1
+_DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 LETTERS = (KEEP, FULL, *SELECTIVE)
 
 
@@ -255,11 +257,11 @@ def _by(keys: tuple, names: tuple[str, ...], read: Callable[[Any], Any]) -> Call
 
 
 def _by_degree(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
+    if not isinstance(value, dict) or not all(_DEGREE.fullmatch(key) for key in value):
         raise ValueError("expected an object from degree to bytes per second")
     rates = {int(key): _number(item) for key, item in value.items()}
-    if min(rates.values(), default=1.0) <= 0:
-        raise ValueError("expected rates above 0")
+    if min(rates.values(), default=1.0) < 1:
+        raise ValueError("expected rates of at least 1")
     return rates
 
 
@@ -314,6 +316,42 @@ def _profile(value: Any, where: str) -> Profile:
     for name in [name for name in names if name in value]:
         try:
             fields[name] = _READERS.get(name, _number)(value[name])
+            _require_sense(name, fields[name])
         except (ValueError, TypeError) as error:
             raise ValueError(f"profile file {where}: {name}: {error}") from error
     return Profile(**fields)
+
+
+# The most of any figure, by the end of its name: far above what a machine does, and so far below
+# what a float holds that sums over a batch stay finite. Rates, parameters and all others: _MOST.
+_MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST = 1e3, 1e12, 1e24
+
+
+def _require_sense(name: str, value: Any) -> None:
+    """Refuse figures that no measurement gives: no time at all, or more than sums can hold."""
+    most = _MOST
+    if "seconds" in name and "per_second" not in name:
+        most = _MOST_SECONDS
+    elif "bytes" in name and "per_second" not in name:
+        most = _MOST_BYTES_OF_A_TOKEN
+    for number in _numbers(value):
+        if number > most:
+            raise ValueError(f"{number!r}: expected at most {most:g}")
+    if name == "layer_seconds":
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            if not (value[kind].per_token or value[kind].per_pair):
+                raise ValueError(
+                    f"{kind.value}: a token takes no time; expected per_token or per_pair above 0"
+                )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Every figure within ``value``."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _numbers(getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _numbers(item)
+    elif isinstance(value, int | float):
+        yield value

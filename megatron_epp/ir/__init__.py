@@ -20,13 +20,24 @@ Standard library only. Everything else in the project speaks in these words:
     bubble     time in which a stage runs no op
 """
 
-from megatron_epp.ir.check import backward_of, check, rules_of, walk
+from megatron_epp.ir.check import backward_of, check, walk
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.lower import Program, lower, lower_stage
-from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Message, Op, Payload, Post, Transfer
+from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
+from megatron_epp.ir.op import (
+    BACKWARDS,
+    COMPUTE,
+    KIND_CODE,
+    Kind,
+    Message,
+    Op,
+    Payload,
+    Post,
+    Transfer,
+)
 from megatron_epp.ir.plan import Plan, Prediction
-from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE, recompute_first
+from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
     EVALUATION,
@@ -36,7 +47,8 @@ from megatron_epp.ir.rules import (
     Need,
     Relation,
     Rule,
-    Slice,
+    Rules,
+    SlicePosition,
 )
 from megatron_epp.ir.slices import Slices, slices_of
 from megatron_epp.ir.span import Span
@@ -51,6 +63,7 @@ __all__ = [
     "EVALUATION",
     "FULL",
     "KEEP",
+    "KIND_CODE",
     "OFFLOAD",
     "SELECTIVE",
     "TRAINING",
@@ -61,6 +74,7 @@ __all__ = [
     "Kind",
     "Message",
     "Need",
+    "NeedsOf",
     "Op",
     "Payload",
     "Plan",
@@ -70,7 +84,8 @@ __all__ = [
     "Program",
     "Relation",
     "Rule",
-    "Slice",
+    "Rules",
+    "SlicePosition",
     "Slices",
     "Span",
     "Step",
@@ -82,8 +97,8 @@ __all__ = [
     "format_records",
     "lower",
     "lower_stage",
+    "needs_of",
     "parse_records",
-    "recompute_first",
     "rules_of",
     "slices_of",
     "walk",

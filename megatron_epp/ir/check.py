@@ -4,30 +4,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from megatron_epp.ir.errors import Deadlock, PlanError
+from megatron_epp.ir.grid import stuck_grid
+from megatron_epp.ir.needs import NeedsOf, needs_of, rules_of
 from megatron_epp.ir.op import BACKWARDS, COMPUTE, Kind, Op
 from megatron_epp.ir.plan import Plan
-from megatron_epp.ir.rules import EVALUATION, TRAINING, Need, Rule
+from megatron_epp.ir.rules import Need, Rules
 from megatron_epp.ir.slices import Slices, slices_of
 
-_SHOWN_OPS = 60
+__all__ = ["backward_of", "check", "rules_of", "walk"]
+
+_NAMED_STAGES = 8  # in the line of a deadlock; of more, those that wait in a circle
+Done = Sequence[Mapping[Kind, bytearray]]  # by stage, kind and chunk
+Lacking = tuple[Need, int, tuple[Op, ...]]
 
 
-def rules_of(plan: Plan) -> Mapping[Kind, Rule]:
-    """The rule table that governs ``plan``: training, or evaluation for a plan of forwards only."""
-    return EVALUATION if plan.forward_only else TRAINING
-
-
-def check(plan: Plan) -> None:
+def check(plan: Plan, rules: Rules | None = None) -> None:
     """Raise a :class:`PlanError` unless every stage can run its ops to the end.
 
     Every input is computed once (:func:`slices_of`); every stage runs every chunk's F once, and
     its B, or its I and its W, once, unless the plan is for evaluation; everything an op needs
-    comes before it. One line says what and where; the drawn orders follow it.
+    comes before it. One line says what and where; the grid of the orders follows
+    it, with the place marked.
+
+    rules   default: those that govern ``plan``
     """
     slices = slices_of(plan)
     for stage, order in enumerate(plan.orders):
         _check_once(plan, stage, order)
-    for _ in walk(plan, slices):
+    for _ in walk(plan, slices, rules):
         pass
 
 
@@ -50,88 +54,94 @@ def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
             )
 
 
-class _Needs:
-    """What every op needs, and what has been done: flags, as hashing an Op for each costs more."""
-
-    def __init__(self, plan: Plan, slices: Slices):
-        chunks = len(plan.chunks)
-        self.stages = plan.stages
-        self.rows: dict[Kind, list[tuple[Need, Sequence[int]]]] = {
-            kind: [
-                (need, [slices.related(chunk, need.chunk) for chunk in range(chunks)])
-                for need in rule.needs
-            ]
-            for kind, rule in rules_of(plan).items()
-        }
-        self.done = [{kind: bytearray(chunks) for kind in COMPUTE} for _ in plan.layers]
-
-    def lacking(self, stage: int, op: Op) -> tuple[Need, int, int] | None:
-        """The first unmet need of ``op`` with its stage and chunk, or None."""
-        for need, related in self.rows[op.kind]:
-            where, chunk = stage + need.stage, related[op.chunk]
-            if chunk < 0 or not 0 <= where < self.stages:
-                continue
-            done = self.done[where]
-            for kind in need.kinds:
-                if done[kind][chunk]:
-                    break
-            else:
-                return need, where, chunk
-        return None
-
-
-def walk(plan: Plan, slices: Slices) -> Iterator[tuple[int, Op]]:
+def walk(
+    plan: Plan, slices: Slices | None = None, rules: Rules | None = None
+) -> Iterator[tuple[int, Op]]:
     """The ops of all stages in an order that meets every need; O(ops).
 
     Raises where none exists: ``stage 0 at B0: lacks B1 of stage 0``.
     """
-    needs = _Needs(plan, slices)
+    needs = needs_of(plan, rules, slices)
+    # Flags, as hashing an op for each costs more.
+    done = [{kind: bytearray(len(plan.chunks)) for kind in COMPUTE} for _ in plan.layers]
     at = [0] * plan.stages
     pending = sum(map(len, plan.orders))
-    while pending:
-        before = pending
-        for stage, order in enumerate(plan.orders):
-            while at[stage] < len(order):
-                op = order[at[stage]]
-                if needs.lacking(stage, op) is not None:
-                    break
-                needs.done[stage][op.kind][op.chunk] = 1
-                at[stage] += 1
-                pending -= 1
-                yield stage, op
-        if pending == before:
-            _stuck(plan, needs, at)
+    # A stage that stands still is looked at again only when an op of the chunk that it lacks, on
+    # the stage that it lacks it from, is done.
+    waiting: dict[tuple[int, int], list[int]] = {}
+    ready = list(range(plan.stages))
+    while ready:
+        stage = ready.pop()
+        order = plan.orders[stage]
+        while at[stage] < len(order):
+            op = order[at[stage]]
+            lacking = _lacking(needs, done, stage, op)
+            if lacking is not None:
+                _, where, ops = lacking
+                waiting.setdefault((where, ops[0].chunk), []).append(stage)
+                break
+            done[stage][op.kind][op.chunk] = 1
+            at[stage] += 1
+            pending -= 1
+            ready += waiting.pop((stage, op.chunk), ())
+            yield stage, op
+    if pending:
+        lacks = [_lacking_at(plan, needs, done, at, stage) for stage in range(plan.stages)]
+        _stuck(plan, needs, at, lacks)
 
 
-def _stuck(plan: Plan, needs: _Needs, at: list[int]) -> NoReturn:
-    waits = []
-    for stage, order in enumerate(plan.orders):
-        if at[stage] == len(order):
+def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
+    """The first unmet need of ``op`` with its stage and the ops that would meet it, or None."""
+    for need, where, ops in needs(stage, op):
+        there = done[where]
+        for other in ops:
+            if there[other.kind][other.chunk]:
+                break
+        else:
+            return need, where, ops
+    return None
+
+
+def _lacking_at(
+    plan: Plan, needs: NeedsOf, done: Done, at: list[int], stage: int
+) -> Lacking | None:
+    """What the op lacks that ``stage`` stands at; None where the stage is through."""
+    if at[stage] == len(plan.orders[stage]):
+        return None
+    return _lacking(needs, done, stage, plan.orders[stage][at[stage]])
+
+
+def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | None]) -> NoReturn:
+    waits, marks = {}, {}
+    for stage, lack in enumerate(lacking):
+        if lack is None:
             continue
-        op = order[at[stage]]
-        lacking = needs.lacking(stage, op)
-        assert lacking is not None  # or the stage would have gone on
-        need, where, chunk = lacking
-        planned = [k for k in need.kinds if Op(k, chunk) in plan.orders[where]] or need.kinds
-        line = f"stage {stage} at {op}: lacks {planned[0].value}{chunk} of stage {where}"
+        need, where, ops = lack
+        planned = next((op for op in ops if op in plan.orders[where]), ops[0])
+        marks[stage] = f"lacks {planned} of stage {where}"
+        op = plan.orders[stage][at[stage]]
+        waits[stage] = f"stage {stage} at {op}: {marks[stage]} ({need.why})"
         if where == stage:  # no other stage can mend that: a wrong order, not a deadlock
-            raise PlanError(f"{line} ({need.why})\n{_drawn(plan, at)}")
-        waits.append(f"{line} ({need.why})")
-    raise Deadlock("; ".join(waits) + "\n" + _drawn(plan, at))
+            grid = stuck_grid(plan.orders, needs, at, {stage: marks[stage]}, stage)
+            raise PlanError(f"{waits[stage]}\n{grid}")
+    circle = _circle(lacking)
+    named = list(waits) if len(waits) <= _NAMED_STAGES else sorted(circle)[:_NAMED_STAGES]
+    line = "; ".join(waits[stage] for stage in named)
+    if len(named) < len(waits):
+        line += f"; {len(waits) - len(named)} more stages wait"
+    raise Deadlock(f"{line}\n{stuck_grid(plan.orders, needs, at, marks, circle[0])}")
 
 
-def _drawn(plan: Plan, at: list[int]) -> str:
-    """The orders of all stages; ``>`` marks the op that each stands at."""
-    lines = []
-    for stage, order in enumerate(plan.orders):
-        first = max(0, at[stage] - _SHOWN_OPS // 2)
-        words = [
-            f">{op}" if index == at[stage] else str(op)
-            for index, op in enumerate(order[first : first + _SHOWN_OPS], first)
-        ]
-        more = "... " if first else ""
-        lines.append(f"  stage {stage}: {more}{' '.join(words)}")
-    return "\n".join(lines)
+def _circle(lacking: Sequence[Lacking | None]) -> list[int]:
+    """Stages that wait for each other, each for the next and the last for the first."""
+    path: list[int] = []
+    stage = next(stage for stage, lack in enumerate(lacking) if lack is not None)
+    while stage not in path:
+        path.append(stage)
+        lack = lacking[stage]
+        assert lack is not None, "a stage that has run all its ops keeps nobody waiting"
+        stage = lack[1]
+    return path[path.index(stage) :]
 
 
 def backward_of(plan: Plan) -> tuple[dict[int, Kind], ...]:

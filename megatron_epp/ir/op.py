@@ -1,6 +1,7 @@
 """An op: one kind of work on one chunk on one stage."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +21,8 @@ class Kind(Enum):
 
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+# Every array of kinds holds these: F 0, B 1, I 2, W 3.
+KIND_CODE: Mapping[Kind, int] = {kind: code for code, kind in enumerate(COMPUTE)}
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # either of them hands the gradient on
 
 _OP = re.compile(rf"([FBIW])({NUMBER})")

@@ -21,6 +21,7 @@ from megatron_epp.ir.op import Kind, Message, Op, Post, Transfer
 
 # Of a stage's program: (stage, index).
 Place = tuple[int, int]
+Node = Place | Message
 COMPUTE_STREAM = "compute"
 
 
@@ -71,24 +72,26 @@ def hanging_waits(programs: Sequence[Program]) -> tuple[Place, ...]:
 
     ValueError: programs that never end, wherever they wait.
     """
-    behind: dict[Place | Message, list[Place | Message]] = {}
-    places: dict[Place | Message, list[Place]] = {}
+    behind: dict[Node, list[Node]] = {}
+    places: dict[Node, list[Place]] = {}  # a message stands at both its ends
     for stage, program in enumerate(programs):
-        streams: dict[object, Place | Message] = {}  # what was last issued to each
+        streams: dict[object, Node] = {}  # what was last issued to each
         for index, item in enumerate(program):
-            receives = isinstance(item, Transfer) and item.kind is Kind.RECEIVE
-            node: Place | Message = (stage, index)
-            after = [COMPUTE_STREAM]
-            if not isinstance(item, Op) and not receives:
-                node = item.message
-                after.append((isinstance(item, Post), *item.message.link))
-            found = behind.setdefault(node, [])
-            found += [streams[stream] for stream in after if stream in streams]
-            if receives:
-                found.append(item.message)
+            node: Node = (stage, index)
+            streams_of: set[object] = {COMPUTE_STREAM}
+            needs: list[Node] = []
+            if not isinstance(item, Op):
+                if isinstance(item, Transfer) and item.kind is Kind.RECEIVE:
+                    needs = [item.message]
+                else:  # starts when what was computed before it is done, and the one before it
+                    node = item.message
+                    streams_of.add((isinstance(item, Post), *item.message.link))
+            needs += [streams[stream] for stream in streams_of if stream in streams]
+            behind.setdefault(node, []).extend(needs)
             places.setdefault(node, []).append((stage, index))
-            streams[after[-1]] = node
-    furthest: dict[Place | Message, list[int]] = {}
+            for stream in streams_of - {COMPUTE_STREAM} or streams_of:
+                streams[stream] = node
+    furthest: dict[Node, list[int]] = {}
     for node in _causes_first(behind):
         reach = [-1] * len(programs)
         for other in behind[node]:

@@ -16,9 +16,8 @@ from megatron_epp.ir import (
     Kind,
     Op,
     Plan,
-    Relation,
     Span,
-    slices_of,
+    needs_of,
 )
 
 
@@ -80,7 +79,7 @@ def _chunks(lengths: Sequence[int], random: Random) -> tuple[Chunk, ...]:
 
 
 def _orders(plan: Plan, random: Random, split_backward: float) -> tuple[tuple[Op, ...], ...]:
-    slices = slices_of(plan)
+    needs = needs_of(plan, TRAINING)  # it has no order yet, so it looks like an evaluation
     pending: list[set[Op]] = []
     for _ in plan.layers:
         ops = set()
@@ -95,13 +94,9 @@ def _orders(plan: Plan, random: Random, split_backward: float) -> tuple[tuple[Op
     finished: list[set[Op]] = [set() for _ in plan.layers]
 
     def ready(stage: int, op: Op) -> bool:
-        for need in TRAINING[op.kind].needs:
-            where, chunk = stage + need.stage, slices.related(op.chunk, need.chunk)
-            if not 0 <= where < plan.stages or (chunk < 0 and need.chunk is not Relation.SAME):
-                continue
-            if not any(Op(kind, chunk) in finished[where] for kind in need.kinds):
-                return False
-        return True
+        return all(
+            any(other in finished[where] for other in ops) for _, where, ops in needs(stage, op)
+        )
 
     # A leaning towards forwards or backwards, drawn per plan, makes long and short windows.
     lean = random.random()

@@ -1,6 +1,7 @@
 """What becomes of what layers save of a chunk: a letter for each of a stage, run-length in text."""
 
 import re
+from functools import lru_cache
 from itertools import groupby
 
 from megatron_epp.ir.errors import PlanError
@@ -23,11 +24,6 @@ LETTERS = KEEP + FULL + "".join(SELECTIVE) + OFFLOAD
 _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{LETTERS}])")
 
 
-def recompute_first(layers: int, count: int) -> str:
-    """The choice that recomputes the first ``count`` of a stage's ``layers`` in full."""
-    return FULL * count + KEEP * (layers - count)
-
-
 def offload_among(choice: str, count: int) -> str:
     """``choice`` with ``count`` offloaded layers dealt evenly among its own, the first one first:
     each copy then has the layers up to the next one to hide behind."""
@@ -37,11 +33,14 @@ def offload_among(choice: str, count: int) -> str:
     )
 
 
+# A plan has few choices and many chunks: each is read and printed once, and stored once.
+@lru_cache(maxsize=1024)
 def format_recompute(choice: str) -> str:
     """``"fffk"`` as ``3f1k``; a stage without layers as ``0k``."""
     return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(choice)) or "0k"
 
 
+@lru_cache(maxsize=1024)
 def parse_recompute(text: str) -> str:
     """The inverse of :func:`format_recompute`; refuses what it would not print."""
     choice = "" if text == "0k" else "".join(n_l[1] * int(n_l[0]) for n_l in _RUN.findall(text))

@@ -40,7 +40,7 @@ class Relation(Enum):
     LATER = 2  # the chunk with the slice after, where there is one
 
 
-class Slice(Enum):
+class SlicePosition(Enum):
     """For which chunks a row holds."""
 
     ANY = 0
@@ -76,7 +76,7 @@ class Effect:
     """``item`` of the op's chunk, or of its cut document, where ``slice`` holds."""
 
     item: Item
-    slice: Slice = Slice.ANY
+    slice: SlicePosition = SlicePosition.ANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,8 @@ class Rule:
     makes: tuple[Effect, ...]
     frees: tuple[Effect, ...]
 
+
+Rules = Mapping[Kind, Rule]  # a rule table
 
 _WORKSPACE = Effect(Item.WORKSPACE)
 _FORWARD_NEEDS = (
@@ -96,18 +98,18 @@ _BACKWARD_NEEDS = (
     Need(BACKWARDS, +1, Relation.SAME, "the gradient of its output"),
     Need(BACKWARDS, 0, Relation.LATER, "the gradients of its K and V from the slice after"),
 )
-_BACKWARD_MAKES = (Effect(Item.KV_GRADIENTS, Slice.LAST), _WORKSPACE)
+_BACKWARD_MAKES = (Effect(Item.KV_GRADIENTS, SlicePosition.LAST), _WORKSPACE)
 _BACKWARD_FREES = (
     Effect(Item.ACTIVATIONS),
-    Effect(Item.KV, Slice.FIRST),
-    Effect(Item.KV_GRADIENTS, Slice.FIRST),
+    Effect(Item.KV, SlicePosition.FIRST),
+    Effect(Item.KV_GRADIENTS, SlicePosition.FIRST),
     _WORKSPACE,
 )
 
-TRAINING: Mapping[Kind, Rule] = {
+TRAINING: Rules = {
     Kind.FORWARD: Rule(
         _FORWARD_NEEDS,
-        makes=(Effect(Item.ACTIVATIONS), Effect(Item.KV, Slice.FIRST), _WORKSPACE),
+        makes=(Effect(Item.ACTIVATIONS), Effect(Item.KV, SlicePosition.FIRST), _WORKSPACE),
         frees=(_WORKSPACE,),
     ),
     Kind.BACKWARD: Rule(_BACKWARD_NEEDS, _BACKWARD_MAKES, _BACKWARD_FREES),
@@ -121,10 +123,10 @@ TRAINING: Mapping[Kind, Rule] = {
     ),
 }
 
-EVALUATION: Mapping[Kind, Rule] = {
+EVALUATION: Rules = {
     Kind.FORWARD: Rule(
         _FORWARD_NEEDS,
-        makes=(Effect(Item.KV, Slice.FIRST), _WORKSPACE),
-        frees=(Effect(Item.KV, Slice.LAST), _WORKSPACE),
+        makes=(Effect(Item.KV, SlicePosition.FIRST), _WORKSPACE),
+        frees=(Effect(Item.KV, SlicePosition.LAST), _WORKSPACE),
     ),
 }

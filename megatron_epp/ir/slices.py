@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.plan import Plan
-from megatron_epp.ir.rules import Relation, Slice
+from megatron_epp.ir.rules import Relation, SlicePosition
 from megatron_epp.ir.span import Span
 
 
@@ -32,14 +32,19 @@ class Slices:
             case Relation.LATER:
                 return self.later[chunk]
 
-    def holds(self, chunk: int, place: Slice) -> bool:
+    def all_related(self, chunk: int, relation: Relation) -> tuple[int, ...]:
+        """Every chunk that stands in ``relation`` to ``chunk``."""
+        related = self.related(chunk, relation)
+        return (related,) if related >= 0 else ()
+
+    def holds(self, chunk: int, place: SlicePosition) -> bool:
         """Whether a row for ``place`` speaks of ``chunk``."""
         match place:
-            case Slice.ANY:
+            case SlicePosition.ANY:
                 return True
-            case Slice.FIRST:
+            case SlicePosition.FIRST:
                 return self.document[chunk] >= 0 and self.earlier[chunk] < 0
-            case Slice.LAST:
+            case SlicePosition.LAST:
                 return self.document[chunk] >= 0 and self.later[chunk] < 0
 
 

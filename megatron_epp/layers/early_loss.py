@@ -44,6 +44,7 @@ class _EarlyBackward(torch.autograd.Function):
                 losses_1t = losses(part, mine)
             weights_1t = weights_1T[:, mine] if block < total else weights_1T
             torch.autograd.backward(losses_1t, weights_1t.to(losses_1t.dtype))
+            assert part.grad is not None, "the losses do not depend on the hidden states"
             gradient_T1H[mine] = part.grad
             made.append(losses_1t.detach())
         ctx.save_for_backward(gradient_T1H)

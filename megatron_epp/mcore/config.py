@@ -111,13 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _mend_help(parser: argparse.ArgumentParser):
+def _mend_help(parser: argparse.ArgumentParser) -> None:
     """Some of Megatron's help texts (0.19) hold a bare %, at which --help breaks off."""
     for action in parser._actions:
         try:
             (action.help or "") % {**vars(action), "prog": parser.prog}
         except (ValueError, TypeError, KeyError):
-            action.help = action.help.replace("%", "%%")
+            action.help = str(action.help).replace("%", "%%")
 
 
 def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:

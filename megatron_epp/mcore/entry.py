@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore import job_exit
 from megatron_epp.mcore.flags import (
@@ -23,14 +25,23 @@ from megatron_epp.mcore.flags import (
 )
 from megatron_epp.mcore.patching import cpu_host, seams
 
+if TYPE_CHECKING:  # Megatron is imported when its host is prepared
+    from megatron_epp.mcore.setup import Hooks
 
-def main(program_start: float | None = None) -> None:
+
+def main(
+    program_start: float | None = None,
+    hooks: Hooks | None = None,
+    datasets: Callable[..., Any] | None = None,
+) -> None:
     """Train as the command line says; a user's mistake ends the process with status 2.
 
-    ``program_start``: seconds since the epoch when the program started.
+    program_start   seconds since the epoch when the program started
+    hooks           what stands in for parts of --epp (setup.py)
+    datasets        Megatron's data provider without --epp, in the place of its own
     """
     try:
-        train(time.time() if program_start is None else program_start)
+        train(time.time() if program_start is None else program_start, hooks, datasets)
     except Exception as error:
         if not job_exit.is_users_mistake(error):
             raise
@@ -38,8 +49,12 @@ def main(program_start: float | None = None) -> None:
     job_exit.finish()
 
 
-def train(program_start: float) -> None:
-    """Read the command line and train.
+def train(
+    program_start: float,
+    hooks: Hooks | None = None,
+    datasets: Callable[..., Any] | None = None,
+) -> None:
+    """Read the command line and train; see :func:`main`.
 
     ValueError: the command line, or a file that it names, cannot be used.
     """
@@ -69,12 +84,12 @@ def train(program_start: float) -> None:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     with refusals_as_value_errors():
         model = gpt_config_from_args(args)
-    forward_step, datasets = megatron_gpt.forward_step, megatron_gpt.datasets
+    forward_step, datasets = megatron_gpt.forward_step, datasets or megatron_gpt.datasets
     if args.epp:
         from megatron_epp.mcore import setup
 
         seams.install(seams.EPP_SEAMS)
-        forward_step, datasets = setup.setup(args, model)
+        forward_step, datasets = setup.setup(args, model, hooks)
     with refusals_as_value_errors():
         configuration = pretrain_cfg_container_from_args(args, model)
     pretrain(

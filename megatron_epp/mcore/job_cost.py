@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import psutil
 import torch
 
 from megatron_epp.control.fallbacks import Fallbacks
-from megatron_epp.control.given_steps import FixedSteps
+from megatron_epp.control.files import write_whole
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.analytic import without_states
@@ -40,9 +41,8 @@ def make_planning(
     multiple: int,
     groups: Groups,
     profile: Profile,
-) -> FixedSteps | PlannedSteps:
-    if config.epp_plan is not None:
-        return FixedSteps(config.epp_plan)
+) -> PlannedSteps:
+    """The job's planner, within budgets that are rank 0's on every rank. Collective."""
     from megatron_epp.planner import Options, planner_of
 
     planner_of(config.epp_planner)  # refuses what no pipeline can run
@@ -54,22 +54,23 @@ def make_planning(
     )
     cost = training_cost(args, config, layers, profile)
     # What is available differs between hosts and moments: rank 0's is everybody's.
+    folders = [folder for folder in (args.save, config.epp_record) if folder]
     budgets, error, fallbacks = json.dumps(cost.budget_bytes), None, None
     if groups.control.rank() == 0:
-        if config.epp_memory_budget_gib is None:
-            budgets = _kept_budgets(args, cost.stages) or budgets
-            if args.save:
-                Path(args.save).mkdir(parents=True, exist_ok=True)
-                (Path(args.save) / DEFAULT_BUDGETS).write_text(budgets)
         try:
-            places = [folder for folder in (args.save, config.epp_record) if folder]
-            fallbacks = Fallbacks(places, None if args.finetune else args.load)
+            if config.epp_memory_budget_gib is None:
+                budgets = _kept_budgets(args, cost.stages) or budgets
+                if args.save:
+                    write_whole(Path(args.save) / DEFAULT_BUDGETS, budgets)
+            fallbacks = Fallbacks(folders, None if args.finetune else args.load)
         except ValueError as refusal:
             error = str(refusal)
+        except OSError as failure:
+            error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
     budgets = share(budgets, error, groups.control)
     cost = replace(cost, budget_bytes=tuple(json.loads(budgets)))
     ahead = config.epp_plan_ahead
-    return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks)
+    return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks, folders)
 
 
 def training_levers(text: str, args: Any) -> frozenset[str]:
@@ -171,9 +172,24 @@ def default_budget_bytes(args: Any) -> float:
 
 
 def _kept_budgets(args: Any, stages: int) -> str | None:
-    """The default budgets of the run that is resumed: its plans were made within them."""
+    """The default budgets of the run that is resumed: its plans were made within them.
+
+    ValueError: the file is damaged.
+    """
     path = Path(args.load or "") / DEFAULT_BUDGETS
     if not args.load or not path.exists():
         return None
-    text = path.read_text()
-    return text if len(json.loads(text)) == stages else None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        budgets = json.loads(text)
+        if not isinstance(budgets, list) or not all(
+            isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf
+            for one in budgets
+        ):
+            raise ValueError("expected a list of bytes by stage")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: no memory budgets ({error}); delete the file: budgets then follow from the "
+            "memory that is available now, or give --epp-memory-budget-gib"
+        ) from error
+    return text if len(budgets) == stages else None

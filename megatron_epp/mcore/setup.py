@@ -3,33 +3,43 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, print_rank_0
 
-from megatron_epp.control.given_steps import FixedSteps
-from megatron_epp.control.report import Recorder
+from megatron_epp.control.accept import AcceptedSteps
+from megatron_epp.control.cost_monitor import CostMonitor
+from megatron_epp.control.files import claim
+from megatron_epp.control.given_steps import GivenSteps
+from megatron_epp.control.observe import Observer, Summary, summary
+from megatron_epp.control.report import IterationReport, Recorder
+from megatron_epp.control.retry import Retry
+from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.devices import GIB
-from megatron_epp.mcore import megatron_gpt, refusals
+from megatron_epp.ir import Step
+from megatron_epp.mcore import megatron_gpt, refusals, telemetry
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.elastic_schedule import ElasticSchedule, Planning
+from megatron_epp.mcore.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.job_cost import make_planning
-from megatron_epp.mcore.model.attention import attention_for, this_device
+from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.model.hooks import install_in_model
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.process_groups import make_groups
 from megatron_epp.mcore.sigterm import speak_when_terminated
+from megatron_epp.mcore.stage_runner import StageRunner
+from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
@@ -37,10 +47,69 @@ from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-MakePlanning = Callable[[Any, Config, tuple[int, ...], int, Groups], Planning]
+
+# ------------------------------------------------------------------ what can be put in its place
 
 
-def setup(args: Any, model_config: Any) -> tuple[Any, Any]:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This rank's place in the job, known when Megatron has built the model.
+
+    layers   of every stage
+    share    of a chunk's rows, which this rank computes
+    """
+
+    args: Any
+    config: Config
+    groups: Groups
+    layers: tuple[int, ...]
+    share: RowShare
+    device: torch.device
+    attention: Attention
+
+
+def make_steps(place: Place, model: Any) -> StepSource:
+    """--epp-plan's steps, or the planner's with a cost model that is measured where none is given;
+    ``model`` is wrapped, in its final number format. Collective."""
+    if place.config.epp_plan is not None:
+        return GivenSteps(place.config.epp_plan)
+    args, config, groups = place.args, place.config, place.groups
+    profile = obtain(args, config, model, groups, place.share)
+    return make_planning(args, config, place.layers, place.share.multiple, groups, profile)
+
+
+def limit_bytes(config: Config) -> float:
+    """What chunks may hold on a host at most, whatever was planned."""
+    limit = config.epp_memory_limit_gib
+    return math.inf if limit is None else limit * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a benchmark, an example or a test may put in the place of the trainer's own parts.
+
+    make_steps         where steps come from
+    make_batches       (documents, size of a batch, samples consumed): the global batches
+    summary            the line that is logged of an iteration
+    attention_for      (--epp-attention, model's configuration, device): the attention
+    install_in_model   (model, context, attention): makes the model compute chunks
+    make_stage         the model's side of the executor
+    limit_bytes        (configuration): what chunks may hold on a host
+    """
+
+    make_steps: Callable[[Place, Any], StepSource] = make_steps
+    make_batches: Callable[[Documents, int, int], GlobalBatches] = GlobalBatches
+    summary: Summary = summary
+    attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
+    install_in_model: Callable[[Any, int, Attention], None] = install_in_model
+    make_stage: Callable[..., ModelStage] = ModelStage
+    limit_bytes: Callable[[Config], float] = limit_bytes
+
+
+# ------------------------------------------------------------------ the job
+
+
+def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any, Any]:
     """Put elastic pipelines into this process; returns the forward step and the data provider
     for Megatron's ``pretrain``.
 
@@ -55,122 +124,147 @@ def setup(args: Any, model_config: Any) -> tuple[Any, Any]:
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "
             f"than the {args.num_layers} layers; expected at most one stage per layer"
         )
-    job = Job(args, config)
+    job = Job(args, config, hooks or Hooks())
     if args.context_parallel_size > 1:
         allow_context_parallelism(model_config)
-    model_config.pre_wrap_hooks.append(job.attach)
-    model_config.post_wrap_hooks.append(job.prepare)
+    job.install(model_config)
     seams.apply_schedule_seam(job.choose_schedule)
-    datasets = partial(_datasets, config)
-    datasets.is_distributed = True  # every rank reads lengths, and its own tokens
+
+    def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
+        return job.datasets(samples)
+
+    datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own tokens
     return forward_step, datasets
 
 
 class Job:
-    """This rank's part of the job: filled when the model is built.
+    """This rank's part of the job. Megatron's hooks fill it: ``attach`` before the model is
+    wrapped, ``prepare`` behind it, which makes the ``schedule``."""
 
-    ``plan_with`` makes the planning; the certificate brings plans of its own.
-    """
-
-    def __init__(self, args: Any, config: Config, plan_with: MakePlanning | None = None):
-        self.args, self.config, self.plan_with = args, config, plan_with
-        self.schedule: ElasticSchedule | None = None
+    def __init__(self, args: Any, config: Config, hooks: Hooks):
+        self.args, self.config, self.hooks = args, config, hooks
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
+        self.truncated_documents = 0  # of the training set
+        self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
+        self._locks: list[TextIO] = []  # open as long as the job
+        self._place: Place | None = None
+        self._schedule: ElasticSchedule | None = None
+
+    def install(self, model_config: Any) -> None:
+        """Have Megatron's builder call this job when it builds the model of ``model_config``."""
+        model_config.pre_wrap_hooks.append(self.attach)
+        model_config.post_wrap_hooks.append(self.prepare)
+
+    @property
+    def schedule(self) -> ElasticSchedule:
+        assert self._schedule is not None, "the model is not built yet"
+        return self._schedule
 
     def attach(self, models: list[Any]) -> list[Any]:
-        """Megatron's pre-wrap hook: make the model compute chunks, and prepare the schedule."""
-        args = self.args
+        """Megatron's pre-wrap hook: make the model compute chunks."""
         (model,) = models
         device = this_device()
-        attention = attention_for(self.config.epp_attention, model.config, device)
-        install_in_model(model, args.seq_length, attention)
+        attention = self.hooks.attention_for(self.config.epp_attention, model.config, device)
+        self.hooks.install_in_model(model, self.args.seq_length, attention)
         groups = make_groups(device)
-        layers = [0] * groups.stages
+        self._claim_folders(groups)
         mine = torch.tensor([len(model.decoder.layers)])
         every = torch.empty(groups.control.size(), dtype=mine.dtype)
         dist.all_gather_into_tensor(every, mine, group=groups.control)
-        for stage, rank in enumerate(groups.pipeline_ranks):
-            layers[stage] = int(every[rank])
-        share = RowShare.of(args)
+        layers = tuple(int(every[rank]) for rank in groups.pipeline_ranks)
+        share = RowShare.of(self.args)
+        self._place = Place(self.args, self.config, groups, layers, share, device, attention)
+        return models
+
+    def _claim_folders(self, groups: Groups) -> None:
+        """No other job may write where this one writes. Collective."""
+        error = None
+        if groups.control.rank() == 0:
+            try:
+                self._locks = claim(self._folders)
+            except ValueError as refusal:
+                error = str(refusal)
+        share("", error, groups.control)
+
+    def prepare(self, models: list[Any]) -> list[Any]:
+        """Megatron's post-wrap hook: the model has its final number format, so it can be measured,
+        and steps can be made."""
+        place, args, config = self._place, self.args, self.config
+        assert place is not None, "Megatron wraps a model before it was built"
+        (model,) = models
+        groups, device = place.groups, place.device
+        steps = self.hooks.make_steps(place, model)
+        folders = [folder for _, folder in self._folders if folder]
         waiting = Waiting(groups.stage)
-        self.schedule = ElasticSchedule(
+        runner = StageRunner(
             groups=groups,
-            layers=tuple(layers),
-            planning=None
-            if self.plan_with is None
-            else self.plan_with(args, self.config, tuple(layers), share.multiple, groups),
-            share=share,
+            share=place.share,
             meter=AllocatorMeter()
             if device.type == "cuda"
-            else SavedBytesMeter(model.parameters(), limit_bytes(self.config)),
+            else SavedBytesMeter(model.parameters(), self.hooks.limit_bytes(config)),
             waiting=waiting,
-            recorder=self.recorder,
             device=device,
-            folders=[folder for folder in (args.save, self.config.epp_record) if folder],
-            loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
-            validate=lambda total: megatron_gpt.validate(total, args),
             early_head=early_head(args),
-            keeps_last=attention.keeps_last,
-            may_refit=self.config.epp_cost_model is None and self.config.epp_plan is None,
+            keeps_last=place.attention.keeps_last,
+            make_stage=self.hooks.make_stage,
+        )
+        may_refit = config.epp_cost_model is None and config.epp_plan is None
+        observer = Observer(
+            groups,
+            steps,
+            CostMonitor(groups, folders, may_refit),
+            self.recorder,
+            self.hooks.summary,
+            self._draw,
+            loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
+        )
+        self._schedule = ElasticSchedule(
+            AcceptedSteps(steps, groups, place.layers, waiting),
+            runner,
+            Retry(steps, groups),
+            observer,
+            validate=lambda total: megatron_gpt.validate(total, args),
         )
         if not getattr(args, "exit_signal_handler", False):  # Megatron's saves a checkpoint instead
             speak_when_terminated(waiting, dist.get_rank())
         Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
         return models
 
-    def prepare(self, models: list[Any]) -> list[Any]:
-        """Megatron's post-wrap hook: the model has its final number format, so it is measured, and
-        plans can be made."""
-        schedule, args, config = self.schedule, self.args, self.config
-        assert schedule is not None, "attach comes first"
-        if config.epp_plan is not None:
-            schedule.planning = FixedSteps(config.epp_plan)
-            return models
-        (model,) = models
-        profile = obtain(args, config, model, schedule.groups, schedule.share)
-        schedule.planning = make_planning(
-            args, config, schedule.layers, schedule.share.multiple, schedule.groups, profile
-        )
-        return models
+    def _draw(
+        self, iteration: int, step: Step, report: IterationReport, waited_seconds: float
+    ) -> None:
+        if telemetry.wanted():
+            truncated = self.truncated_documents
+            telemetry.write(telemetry.scalars(step, report, waited_seconds, truncated), iteration)
 
     def choose_schedule(self, original: Any) -> Any:
         """What stands in for Megatron's ``get_forward_backward_func``."""
 
-        def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-            assert self.schedule is not None, "the model is not built yet"
+        def get_forward_backward_func(*args: Any, **kwargs: Any) -> ElasticSchedule:
             return self.schedule
 
         return get_forward_backward_func
 
+    # -------------------------------------------------------------- data
 
-def limit_bytes(config: Config) -> float:
-    """What chunks may hold on a host at most, whatever was planned."""
-    limit = config.epp_memory_limit_gib
-    return math.inf if limit is None else limit * GIB
-
-
-# ------------------------------------------------------------------ data
-
-
-def _datasets(config: Config, samples: Sequence[int], vp_stage: int | None = None) -> Any:
-    """The global batches of training, validation and test, from where the checkpoint stopped."""
-    args = get_args()
-    print_rank_0("> building the documents of training, validation and test ...")
-    documents = build_documents(
-        config_from_args(args, build_tokenizer(args), config.epp_overlong, args.padded_vocab_size),
-        samples,
-    )
-    sizes = (args.global_batch_size, args.eval_global_batch_size, args.eval_global_batch_size)
-    consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
-    made = []
-    for docs, size, start in zip(documents, sizes, consumed, strict=True):
-        if isinstance(docs, list):
-            raise ValueError("--epp evaluates on one validation set; leave --multiple-... out")
-        made.append(None if docs is None else GlobalBatches(docs, size, start))
-    _tell(documents[0])
-    return tuple(made)
-
-
-def _tell(documents: Documents | None):
-    if documents is not None:
-        print_rank_0(f"> {documents.counts}")
+    def datasets(self, samples: Sequence[int]) -> tuple[GlobalBatches | None, ...]:
+        """Global batches of training, validation and test, from where the checkpoint stopped."""
+        args = get_args()
+        print_rank_0("> building the documents of training, validation and test ...")
+        overlong = self.config.epp_overlong
+        documents = build_documents(
+            config_from_args(args, build_tokenizer(args), overlong, args.padded_vocab_size),
+            samples,
+        )
+        sizes = (args.global_batch_size, args.eval_global_batch_size, args.eval_global_batch_size)
+        consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
+        made: list[GlobalBatches | None] = []
+        for docs, size, start in zip(documents, sizes, consumed, strict=True):
+            if isinstance(docs, list):
+                raise ValueError("--epp evaluates on one validation set; leave --multiple-... out")
+            made.append(None if docs is None else self.hooks.make_batches(docs, size, start))
+        training = documents[0]
+        if isinstance(training, Documents):
+            print_rank_0(f"> {training.counts}")
+            self.truncated_documents = training.counts.truncated
+        return tuple(made)

@@ -2,19 +2,24 @@
 
     PLANNERS[name](lengths, cost, options)       one replica's plan (a Planned), or what a method
                                                  without a pipeline would take (PlannedGroups)
-    plan_step(lengths, cost, options, name, n)   documents dealt to n replicas, a plan for each
+    plan_step(lengths, cost, options, name, n)   documents balanced over n replicas, a plan for each
     evaluation_plan(lengths, cost)               forwards only
-    choose(lengths, make_cost, devices, ...)     context-parallel and pipeline degrees
 
 A plan is a pure function of these arguments: no clock, no chance, no order of the documents.
+
+Names are loaded when they are asked for: options need neither the compiler nor the solver that
+planners need, and these take most of a second to load.
 """
 
-from megatron_epp.planner.degrees import Choice, choose
-from megatron_epp.planner.evaluation import evaluation_plan
-from megatron_epp.planner.options import ALL, LEVERS, TRAINING, Options, parse_levers
-from megatron_epp.planner.registry import GROUPS, PIPELINES, PLANNERS, planner_of
-from megatron_epp.planner.replicas import deal, evaluation_step, plan_step
-from megatron_epp.planner.result import GroupMicroBatch, Planned, PlannedGroups, PlannedStep
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_epp.planner.evaluation import evaluation_plan
+    from megatron_epp.planner.options import ALL, LEVERS, TRAINING_LEVERS, Options, parse_levers
+    from megatron_epp.planner.registry import GROUPS, PIPELINES, PLANNERS, planner_of
+    from megatron_epp.planner.replicas import balance_replicas, evaluation_step, plan_step
+    from megatron_epp.planner.result import GroupMicroBatch, Planned, PlannedGroups, PlannedStep
 
 __all__ = [
     "ALL",
@@ -22,18 +27,31 @@ __all__ = [
     "LEVERS",
     "PIPELINES",
     "PLANNERS",
-    "TRAINING",
-    "Choice",
+    "TRAINING_LEVERS",
     "GroupMicroBatch",
     "Options",
     "Planned",
     "PlannedGroups",
     "PlannedStep",
-    "choose",
-    "deal",
+    "balance_replicas",
     "evaluation_plan",
     "evaluation_step",
     "parse_levers",
     "plan_step",
     "planner_of",
 ]
+
+_HOME = {
+    "evaluation": ("evaluation_plan",),
+    "options": ("ALL", "LEVERS", "TRAINING_LEVERS", "Options", "parse_levers"),
+    "registry": ("GROUPS", "PIPELINES", "PLANNERS", "planner_of"),
+    "replicas": ("balance_replicas", "evaluation_step", "plan_step"),
+    "result": ("GroupMicroBatch", "Planned", "PlannedGroups", "PlannedStep"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -10,12 +10,14 @@ from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of, with_kept
 from megatron_epp.sim.play import play
 
 # A document that does not fit in so many slices is refused: its K and V alone are too large.
 FINEST = 64
+# Chunks that exceed the budget are made smaller by this factor and tried again. By hand.
+SMALLER = 0.6
 
 
 def evaluation_plan(
@@ -28,7 +30,7 @@ def evaluation_plan(
     of one cut document at a time. A PlanError where even that does not fit.
     """
     options = options or Options()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     longest = int(batch.lengths[0])
     total = int(batch.lengths.sum())
     most = total if most is None else min(most, total)
@@ -45,10 +47,12 @@ def evaluation_plan(
         if worst <= 1:
             check(plan)
             return plan
-        most = min(most - 1, int(max(chunk.tokens for chunk in plan.chunks) * 0.6))
+        most = min(most - 1, int(max(chunk.tokens for chunk in plan.chunks) * SMALLER))
 
 
-def _plan(batch: Batch, cost: Cost, options: Options, most: int) -> tuple[Plan, tuple[int, ...]]:
+def _plan(
+    batch: SortedBatch, cost: Cost, options: Options, most: int
+) -> tuple[Plan, tuple[int, ...]]:
     """The plan with chunks of at most ``most`` tokens, and its peaks."""
     rates = rates_of(cost)
     total = float(rates.document_seconds(batch.lengths).sum())

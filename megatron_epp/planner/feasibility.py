@@ -5,8 +5,8 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL, PlanError
-from megatron_epp.planner.order.problem import WHOLE, moves
+from megatron_epp.ir import FULL, KIND_CODE, Kind, PlanError
+from megatron_epp.sim.inputs import moved_bytes
 
 # Bytes are linear in tokens but for rounding up; taking them of many tokens hides the rounding.
 _MANY = 1_000_000
@@ -34,8 +34,10 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
         lengths=np.array([tokens]),
     )
     layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, slices))
-    moved = moves(cost.table_of(loads, {FULL: layers}), loads, WHOLE)
-    order = [(0, c) for c in range(slices)] + [(1, c) for c in reversed(range(slices))]
+    moved = moved_bytes(cost.table_of(loads, {FULL: layers}), loads)
+    forward, backward = KIND_CODE[Kind.FORWARD], KIND_CODE[Kind.BACKWARD]
+    order = [(forward, c) for c in range(slices)]
+    order += [(backward, c) for c in reversed(range(slices))]
     held = np.zeros(cost.stages)
     peak = np.zeros(cost.stages)
     for kind, chunk in order:

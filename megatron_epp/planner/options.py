@@ -24,7 +24,7 @@ SIMULATION_ONLY = frozenset({"offload", "uneven"})
 ALL = frozenset(LEVERS)
 # What the executor can run. Layers that cannot split a backward do without `wsplit`, which
 # training finds out from its flags (mcore.job_cost.unusable_levers).
-TRAINING = ALL - SIMULATION_ONLY
+TRAINING_LEVERS = ALL - SIMULATION_ONLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Options:
     """
 
     context: int = 0
-    levers: frozenset[str] = field(default=TRAINING)
+    levers: frozenset[str] = field(default=TRAINING_LEVERS)
     effort: int = 4
     multiple: int = 1
     open_layers: bool = False
@@ -54,7 +54,7 @@ class Options:
             raise ValueError(_unknown(lever))
 
 
-def parse_levers(text: str, default: frozenset[str] = TRAINING) -> frozenset[str]:
+def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:
     """The levers that ``text`` names: default, all, none, or names; ``-name`` takes one away.
 
     ``all,-wsplit`` is everything but the split of the backward.

@@ -1,33 +1,36 @@
-"""Dealing the documents of a global batch to data-parallel replicas, and planning each."""
+"""Balance the documents of a global batch over data-parallel replicas, and plan each."""
 
 import dataclasses
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Step
+from megatron_epp.ir import PlanError, Step
 from megatron_epp.planner.evaluation import evaluation_plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.registry import planner_of
+from megatron_epp.planner.registry import PlanFunction, planner_of
 from megatron_epp.planner.result import Planned, PlannedStep
 
-# A dealing is tried again with what the replicas' plans have shown, this often at most, and only
-# where they end further apart than this share of the iteration.
-ROUNDS = 2
+# At most this many rounds of balancing, each but the first with what the plans before it took, and
+# only where replicas end further apart than this share of the iteration. Chosen by hand, on batches
+# that are not recorded.
+BALANCING_ROUNDS = 2
 APART = 0.01
-# So many replicas get the whole effort each; more share it.
+Deals = tuple[tuple[int, ...], ...]  # documents of every replica
+# So many replicas get the whole effort each; more share it. Chosen by hand, for the planning time.
 WHOLE_EFFORT = 4
 
 
-def deal(
+def balance_replicas(
     lengths: Sequence[int], cost: Cost, replicas: int, overhead: Sequence[float] | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """The documents of every replica, in the order of the batch: longest time first, each to the
-    replica that is done first. Every replica gets at least one.
+) -> Deals:
+    """Give every document to a replica: longest first, each to the replica that is done first.
+
+    Returns the documents of every replica, in the order of the batch; at least one each.
 
     overhead   per replica, seconds that its plan takes beside its documents' own work
     """
@@ -57,22 +60,65 @@ def deal(
 def plan_step(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str = "epp", replicas: int = 1
 ) -> PlannedStep:
-    """Documents dealt to ``replicas``, and every replica's plan by the planner of that name.
+    """Balance documents over ``replicas``, and plan each by the planner of that name.
 
-    Where replicas end apart, documents are dealt once more, now knowing what each replica's plan
-    takes beside the work itself; the dealing whose slowest replica is fastest is kept.
+    Where replicas end apart, documents are balanced once more, now knowing what each replica's plan
+    takes beside the work itself; the balance whose slowest replica is fastest is kept. All replicas
+    have the same layers on a stage: where they are open and the replicas' plans want different
+    ones, those of the slowest replica and those of ``cost`` are planned with.
     """
     began = time.perf_counter()
     plan = planner_of(planner)
-    rates = rates_of(cost)
     lengths = tuple(lengths)
     if replicas > WHOLE_EFFORT and options.effort > 1:
         effort = max(1, options.effort * WHOLE_EFFORT // replicas)
         options = dataclasses.replace(options, effort=effort)
-    best: tuple[tuple[tuple[int, ...], ...], tuple[Planned, ...]] | None = None
+    deals, planned = _planned(lengths, cost, options, plan, replicas)
+    if len({found.plan.layers for found in planned}) > 1:
+        slowest = max(planned, key=lambda found: (not found.fits, found.seconds))
+        layers = dict.fromkeys((slowest.plan.layers, cost.layers))
+        deals, planned = _with_layers(lengths, cost, options, plan, replicas, layers)
+    named = tuple(
+        dataclasses.replace(
+            found, plan=dataclasses.replace(found.plan, replica=replica, replicas=replicas)
+        )
+        for replica, found in enumerate(planned)
+    )
+    step = Step(deals, tuple(found.plan for found in named))
+    return PlannedStep(step, named, time.perf_counter() - began)
+
+
+def _with_layers(
+    lengths: tuple[int, ...],
+    cost: Cost,
+    options: Options,
+    plan: PlanFunction,
+    replicas: int,
+    layers: Iterable[tuple[int, ...]],
+) -> tuple[Deals, tuple[Planned, ...]]:
+    """The best of the ``layers`` of stages, each planned with for all replicas."""
+    closed = dataclasses.replace(options, open_layers=False)
+    made, reasons = [], []
+    for each in layers:
+        fixed = dataclasses.replace(cost, layers=each)
+        try:
+            made.append(_planned(lengths, fixed, closed, plan, replicas))
+        except PlanError as error:  # a replica whose documents fit only with other layers
+            reasons.append(error)
+    if not made:
+        raise reasons[0]
+    return min(made, key=lambda found: _slowest(found[1]))
+
+
+def _planned(
+    lengths: tuple[int, ...], cost: Cost, options: Options, plan: PlanFunction, replicas: int
+) -> tuple[Deals, tuple[Planned, ...]]:
+    """The balance whose slowest replica is fastest, and every replica's plan."""
+    rates = rates_of(cost)
+    best: tuple[Deals, tuple[Planned, ...]] | None = None
     overhead: list[float] | None = None
-    for _ in range(ROUNDS if replicas > 1 and options.effort > 0 else 1):
-        deals = deal(lengths, cost, replicas, overhead)
+    for _ in range(BALANCING_ROUNDS if replicas > 1 and options.effort > 0 else 1):
+        deals = balance_replicas(lengths, cost, replicas, overhead)
         if best is not None and deals == best[0]:
             break
         planned = tuple(
@@ -89,25 +135,17 @@ def plan_step(
             for held, found in zip(deals, planned, strict=True)
         ]
     assert best is not None
-    deals, planned = best
-    named = tuple(
-        dataclasses.replace(
-            found, plan=dataclasses.replace(found.plan, replica=replica, replicas=replicas)
-        )
-        for replica, found in enumerate(planned)
-    )
-    step = Step(deals, tuple(found.plan for found in named))
-    return PlannedStep(step, named, time.perf_counter() - began)
+    return best
 
 
 def evaluation_step(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, most: int | None = None
 ) -> Step:
-    """A step of forwards alone: documents dealt, every replica's evaluation plan.
+    """A step of forwards alone: documents balanced, every replica's evaluation plan.
 
     ``most``: tokens of a chunk, None where memory alone decides.
     """
-    deals = deal(lengths, cost, replicas)
+    deals = balance_replicas(lengths, cost, replicas)
     plans = (evaluation_plan([lengths[d] for d in held], cost, options, most) for held in deals)
     return Step(
         deals,

@@ -9,7 +9,7 @@ from megatron_epp.ir import Plan, Step
 class Planned:
     """One replica's plan, checked and played.
 
-    lower_bound_seconds   no plan for these lengths on this cost is faster
+    lower_bound_seconds   no plan for these lengths with these layers on a stage is faster
     gap                   (seconds - lower bound) / seconds
     *_ratio               of stages x seconds: idle; recomputing; exposed communication
     peak_bytes            per stage, everything on the device
@@ -47,10 +47,6 @@ class GroupMicroBatch:
     documents: tuple[tuple[int, ...], ...]
     seconds: tuple[float, ...]  # of every group
 
-    @property
-    def makespan_seconds(self) -> float:
-        return max(self.seconds)
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroups:
@@ -86,7 +82,7 @@ class PlannedGroups:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """The whole job's iteration: the dealing with a plan per replica, and how each was found."""
+    """The whole job's iteration: its documents balanced, a plan per replica, how each was found."""
 
     step: Step
     planned: tuple[Planned, ...]

@@ -5,8 +5,9 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -72,6 +73,9 @@ class Elsewhere(str):
     __slots__ = ()
 
 
+BEFORE = Elsewhere("the first iteration")
+
+
 @dataclass
 class Waiting:
     """What this rank is doing right now; read when a link is lost, when nothing moves, or when the
@@ -83,7 +87,7 @@ class Waiting:
 
     stage: int
     iteration: int = 0
-    what: Op | Transfer | str = Elsewhere("the first iteration")
+    what: Op | Transfer | str = BEFORE
     since: float = field(default_factory=time.monotonic)
     links: Links | None = None
 
@@ -136,7 +140,7 @@ class Executor:
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
         self._outbox: dict[tuple[Payload, int], Tensor] = {}
         self.failure: Failure | None = None
-        self._do = {
+        self._do: dict[Kind, Callable[[Any], object]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input_backward,
@@ -156,18 +160,16 @@ class Executor:
         with self.meter.watch(self.store):
             for op in self.program:
                 if isinstance(op, Post):
-                    self._post(op.message)
+                    self._post(op)
                     continue
                 self.waiting.enter(op)
-                if isinstance(op, Op):
-                    # Safe at any place: the program's order says that all that was issued so far
-                    # needs nothing that was not (ir.lower).
-                    if len(ends) == LEAD_OPS:
-                        self.clock.wait(ends[0])
+                if isinstance(op, Op) and len(ends) == LEAD_OPS:
+                    # Safe at any place: what was issued so far needs nothing that was not (lower).
+                    self.clock.wait(ends[0])
                 start = self.clock.mark()
                 with record_function(str(op)):
                     reason = self._run(op)
-                if reason is not None:
+                if reason is not None and isinstance(op, Op):  # a transfer raises
                     self._give_up(op, reason)
                 end = self.clock.mark()
                 if isinstance(op, Op):
@@ -179,7 +181,9 @@ class Executor:
         self.waiting.links = None
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
-        stage, seconds = self.waiting.stage, self.clock.seconds
+        stage = self.waiting.stage
+        # Marks are of the clock that made them, which is one of two.
+        seconds: Callable[[Any], float] = self.clock.seconds
         return tuple(Timed(stage, op, seconds(a), seconds(b), peak) for op, a, b, peak in marks)
 
     def _run(self, op: Op | Transfer) -> str | None:
@@ -190,15 +194,19 @@ class Executor:
         except (MemoryError, RuntimeError) as error:
             if isinstance(op, Transfer) or not out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if self.peers is not None and not self.peers.all_failed(str(op)):
-                raise OutOfMemory(
-                    f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
-                    "layers; the others wait for it in there, so the iteration cannot be repeated: "
-                    "lower --epp-memory-budget-gib"
-                ) from None
-            return reason
+            return self._no_memory(str(op), error)
         return None if isinstance(op, Transfer) or self.failure is not None else self._over()
+
+    def _no_memory(self, where: str, error: MemoryError | RuntimeError) -> str:
+        """Why; an :class:`OutOfMemory` where this rank alone cannot go on."""
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if self.peers is not None and not self.peers.all_failed(where):
+            raise OutOfMemory(
+                f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
+                "layers; the others wait for it in there, so the iteration cannot be repeated: "
+                "lower --epp-memory-budget-gib"
+            ) from None
+        return reason
 
     def _over(self) -> str | None:
         """Why the op that is done should not have been: this rank's limit, or a peer's."""
@@ -221,7 +229,7 @@ class Executor:
         self._inbox.clear()
         self._outbox.clear()
         gc.collect()  # what was recomputed hangs in cycles until its backward
-        # May wait for the device, receives that are posted included: as in ``run``, that is safe.
+        # May wait for the device, posted receives included: as in ``run``, it will not in vain.
         free_cached_memory()
         for kind in COMPUTE:
             self._do[kind] = self._pretend
@@ -251,12 +259,28 @@ class Executor:
     def _weight_backward(self, op: Op):
         self.compute.weight_backward(op.chunk)
 
-    def _post(self, message: Message):
+    def _post(self, op: Post):
         try:
-            self.links.post(message)
-        except RuntimeError as error:
-            self.waiting.enter(Transfer(Kind.RECEIVE, message))
-            raise self._lost(message, error) from error
+            try:
+                self.links.post(op.message)
+                return
+            except (MemoryError, RuntimeError) as error:
+                if self.failure is not None or not out_of_memory(error):
+                    raise
+                reason = self._no_memory(str(op), error)
+            # Outside of the handler: the error holds on to what it names.
+            self._give_up(self._next_op(op), reason)
+            self.links.post(op.message)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, OutOfMemory):
+                raise
+            self.waiting.enter(Transfer(Kind.RECEIVE, op.message))
+            raise self._lost(op.message, error) from error
+
+    def _next_op(self, post: Post) -> Op:
+        """The op that the failure of ``post`` is put down to: the one that would have followed."""
+        rest = self.program[self.program.index(post) :]
+        return next(op for op in rest if isinstance(op, Op))
 
     def _send(self, op: Transfer):
         message = op.message
@@ -286,7 +310,7 @@ class Executor:
         except RuntimeError as error:
             raise self._lost(message, error) from error
 
-    def _lost(self, message: Message | None, error: RuntimeError) -> LinkLost:
+    def _lost(self, message: Message | None, error: RuntimeError | MemoryError) -> LinkLost:
         reason = str(error).splitlines()[0]
         logger.error("%s; the link is lost: %s", self.waiting, reason)
         return LinkLost(f"{self.waiting}; the link is lost: {reason}")

@@ -93,6 +93,7 @@ class Store:
             kept.value_grad_CGD = value_grad_PGD.to(dtype, copy=True)
             self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
             return
+        assert kept.value_grad_CGD is not None, "both gradients come together"
         kept.key_grad_CGD[:rows] += key_grad_PGD
         kept.value_grad_CGD[:rows] += value_grad_PGD
 

@@ -80,6 +80,7 @@ class Links:
         tensor = torch.empty(tuple(self.shape(message.chunk)), dtype=self.dtype, device=self.device)
         source = message.source if self.ranks is None else self.ranks[message.source]
         work = dist.irecv(tensor, group=self.groups[message.payload], group_src=source)
+        assert work is not None, "only a rank of the group receives"
         self._posted.setdefault(message.link, deque()).append(_Posted(message, tensor, work))
 
     def receive(self, message: Message) -> Tensor:
@@ -100,6 +101,7 @@ class Links:
         tensor = tensor.contiguous()
         target = message.target if self.ranks is None else self.ranks[message.target]
         work = dist.isend(tensor, group=self.groups[message.payload], group_dst=target)
+        assert work is not None, "only a rank of the group sends"
         self._sending.append((message, tensor, work))
         self.sent += 1
         self._let_go()

@@ -10,6 +10,7 @@ they hold the same: nobody waits then. Whoever fails alone must end the job.
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ class Peers:
         """On a rank that failed in the midst of ``what``: whether all others did, after as many
         collectives. Needs nothing of a rank that has not failed."""
         self._failures += 1
-        issued = [group._get_sequence_number_for_group() for group in self.busy]
+        groups: Sequence[Any] = self.busy  # torch's stubs do not know the method
+        issued = [group._get_sequence_number_for_group() for group in groups]
         store = dist.distributed_c10d._get_default_store()
         ranks = dist.get_process_group_ranks(self.group)
         keys = {rank: f"megatron_epp/no memory/{self._failures}/{rank}" for rank in ranks}

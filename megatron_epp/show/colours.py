@@ -8,6 +8,7 @@ import colorsys
 from dataclasses import dataclass
 
 from megatron_epp.ir import Kind, Plan, slices_of
+from megatron_epp.show.timeline import slice_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +80,37 @@ def palette(plan: Plan) -> Palette:
     cut = {document: None for document in slices.document if document >= 0}
     place = {document: number for number, document in enumerate(sorted(cut))}
     packs = 0
-    for chunk, document in enumerate(slices.document):
+    for document, (before, count) in zip(slices.document, slice_places(slices), strict=True):
         if document < 0:
             lightness.append(0.80 if packs % 2 else 0.73)
             saturation.append(0.75)
             accent.append("")
             packs += 1
             continue
-        before = _distance(slices.earlier, chunk)
-        after = _distance(slices.later, chunk)
-        lightness.append(0.66 - 0.24 * before / max(1, before + after))
+        lightness.append(0.66 - 0.24 * before / max(1, count - 1))
         saturation.append(1.0)
         accent.append(ACCENTS[place[document] % len(ACCENTS)])
     return Palette(tuple(lightness), tuple(saturation), tuple(accent))
 
 
-def _distance(link: tuple[int, ...], chunk: int) -> int:
-    """How many steps along ``link`` until it ends."""
-    steps = 0
-    while (chunk := link[chunk]) >= 0:
-        steps += 1
-    return steps
+# Of a legend: what the shades and the accents of a palette say.
+SHADES = "pale: whole documents; darker: a later slice of a cut one"
+ACCENTED = "upper edge: one colour for each cut document"
+_MOST_SWATCHES = 4
+
+
+def shades(paints: Palette) -> tuple[str, ...]:
+    """A whole document's colour, and of the slices the first and the last; empty where no document
+    is cut."""
+    if not any(paints.accent):
+        return ()
+    whole, first, last = (0.73, 0.75), (0.66, 1.0), (0.42, 1.0)
+    family = FAMILIES[Kind.FORWARD]
+    return tuple(
+        family.shade(light, family.saturation * factor) for light, factor in (whole, first, last)
+    )
+
+
+def accents(paints: Palette) -> tuple[str, ...]:
+    """The colours of the first cut documents."""
+    return tuple(dict.fromkeys(filter(None, paints.accent)))[:_MOST_SWATCHES]

@@ -442,11 +442,17 @@ for (const run of data.runs) {
   element("figures").append(span);
 }
 element("figures").append(node("span", data.summary));
-for (const [colour, name] of data.legend) {
+for (const [marks, name] of data.legend) {
   const entry = node("span");
-  const mark = node("i");
-  mark.style.background = colour;
-  entry.append(mark, name);
+  if (marks === "dashed") entry.append(node("i", undefined, { class: "dashed" }));
+  for (const colour of marks === "dashed" ? [] : marks) {
+    const mark = node("i");
+    mark.style.background = colour;
+    if (marks.length > 1) mark.style.width = "7px";
+    if (colour !== marks[marks.length - 1]) mark.style.marginRight = "0";
+    entry.append(mark);
+  }
+  entry.append(name);
   element("legend").append(entry);
 }
 

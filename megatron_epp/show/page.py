@@ -65,11 +65,13 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
         "summary": f"{plan.stages} stages, {len(plan.chunks)} chunks, {len(plan.documents)} "
         f"documents, {tokens_text(plan.tokens)} tokens{offloaded_text(plan)}",
         "legend": [
-            *((FAMILIES[kind].plain, FAMILIES[kind].name) for kind in Kind if kind in used),
-            *([(colours.RECOMPUTE, "recompute (share of layers)")] if recomputes(plan) else []),
-            *([(colours.ACCENTS[0], "slices of one document")] if any(paints.accent) else []),
-            (colours.IDLE, "idle"),
-            (colours.CRITICAL, "critical path"),
+            *(((FAMILIES[kind].plain,), FAMILIES[kind].name) for kind in Kind if kind in used),
+            *([((colours.RECOMPUTE,), "recompute (share of layers)")] if recomputes(plan) else []),
+            ((colours.IDLE,), "idle"),
+            ((colours.CRITICAL,), "critical path"),
+            *([(shown, colours.SHADES)] if (shown := colours.shades(paints)) else []),
+            *([(cut, colours.ACCENTED)] if (cut := colours.accents(paints)) else []),
+            *([("dashed", "memory budget")] if runs[0].budget_bytes and runs[0].curves else []),
         ],
         "kinds": [
             {

@@ -6,6 +6,8 @@ stage 0 |F0 F1 F2   B2 B1 B0|     one row a stage, idle visible
 stage 1 |   F0 F1 ...       |
          0 s    0.5    1.0
 memory of each stage against its budget, on the same time axis
+
+What is to be read stands at the left: the right end of a wide picture is far away.
 """
 
 import math
@@ -30,12 +32,14 @@ from megatron_epp.show.units import GIB, bytes_text, share_text, tokens_text
 # Pixels. A picture is so wide that this share of its ops can show their numbers, within limits.
 _NARROWEST, _WIDEST = 1400.0, 12000.0
 _NUMBERED = 0.8
-_LEFT, _RIGHT = 92.0, 132.0
+_LEFT, _RIGHT = 196.0, 28.0
 _TITLE, _TEXT, _SMALL, _LEAST = 17.0, 12.0, 10.5, 8.0
 _PADDING = 3.0  # between a bar's label and its sides, both together
 _PER_TICK = 110.0
 _ROW_GAP = 5.0
 _CRITICAL = 2.5
+_LINK = 0.8  # thickness of the line between two ops of the critical path
+_TWO_LINES = 26.0  # a row of this height has room for two lines beside it
 _TRANSFER = 0.3  # of a row's height: ops of the stage lie above
 _ACCENT = 3.0
 
@@ -75,8 +79,9 @@ def _drawing(timelines: list[Timeline], width: float | None) -> Drawing:
     axis = _Axis(max(t.seconds for t in timelines), _LEFT, width - _RIGHT)
     shapes: list[Shape] = []
     y = 14.0
-    shapes += _legend(timelines, width, y)
-    y += 24
+    legend, y = _legend(timelines, min(width, _NARROWEST), y)
+    shapes += legend
+    y += 8
     for timeline in timelines:
         block, y = _block(timeline, axis, width, y)
         shapes += block
@@ -104,12 +109,12 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     heading = timeline.title or "plan"
     shapes.append(Label(14, y, heading, _TITLE, colours.INK, bold=True))
     figures = (
-        f"{timeline.time_text(timeline.seconds)}    bubbles {share_text(timeline.bubble_ratio)}    "
+        f"{timeline.time_text(timeline.seconds)}  |  "
+        f"bubbles {share_text(timeline.bubble_ratio)}  |  "
         f"{timeline.stages} stages, {len(timeline.plan.chunks)} chunks, "
         f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
         f"{offloaded_text(timeline.plan)}"
     )
-    # Beside the heading: the right end of a wide picture is far away.
     x = max(_LEFT, 14 + text_width(heading, 1.2 * _TITLE)) + 24
     shapes.append(Label(x, y, figures, _TEXT, colours.QUIET_INK))
     y += 12
@@ -141,36 +146,72 @@ def _time_labels(timeline: Timeline, axis: _Axis, y: float) -> Iterator[Shape]:
 def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[Shape]:
     paints = palette(timeline.plan)
     names = chunk_names(timeline.plan)
-    critical = set(timeline.critical)
     idle = [max(0.0, timeline.seconds - busy) for busy in timeline.busy]
     for stage in range(timeline.stages):
         y = top + stage * (row + _ROW_GAP)
-        middle = y + row / 2 + 4
-        yield Label(_LEFT - 10, middle, f"stage {stage}", _TEXT, colours.INK, "end")
+        share = idle[stage] / timeline.seconds if timeline.seconds else 0.0
+        yield from _beside(stage, f"{share_text(share)} idle", y, row)
         yield Rect(axis.left, y, axis.x(timeline.seconds) - axis.left, row, colours.IDLE)
-        if timeline.seconds:
-            text = f"{share_text(idle[stage] / timeline.seconds)} idle"
-            yield Label(axis.right + 10, middle, text, _SMALL, colours.QUIET_INK)
-        for bubble in timeline.bubbles:
-            if bubble.stage == stage and bubble.reason:
-                x = axis.x(bubble.start)
-                text = f"idle {timeline.time_text(bubble.seconds)}: {bubble.reason}"
-                yield Rect(x, y, axis.x(bubble.stop) - x, row, colours.IDLE, title=text)
+    for bubble in timeline.bubbles:
+        if bubble.reason:
+            x, y = axis.x(bubble.start), top + bubble.stage * (row + _ROW_GAP)
+            text = f"idle {timeline.time_text(bubble.seconds)}: {bubble.reason}"
+            yield Rect(x, y, axis.x(bubble.stop) - x, row, colours.IDLE, title=text)
     for record in timeline.transfers:
         x, right = axis.x(record.start), axis.x(record.stop)
         y = top + (record.stage * (row + _ROW_GAP)) + row * (0.5 - _TRANSFER / 2)
         text = f"{record.op} on stage {record.stage}: {timeline.time_text(record.seconds)}"
         colour = FAMILIES[record.op.kind].plain
         yield Rect(x, y, max(right - x, 0.5), row * _TRANSFER, colour, title=text)
+    full = _labels_fit(timeline, axis, row)
     for record in timeline.records:
         y = top + record.stage * (row + _ROW_GAP)
-        yield from _bar(timeline, axis, paints, names, record, y, row)
-    # Under the bars, not around them: bars of a few pixels would be all border.
-    for record in timeline.records:
-        if (record.stage, record.op) in critical:
-            y = top + record.stage * (row + _ROW_GAP) + row
-            x, right = axis.x(record.start), axis.x(record.stop)
-            yield Rect(x, y + 0.5, max(right - x, 0.5), _CRITICAL, colours.CRITICAL)
+        yield from _bar(timeline, axis, paints, names, record, y, row, full)
+    yield from _critical(timeline, axis, top, row)
+
+
+def _beside(stage: int, figures: str, y: float, height: float, colour: str = "") -> Iterator[Shape]:
+    """The name of a stage and its figures, left of its row."""
+    x, middle = _LEFT - 10, y + height / 2 + 4
+    quiet = colour or colours.QUIET_INK
+    if height >= _TWO_LINES:
+        yield Label(x, middle - 6, f"stage {stage}", _TEXT, colours.INK, "end")
+        yield Label(x, middle + 8, figures, _SMALL, quiet, "end", bold=bool(colour))
+        return
+    yield Label(x, middle, figures, _SMALL, quiet, "end", bold=bool(colour))
+    yield Label(14, middle, f"stage {stage}", _SMALL, colours.INK)
+
+
+def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[Shape]:
+    """Under the bars, not around them: bars of a few pixels would be all border. A thin line leads
+    from each op of the path to the next, else many short ones would be dots."""
+    ran = {(record.stage, record.op): record for record in timeline.records}
+    before: tuple[float, float] | None = None
+    for key in timeline.critical:
+        record = ran.get(key)
+        if record is None:
+            continue
+        y = top + record.stage * (row + _ROW_GAP) + row + 0.5
+        x, right = axis.x(record.start), axis.x(record.stop)
+        if before is not None:
+            middle = y + _CRITICAL / 2
+            yield Path((before, (x, middle)), colours.CRITICAL, _LINK)
+        before = right, y + _CRITICAL / 2
+        yield Rect(x, y, max(right - x, 0.5), _CRITICAL, colours.CRITICAL)
+
+
+def _label_size(text: str, width: float, row: float) -> float:
+    """The largest that ``text`` can have on a bar; below _LEAST it is not to be written."""
+    return min(_TEXT, row * 0.6, (width - _PADDING) / text_width(text, 1.0))
+
+
+def _labels_fit(timeline: Timeline, axis: _Axis, row: float) -> bool:
+    """Whether nearly all bars have room for F12. If not, all show 12: one picture, one form."""
+    fit = sum(
+        _label_size(str(r.op), axis.x(r.stop) - axis.x(r.start), row) >= _LEAST - 1e-9
+        for r in timeline.records
+    )
+    return fit >= _NUMBERED * len(timeline.records)
 
 
 def _bar(
@@ -181,6 +222,7 @@ def _bar(
     record: Timed,
     y: float,
     row: float,
+    full: bool,
 ) -> Iterator[Shape]:
     op = op_of(record)
     x, right = axis.x(record.start), axis.x(record.stop)
@@ -194,12 +236,11 @@ def _bar(
     if share := _recomputes(timeline, record):
         height = max(2.5, 0.45 * row * share)
         yield Rect(x, y + row - height, inner, height, colours.RECOMPUTE)
-    for text in (str(op), str(op.chunk)):
-        size = min(_TEXT, row * 0.6, (width - _PADDING) / text_width(text, 1.0))
-        if size >= _LEAST - 1e-9:
-            colour = paints.ink(op.chunk)
-            yield Label(x + width / 2, y + row / 2 + size * 0.36, text, size, colour, "middle")
-            break
+    text = str(op) if full else str(op.chunk)
+    size = _label_size(text, width, row)
+    if size >= _LEAST - 1e-9:
+        colour = paints.ink(op.chunk)
+        yield Label(x + width / 2, y + row / 2 + size * 0.36, text, size, colour, "middle")
 
 
 def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
@@ -227,34 +268,50 @@ def _recomputes(timeline: Timeline, record: Timed) -> float:
     return recomputed_share(timeline.plan, record.stage, record.op.chunk)
 
 
-def _legend(timelines: list[Timeline], width: float, y: float) -> list[Shape]:
-    """One line: what every colour and mark means, of those that occur."""
-    kinds = {
-        record.op.kind
-        for timeline in timelines
-        for record in (*timeline.records, *timeline.transfers)
-    }
-    entries: list[tuple[str, str]] = [
-        (FAMILIES[kind].plain, f"{kind.value} {FAMILIES[kind].name}")
-        for kind in Kind
-        if kind in kinds
-    ]
-    if any(recomputes(timeline.plan) for timeline in timelines):
-        entries.append((colours.RECOMPUTE, "recompute: layers' share"))
-    if any(accent for t in timelines for accent in palette(t.plan).accent):
-        entries.append((colours.ACCENTS[0], "slices of one document"))
-    entries.append((colours.IDLE, "idle"))
+# A mark and its words: colours side by side, how high they stand, and how thick they are.
+_Entry = tuple[tuple[str, ...], float, float, str]
+
+
+def _legend(timelines: list[Timeline], width: float, y: float) -> tuple[list[Shape], float]:
+    """What every colour and mark means, of those that occur, in lines of ``width``."""
     shapes: list[Shape] = []
     x = 14.0
-    for colour, text in entries:
-        thin = text.startswith("slices")
-        shapes.append(Rect(x, y + (4 if thin else 0), 16, 4 if thin else 11, colour))
-        shapes.append(Label(x + 21, y + 9.5, text, _SMALL, colours.INK))
-        x += 38 + text_width(text, _SMALL)
+    for marks, down, thick, text in _entries(timelines):
+        wide = 8.0 * max(2, len(marks))
+        if x > 14 and x + wide + 5 + text_width(text, _SMALL) > width:
+            x, y = 14.0, y + 18
+        dashed = not thick
+        for number, colour in enumerate(marks):
+            left, part = x + number * wide / len(marks), wide / len(marks)
+            if dashed:
+                middle = y + down
+                line = ((left, middle), (left + part, middle))
+                shapes.append(Path(line, colour, 1.2, dashed=True))
+            else:
+                shapes.append(Rect(left, y + down, part, thick, colour))
+        shapes.append(Label(x + wide + 5, y + 9.5, text, _SMALL, colours.INK))
+        x += wide + 22 + text_width(text, _SMALL)
+    return shapes, y + 16
+
+
+def _entries(timelines: list[Timeline]) -> Iterator[_Entry]:
+    kinds = {r.op.kind for t in timelines for r in (*t.records, *t.transfers)}
+    for kind in Kind:
+        if kind in kinds:
+            yield (FAMILIES[kind].plain,), 0, 11, f"{kind.value} {FAMILIES[kind].name}"
+    if any(recomputes(timeline.plan) for timeline in timelines):
+        yield (colours.RECOMPUTE,), 0, 11, "recompute: layers' share"
+    yield (colours.IDLE,), 0, 11, "idle"
     if any(timeline.critical for timeline in timelines):
-        shapes.append(Rect(x, y + 4, 16, _CRITICAL, colours.CRITICAL))
-        shapes.append(Label(x + 21, y + 9.5, "critical path", _SMALL, colours.INK))
-    return shapes
+        yield (colours.CRITICAL,), 4, _CRITICAL, "critical path"
+    paints = palette(timelines[0].plan)
+    shown = colours.shades(paints)
+    if shown:
+        yield shown, 0, 11, colours.SHADES
+    if cut := colours.accents(paints):
+        yield cut, 4, _ACCENT, colours.ACCENTED
+    if any(timeline.budget_bytes and timeline.curves for timeline in timelines):
+        yield (colours.BUDGET,), 6, 0, "memory budget"
 
 
 def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], float]:
@@ -262,9 +319,8 @@ def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], flo
     height = max(22.0, min(54.0, 360.0 / timeline.stages))
     budgets = timeline.budget_bytes
     most = max([*timeline.peak_bytes, *budgets, 1.0])
-    shapes: list[Shape] = [
-        Label(14, y + 8, "bytes alive", _SMALL, colours.QUIET_INK),
-    ]
+    scale = f"bytes alive on a device: each curve from 0 to {bytes_text(most * 1.04)}"
+    shapes: list[Shape] = [Label(14, y + 8, scale, _SMALL, colours.QUIET_INK)]
     y += 14
     for stage, curve in enumerate(timeline.curves):
         bottom = y + height
@@ -272,7 +328,6 @@ def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], flo
         def place(point: tuple[float, float], bottom: float = bottom) -> tuple[float, float]:
             return axis.x(point[0]), bottom - height * point[1] / (most * 1.04)
 
-        shapes.append(Label(_LEFT - 10, bottom - 4, f"stage {stage}", _TEXT, colours.INK, "end"))
         end = axis.x(timeline.seconds)
         shapes.append(Path(((axis.left, bottom), (end, bottom)), colours.GRID, 1))
         points = list(_steps(list(map(place, curve))))
@@ -286,8 +341,7 @@ def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], flo
             shapes.append(Path(((axis.left, line), (end, line)), colours.BUDGET, 1.2, dashed=True))
             text = f"{peak / GIB:.2f} of {bytes_text(budgets[stage])}"
         over = bool(budgets) and peak > budgets[stage]
-        colour = colours.BUDGET if over else colours.QUIET_INK
-        shapes.append(Label(axis.right + 10, bottom - 4, text, _SMALL, colour, bold=over))
+        shapes += _beside(stage, text, y, height, colours.BUDGET if over else "")
         y = bottom + 6
     return shapes, y
 

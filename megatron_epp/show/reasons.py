@@ -5,7 +5,7 @@ For measured runs. The simulator knows more (its links) and says it itself.
 
 from collections.abc import Sequence
 
-from megatron_epp.ir import Need, Op, Plan, Timed, rules_of, slices_of
+from megatron_epp.ir import Need, Op, Plan, Timed, needs_of
 
 FINISHED = "the stage has finished"
 LATE = "what it needs is there: message, launch or host are late"
@@ -21,14 +21,13 @@ def op_of(record: Timed) -> Op:
 
 def waited_for(plan: Plan, records: Sequence[Timed]) -> dict[tuple[int, Op], tuple[Timed, Need]]:
     """For every op that needs something: the producer that finished last, and the need."""
-    rules, slices = rules_of(plan), slices_of(plan)
+    needs = needs_of(plan)
     ran: Ran = {(record.stage, op_of(record)): record for record in records}
     last: dict[tuple[int, Op], tuple[Timed, Need]] = {}
     for stage, op in ran:
-        for need in rules[op.kind].needs:
-            chunk = slices.related(op.chunk, need.chunk)
-            producers = (ran.get((stage + need.stage, Op(kind, chunk))) for kind in need.kinds)
-            for producer in producers if chunk >= 0 else ():
+        for need, where, ops in needs(stage, op):
+            for other in ops:
+                producer = ran.get((where, other))
                 if producer is None:
                     continue
                 if (stage, op) not in last or producer.stop > last[stage, op][0].stop:

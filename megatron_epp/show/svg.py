@@ -1,5 +1,6 @@
 """Writes a drawing as SVG text."""
 
+import re
 from xml.sax.saxutils import escape, quoteattr
 
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape
@@ -29,7 +30,7 @@ def _shape(shape: Shape) -> str:
                 f'fill="{shape.fill or "none"}"{_stroke(shape.stroke, shape.stroke_width)}'
             )
             if shape.title:
-                return f"{head}><title>{escape(shape.title)}</title></rect>"
+                return f"{head}><title>{_text(shape.title)}</title></rect>"
             return f"{head}/>"
         case Path():
             points = " ".join(f"{_number(x)},{_number(y)}" for x, y in shape.points)
@@ -44,8 +45,16 @@ def _shape(shape: Shape) -> str:
             return (
                 f'<text x="{_number(shape.x)}" y="{_number(shape.y)}" '
                 f'font-size="{_number(shape.size)}" fill="{shape.colour}"{anchor}{bold}>'
-                f"{escape(shape.text)}</text>"
+                f"{_text(shape.text)}</text>"
             )
+
+
+# What XML cannot hold, even escaped: control characters, and halves of surrogate pairs.
+_FOREIGN = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def _text(text: str) -> str:
+    return escape(_FOREIGN.sub("\ufffd", text))
 
 
 def _stroke(colour: str, width: float) -> str:

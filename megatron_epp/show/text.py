@@ -3,7 +3,13 @@
 import shutil
 
 from megatron_epp.ir import Kind, Timed
-from megatron_epp.show.timeline import Timeline, offloaded_text, recomputed_share
+from megatron_epp.show.timeline import (
+    Timeline,
+    by_stage,
+    offloaded_text,
+    recomputed_share,
+    recomputes,
+)
 from megatron_epp.show.units import share_text
 
 # Behind an op's label; the label of the next op marks its end.
@@ -26,11 +32,14 @@ _ANSI = {
 _IDLE = "."
 _MOST_BLOCKS = 12
 _LABELLED_SHARE = 0.9
-_LEGEND = (
-    "F forward  B backward  I its input-gradient half  W its weight-gradient half  "
-    "* recomputes  . idle"
-)
-_TRANSFERS = "  < waits for a message  > sends"
+_LETTERS = {
+    Kind.FORWARD: "F forward",
+    Kind.BACKWARD: "B backward",
+    Kind.INPUT: "I its input-gradient half",
+    Kind.WEIGHT: "W its weight-gradient half",
+    Kind.RECEIVE: "< waits for a message",
+    Kind.SEND: "> sends",
+}
 
 
 def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
@@ -53,7 +62,14 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
         f"{timeline.time_text(timeline.seconds)}, bubbles {share_text(timeline.bubble_ratio)}"
         f"{offloaded_text(timeline.plan)}"
     )
-    rows = [_row(timeline, stage, columns) for stage in range(timeline.stages)]
+    rows = [
+        _row(timeline, records, transfers, columns)
+        for records, transfers in zip(
+            by_stage(timeline.records, timeline.stages),
+            by_stage(timeline.transfers, timeline.stages),
+            strict=True,
+        )
+    ]
     axis = _axis(timeline, columns)
     lost = sum(row.lost for row in rows)
     for start in range(0, columns, room):
@@ -63,9 +79,9 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
             cells = row.cells[start:stop]
             painted = _painted(cells) if colour else "".join(char for char, _ in cells)
             lines.append(f"{name:<{margin - 1}}|{painted}|")
-    lines.append(_LEGEND + (_TRANSFERS if timeline.transfers else ""))
+    lines += _legend(timeline, rows)
     if lost:
-        lines.append(f"{lost} ops are too short for this width; draw an svg or html to see them")
+        lines.append(f"{lost} ops are too short for this width; draw -o x.html shows all of them")
     idle = [
         f"{stage}: {share_text(1 - busy / timeline.seconds)}"
         for stage, busy in enumerate(timeline.busy)
@@ -81,6 +97,7 @@ class _Row:
     def __init__(self, columns: int):
         self.cells: list[tuple[str, Kind | None]] = [(_IDLE, None)] * columns
         self.lost = 0  # ops of less than half a column
+        self.unlabelled = 0  # shown by letters alone
 
 
 def _columns(timeline: Timeline, room: int) -> int:
@@ -97,10 +114,10 @@ def _columns(timeline: Timeline, room: int) -> int:
     return int(min(max(1, blocks), _MOST_BLOCKS)) * room
 
 
-def _row(timeline: Timeline, stage: int, columns: int) -> _Row:
+def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], columns: int) -> _Row:
     row = _Row(columns)
     scale = columns / timeline.seconds if timeline.seconds else 0.0
-    for number, record in enumerate(r for r in timeline.records if r.stage == stage):
+    for number, record in enumerate(records):
         # Both ends are rounded alike, so that neighbours stay neighbours.
         start, stop = round(record.start * scale), round(record.stop * scale)
         if stop <= start:
@@ -110,15 +127,31 @@ def _row(timeline: Timeline, stage: int, columns: int) -> _Row:
         if len(label) <= stop - start:
             text = label + FILL[record.op.kind] * (stop - start - len(label))
         else:
+            row.unlabelled += 1
             letter = record.op.kind.value
             text = (letter if number % 2 == 0 else letter.lower()) * (stop - start)
         row.cells[start:stop] = [(char, record.op.kind) for char in text]
     # Waits for messages fill idle columns only: ops of the stage may run meanwhile.
-    for record in (r for r in timeline.transfers if r.stage == stage):
+    for record in transfers:
         for column in range(round(record.start * scale), round(record.stop * scale)):
             if column < columns and row.cells[column][1] is None:
                 row.cells[column] = (FILL[record.op.kind], record.op.kind)
     return row
+
+
+def _legend(timeline: Timeline, rows: list[_Row]) -> list[str]:
+    """What the signs mean, of those that occur."""
+    kinds = {record.op.kind for record in (*timeline.records, *timeline.transfers)}
+    words = [text for kind, text in _LETTERS.items() if kind in kinds]
+    if recomputes(timeline.plan):
+        words.append("* recomputes")
+    lines = ["  ".join([*words, ". idle"])]
+    if any(row.unlabelled for row in rows):
+        lines.append(
+            "letters without a number, large and small in turn: ops too short for their label "
+            "(FfF: three)"
+        )
+    return lines
 
 
 def _label(timeline: Timeline, record: Timed) -> str:

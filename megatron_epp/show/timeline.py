@@ -1,12 +1,23 @@
 """What all painters draw: a plan with the times at which its ops ran, predicted or measured."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_epp.ir import KEEP, OFFLOAD, Op, Plan, PlanError, Timed, Transfer, check, slices_of
+from megatron_epp.ir import (
+    KEEP,
+    OFFLOAD,
+    Op,
+    Plan,
+    PlanError,
+    Slices,
+    Timed,
+    Transfer,
+    check,
+    slices_of,
+)
 from megatron_epp.show.reasons import FINISHED, LATE, critical_path, op_of, wait_text, waited_for
 from megatron_epp.show.units import seconds_text, share_text, ticks, time_ticks
-from megatron_epp.sim.play import Played, Wait
+from megatron_epp.sim.play import Simulation, Wait
 
 # Idle shorter than this share of the iteration is no bubble worth a name: clocks jitter.
 _SHORTEST_BUBBLE = 1e-4
@@ -130,8 +141,8 @@ def timeline(
     if curves is None:
         resident = tuple(resident_bytes) or (0.0,) * plan.stages
         curves = [
-            memory_curve([r for r in ops if r.stage == stage], seconds, resident[stage])
-            for stage in range(plan.stages)
+            memory_curve(mine, seconds, resident[stage])
+            for stage, mine in enumerate(by_stage(ops, plan.stages))
         ]
         if not any(record.peak_bytes for record in ops):
             curves = ()
@@ -149,8 +160,16 @@ def timeline(
     )
 
 
+def by_stage[T: (Timed, Bubble)](things: Iterable[T], stages: int) -> list[list[T]]:
+    """Those of each stage, in their order."""
+    rows: list[list[T]] = [[] for _ in range(stages)]
+    for thing in things:
+        rows[thing.stage].append(thing)
+    return rows
+
+
 def timeline_of(
-    played: Played, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
+    played: Simulation, title: str = "", budget_bytes: Sequence[float] = (), unit: str = "s"
 ) -> Timeline:
     """A picture's content from what the simulator played."""
     bubbles = []
@@ -187,9 +206,9 @@ def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
     """The times in which a stage ran no op, with what it waited for as far as records tell."""
     waits = waited_for(plan, records)
     bubbles = []
-    for stage in range(plan.stages):
+    for stage, mine in enumerate(by_stage(records, plan.stages)):
         reached = 0.0
-        for record in (r for r in records if r.stage == stage):
+        for record in mine:
             if record.start - reached > _SHORTEST_BUBBLE * seconds:
                 wait = waits.get((stage, op_of(record)))
                 reason = wait_text(*wait, idle_since=reached) if wait else LATE
@@ -224,34 +243,45 @@ def memory_curve(
 def chunk_names(plan: Plan) -> tuple[str, ...]:
     """What each chunk is, in words: ``slice 2 of 5 of document 0 and 3 whole documents``."""
     slices = slices_of(plan)
-    count: dict[int, int] = {}
-    for document in slices.document:
-        count[document] = count.get(document, 0) + 1
     names = []
-    for chunk, content in enumerate(plan.chunks):
-        whole = len(content.spans) - (slices.document[chunk] >= 0)
-        parts = []
-        if (document := slices.document[chunk]) >= 0:
-            number, before = 1, slices.earlier[chunk]
-            while before >= 0:
-                number, before = number + 1, slices.earlier[before]
-            parts.append(f"slice {number} of {count[document]} of document {document}")
+    for chunk, (content, (place, count)) in enumerate(
+        zip(plan.chunks, slice_places(slices), strict=True)
+    ):
+        document = slices.document[chunk]
+        whole = len(content.spans) - (count > 0)
+        parts = [f"slice {place + 1} of {count} of document {document}"] if count else []
         if whole:
             parts.append(f"{whole} whole document{'s' if whole > 1 else ''}")
         names.append(" and ".join(parts))
     return tuple(names)
 
 
+def slice_places(slices: Slices) -> list[tuple[int, int]]:
+    """For every chunk: how many slices of its cut document come before its own, and how many the
+    document has; (0, 0) without one."""
+    places = [(0, 0)] * len(slices.document)
+    for first, document in enumerate(slices.document):
+        if document < 0 or slices.earlier[first] >= 0:
+            continue
+        chain = [first]
+        while (chunk := slices.later[chain[-1]]) >= 0:
+            chain.append(chunk)
+        for place, chunk in enumerate(chain):
+            places[chunk] = place, len(chain)
+    return places
+
+
 def recomputed_share(plan: Plan, stage: int, chunk: int) -> float:
     """The share of the stage's layers of which backward recomputes something for ``chunk``."""
     choice = plan.recompute[stage][chunk]
-    again = sum(letter not in (KEEP, OFFLOAD) for letter in choice)
-    return again / len(choice) if choice else 0.0
+    kept = choice.count(KEEP) + choice.count(OFFLOAD)
+    return (len(choice) - kept) / len(choice) if choice else 0.0
 
 
 def recomputes(plan: Plan) -> bool:
     """Whether any backward recomputes anything."""
-    return bool({x for stage in plan.recompute for c in stage for x in c} - {KEEP, OFFLOAD})
+    choices = {choice for stage in plan.recompute for choice in stage}
+    return bool(set("".join(choices)) - {KEEP, OFFLOAD})
 
 
 def offloaded_share(plan: Plan, stage: int, chunk: int) -> float:

@@ -8,8 +8,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_epp.ir import Op, rules_of, slices_of
+from megatron_epp.ir import needs_of
 from megatron_epp.show.colours import FAMILIES
+from megatron_epp.show.reasons import op_of
 from megatron_epp.show.timeline import Timeline, chunk_names, offloaded_share, recomputed_share
 from megatron_epp.show.units import GIB
 
@@ -31,13 +32,14 @@ def to_trace(timeline: Timeline) -> str:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    idle = {bubble.stage for bubble in timeline.bubbles}
     for stage in range(timeline.stages):
         yield _meta("process_name", stage, _OPS, name=f"stage {stage}")
         yield _meta("process_sort_index", stage, _OPS, sort_index=stage)
         yield _meta("thread_name", stage, _OPS, name="ops")
         if timeline.transfers:
             yield _meta("thread_name", stage, _TRANSFERS, name="transfers")
-        if any(bubble.stage == stage for bubble in timeline.bubbles):
+        if stage in idle:
             yield _meta("thread_name", stage, _IDLE, name="idle")
 
 
@@ -92,16 +94,15 @@ def _span(stage: int, thread: int, name: str, start: float, stop: float) -> dict
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """One for every need that another stage meets."""
-    slices, rules = slices_of(timeline.plan), rules_of(timeline.plan)
-    ran = {(record.stage, record.op): record for record in timeline.records}
+    needs = needs_of(timeline.plan)
+    ran = {(record.stage, op_of(record)): record for record in timeline.records}
     number = 0
     for (stage, op), record in ran.items():
-        for need in rules[op.kind].needs:
-            chunk = slices.related(op.chunk, need.chunk)
-            if need.stage == 0 or chunk < 0:
+        for need, where, ops in needs(stage, op):
+            if where == stage:
                 continue
-            for kind in need.kinds:
-                source = ran.get((stage + need.stage, Op(kind, chunk)))
+            for other in ops:
+                source = ran.get((where, other))
                 if source is None:
                     continue
                 number += 1

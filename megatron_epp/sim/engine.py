@@ -14,16 +14,13 @@ from numba import njit
 # Codes in the arrays. All of them stand in this file: compiled code is cached, and the cache
 # notices changes of its own file only.
 SAME, EARLIER, LATER = 0, 1, 2  # ir.Relation
-ANY, FIRST, LAST = 0, 1, 2  # ir.Slice
-WORKSPACE = -1  # the item with a grid of its own
 NEED_KIND, NEED_MET_BY, NEED_STAGE, NEED_CHUNK, NEED_PAYLOAD = range(5)
-EFFECT_KIND, EFFECT_SIGN, EFFECT_ITEM, EFFECT_SLICE = range(4)
 
 
 class Orders(NamedTuple):
     """The ops of all stages, one stage behind the other; stage s has [offset[s]:offset[s + 1]].
 
-    kind      int8 [ops], index into ir.COMPUTE: F 0, B 1, I 2, W 3
+    kind      int8 [ops], ir.KIND_CODE
     chunk     int64 [ops]
     offset    int64 [stages + 1]
     """
@@ -33,39 +30,29 @@ class Orders(NamedTuple):
     offset: np.ndarray
 
 
-class Board(NamedTuple):
-    """Everything that is the same for every order. C chunks, S stages; float64 unless said.
+class OpArrays(NamedTuple):
+    """Seconds and bytes of every op that a plan might have, and how its slices are tied.
 
-    seconds[k, s, c]       of kind k; recompute included in B and I
-    link_seconds[p, l, c]  of payload p over link l
-    latency                of every message
-    held[i, s, c]          bytes of item i (rows.HELD); a document's stand at all its slices' chunks
-    workspace[k, s, c]     bytes while kind k runs
-    resident[s]            bytes
-    document[c], earlier[c], later[c]   int64, -1 for none: ir.Slices
+    All that is the same for every order: what the simulator plays and what a planner searches with.
+    C chunks, S stages; float64 unless said.
+
+    seconds[k, s, c]          of kind k (ir.KIND_CODE); recompute included in B and I
+    link_seconds[p, l, c]     of payload p (ir.Payload's order) over link l; one link of zeros where
+                              there is one stage
+    latency                   of every message, seconds
+    moved_bytes[k, 0, s, c]   that the op makes at its start
+    moved_bytes[k, 1, s, c]   that it frees at its stop
+    resident[s]               bytes
+    earlier[c], later[c]      int64, -1 for none: ir.Slices
     """
 
     seconds: np.ndarray
     link_seconds: np.ndarray
     latency: float
-    held: np.ndarray
-    workspace: np.ndarray
+    moved_bytes: np.ndarray
     resident: np.ndarray
-    document: np.ndarray
     earlier: np.ndarray
     later: np.ndarray
-
-
-class Rows(NamedTuple):
-    """A rule table, one row per need and per effect; int64.
-
-    needs[r]     op kind; the kinds that meet it, as bits; stage step; Relation's code; payload of
-                 the message where another stage meets it
-    effects[r]   op kind; +1 made or -1 freed; item, or WORKSPACE; Slice's code
-    """
-
-    needs: np.ndarray
-    effects: np.ndarray
 
 
 class Run(NamedTuple):
@@ -75,7 +62,7 @@ class Run(NamedTuple):
     peak[s]       bytes, resident ones included
     left[s]       bytes of the rule table's items still held at the end: 0 for a whole plan
     start[n], stop[n], op_peak[n], op_left[n]   seconds; bytes held while the op ran, and after it
-    need[n]       the row of Rows.needs that was met last, or -1
+    need[n]       the row of ``needs`` that was met last, or -1
     source[n]     the op that met it, or -1
     message[n]    the message that brought it, or -1
     producer[m], consumer[m]   ops
@@ -101,15 +88,13 @@ class Run(NamedTuple):
     before: np.ndarray
 
 
-def run(orders: Orders, board: Board, rows: Rows) -> Run:
-    """Play ``orders`` on ``board``; every chunk at most one op of a kind on a stage."""
-    return Run(*run_arrays(orders, board, rows))
+def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
+    """Play ``orders``; every chunk at most one op of a kind on a stage.
 
-
-def score(orders: Orders, board: Board, rows: Rows) -> tuple[float, np.ndarray]:
-    """(makespan, peak bytes by stage): what a search asks for; infinite where it is stuck."""
-    result = run_arrays(orders, board, rows)
-    return result[0], result[1]
+    needs[r]   int64: op kind; the kinds that meet it, as bits; stage step; Relation's code; payload
+               of the message where another stage meets it (rule_arrays.needs_array)
+    """
+    return Run(*run_arrays(orders, arrays, needs))
 
 
 @njit(cache=True)
@@ -126,46 +111,36 @@ def _lists(mask):
 
 
 @njit(cache=True)
-def run_arrays(orders, board, rows):
+def run_arrays(orders, arrays, needs):
     """The fields of :class:`Run` as a plain tuple; callable from compiled code.
 
     Everything that the loop reads is a local array: handing tuples of arrays to functions counts
     references for every op, which took two thirds of the time.
     """
     kinds, chunks, offset = orders.kind, orders.chunk, orders.offset
-    needs, effects = rows.needs, rows.effects
-    seconds, link_seconds, latency = board.seconds, board.link_seconds, board.latency
-    bytes_held, workspace = board.held, board.workspace
+    seconds, link_seconds, latency = arrays.seconds, arrays.link_seconds, arrays.latency
+    moved_bytes = arrays.moved_bytes
     codes, stages, width = seconds.shape
     ops = len(kinds)
 
     # related[r, c] stands in relation r to chunk c; related_to[r, c] is the inverse.
     related = np.empty((3, width), np.int64)
     related[SAME] = np.arange(width)
-    related[EARLIER] = board.earlier
-    related[LATER] = board.later
+    related[EARLIER] = arrays.earlier
+    related[LATER] = arrays.later
     related_to = np.empty((3, width), np.int64)
     related_to[SAME] = related[SAME]
-    related_to[EARLIER] = board.later
-    related_to[LATER] = board.earlier
-    holds = np.ones((3, width), np.bool_)  # whether an effect for that slice speaks of chunk c
-    for chunk in range(width):
-        cut = board.document[chunk] >= 0
-        holds[FIRST, chunk] = cut and board.earlier[chunk] < 0
-        holds[LAST, chunk] = cut and board.later[chunk] < 0
+    related_to[EARLIER] = arrays.later
+    related_to[LATER] = arrays.earlier
 
-    # The rows by op kind: its needs, the needs that it meets, what it makes, what it frees.
-    mask = np.zeros((4, codes, max(len(needs), len(effects))), np.bool_)
+    # The rows by op kind: its needs, and the needs that it meets.
+    mask = np.zeros((2, codes, len(needs)), np.bool_)
     for row in range(len(needs)):
         mask[0, needs[row, NEED_KIND], row] = True
         for kind in range(codes):
             mask[1, kind, row] = (needs[row, NEED_MET_BY] >> kind) & 1
-    for row in range(len(effects)):
-        mask[2 if effects[row, EFFECT_SIGN] > 0 else 3, effects[row, EFFECT_KIND], row] = True
     own, owns = _lists(mask[0])
     met, mets = _lists(mask[1])
-    made, makes = _lists(mask[2])
-    freed, frees = _lists(mask[3])
 
     place = np.full((codes, stages, width), -1, np.int64)  # the op's number, -1 for none
     for stage in range(stages):
@@ -203,8 +178,8 @@ def run_arrays(orders, board, rows):
 
     at = offset[:-1].copy()
     free = np.zeros(stages)
-    held = board.resident.copy()
-    peak = board.resident.copy()
+    held = arrays.resident.copy()
+    peak = arrays.resident.copy()
     pending = ops
     makespan = 0.0
     while pending > 0:
@@ -221,28 +196,10 @@ def run_arrays(orders, board, rows):
                 at[stage] += 1
                 pending -= 1
 
-                moved = 0.0
-                for index in range(makes[kind]):
-                    row = made[kind, index]
-                    if holds[effects[row, EFFECT_SLICE], chunk]:
-                        item = effects[row, EFFECT_ITEM]
-                        if item == WORKSPACE:
-                            moved += workspace[kind, stage, chunk]
-                        else:
-                            moved += bytes_held[item, stage, chunk]
-                held[stage] += moved
+                held[stage] += moved_bytes[kind, 0, stage, chunk]
                 op_peak[op] = held[stage]
                 peak[stage] = max(peak[stage], held[stage])
-                moved = 0.0
-                for index in range(frees[kind]):
-                    row = freed[kind, index]
-                    if holds[effects[row, EFFECT_SLICE], chunk]:
-                        item = effects[row, EFFECT_ITEM]
-                        if item == WORKSPACE:
-                            moved += workspace[kind, stage, chunk]
-                        else:
-                            moved += bytes_held[item, stage, chunk]
-                held[stage] -= moved
+                held[stage] -= moved_bytes[kind, 1, stage, chunk]
                 op_left[op] = held[stage]
 
                 for index in range(mets[kind]):
@@ -284,7 +241,7 @@ def run_arrays(orders, board, rows):
             makespan = np.inf
             break
 
-    left = held - board.resident
+    left = held - arrays.resident
     return (
         makespan,
         peak,

@@ -1,13 +1,38 @@
-"""Orders, seconds and bytes as the arrays that the simulator's loop reads."""
+"""Orders, seconds and bytes as the arrays that the simulator's loop and a planner's read."""
 
-import itertools
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-from megatron_epp.ir import BACKWARDS, COMPUTE, DOCUMENT_ITEMS, Item, Op, Payload, Table
-from megatron_epp.sim.engine import Board, Orders
-from megatron_epp.sim.rule_arrays import HELD, ITEM_CODE, KIND_CODE, PAYLOAD_CODE
+from megatron_epp.ir import (
+    BACKWARDS,
+    COMPUTE,
+    DOCUMENT_ITEMS,
+    KIND_CODE,
+    TRAINING,
+    Effect,
+    Item,
+    Kind,
+    Op,
+    Payload,
+    Rules,
+    SlicePosition,
+    Table,
+)
+from megatron_epp.sim.engine import OpArrays, Orders
+from megatron_epp.sim.rule_arrays import PAYLOAD_CODE
+
+
+class Ties(Protocol):
+    """How slices tie chunks together: ir.Slices or cost.Loads."""
+
+    @property
+    def document(self) -> Sequence[int] | np.ndarray: ...
+    @property
+    def earlier(self) -> Sequence[int] | np.ndarray: ...
+    @property
+    def later(self) -> Sequence[int] | np.ndarray: ...
 
 
 def orders_of(orders: Sequence[Sequence[Op]]) -> Orders:
@@ -20,51 +45,53 @@ def orders_of(orders: Sequence[Sequence[Op]]) -> Orders:
     )
 
 
-def ops_of(orders: Orders) -> tuple[tuple[Op, ...], ...]:
-    """The inverse of :func:`orders_of`."""
-    known: dict[tuple[int, int], Op] = {}  # one value for an op that stands on every stage
-    ops = []
-    for pair in zip(orders.kind.tolist(), orders.chunk.tolist(), strict=True):
-        if pair not in known:
-            known[pair] = Op(COMPUTE[pair[0]], pair[1])
-        ops.append(known[pair])
-    bounds = orders.offset.tolist()
-    return tuple(tuple(ops[a:b]) for a, b in itertools.pairwise(bounds))
-
-
-def board_of(
-    table: Table, document: Sequence[int], earlier: Sequence[int], later: Sequence[int]
-) -> Board:
-    """``table`` over chunks whose slices are tied like that (ir.Slices, cost.Loads)."""
-    documents = np.asarray(document, np.int64)
-    stages, chunks = len(table.resident_bytes), len(documents)
-    shape = (stages, chunks)
-    seconds = np.empty((len(COMPUTE), *shape))
-    workspace = np.empty((len(COMPUTE), *shape))
+def op_arrays(table: Table, ties: Ties, rules: Rules = TRAINING) -> OpArrays:
+    """``table`` over chunks whose slices are tied like that, under ``rules``."""
+    chunks, stages = len(ties.document), len(table.resident_bytes)
+    seconds = np.empty((len(COMPUTE), stages, chunks))
     for kind in COMPUTE:
         seconds[KIND_CODE[kind]] = table.seconds[kind]
-        workspace[KIND_CODE[kind]] = table.workspace_bytes[kind]
     for kind in BACKWARDS:
         seconds[KIND_CODE[kind]] += table.recompute_seconds
     link_seconds = np.zeros((len(Payload), max(stages - 1, 1), chunks))
     if stages > 1:
         for payload in Payload:
             link_seconds[PAYLOAD_CODE[payload]] = table.link_seconds[payload]
-    held = np.zeros((len(HELD), *shape))
-    for item, grid in table.held_bytes.items():
-        if item in DOCUMENT_ITEMS:
-            of_document = np.asarray(grid, float)[:, documents]  # -1 wraps: masked below
-            held[ITEM_CODE[item]] = np.where(documents >= 0, of_document, 0.0)
-        elif item is not Item.WORKSPACE:
-            held[ITEM_CODE[item]] = grid
-    return Board(
+    return OpArrays(
         seconds,
         link_seconds,
         float(table.link_latency_seconds),
-        held,
-        workspace,
+        moved_bytes(table, ties, rules),
         np.array(table.resident_bytes, np.float64),
-        documents,
-        np.asarray(earlier, np.int64),
-        np.asarray(later, np.int64),
+        np.asarray(ties.earlier, np.int64),
+        np.asarray(ties.later, np.int64),
     )
+
+
+def moved_bytes(table: Table, ties: Ties, rules: Rules = TRAINING) -> np.ndarray:
+    """[kinds, 2, stages, chunks]: bytes that an op makes at its start and frees at its stop, read
+    off the rule table."""
+    document = np.asarray(ties.document, np.int64)
+    cut = document >= 0
+    holds = {
+        SlicePosition.ANY: None,
+        SlicePosition.FIRST: cut & (np.asarray(ties.earlier) < 0),
+        SlicePosition.LAST: cut & (np.asarray(ties.later) < 0),
+    }
+
+    def moved(kind: Kind, effect: Effect) -> np.ndarray:
+        if effect.item is Item.WORKSPACE:
+            held = np.asarray(table.workspace_bytes[kind])
+        elif effect.item in DOCUMENT_ITEMS:
+            held = np.asarray(table.held_bytes[effect.item])[:, np.maximum(document, 0)] * cut
+        else:
+            held = np.asarray(table.held_bytes[effect.item])
+        where = holds[effect.slice]
+        return held if where is None else held * where
+
+    result = np.zeros((len(COMPUTE), 2, len(table.resident_bytes), len(document)))
+    for kind, rule in rules.items():
+        for when, effects in enumerate((rule.makes, rule.frees)):
+            for effect in effects:
+                result[KIND_CODE[kind], when] += moved(kind, effect)
+    return result

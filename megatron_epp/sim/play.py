@@ -8,6 +8,7 @@ import numpy as np
 from megatron_epp.ir import (
     BACKWARDS,
     COMPUTE,
+    KIND_CODE,
     Message,
     Op,
     Payload,
@@ -19,9 +20,9 @@ from megatron_epp.ir import (
     rules_of,
     slices_of,
 )
-from megatron_epp.sim.engine import Board, Orders, Run, run
-from megatron_epp.sim.inputs import board_of, orders_of
-from megatron_epp.sim.rule_arrays import KIND_CODE, rows_for
+from megatron_epp.sim.engine import OpArrays, Orders, Run, run
+from megatron_epp.sim.inputs import op_arrays, orders_of
+from megatron_epp.sim.rule_arrays import needs_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class IdleTail:
     """Stage ``stage`` has nothing left to do from ``start`` to the end of the iteration."""
 
     stage: int
@@ -59,7 +60,7 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PathOp:
     """An op on the critical path, and why it could not start earlier."""
 
     stage: int
@@ -70,7 +71,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class MessageTiming:
     """A message: made at ``ready``, on its link from ``depart``, there at ``arrive``."""
 
     message: Message
@@ -84,7 +85,7 @@ BUSY = "its stage was busy"
 
 
 @dataclass(frozen=True)  # no slots: what only pictures want is computed when it is asked for
-class Played:
+class Simulation:
     """What a plan did: times in seconds since the iteration began, bytes per device.
 
     seconds          of the iteration
@@ -123,9 +124,9 @@ class Played:
         return [need.why for rule in rules_of(self.plan).values() for need in rule.needs]
 
     @cached_property
-    def bubbles(self) -> tuple[Wait | Rest, ...]:
+    def bubbles(self) -> tuple[Wait | IdleTail, ...]:
         """Every time in which a stage runs no op, with the reason, stage by stage."""
-        found: list[Wait | Rest] = []
+        found: list[Wait | IdleTail] = []
         records = self.records
         number = 0
         for stage, order in enumerate(self.plan.orders):
@@ -141,11 +142,11 @@ class Played:
                 free = record.stop
                 number += 1
             if free < self.seconds:
-                found.append(Rest(stage, free, self.seconds))
+                found.append(IdleTail(stage, free, self.seconds))
         return tuple(found)
 
     @cached_property
-    def critical_path(self) -> tuple[Step, ...]:
+    def critical_path(self) -> tuple[PathOp, ...]:
         """Ops from the iteration's begin to its end, each of which held up the next."""
         run = self.run
         firsts = {sum(map(len, self.plan.orders[:stage])) for stage in range(self.plan.stages)}
@@ -162,7 +163,7 @@ class Played:
                 why, following = START, -1
             else:
                 why, following = BUSY, number - 1
-            path.append(Step(stage, op, float(run.start[number]), float(run.stop[number]), why))
+            path.append(PathOp(stage, op, float(run.start[number]), float(run.stop[number]), why))
             number = following
         return tuple(reversed(path))
 
@@ -176,7 +177,7 @@ class Played:
         return int(self.run.producer[message])
 
     @cached_property
-    def flights(self) -> tuple[Flight, ...]:
+    def flights(self) -> tuple[MessageTiming, ...]:
         """Every message, in the order they were made on each stage."""
         run = self.run
         flights = []
@@ -191,7 +192,7 @@ class Played:
             source, op = self._ops[producer]
             payload = Payload.GRADIENT if op.kind in BACKWARDS else Payload.ACTIVATION
             message = Message(payload, op.chunk, source, self._ops[consumer][0])
-            flights.append(Flight(message, *times))
+            flights.append(MessageTiming(message, *times))
         return tuple(flights)
 
     def memory_curve(self, stage: int) -> tuple[tuple[float, float], ...]:
@@ -205,30 +206,27 @@ class Played:
         return tuple(curve)
 
 
-def play(
-    plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0, noise_per_chunk: bool = False
-) -> Played:
+def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simulation:
     """Play ``plan``; a :class:`PlanError` where it cannot run (as ``check`` says it).
 
-    noise             standard deviation of every duration, as a share of it; 0.05 for 5%
-    seed              of the noise
-    noise_per_chunk   one draw per op kind and chunk, alike on all stages, instead of one per op
+    noise   standard deviation of every duration, as a share of it; 0.05 for 5%
+    seed    of the noise
     """
     slices = slices_of(plan)
     orders = orders_of(plan.orders)
     if not _once(orders, len(plan.chunks), plan.forward_only):
         check(plan)
         raise AssertionError("check passed a plan in which an op stands twice or never")
-    board = board_of(table, slices.document, slices.earlier, slices.later)
-    factors = np.ones_like(board.seconds)
+    arrays = op_arrays(table, slices, rules_of(plan))
+    factors = np.ones_like(arrays.seconds)
     if noise:
         random = np.random.default_rng(seed)
-        board, factors = _noisy(board, noise, random, noise_per_chunk)
-    result = run(orders, board, rows_for(plan))
+        arrays, factors = _noisy(arrays, noise, random)
+    result = run(orders, arrays, needs_for(plan))
     if not np.isfinite(result.seconds):
         check(plan)
         raise PlanError("the table holds a duration that is no finite number")
-    return _played(plan, table, orders, board, factors, result)
+    return _played(plan, table, orders, arrays, factors, result)
 
 
 def _once(orders: Orders, chunks: int, forward_only: bool) -> bool:
@@ -246,26 +244,25 @@ def _once(orders: Orders, chunks: int, forward_only: bool) -> bool:
 
 
 def _noisy(
-    board: Board, noise: float, random: np.random.Generator, per_chunk: bool
-) -> tuple[Board, np.ndarray]:
-    """The board with every duration drawn anew, and the factors of its ops' seconds."""
+    arrays: OpArrays, noise: float, random: np.random.Generator
+) -> tuple[OpArrays, np.ndarray]:
+    """The arrays with every duration drawn anew, and the factors of its ops' seconds."""
 
     def draw(grid: np.ndarray) -> np.ndarray:
-        shape = (grid.shape[0], 1, grid.shape[2]) if per_chunk else grid.shape
-        return np.ones_like(grid) * np.maximum(0.0, random.normal(1.0, noise, shape))
+        return np.maximum(0.0, random.normal(1.0, noise, grid.shape))
 
-    factors = draw(board.seconds)
-    links = board.link_seconds * draw(board.link_seconds)
-    return board._replace(seconds=board.seconds * factors, link_seconds=links), factors
+    factors = draw(arrays.seconds)
+    links = arrays.link_seconds * draw(arrays.link_seconds)
+    return arrays._replace(seconds=arrays.seconds * factors, link_seconds=links), factors
 
 
 def _played(
-    plan: Plan, table: Table, orders: Orders, board: Board, factors: np.ndarray, result: Run
-) -> Played:
+    plan: Plan, table: Table, orders: Orders, arrays: OpArrays, factors: np.ndarray, result: Run
+) -> Simulation:
     stage = np.repeat(np.arange(plan.stages), np.diff(orders.offset))
     op = (orders.kind.astype(np.int64), stage, orders.chunk)
-    recompute = np.zeros_like(board.seconds)
-    comm = np.zeros_like(board.seconds)
+    recompute = np.zeros_like(arrays.seconds)
+    comm = np.zeros_like(arrays.seconds)
     for kind in COMPUTE:
         comm[KIND_CODE[kind]] = table.comm_seconds[kind]
     for kind in BACKWARDS:
@@ -273,7 +270,7 @@ def _played(
     busy = np.bincount(stage, result.stop - result.start, plan.stages)
     whole = plan.stages * result.seconds or 1.0  # nothing takes time: no ratio is above 0
     idle = np.maximum(result.seconds - busy, 0.0)
-    return Played(
+    return Simulation(
         plan,
         result,
         float(result.seconds),

@@ -49,9 +49,11 @@ def work(tasks: list[dict]) -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore import elastic_schedule, entry, setup
+    from megatron_epp.mcore import entry
+    from megatron_epp.mcore.data.global_batches import GlobalBatches
+    from megatron_epp.mcore.setup import Hooks
 
-    class Batches(setup.GlobalBatches):
+    class Batches(GlobalBatches):
         given = 0
 
         def __next__(self):
@@ -59,38 +61,39 @@ def work(tasks: list[dict]) -> None:
             self.given += 1
             return self.peek()
 
-    setup.make_planning = lambda *arguments: Tasks(tasks, *arguments)
-    setup.GlobalBatches = Batches
-    elastic_schedule.summary = told
-    entry.main()
+    entry.main(
+        hooks=Hooks(
+            make_steps=lambda place, model: Tasks(tasks, place, model),
+            make_batches=Batches,
+            summary=told,
+        )
+    )
 
 
 class Tasks:
     """Plans on rank 0 as the iteration's task says, with the trainer's measured cost model."""
 
-    source = "the plan"
-    budget = None  # every task has its own
-
-    def __init__(self, tasks, args, config, layers, multiple, groups, profile):
+    def __init__(self, tasks, place, model):
+        from megatron_epp.mcore.calibrate.profile_file import obtain
         from megatron_epp.mcore.job_cost import training_cost
         from megatron_epp.planner import Options
 
-        self.tasks, self.groups = tasks, groups
-        cost = training_cost(args, config, layers, profile)
+        args, config, multiple = place.args, place.config, place.share.multiple
+        self.tasks, self.groups = tasks, place.groups
+        profile = obtain(args, config, model, place.groups, place.share)
+        cost = training_cost(args, config, place.layers, profile)
         self.cost = dataclasses.replace(cost, budget_bytes=(1e15,) * cost.stages)
         self.options = Options(context=args.seq_length, effort=config.epp_effort, multiple=multiple)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
-        from megatron_epp.ir import Step
-        from megatron_epp.runtime.consensus import share
+        from megatron_epp.control.planned_steps import shared
+        from megatron_epp.control.step_source import SourcedStep
 
-        text = error = None
-        if self.groups.control.rank() == 0:
-            try:
-                text = str(plan(self.tasks[iteration - 1], lengths, self.cost, self.options))
-            except ValueError as refusal:
-                error = str(refusal)
-        return Step.parse(share(text, error, self.groups.control))
+        def planned() -> SourcedStep:
+            made = plan(self.tasks[iteration - 1], lengths, self.cost, self.options)
+            return SourcedStep(made, str(made))
+
+        return shared(planned, self.groups.control)
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
         """Planned when asked for: planning is not timed here."""

@@ -78,25 +78,31 @@ def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
 def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, first: int) -> None:
     """Train: every batch from ``first`` on with each of the variants in turn.
 
-    steps   makes the plans; the first thing it is given is the variant of an iteration's number
+    steps   makes the plans; it is given the variant of an iteration's number, this rank's place in
+            the job, and the model
     tell    what is logged of an iteration; given first which variant it was, by number
     """
-    from megatron_epp.mcore import elastic_schedule, entry, setup
+    from megatron_epp.mcore import entry
+    from megatron_epp.mcore.setup import Hooks
 
     def variant_of(iteration: int) -> int:
         """Where iteration 1 warms up, it does so with the first variant, as iteration 2."""
         return max(0, iteration - 1 - warm_up) % len(variants)
 
-    setup.make_planning = functools.partial(steps, lambda at: variants[variant_of(at)])
-    setup.GlobalBatches = repeated(setup.GlobalBatches, len(variants), warm_up, first)
-    elastic_schedule.summary = functools.partial(tell, variant_of)
-    entry.main()
+    entry.main(
+        hooks=Hooks(
+            make_steps=functools.partial(steps, lambda at: variants[variant_of(at)]),
+            make_batches=repeated(len(variants), warm_up, first),
+            summary=functools.partial(tell, variant_of),
+        )
+    )
 
 
-def repeated(batches: type, times: int, warm_up: int, first: int) -> type:
+def repeated(times: int, warm_up: int, first: int) -> type:
     """Global batches from ``first`` on, each given so many times, the first ``warm_up`` more."""
+    from megatron_epp.mcore.data.global_batches import GlobalBatches
 
-    class Repeated(batches):
+    class Repeated(GlobalBatches):
         given = 0
 
         def __next__(self):
@@ -110,34 +116,33 @@ def repeated(batches: type, times: int, warm_up: int, first: int) -> type:
 class VariantSteps:
     """Plans on rank 0 as the iteration's variant says; the trainer's cost model, another budget."""
 
-    source = "the plan"
-    budget = None  # every variant has its own
     whole: tuple[float, ...] = ()  # what packing holds without recompute, promised, in bytes
 
-    def __init__(self, variant_at, args, config, layers, multiple, groups, profile):
+    def __init__(self, variant_at, place, model):
+        from megatron_epp.mcore.calibrate.profile_file import obtain
         from megatron_epp.mcore.job_cost import training_cost, training_levers
         from megatron_epp.planner import Options
 
-        self.variant_at, self.groups = variant_at, groups
-        self.cost = training_cost(args, config, layers, profile)
+        args, config = place.args, place.config
+        self.variant_at, self.groups = variant_at, place.groups
+        profile = obtain(args, config, model, place.groups, place.share)
+        self.cost = training_cost(args, config, place.layers, profile)
         self.options = Options(
             context=args.seq_length,
             levers=training_levers(config.epp_levers, args),
             effort=config.epp_effort,
-            multiple=multiple,
+            multiple=place.share.multiple,
         )
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
-        from megatron_epp.ir import Step
-        from megatron_epp.runtime.consensus import share
+        from megatron_epp.control.planned_steps import shared
+        from megatron_epp.control.step_source import SourcedStep
 
-        text = error = None
-        if self.groups.control.rank() == 0:
-            try:
-                text = str(self._plan(iteration, lengths))
-            except ValueError as refusal:
-                error = str(refusal)
-        return Step.parse(share(text, error, self.groups.control))
+        def plan() -> SourcedStep:
+            step = self._plan(iteration, lengths)
+            return SourcedStep(step, str(step))
+
+        return shared(plan, self.groups.control)
 
     def _plan(self, iteration: int, lengths: Sequence[int]):
         from megatron_epp.planner import plan_step

@@ -44,44 +44,44 @@ def work() -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.calibrate import measure
-
-    measure.measure_split = priced(measure.measure_split)
     pipeline.take_turns(VARIANTS, SplitSteps, told, warm_up=1, first=0)
 
 
-def priced(measure_split: Callable) -> Callable:
-    """The trainer's own measurement of I and W, and beside it this table's."""
+def tell_prices(probe: Any) -> None:
+    """B against I and W of one layer, and of the output layer with the loss where it is."""
+    from megatron_epp.ir import KEEP
+    from megatron_epp.mcore.calibrate.probe import Shape
 
-    def measured(probe: Any, tokens: int) -> Any:
-        from megatron_epp.ir import KEEP
-        from megatron_epp.mcore.calibrate.probe import Shape
-
-        for size in SIZES:
-            shape = Shape(size)
-            for part in ("layer", "output layer") if probe.last else ("layer",):
-                whole, halves = [], []
-                for repeat in range(REPEATS):
-                    turn = ((False, whole), (True, halves))
-                    for split, runs in turn if repeat % 2 else reversed(turn):
-                        if part == "layer":
-                            runs.append(probe.layers(shape, KEEP, split=split))
-                        else:
-                            runs.append(probe.ends(shape, split=split))
-                entry = {
-                    "part": part,
-                    "tokens": size,
-                    "B": [run.backward_seconds for run in whole],
-                    "I": [run.backward_seconds for run in halves],
-                    "W": [run.weight_seconds for run in halves],
-                }
-                print(LINE + json.dumps(entry), flush=True)
-        return measure_split(probe, tokens)
-
-    return measured
+    for size in SIZES:
+        shape = Shape(size)
+        for part in ("layer", "output layer") if probe.last else ("layer",):
+            whole, halves = [], []
+            for repeat in range(REPEATS):
+                turn = ((False, whole), (True, halves))
+                for split, runs in turn if repeat % 2 else reversed(turn):
+                    if part == "layer":
+                        runs.append(probe.layers(shape, KEEP, split=split))
+                    else:
+                        runs.append(probe.ends(shape, split=split))
+            entry = {
+                "part": part,
+                "tokens": size,
+                "B": [run.backward_seconds for run in whole],
+                "I": [run.backward_seconds for run in halves],
+                "W": [run.weight_seconds for run in halves],
+            }
+            print(LINE + json.dumps(entry), flush=True)
 
 
 class SplitSteps(pipeline.VariantSteps):
+    def __init__(self, variant_at, place, model):
+        from megatron_epp.mcore.calibrate.probe import undisturbed
+        from megatron_epp.mcore.calibrate.profile_file import probe_of
+
+        with undisturbed(model):
+            tell_prices(probe_of(place.args, model, place.share))
+        super().__init__(variant_at, place, model)
+
     def _plan(self, iteration: int, lengths: Sequence[int]):
         from megatron_epp.planner import plan_step
 

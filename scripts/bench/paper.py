@@ -31,7 +31,7 @@ from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.device_groups import homogeneous
 from megatron_epp.planner.infinipipe import planner as infinipipe
-from megatron_epp.planner.order.emit import Batch
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.sim.play import play
 
@@ -324,7 +324,7 @@ def batch(numbers: Sequence[int]) -> str:
     return table(head, rows)
 
 
-def _fixed(held: Batch, cost: Cost, how: Options, rates: Rates):
+def _fixed(held: SortedBatch, cost: Cost, how: Options, rates: Rates):
     """Chunks of one size in place of Alg. 1's."""
     for size in sizes(how.context, how.multiple):
         yield fixed_chunks(held.lengths, size, rates), f"size {size}"
@@ -351,7 +351,7 @@ def ablation(numbers: Sequence[int]) -> str:
             cost = work.cost()
             ratios: dict[str, list[float]] = {name: [] for name in ABLATIONS}
             for lengths_now in work.batches(numbers):
-                held = Batch.of(lengths_now)
+                held = SortedBatch.of(lengths_now)
                 plain = infinipipe.draft(held, cost, options(work)).seconds
                 for name, method in ABLATIONS.items():
                     played = infinipipe.draft(held, cost, options(work), method)

@@ -132,17 +132,16 @@ def test_a_cut_or_grown_index_is_refused(tmp_path: Path) -> None:
             read_index(path)
 
 
-def test_an_index_is_checked_block_by_block(tmp_path: Path) -> None:
+def test_an_index_is_checked_block_by_block(tmp_path: Path, monkeypatch) -> None:
     """Memory stays small beside the file: a million sequences are 20 MB of index."""
     import tracemalloc
 
     path = write_pair(tmp_path / "corpus", [3] * 1_000_000, code=1)
     path.with_suffix(".bin").unlink()
+    monkeypatch.setattr(idx_file, "BLOCK_ENTRIES", 1 << 12)
     tracemalloc.start()
     try:
-        idx_file.BLOCK_ENTRIES, before = 1 << 12, idx_file.BLOCK_ENTRIES
         assert read_index(path).tokens == 3_000_000
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
-        idx_file.BLOCK_ENTRIES = before
         tracemalloc.stop()

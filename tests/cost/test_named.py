@@ -37,7 +37,7 @@ def test_shapes_have_the_size_of_their_name(name: str, billions: float) -> None:
         (lambda: model("gpt-14b"), "unknown model 'gpt-14b'; did you mean gpt-13b"),
         (lambda: model("xyz"), "unknown model 'xyz'; known: gpt-7b, gpt-13b, gpt-30b"),
         (lambda: device("h100"), "unknown device 'h100'; did you mean h100-80g or"),
-        (lambda: model("no/such.json"), "model file no/such.json: No such file or directory"),
+        (lambda: model("no/such.json"), "model file no/such.json: No such file; give a name"),
         (
             lambda: named_cost("gpt-13b", "a100-80g", pp=41),
             "pp 41: expected 1 to 40, the layers of the model",

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -66,13 +67,9 @@ def test_what_i_leaves_is_what_w_adds(alone, engine) -> None:
 
     model = build_stage(alone, 1, False, False)
     probe = probe_of(alone, model)
-    taken = Aside.accumulate_all
-    try:
-        Aside.accumulate_all = lambda self: None
+    with patch.object(Aside, "accumulate_all", lambda self: None):
         model.zero_grad_buffer()
         probe.layers(Shape(256), "k", split=True)
-    finally:
-        Aside.accumulate_all = taken
     weights = [module.weight for module in Deferral(model).engines]
     assert len(weights) == 4
     assert all(float(weight.main_grad.norm()) == 0 for weight in weights)

@@ -99,8 +99,9 @@ def test_a_wrong_order_is_drawn() -> None:
         check(Plan.parse(EXAMPLE.replace("F0 F1 F2 B1 B0 B2", "F0 F1 F2 B0 B1 B2")))
     assert str(caught.value) == (
         "stage 0 at B0: lacks B1 of stage 0 (the gradients of its K and V from the slice after)\n"
-        "  stage 0: F0 F1 F2 >B0 B1 B2\n"
-        "  stage 1: F0 F1 B1 B0 F2 B2"
+        "  step:      0   1   2   3   4   5   6   7   8   9\n"
+        "  stage 0:  F0  F1   .   .  F2   .   . >B0  B1  B2  <- lacks B1 of stage 0\n"
+        "  stage 1:   .  F0  F1  B1  B0  F2  B2   .   .   ."
     )
 
 
@@ -116,8 +117,9 @@ def test_a_deadlock_names_every_stage_that_waits() -> None:
     assert str(caught.value) == (
         "stage 0 at B1: lacks B1 of stage 1 (the gradient of its output); "
         "stage 1 at F2: lacks F2 of stage 0 (its input)\n"
-        "  stage 0: F0 F1 >B1 B0 F2 B2\n"
-        "  stage 1: >F2 B2 F0 F1 B1 B0"
+        "  step:      0   1   2   3   4   5   6   7\n"
+        "  stage 0:  F0  F1 >B1  B0  F2  B2   .   .  <- lacks B1 of stage 1\n"
+        "  stage 1:   .   . >F2  B2  F0  F1  B1  B0  <- lacks F2 of stage 0"
     )
 
 
@@ -128,9 +130,32 @@ def test_a_long_order_is_shown_around_where_it_stands() -> None:
     text = f"plan v1\ndocuments {'1 ' * 200}\nlayers 1\n{chunks}stage 0: {order} I2 {rest}\n"
     with pytest.raises(PlanError) as caught:
         check(Plan.parse(text))
-    line, drawn = str(caught.value).splitlines()
+    line, head, drawn = str(caught.value).splitlines()
     assert line == "stage 0 at W2: lacks I2 of stage 0 (what its I left for it)"
-    assert drawn.startswith("  stage 0: ... F172 ") and " >W2 " in drawn and len(drawn) < 400
+    assert head.startswith("  step:    ...  194  195 ") and head.endswith("  209 ...")
+    assert drawn == (
+        "  stage 0: ... F194 F195 F196 F197 F198 F199   B0   B1  >W2   I2   B3   B4   B5   B6   B7"
+        "   B8 ...  <- lacks I2 of stage 0"
+    )
+
+
+def test_a_deep_plan_is_shown_around_the_stages_that_wait_for_each_other() -> None:
+    """Stage 30 holds F5 back until a B that needs what stage 31 makes of it."""
+    chunks = "".join(f"chunk {c}: {c}[0:1]\n" for c in range(9))
+    order = " ".join(f"{kind}{c}" for kind in "FB" for c in range(9))
+    late = order.replace("F5 ", "").replace("B0 ", "B0 F5 ")
+    stages = "".join(f"stage {s}: {late if s == 30 else order}\n" for s in range(40))
+    with pytest.raises(Deadlock) as caught:
+        check(Plan.parse(f"plan v1\ndocuments{' 1' * 9}\nlayers{' 1' * 40}\n{chunks}{stages}"))
+    line, _, *rows, hidden = str(caught.value).splitlines()
+    assert line == (
+        "stage 30 at B0: lacks B0 of stage 31 (the gradient of its output); "
+        "stage 31 at F5: lacks F5 of stage 30 (its input); 38 more stages wait"
+    )
+    assert [row.split(":")[0] for row in rows] == [f"  stage {s}" for s in range(22, 38)]
+    assert " F7  F8 >B0  F5  B1 " in rows[8] and rows[8].endswith("<- lacks B0 of stage 31")
+    assert " >F5  F6  F7 " in rows[9] and rows[9].endswith("<- lacks F5 of stage 30")
+    assert hidden == "  (24 more stages)" and max(map(len, rows)) < 120
 
 
 def test_kinds_of_backward() -> None:

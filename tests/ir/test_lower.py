@@ -79,10 +79,7 @@ def test_programs_run_with_ordered_links_and_receives_that_block(plan: Plan) -> 
     assert at == list(map(len, programs))
     assert not any(links.values())
     assert (
-        tuple(
-            tuple(step for step in program if isinstance(step, Op))
-            for program in programs
-        )
+        tuple(tuple(step for step in program if isinstance(step, Op)) for program in programs)
         == plan.orders
     )
 

@@ -21,7 +21,6 @@ from megatron_epp.ir import (
     Transfer,
     format_records,
     parse_records,
-    recompute_first,
 )
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.ir.recompute import LETTERS, format_recompute, offload_among, parse_recompute
@@ -102,12 +101,6 @@ def test_a_plan_alone_is_a_step() -> None:
 @given(st.text(LETTERS, max_size=40))
 def test_recompute_choices_go_to_text_and_back(choice: str) -> None:
     assert parse_recompute(format_recompute(choice)) == choice
-
-
-def test_recompute_first() -> None:
-    assert recompute_first(4, 3) == "fffk"
-    assert format_recompute("fffk") == "3f1k"
-    assert format_recompute("") == "0k"
 
 
 def test_offloaded_layers_lie_evenly_among_the_others() -> None:

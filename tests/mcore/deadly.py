@@ -1,29 +1,30 @@
 """``pretrain_gpt`` whose planner process is killed while it plans iteration 2."""
 
+import os
 import signal
 
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.control import planned_steps  # noqa: E402
-from megatron_epp.mcore import entry  # noqa: E402
+from megatron_epp.mcore import entry, setup  # noqa: E402
 
 
-def main() -> None:
-    plain = planned_steps.PlannedSteps.look_ahead
+def make_steps(place, model):
+    steps = setup.make_steps(place, model)
+    plain = steps.look_ahead
 
-    def look_ahead(self, iteration, lengths):
-        dies = iteration == 2 and self.ahead is not None
+    def look_ahead(iteration, lengths):
+        dies = iteration == 2 and steps.ahead is not None
         if dies:
-            self.ahead._process.send_signal(signal.SIGSTOP)  # it cannot be faster than the kill
-        plain(self, iteration, lengths)
+            os.kill(steps.ahead.pid, signal.SIGSTOP)  # it cannot be faster than the kill
+        plain(iteration, lengths)
         if dies:
-            self.ahead._process.kill()
+            os.kill(steps.ahead.pid, signal.SIGKILL)
 
-    planned_steps.PlannedSteps.look_ahead = look_ahead
-    entry.main()
+    steps.look_ahead = look_ahead
+    return steps
 
 
 if __name__ == "__main__":
-    main()
+    entry.main(hooks=setup.Hooks(make_steps=make_steps))

@@ -11,69 +11,69 @@ hungry.py WAY <flags>
 
 import os
 import sys
+from unittest.mock import patch
 
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore import entry, setup  # noqa: E402
-from megatron_epp.mcore.elastic_schedule import ElasticSchedule  # noqa: E402
-from megatron_epp.mcore.model import hooks  # noqa: E402
+from megatron_epp.mcore import entry  # noqa: E402
+from megatron_epp.mcore.model.attention import attention_for  # noqa: E402
 from megatron_epp.mcore.model.stage import ModelStage  # noqa: E402
+from megatron_epp.mcore.setup import Hooks, limit_bytes  # noqa: E402
 from megatron_epp.runtime import stage_peers  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 
 
-def starve_evaluation(most_tokens: int) -> None:
-    plain = ModelStage.forward
+class StarvedInEvaluation(ModelStage):
+    most_tokens = 0
 
     def forward(self, chunk, received):
-        if not self.training and self.feed.plan.chunks[chunk].tokens > most_tokens:
-            raise MemoryError(f"more than {most_tokens} tokens")
-        return plain(self, chunk, received)
-
-    if RANK == 1:
-        ModelStage.forward = forward
+        if not self.training and self.feed.plan.chunks[chunk].tokens > self.most_tokens:
+            raise MemoryError(f"more than {self.most_tokens} tokens")
+        return super().forward(chunk, received)
 
 
-def loosen_limit() -> None:
-    plain = setup.limit_bytes
-    if RANK == 0:
-        setup.limit_bytes = lambda config: 1e6 * plain(config)
+class StarvedAbove40(StarvedInEvaluation):
+    most_tokens = 40
 
 
-def starve_layer() -> None:
-    stage_peers.PATIENCE_SECONDS = 5.0
-    running = {"iteration": 0, "done": False}
-    plain_call, plain_attend = ElasticSchedule.__call__, hooks.ElasticAttention.__call__
+class StarvedInLayer:
+    """Attention that has no memory in layer 1 of iteration 2, once: a stage is made for each."""
 
-    def call(self, **named):
-        running["iteration"] += 1
-        return plain_call(self, **named)
+    def __init__(self):
+        self.iterations, self.done = 0, False
 
-    def attend(self, *arguments, **named):
-        if running["iteration"] == 2 and self.layer == 1 and not running["done"]:
-            running["done"] = True
+    def attention_for(self, *asked):
+        self.plain = attention_for(*asked)
+        self.name, self.keeps_last = self.plain.name, self.plain.keeps_last
+        return self
+
+    def make_stage(self, *arguments):
+        self.iterations += 1
+        return ModelStage(*arguments)
+
+    def __call__(self, q, k, v, state, layer, drop):
+        if self.iterations == 2 and layer == 1 and not self.done:
+            self.done = True
             raise MemoryError("none for the scores")
-        return plain_attend(self, *arguments, **named)
-
-    ElasticSchedule.__call__ = call
-    hooks.ElasticAttention.__call__ = attend
+        return self.plain(q, k, v, state, layer, drop)
 
 
-def main() -> None:
-    way = sys.argv.pop(1)
-    if way == "evaluation":
-        starve_evaluation(40)
-    elif way == "starving":
-        starve_evaluation(0)
-    elif way == "limit":
-        loosen_limit()
-    elif way == "together" or RANK == 1:
-        starve_layer()
-    entry.main()
+def hooks(way: str) -> Hooks:
+    if way == "evaluation" and RANK == 1:
+        return Hooks(make_stage=StarvedAbove40)
+    if way == "starving" and RANK == 1:
+        return Hooks(make_stage=StarvedInEvaluation)
+    if way == "limit" and RANK == 0:
+        return Hooks(limit_bytes=lambda config: 1e6 * limit_bytes(config))
+    if way == "together" or (way == "alone" and RANK == 1):
+        starved = StarvedInLayer()
+        return Hooks(attention_for=starved.attention_for, make_stage=starved.make_stage)
+    return Hooks()
 
 
 if __name__ == "__main__":
-    main()
+    with patch.object(stage_peers, "PATIENCE_SECONDS", 5.0):
+        entry.main(hooks=hooks(sys.argv.pop(1)))

@@ -3,8 +3,6 @@
 What the test compares ``--epp`` with: documents of one length, one per micro-batch.
 """
 
-from functools import partial
-
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
@@ -12,7 +10,7 @@ cpu_host.install_cpu_host()
 import numpy  # noqa: E402
 import torch  # noqa: E402
 
-from megatron_epp.mcore import entry, megatron_gpt  # noqa: E402
+from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.data.documents import config_from_args  # noqa: E402
 from megatron_epp.mcore.data.global_batches import Documents, build_documents  # noqa: E402
 
@@ -48,6 +46,4 @@ def datasets(samples, vp_stage=None):
 datasets.is_distributed = True
 
 if __name__ == "__main__":
-    megatron_gpt.datasets = datasets
-    megatron_gpt.forward_step = partial(megatron_gpt.forward_step)
-    entry.main()
+    entry.main(datasets=datasets)

@@ -15,7 +15,7 @@ from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import Heads, attention_for
 from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, add_every_gradient
-from megatron_epp.planner import TRAINING
+from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -143,10 +143,10 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
         ("transformer_engine", False, {"wsplit"}),
     ):
         args = SimpleNamespace(transformer_impl=impl, gradient_accumulation_fusion=fused)
-        assert training_levers("default", args) == TRAINING - without
-        assert training_levers("all", args) == TRAINING - without
+        assert training_levers("default", args) == TRAINING_LEVERS - without
+        assert training_levers("all", args) == TRAINING_LEVERS - without
         assert hash(training_levers("all", args))  # options are values
-        assert training_levers("-wsplit", args) == TRAINING - {"wsplit"}
+        assert training_levers("-wsplit", args) == TRAINING_LEVERS - {"wsplit"}
         if unusable_levers(args):
             with pytest.raises(ValueError, match=r"wsplit: .* no I and W; leave it out"):
                 training_levers("bins, wsplit", args)
@@ -175,23 +175,34 @@ def test_every_row_has_its_own_position() -> None:
 
 # What a GPU runs around its kernels, with kernels for any device: in float64, over all ranks.
 OTHER_ATTENTION = """
-from contextlib import nullcontext
-
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.mcore import setup
 from megatron_epp.mcore.model.attention import Heads
+from megatron_epp.mcore.setup import Hooks
+
+asked = []
+
 
 def attention_for(wanted, config, device):
+    asked.append(device)
     return VarlenAttention(PlainKernel(Heads.of(config).scale))
 
 
-setup.attention_for = attention_for
+HOOKS = Hooks(attention_for=attention_for)
 
 
-def around(number):
-    assert setup.attention_for is attention_for
-    return nullcontext()
+class Around:
+    def __init__(self, number):
+        assert asked, "the job has taken another attention"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+around = Around
 """
 
 

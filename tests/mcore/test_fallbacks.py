@@ -85,7 +85,7 @@ def test_a_fallback_that_does_not_fit_is_not_used(room, deaths, planner) -> None
         with pytest.raises(PlanError, match=r"iteration 3: the planner failed .*, and again"):
             steps._plan(3, lengths, False)
     else:
-        step = steps._plan(3, lengths, False)
+        step = steps._plan(3, lengths, False).step
         assert [plan.predicted.planner for plan in step.plans] == [planner]
     assert steps.fallbacks.of(3) == ("packing" if planner == "packing" else None)
 

@@ -20,15 +20,15 @@ def replay(rank: int, before: str, now: str, iteration: int) -> list[Any]:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.control.cost_monitor import Truth
+    from megatron_epp.control.cost_monitor import CostMonitor
 
     groups = SimpleNamespace(control=dist.new_group(), leads=rank == 0)
-    truth = Truth(groups, [now], may_refit=True)
-    adopted = [truth.resume(before, iteration)]
+    monitor = CostMonitor(groups, [now], may_refit=True)
+    adopted = [monitor.resume(before, iteration)]
     for passed in range(iteration, 8):
-        truth.drift.alarmed = True
-        adopted.append(truth.refit(passed, None))
-        if truth._recorded == {}:
+        monitor.drift.alarmed = True
+        adopted.append(monitor.refit(passed, None))
+        if monitor._recorded == {}:
             break
     return [one and one.link_latency_seconds for one in adopted]
 

@@ -7,14 +7,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from megatron_epp.control.accept import accept
+from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Kind, Op, Plan, PlanError, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.mcore.config import Config, add_arguments
-from megatron_epp.mcore.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.refusals import REFUSALS, refuse
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
 
@@ -42,17 +42,16 @@ def test_a_plan_that_offloads_is_refused_by_name() -> None:
     plan = Plan.parse(
         "plan v1\ndocuments 5\nlayers 3\nchunk 0: 0[0:5]\nrecompute 0: 1k2o\nstage 0: F0 B0\n"
     )
-    schedule = ElasticSchedule.__new__(ElasticSchedule)
-    schedule.planning = SimpleNamespace(source="the plan")
-    schedule.groups, schedule.layers = SimpleNamespace(replicas=1, replica=0), (3,)
+    step = Step.parse(str(plan))
     with pytest.raises(PlanError) as caught:
-        schedule._accept(Step.parse(str(plan)), [5], forward_only=False)
+        accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
     assert str(caught.value) == (
         "the plan has layers of choice o (o: offloaded), which only simulation can do; plan "
         "without the lever offload, or write one of k f c m n a b instead"
     )
     kept = dataclasses.replace(plan, recompute=(("kff",),))
-    schedule._accept(Step.parse(str(kept)), [5], forward_only=False)
+    step = Step.parse(str(kept))
+    accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
 
 
 class Wanted:

@@ -11,7 +11,9 @@ cpu_host.install_cpu_host()
 
 from megatron.core.tensor_parallel import RowParallelLinear  # noqa: E402
 
-from megatron_epp.mcore import entry, setup  # noqa: E402
+from megatron_epp.mcore import entry  # noqa: E402
+from megatron_epp.mcore.model import hooks  # noqa: E402
+from megatron_epp.mcore.setup import Hooks  # noqa: E402
 from tests.layers import engine  # noqa: E402
 
 
@@ -40,22 +42,16 @@ def as_engine(linear: Any, fused: bool) -> EngineLinear:
     return made
 
 
-def main() -> None:
-    install = setup.install_in_model
-
-    def install_in_model(model: Any, *others: Any) -> None:
-        for layer in model.decoder.layers:
-            for parent, names, fused in (
-                (layer.self_attention, ("linear_qkv", "linear_proj"), False),
-                (layer.mlp, ("linear_fc1", "linear_fc2"), True),
-            ):
-                for name in names:
-                    setattr(parent, name, as_engine(getattr(parent, name), fused))
-        install(model, *others)
-
-    setup.install_in_model = install_in_model
-    entry.main()
+def install_in_model(model: Any, *others: Any) -> None:
+    for layer in model.decoder.layers:
+        for parent, names, fused in (
+            (layer.self_attention, ("linear_qkv", "linear_proj"), False),
+            (layer.mlp, ("linear_fc1", "linear_fc2"), True),
+        ):
+            for name in names:
+                setattr(parent, name, as_engine(getattr(parent, name), fused))
+    hooks.install_in_model(model, *others)
 
 
 if __name__ == "__main__":
-    main()
+    entry.main(hooks=Hooks(install_in_model=install_in_model))

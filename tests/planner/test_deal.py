@@ -4,10 +4,8 @@ from random import Random
 
 import pytest
 
-from megatron_epp.cost.cost import named_cost
 from megatron_epp.ir import Step
-from megatron_epp.planner import ALL, Options, choose, deal, plan_step
-from megatron_epp.planner.degrees import splits
+from megatron_epp.planner import ALL, Options, balance_replicas, plan_step
 from tests.planner.cases import machine
 
 
@@ -42,9 +40,9 @@ def test_replicas_end_together() -> None:
 
 
 def test_as_many_replicas_as_documents() -> None:
-    assert sorted(deal([5, 1, 1], machine(), 3)) == [(0,), (1,), (2,)]
+    assert sorted(balance_replicas([5, 1, 1], machine(), 3)) == [(0,), (1,), (2,)]
     with pytest.raises(ValueError, match="2 documents for 3 replicas: expected at least one"):
-        deal([5, 1], machine(), 3)
+        balance_replicas([5, 1], machine(), 3)
 
 
 def test_dealing_does_not_depend_on_the_order() -> None:
@@ -54,36 +52,6 @@ def test_dealing_does_not_depend_on_the_order() -> None:
     cost = machine()
 
     def dealt(batch: list[int]) -> list[list[int]]:
-        return [sorted(batch[d] for d in held) for held in deal(batch, cost, 4)]
+        return [sorted(batch[d] for d in held) for held in balance_replicas(batch, cost, 4)]
 
     assert dealt(lengths) == dealt(shuffled)
-
-
-def test_degrees_are_chosen_among_those_that_fit() -> None:
-    lengths = heavy_tailed(4, 40)
-
-    def make_cost(cp: int, pp: int):
-        return named_cost("gpt-7b", "a100-80g", pp=pp, cp=cp)
-
-    choice = choose(lengths, make_cost, 16, 32, Options(effort=1))
-    assert choice.cp * choice.pp == 16
-    assert choice.planned.fits
-    for cp, pp, seconds in choice.tried:
-        assert cp * pp == 16
-        assert choice.planned.seconds <= seconds
-    fixed = choose(lengths, make_cost, 16, 32, Options(effort=1), pp=4)
-    assert (fixed.cp, fixed.pp) == (4, 4)
-    assert choice.planned.seconds <= fixed.planned.seconds
-
-
-def test_no_degree_fits() -> None:
-    def make_cost(cp: int, pp: int):
-        return named_cost("gpt-30b", "a100-40g", pp=pp, cp=cp)
-
-    with pytest.raises(ValueError, match=r"no split of 2 devices into cp x pp fits: .*GiB"):
-        choose([100], make_cost, 2, 60, Options())
-
-
-def test_splits_respect_the_layers() -> None:
-    assert list(splits(8, 4)) == [(8, 1), (4, 2), (2, 4)]
-    assert list(splits(8, 40, cp=4)) == [(4, 2)]

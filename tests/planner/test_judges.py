@@ -10,20 +10,20 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
 from megatron_epp.planner import ALL, Options
-from megatron_epp.planner.chunks.params import Recipe, cook
+from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.device_groups import flexsp
 from megatron_epp.planner.device_groups.costs import group_costs
 from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.order.emit import Batch, Draft, plan_of
+from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
 from megatron_epp.planner.order.list_scheduler import list_schedule
-from megatron_epp.planner.order.policies import policy, styles
-from megatron_epp.planner.order.problem import loads_of, rates_of, work_of
+from megatron_epp.planner.order.policies import policies, policy_of
+from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import shrinking
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
-from megatron_epp.planner.replicas import deal
+from megatron_epp.planner.replicas import balance_replicas
 from megatron_epp.sim.play import play
 from tests.planner.cases import machine
 
@@ -44,15 +44,15 @@ def test_list_scheduling_against_every_order(lengths, cut) -> None:
     """Two stages, three chunks: the styles of epp come within 3% of the best of all orders, and
     no order is faster than the bound."""
     cost = machine(pp=2)
-    batch = Batch.of(lengths)
-    chunking = cook(Recipe(3.0), batch.lengths, rates_of(cost), 10**9)
+    batch = SortedBatch.of(lengths)
+    chunking = build_chunks(ChunkingParams(3.0), batch.lengths, rates_of(cost), 10**9)
     assert chunking.count == 3 and (chunking.document.max() >= 0) == cut
     loads = loads_of(chunking, batch.lengths)
-    work = work_of(cost, chunking, loads, {})
+    work = problem_of(cost, chunking, loads, {})
     law = shrinking(chunking.sizes, 2)
     ours = min(
-        list_schedule(work, policy(style, work, chunking.sizes, law)).seconds
-        for style in styles(False, many=True)
+        list_schedule(work, policy_of(style, work, chunking.sizes, law)).seconds
+        for style in policies(False, many=True)
     )
     layers = cost.layers
     base = {
@@ -79,17 +79,17 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     """The same optimum within the 2% gap; the relaxation, rounded up, is feasible."""
     random = Random(seed)
     cost = machine(pp=random.choice((2, 3)), room_gib=2)
-    batch = Batch.of([random.randint(2_000, 12_000) for _ in range(10)])
-    chunking = cook(Recipe(8.0), batch.lengths, rates_of(cost), 10**9)
+    batch = SortedBatch.of([random.randint(2_000, 12_000) for _ in range(10)])
+    chunking = build_chunks(ChunkingParams(8.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    work = work_of(cost, chunking, loads, {})
+    work = problem_of(cost, chunking, loads, {})
     law = shrinking(chunking.sizes, cost.stages)
     alone = list_schedule(
-        work, policy(next(iter(styles(False, many=False))), work, chunking.sizes, law)
+        work, policy_of(next(iter(policies(False, many=False))), work, chunking.sizes, law)
     )
     budget = alone.peak_bytes * random.uniform(0.55, 0.9)
-    rows = ilp.rows_of(
-        law, work.backward_order, work.whole_bytes, freed_bytes(cost, loads, "kf"), budget
+    rows = ilp.memory_rows(
+        law, work.backward_order, work.ops.moved_bytes, freed_bytes(cost, loads, "kf"), budget
     )
     assert len(rows.missing_bytes)
     most = np.full(rows.slots, min(cost.layers))
@@ -116,7 +116,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
 
 
 def test_the_diagonal_program_says_when_nothing_helps() -> None:
-    rows = ilp.Rows(
+    rows = ilp.MemoryRows(
         2, 1, np.array([0, 2]), np.array([0, 1]), np.array([1.0, 1.0]), np.array([100.0])
     )
     assert ilp.solve(ilp.Solver(), rows, np.array([3, 3])) is None
@@ -206,7 +206,7 @@ def test_dealing_against_every_dealing(seed) -> None:
         return float(sums.max()) if (np.bincount(owner, minlength=replicas) > 0).all() else np.inf
 
     best = min(slowest(owner) for owner in itertools.product(range(replicas), repeat=7))
-    deals = deal(lengths, cost, replicas)
+    deals = balance_replicas(lengths, cost, replicas)
     assert sorted(d for held in deals for d in held) == list(range(7))
     owner = np.empty(7, dtype=int)
     for replica, held in enumerate(deals):
@@ -252,10 +252,10 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     """Deep pipelines start with a few rows; what comes out keeps all of them."""
     random = Random(seed)
     cost = machine(pp=4, room_gib=3)
-    batch = Batch.of([random.randint(2_000, 12_000) for _ in range(30)])
-    chunking = cook(Recipe(40.0), batch.lengths, rates_of(cost), 10**9)
+    batch = SortedBatch.of([random.randint(2_000, 12_000) for _ in range(30)])
+    chunking = build_chunks(ChunkingParams(40.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    work = work_of(cost, chunking, loads, {})
+    work = problem_of(cost, chunking, loads, {})
     law = shrinking(chunking.sizes, cost.stages)
     solver = ilp.Solver()
     freed = freed_bytes(cost, loads, "kf")
@@ -266,7 +266,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
             solver,
             law,
             work.backward_order,
-            work.whole_bytes,
+            work.ops.moved_bytes,
             freed,
             work.budget_bytes,
             most,
@@ -279,8 +279,10 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     assert everything.any()
     monkeypatch.setattr(ilp, "MANY_ENTRIES", 0)
     on_demand = solved()
-    saved = freed[0] * ilp.spread(on_demand[0], work.backward_order, cost.stages)
-    missing, _ = ilp._missing(law, work.backward_order, work.whole_bytes, saved, work.budget_bytes)
+    saved = freed[0] * ilp.broadcast_diagonals(on_demand[0], work.backward_order, cost.stages)
+    missing, _ = ilp._missing(
+        law, work.backward_order, work.ops.moved_bytes, saved, work.budget_bytes
+    )
     assert missing.max() <= 0
     assert on_demand.sum() <= everything.sum() * 1.1 + 4
 
@@ -300,8 +302,10 @@ def test_uneven_layers_pay_where_the_last_stage_carries_the_head() -> None:
 def test_the_ladder_is_convex() -> None:
     """Each step frees its bytes at a higher price than the one before."""
     cost = machine()
-    batch = Batch.of([30_000, 500])
-    loads = loads_of(cook(Recipe(4.0), batch.lengths, rates_of(cost), 10**9), batch.lengths)
+    batch = SortedBatch.of([30_000, 500])
+    loads = loads_of(
+        build_chunks(ChunkingParams(4.0), batch.lengths, rates_of(cost), 10**9), batch.lengths
+    )
     letters = ladder(cost, loads)
     assert letters[0] == "k" and letters[-1] == "f" and len(letters) > 2
     saved = [cost.saved_bytes(letter, loads).sum() for letter in letters]
@@ -313,20 +317,20 @@ def test_the_ladder_is_convex() -> None:
 def test_orders_played_again_take_what_they_took() -> None:
     """Whole and split, over links; and with other work what the simulator says."""
     cost = machine(pp=4, room_gib=3, link_seconds=True)
-    batch = Batch.of([20_000, 9_000, 7_000] + [1_500] * 12)
-    chunking = cook(Recipe(12.0), batch.lengths, rates_of(cost), 10**9)
+    batch = SortedBatch.of([20_000, 9_000, 7_000] + [1_500] * 12)
+    chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     more = {"f": np.full((4, chunking.count), 3.0)}
-    plain, recomputing = (work_of(cost, chunking, loads, counts) for counts in ({}, more))
+    plain, recomputing = (problem_of(cost, chunking, loads, counts) for counts in ({}, more))
     law = shrinking(chunking.sizes, cost.stages)
-    for style in styles(True, many=True):
-        listed = list_schedule(plain, policy(style, plain, chunking.sizes, law))
-        again = replayed(plain, listed, style.split)
-        assert again.seconds == listed.seconds
-        assert (again.start == listed.start).all() and (again.stop == listed.stop).all()
-        assert (again.peak_bytes == listed.peak_bytes).all()
-        other = replayed(recomputing, listed, style.split)
-        draft = Draft(chunking, more, listed.kinds, listed.chunks, style.split)
+    for style in policies(True, many=True):
+        schedule = list_schedule(plain, policy_of(style, plain, chunking.sizes, law))
+        again = replayed(plain, schedule)
+        assert again.seconds == schedule.seconds
+        assert (again.start == schedule.start).all() and (again.stop == schedule.stop).all()
+        assert (again.peak_bytes == schedule.peak_bytes).all()
+        other = replayed(recomputing, schedule)
+        draft = Draft(chunking, more, schedule.kinds, schedule.chunks)
         plan = plan_of(batch, draft, cost)
         played = play(plan, cost.table(plan))
         assert other.seconds == pytest.approx(played.seconds, rel=1e-12)

@@ -12,39 +12,41 @@ from hypothesis import strategies as st
 from megatron_epp.ir import FULL, Chunk, Kind, Op, Plan, Span, check
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
-from megatron_epp.planner.chunks.params import TAPERS, Recipe, cook
+from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import Spans, cut_each
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import WHOLE_AGAIN, Batch, Draft, finish, whole_again
-from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
-from megatron_epp.planner.order.policies import Style, policy, styles
-from megatron_epp.planner.order.problem import Work, loads_of, rates_of, work_of
+from megatron_epp.planner.order.emit import Draft, SortedBatch, emit, merge_iw
+from megatron_epp.planner.order.list_scheduler import B, Policy, list_schedule
+from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
+from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import constant, pipelines, shrinking, whole_groups
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.uniform import strict
+from megatron_epp.sim.engine import OpArrays
 from tests.planner.cases import LENGTHS, machine, machines, priced
 
 SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=8).map(lambda s: sorted(s, reverse=True))
 
 
-def balanced(sizes: list[int], stages: int, forward: float, backward: float) -> Work:
+def balanced(sizes: list[int], stages: int, forward: float, backward: float) -> ScheduleProblem:
     """Chunks that all take the same time, and no memory."""
     count = sum(sizes)
     starts = np.concatenate(([0], np.cumsum(sizes)))
     group = np.repeat(np.arange(len(sizes)), sizes)
     grid = np.ones((stages, count))
-    return Work(
-        forward * grid,
-        backward * grid,
-        backward * grid / 2,
-        backward * grid / 2,
+    ties = np.full(count, -1)
+    return ScheduleProblem(
+        OpArrays(
+            np.stack([forward * grid, backward * grid, backward * grid / 2, backward * grid / 2]),
+            np.zeros((2, max(stages - 1, 1), count)),
+            0.0,
+            np.zeros((4, 2, stages, count)),
+            np.zeros(stages),
+            ties,
+            ties,
+        ),
         starts[group] + starts[group + 1] - 1 - np.arange(count),
         np.repeat(starts[1:] - 1, sizes),
-        np.zeros((stages - 1, count)),
-        np.zeros((stages - 1, count)),
-        0.0,
-        np.zeros((2, 2, stages, count)),
-        np.zeros((3, 2, stages, count)),
         np.full(stages, np.inf),
     )
 
@@ -58,21 +60,21 @@ def in_flight(kinds: np.ndarray) -> int:
 def test_window_law_and_warm_up(sizes, stages) -> None:
     """n (F + B) + (d_p - 1)(F + B), and d_p - p + N_split in flight on every stage (eq. 7)."""
     count, longest = sum(sizes), max(sizes)
-    listed = list_schedule(
+    schedule = list_schedule(
         balanced(sizes, stages, 1.0, 2.0), strict(constant(np.array(sizes), stages))
     )
-    assert listed.seconds == 3.0 * (count + stages - 1)
+    assert schedule.seconds == 3.0 * (count + stages - 1)
     for stage in range(stages):
-        assert in_flight(listed.kinds[stage]) == min(count, stages - 1 - stage + longest)
+        assert in_flight(schedule.kinds[stage]) == min(count, stages - 1 - stage + longest)
 
 
 @given(SIZES, st.integers(1, 6), st.data())
 def test_each_pipeline_pays_its_warm_up(sizes, stages, data) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, len(sizes) - 1)))) if len(sizes) > 1 else []
-    listed = list_schedule(
+    schedule = list_schedule(
         balanced(sizes, stages, 1.0, 2.0), strict(pipelines(np.array(sizes), cuts, stages))
     )
-    assert listed.seconds == 3.0 * (sum(sizes) + (len(cuts) + 1) * (stages - 1))
+    assert schedule.seconds == 3.0 * (sum(sizes) + (len(cuts) + 1) * (stages - 1))
 
 
 @given(SIZES, st.integers(1, 8))
@@ -80,8 +82,8 @@ def test_a_shrinking_window_costs_no_time(sizes, stages) -> None:
     """One pipeline, no barrier, less in flight than with a constant window."""
     work = balanced(sizes, stages, 1.0, 2.0)
     law = shrinking(np.array(sizes), stages)
-    listed = list_schedule(work, strict(law))
-    assert listed.seconds == 3.0 * (sum(sizes) + stages - 1)
+    schedule = list_schedule(work, strict(law))
+    assert schedule.seconds == 3.0 * (sum(sizes) + stages - 1)
     assert (law <= constant(np.array(sizes), stages)).all()
     assert (law >= whole_groups(np.array(sizes), stages)).all()
 
@@ -92,8 +94,10 @@ def test_recompute_on_diagonals_costs_its_sum(sizes, stages, data) -> None:
     work = balanced(sizes, stages, 1.0, 2.0)
     slots = sum(sizes) + stages - 1
     layers = np.array(data.draw(st.lists(st.integers(0, 4), min_size=slots, max_size=slots)))
-    added = 0.25 * ilp.spread(layers, work.backward_order, stages)
-    longer = dataclasses.replace(work, backward_seconds=work.backward_seconds + added)
+    added = 0.25 * ilp.broadcast_diagonals(layers, work.backward_order, stages)
+    seconds = work.ops.seconds.copy()
+    seconds[B] += added
+    longer = dataclasses.replace(work, ops=work.ops._replace(seconds=seconds))
     law = strict(constant(np.array(sizes), stages))
     plain, recomputing = list_schedule(work, law), list_schedule(longer, law)
     assert recomputing.seconds - plain.seconds == pytest.approx(0.25 * layers.sum(), abs=1e-9)
@@ -104,30 +108,30 @@ def test_recompute_on_diagonals_costs_its_sum(sizes, stages, data) -> None:
 def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> None:
     """Any policy: the plan that comes out passes check, and plays as long as it was said to."""
     random = Random(seed)
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     rates = rates_of(cost)
-    recipe = Recipe(random.uniform(1, 40), random.uniform(0.5, 2), random.randint(-1, 2))
+    recipe = ChunkingParams(random.uniform(1, 40), random.uniform(0.5, 2), random.randint(-1, 2))
     recipe = dataclasses.replace(
         recipe,
         front=random.randrange(len(TAPERS)),
         back=random.randrange(len(TAPERS)),
         reverse=random.random() < 0.3,
     )
-    chunking = cook(recipe, batch.lengths, rates, 50_000)
+    chunking = build_chunks(recipe, batch.lengths, rates, 50_000)
     loads = loads_of(chunking, batch.lengths)
     grid = np.array(
         [[random.randint(0, n) for _ in range(chunking.count)] for n in cost.layers], float
     )
-    work = work_of(cost, chunking, loads, {FULL: grid})
+    work = problem_of(cost, chunking, loads, {FULL: grid})
     law = shrinking(chunking.sizes, cost.stages)
     for split in (False, True):
-        style = random.choice(list(styles(split, many=True)))
-        listed = list_schedule(work, policy(style, work, chunking.sizes, law))
-        draft = Draft(chunking, {FULL: grid}, listed.kinds, listed.chunks, style.split)
-        planned = finish("test", batch, draft, cost, Options(), 0.0)
-        assert planned.seconds == pytest.approx(listed.seconds, rel=1e-12)
+        style = random.choice(list(policies(split, many=True)))
+        schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
+        draft = Draft(chunking, {FULL: grid}, schedule.kinds, schedule.chunks)
+        planned = emit("test", batch, draft, cost, Options(), 0.0)
+        assert planned.seconds == pytest.approx(schedule.seconds, rel=1e-12)
         room = np.array(planned.peak_bytes) - np.array(cost.states_bytes)
-        assert room == pytest.approx(listed.peak_bytes, rel=1e-9, abs=4)
+        assert room == pytest.approx(schedule.peak_bytes, rel=1e-9, abs=4)
 
 
 @given(LENGTHS, machines(), st.sampled_from((0.0, 0.1)))
@@ -135,19 +139,19 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
 def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) -> None:
     """Where W stands right behind I, a B delays nobody, saves the price and holds no more."""
     cost = priced(cost, price)
-    batch = Batch.of(lengths)
-    chunking = cook(Recipe(12), batch.lengths, rates_of(cost), 50_000)
-    work = work_of(cost, chunking, loads_of(chunking, batch.lengths), {})
+    batch = SortedBatch.of(lengths)
+    chunking = build_chunks(ChunkingParams(12), batch.lengths, rates_of(cost), 50_000)
+    work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
     law = shrinking(chunking.sizes, cost.stages)
-    style = Style(strict=True, split=True, held=0.0, patience=1.0)
-    listed = list_schedule(work, policy(style, work, chunking.sizes, law))
-    halves = Draft(chunking, {}, listed.kinds, listed.chunks, split=True)
-    kinds = whole_again(listed.kinds, listed.chunks, work)
+    style = PolicyParams(strict=True, split=True, held=0.0, patience=1.0)
+    schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
+    halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
+    kinds = merge_iw(schedule.kinds, schedule.chunks, work)
     apart, merged = (
-        finish("test", batch, draft, cost, Options(), 0.0)
+        emit("test", batch, draft, cost, Options(), 0.0)
         for draft in (halves, dataclasses.replace(halves, kinds=kinds))
     )
-    assert (merged.plan.orders == apart.plan.orders) == (not (kinds == WHOLE_AGAIN).any())
+    assert (merged.plan.orders == apart.plan.orders) == (not (kinds == B).any())
     assert merged.seconds <= apart.seconds * (1 + 1e-9)
     assert all(m <= a for m, a in zip(merged.peak_bytes, apart.peak_bytes, strict=True))
     for before, after in itertools.pairwise(merged.plan.orders[0]):
@@ -155,16 +159,16 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
             before.chunk != after.chunk
         )
     dearer = priced(cost, -0.5)  # where B takes longer than both, they stay apart
-    work = work_of(dearer, chunking, loads_of(chunking, batch.lengths), {})
-    assert (whole_again(listed.kinds, listed.chunks, work) == listed.kinds).all()
+    work = problem_of(dearer, chunking, loads_of(chunking, batch.lengths), {})
+    assert (merge_iw(schedule.kinds, schedule.chunks, work) == schedule.kinds).all()
 
 
 @given(LENGTHS, machines(), st.floats(1, 60), st.sampled_from((1, 16, 64)))
 @settings(max_examples=60, deadline=None)
 def test_chunks_hold_every_token_once(lengths, cost, chunks, multiple) -> None:
     """And the slices of a document lie in order, in neighbouring chunks."""
-    batch = Batch.of(lengths)
-    chunking = cook(Recipe(chunks), batch.lengths, rates_of(cost), 20_000, multiple)
+    batch = SortedBatch.of(lengths)
+    chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(cost), 20_000, multiple)
     orders = ((*(Op(Kind.FORWARD, c) for c in range(chunking.count)),),)
     plan = Plan(
         batch.documents,
@@ -213,12 +217,12 @@ def test_groups_can_be_arranged() -> None:
 def test_a_policy_that_fits_stays_within_the_budget() -> None:
     """Memory holds forwards back where greed would exceed the budget."""
     cost = machine(pp=4, room_gib=6)
-    batch = Batch.of([6_000] * 60)
-    chunking = cook(Recipe(60.0), batch.lengths, rates_of(cost), 10**9)
-    work = work_of(cost, chunking, loads_of(chunking, batch.lengths), {})
+    batch = SortedBatch.of([6_000] * 60)
+    chunking = build_chunks(ChunkingParams(60.0), batch.lengths, rates_of(cost), 10**9)
+    work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
     everything = np.full((4, chunking.count), chunking.count)
     greedy = Policy(whole_groups(chunking.sizes, 4), everything, everything)
-    listed = list_schedule(work, greedy)
-    assert listed.over_bytes == 0
+    schedule = list_schedule(work, greedy)
+    assert schedule.over_bytes == 0
     loose = dataclasses.replace(work, budget_bytes=np.full(4, 1e15))
-    assert in_flight(list_schedule(loose, greedy).kinds[0]) > in_flight(listed.kinds[0])
+    assert in_flight(list_schedule(loose, greedy).kinds[0]) > in_flight(schedule.kinds[0])

@@ -2,38 +2,41 @@
 
 import pytest
 
-from megatron_epp.planner.chunks.params import WHOLE, Recipe
-from megatron_epp.planner.order.policies import Style
+from megatron_epp.planner.chunks.params import UNCUT, ChunkingParams
+from megatron_epp.planner.order.policies import PolicyParams
 
 
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (Recipe(20.0, back=1), "chunks of about 1/20 of the work, small packs last"),
+        (ChunkingParams(20.0, back=1), "chunks of about 1/20 of the work, small packs last"),
         (
-            Recipe(6.467, WHOLE, extra_bins=1),
+            ChunkingParams(6.467, UNCUT, extra_bins=1),
             "chunks of about 1/6.47 of the work, documents left whole, "
             "1 pack more than even filling needs",
         ),
         (
-            Recipe(8.0, 0.5, -2, 1, 1, reverse=True, bare=True),
+            ChunkingParams(8.0, 0.5, -2, 1, 1, reverse=True, bare=True),
             "chunks of about 1/8 of the work, slices of 50% of a chunk, 2 packs fewer than even "
             "filling needs, small packs first and last, short documents first, "
             "recompute for one document at a time",
         ),
-        (Style(strict=True), "1F1B order"),
-        (Style(False, lead=-2), "order free within memory, forwards 2 behind 1F1B"),
-        (Style(True, True, 0.0, 0.6), "1F1B order, backward split, weight gradients at once"),
+        (PolicyParams(strict=True), "1F1B order"),
+        (PolicyParams(False, lead=-2), "order free within memory, forwards 2 behind 1F1B"),
         (
-            Style(False, True, 4.0, 0.6, lead=1),
+            PolicyParams(True, True, 0.0, 0.6),
+            "1F1B order, backward split, weight gradients at once",
+        ),
+        (
+            PolicyParams(False, True, 4.0, 0.6, lead=1),
             "order free within memory, forwards 1 ahead of 1F1B, backward split, weight gradients "
             "in gaps, at most 4 of them waiting, overrunning a gap by up to 60%",
         ),
         (
-            Style(False, True, float("inf")),
+            PolicyParams(False, True, float("inf")),
             "order free within memory, backward split, weight gradients in gaps",
         ),
     ],
 )
-def test_in_words(made: Recipe | Style, text: str) -> None:
+def test_in_words(made: ChunkingParams | PolicyParams, text: str) -> None:
     assert str(made) == text

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
 from megatron_epp.planner import ALL, PIPELINES, Options
-from megatron_epp.planner.chunks.params import Recipe, cook
+from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.epp.search import STRICT, Search
-from megatron_epp.planner.order.emit import Batch
-from megatron_epp.planner.order.problem import Work, loads_of, rates_of, with_kept, work_of
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import (
+    ScheduleProblem,
+    loads_of,
+    problem_of,
+    rates_of,
+    with_kept,
+)
 from megatron_epp.planner.order.warmup import shrinking
 from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import diagonal_counts
@@ -41,8 +47,8 @@ def letters(plan: Plan) -> set[str]:
 @settings(QUICK, max_examples=40)
 def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chunks) -> None:
     cost = at_rate(machine(pp=pp, head_seconds=True), rate)
-    batch = Batch.of(lengths)
-    chunking = cook(Recipe(chunks), batch.lengths, rates_of(cost), 10**9)
+    batch = SortedBatch.of(lengths)
+    chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     layers = np.array(cost.layers, float)[:, None]
 
@@ -65,19 +71,19 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     random = Random(seed)
     stages = random.choice((2, 4))
     cost = at_rate(machine(pp=stages, room_gib=3.3), random.choice((3e9, 20e9)))
-    batch = Batch.of([random.randint(2_000, 25_000) for _ in range(12)])
-    chunking = cook(Recipe(14.0), batch.lengths, rates_of(cost), 10**9)
+    batch = SortedBatch.of([random.randint(2_000, 25_000) for _ in range(12)])
+    chunking = build_chunks(ChunkingParams(14.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     law = shrinking(chunking.sizes, cost.stages)
     layers = np.array(cost.layers, float)[:, None]
     aside = offload.hidden_layers(cost, loads) * (np.arange(stages) != stages - 1)[:, None]
     assert len(np.unique(aside)) > 1
 
-    def work(again: dict[str, np.ndarray]) -> Work:
-        return work_of(cost, chunking, loads, {OFFLOAD: aside, **again})
+    def work(again: dict[str, np.ndarray]) -> ScheduleProblem:
+        return problem_of(cost, chunking, loads, {OFFLOAD: aside, **again})
 
-    def fits(work: Work) -> bool:
-        return ilp.within(law, work.backward_order, work.whole_bytes, work.budget_bytes).all()
+    def fits(work: ScheduleProblem) -> bool:
+        return ilp.within(law, work.backward_order, work.ops.moved_bytes, work.budget_bytes).all()
 
     found = diagonal_counts(
         ilp.Solver(), cost, loads, work({}), law, integer=False, steps="knf",
@@ -94,15 +100,15 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
 def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chunks) -> None:
     """A rate that hides everything, and memory for the window law with all layers offloaded and
     no byte more: 1F1B takes what it takes with ample memory."""
-    batch = Batch.of(LONG)
+    batch = SortedBatch.of(LONG)
     ample = at_rate(machine(pp=4, room_gib=1e6), 1e15)
-    chunking = cook(Recipe(chunks), batch.lengths, rates_of(ample), 10**9)
+    chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(ample), 10**9)
     search = Search(batch, ample, ON)
     everything = np.tile(np.array(ample.layers, float)[:, None], (1, chunking.count))
     kept = search.table(chunking)
     aside = search.recounted(kept, {OFFLOAD: everything})
     quick = search.play(kept, STRICT, "")
-    peaks = search.play(aside, STRICT, "").listed.peak_bytes
+    peaks = search.play(aside, STRICT, "").schedule.peak_bytes
     tight = dataclasses.replace(
         ample, budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
     )

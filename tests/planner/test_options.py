@@ -6,7 +6,7 @@ from megatron_epp.planner import (
     ALL,
     LEVERS,
     PIPELINES,
-    TRAINING,
+    TRAINING_LEVERS,
     Options,
     parse_levers,
     planner_of,
@@ -15,15 +15,15 @@ from megatron_epp.planner import (
 
 def test_levers_are_sets_names_and_exceptions() -> None:
     assert parse_levers("all") == ALL == set(LEVERS)
-    assert parse_levers("default") == TRAINING
+    assert parse_levers("default") == TRAINING_LEVERS
     assert parse_levers("none") == frozenset()
     assert parse_levers("bins,window") == {"bins", "window"}
     assert parse_levers("all,-wsplit") == ALL - {"wsplit"}
-    assert parse_levers("-bins") == TRAINING - {"bins"}
+    assert parse_levers("-bins") == TRAINING_LEVERS - {"bins"}
     assert parse_levers("-bins", default=ALL) == ALL - {"bins"}
-    assert "wsplit" in TRAINING
-    assert "uneven" not in TRAINING
-    assert "offload" in ALL - TRAINING
+    assert "wsplit" in TRAINING_LEVERS
+    assert "uneven" not in TRAINING_LEVERS
+    assert "offload" in ALL - TRAINING_LEVERS
     assert "simulation only" in LEVERS["offload"]
 
 

@@ -12,7 +12,7 @@ from megatron_epp.runtime.link import Links
 
 
 class Done:
-    """In place of work that has been waited for: gloo waits for the next message, if asked again."""
+    """In place of work that has been waited for: asked again, gloo waits for the next message."""
 
     def wait(self) -> None:
         """It is done."""

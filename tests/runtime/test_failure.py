@@ -101,6 +101,83 @@ def test_other_errors_are_not_survived(error) -> None:
         executor.run()
 
 
+class FullAtFirst:
+    """Links that have no memory for the first message, and receive zeros."""
+
+    def __init__(self):
+        self.posted, self.sent, self.refused = [], [], 0
+
+    def post(self, message):
+        if not self.refused:
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self.posted.append(message)
+
+    def receive(self, message):
+        return self.zeros(message)
+
+    def zeros(self, message):
+        return torch.zeros(1, WIDTH, dtype=torch.float64)
+
+    def send(self, message, tensor):
+        self.sent.append(message)
+
+    def oldest_sending(self):
+        return None
+
+    def finish(self):
+        pass
+
+
+def test_a_receive_without_memory_is_a_failure_of_the_next_op() -> None:
+    the_plan = plan()
+    program = lower(the_plan)[1]
+    links, compute, clock = FullAtFirst(), Linear(the_plan, 1), HostClock()
+    clock.start()
+    executor = Executor(program, compute, links, Store({}), clock, NoMeter(), Waiting(1))
+    executor.run()
+    assert executor.failure is not None
+    assert executor.failure.op == the_plan.orders[1][0]
+    assert executor.failure.reason.startswith("CUDA out of memory")
+    assert links.posted == [op.message for op in program if isinstance(op, Post)]
+    sends = [op for op in program if isinstance(op, Transfer) and op.kind is Kind.SEND]
+    assert links.sent == [op.message for op in sends]
+
+
+class Device(HostClock):
+    """A clock that notes which marks the host waited for, and when."""
+
+    def __init__(self):
+        self.events = []
+
+    def mark(self):
+        self.events.append(f"mark {len(self.events)}")
+        return self.events[-1]
+
+    def wait(self, mark):
+        self.events.append(f"wait for {mark}")
+
+    def seconds(self, mark):
+        return 0.0
+
+
+def test_the_host_leads_by_one_op() -> None:
+    """Before op n is asked for, op n - 2 is done; its predecessor keeps the device busy."""
+    the_plan = arbitrary_plan([9, 3], (1,), Random(0))
+    (program,) = lower(the_plan)
+    ops = len(program)
+    assert ops >= 4
+    clock = Device()
+    links = Links({}, lambda c: (1,), torch.float64, torch.device("cpu"))
+    compute = Linear(the_plan, 0)
+    Executor(program, compute, links, Store({}), clock, NoMeter(), Waiting(0)).run()
+    waits = [event for event in clock.events if event.startswith("wait")]
+    ends = [event for event in clock.events if event.startswith("mark")][1::2]
+    assert waits == [f"wait for {end}" for end in ends[:-2]]
+    for wait, end in zip(waits, ends[1:], strict=False):
+        assert clock.events.index(wait) == clock.events.index(end) + 1
+
+
 def test_what_counts_as_out_of_memory() -> None:
     assert out_of_memory(MemoryError())
     assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))

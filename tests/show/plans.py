@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, Table
-from megatron_epp.sim.play import Played, play
+from megatron_epp.sim.play import Simulation, play
 from megatron_epp.sim.unit_table import unit_table
 
 # The design's example: a document cut in two, a hybrid chunk, a pack.
@@ -68,5 +68,5 @@ def table(plan: Plan, seed: int = 0, split: bool = False) -> Table:
     )
 
 
-def played(plan: Plan, seed: int = 0) -> Played:
+def played(plan: Plan, seed: int = 0) -> Simulation:
     return play(plan, table(plan, seed))

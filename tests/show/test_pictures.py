@@ -72,8 +72,7 @@ def test_a_small_plan_in_characters():
         "         |0 units             |5                   |10\n"
         "stage 0 |F0--F1--F2--.........B1======B0*======....B2*=====|\n"
         "stage 1 |....F0--F1--B1=======B0======F2--B2=======........|\n"
-        "F forward  B backward  I its input-gradient half  W its weight-gradient half  "
-        "* recomputes  . idle\n"
+        "F forward  B backward  * recomputes  . idle\n"
         "idle  0: 25.0%  1: 25.0%\n"
     )
 
@@ -162,7 +161,7 @@ def test_predicted_and_measured_share_an_axis():
         title = rect.find(f"{SVG}title")
         if title is not None and any(title.text.startswith(f"{name}:") for _, name in ends):
             rights.append(float(rect.get("x")) + float(rect.get("width")))
-    left, right = 92.0, 1400 - 132.0
+    left, right = 196.0, 1400 - 28.0
     for seconds, _ in ends:
         expected = left + (right - left) * seconds / longer
         assert any(x == pytest.approx(expected, abs=1.0) for x in rights)

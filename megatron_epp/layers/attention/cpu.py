@@ -118,8 +118,8 @@ class ChunkAttention(torch.autograd.Function):
                 dk_TGD[mine] += dk_later
                 dv_TGD[mine] += dv_later
             if span.start > 0:
-                context = store.context(layer, span.document, span.start)
-                dq, dk, dv = attend_backward(grad, q, *context, out, lse_HT, False, scale)
+                k, v = store.context(layer, span.document, span.start)
+                dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, False, scale)
                 dq_THD[mine] += dq
                 store.add_gradient(layer, span.document, dk, dv)
             elif rows.cut:

@@ -27,10 +27,11 @@ class PlainKernel:
     def backward(
         self, grad_THD: Tensor, call: Operands, kept: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = [x.detach().requires_grad_() for x in call.tensors]
+        q, k, v = (x.detach().requires_grad_() for x in call.tensors)
         with torch.enable_grad():
-            out_THD = self._attend(*inputs, call.borders)
-        return torch.autograd.grad(out_THD, inputs, grad_THD)
+            out_THD = self._attend(q, k, v, call.borders)
+        dq, dk, dv = torch.autograd.grad(out_THD, (q, k, v), grad_THD)
+        return dq, dk, dv
 
     def _attend(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders) -> Tensor:
         repeat = q_THD.shape[1] // k_SGD.shape[1]

@@ -134,6 +134,7 @@ class _Run:
     def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """Of q, k and v; once."""
         output, self.output = self.output, None
+        assert output is not None, "gradients are taken once"
         self.inputs = inputs
         try:
             return torch.autograd.grad(output, self._edges, grad_THD.reshape(output.shape))

@@ -19,6 +19,7 @@ the store's buffers have room for whole documents (``keeps_last``).
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, P context.
 """
 
+import builtins
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -107,8 +108,8 @@ class Piece:
     borders: Borders
 
     @property
-    def mine(self) -> slice:
-        return slice(self.start, self.stop)
+    def mine(self) -> builtins.slice:
+        return builtins.slice(self.start, self.stop)
 
 
 def pieces_of(state: ChunkState, device: torch.device) -> tuple[Piece, ...]:
@@ -263,6 +264,7 @@ class _Call:
     ) -> Operands:
         """Of the piece's call; of a slice, the keys and values of its context first."""
         if piece.slice is None:
+            assert k_TGD is not None and v_TGD is not None, "whole documents lie in no store"
             keys = k_TGD[piece.mine], v_TGD[piece.mine]
         else:
             span = piece.slice.span
@@ -278,7 +280,8 @@ class _Call:
         if not rows.last:
             # In float32, where later slices' gradients have added up: rounded once.
             later = store.gradient(self.layer, span.document, span.start, span.stop)
-            own = tuple((a + b).to(a.dtype) for a, b in zip(own, later, strict=True))
+            dk, dv = ((a + b).to(a.dtype) for a, b in zip(own, later, strict=True))
+            own = dk, dv
         if behind:
             store.add_gradient(self.layer, span.document, dk_SGD[:behind], dv_SGD[:behind])
         else:

@@ -40,6 +40,7 @@ class AttendAgain:
 
     def result(self) -> tuple[Tensor, Any]:
         if self._made is None:
+            assert self._once_more is not None, "a promise is kept before its node's backward"
             with torch.no_grad():
                 self._made = self._once_more(self._node)
         return self._made

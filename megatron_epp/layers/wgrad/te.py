@@ -70,8 +70,8 @@ class _Lent:
         if self._fused:
             # Where the product adds its result itself. The leaf must live until backward, which
             # reaches it by a weak reference.
-            self.leaves["weight"].main_grad = self._weight.main_grad
-        if in_product:
+            setattr(self.leaves["weight"], "main_grad", self._weight.main_grad)  # noqa: B010
+        if self._bias is not None:
             self.leaves["bias"] = Parameter(self._bias.detach())
 
     def delay_wgrad_compute(self) -> bool:

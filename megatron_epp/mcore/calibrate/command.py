@@ -11,13 +11,13 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_epp.control.files import scratch_folder
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore import job_exit
@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"{flag} is missing; give the flags of your training")
     processes = wanted.pp * wanted.tp * wanted.cp
     print(f"measuring with {processes} process(es) ...", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
+    with scratch_folder("profile") as folder:
+        log = folder / "log"
         command = [
             sys.executable, "-m", "torch.distributed.run",
             "--nproc-per-node", str(processes), "--master-port", str(_free_port()),

@@ -8,11 +8,13 @@ import datetime
 import logging
 import platform
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_epp.control.files import BestEffort, write_whole
 from megatron_epp.cost.profile import Profile, Provenance
 
 logger = logging.getLogger(__name__)
@@ -110,14 +112,9 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         from megatron_epp.mcore.job_cost import analytic
 
         return analytic(args)
-    from megatron.core.utils import unwrap_model
-
     from megatron_epp.mcore.calibrate.measure import calibrate
-    from megatron_epp.mcore.calibrate.probe import Probe, undisturbed
+    from megatron_epp.mcore.calibrate.probe import undisturbed
     from megatron_epp.mcore.job_cost import model_shape
-    from megatron_epp.mcore.model.attention import this_device
-    from megatron_epp.mcore.model.early_head import block_tokens, early_head
-    from megatron_epp.mcore.model.forward import forward_step
     from megatron_epp.runtime.consensus import share
 
     wanted = provenance_of(args)
@@ -131,16 +128,14 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     if text:
         return Profile.from_json(text)
     began = time.perf_counter()
-    head_tokens = block_tokens(args) if early_head(args) else None
-    device, context = this_device(), args.seq_length
-    probe = Probe(unwrap_model(model), forward_step, rows, device, head_tokens, context)
     with undisturbed(model):
-        profile = calibrate(probe, groups, model_shape(args), context, wanted)
+        shape = model_shape(args)
+        profile = calibrate(probe_of(args, model, rows), groups, shape, args.seq_length, wanted)
     if groups.control.rank() == 0:
         places = [folder for folder in (args.save, config.epp_record) if folder]
-        for folder in places:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            profile.save(str(Path(folder) / FILE_NAME))
+        keep = BestEffort()
+        for path in (Path(folder) / FILE_NAME for folder in places):
+            keep(f"the cost model, {path},", partial(write_whole, path, profile.to_json()))
         logger.info(
             "measured this device in %.1f s%s: %s",
             time.perf_counter() - began,
@@ -148,6 +143,20 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
             profile.provenance.source,
         )
     return profile
+
+
+def probe_of(args: Any, model: Any, rows: Any) -> Any:
+    """What measures parts of this rank's wrapped ``model`` on made-up chunks (probe.py)."""
+    from megatron.core.utils import unwrap_model
+
+    from megatron_epp.mcore.calibrate.probe import Probe
+    from megatron_epp.mcore.model.attention import this_device
+    from megatron_epp.mcore.model.early_head import block_tokens, early_head
+    from megatron_epp.mcore.model.forward import forward_step
+
+    head_tokens = block_tokens(args) if early_head(args) else None
+    unwrapped = unwrap_model(model)
+    return Probe(unwrapped, forward_step, rows, this_device(), head_tokens, args.seq_length)
 
 
 def _kept(args: Any, config: Any, wanted: Provenance) -> str:

@@ -7,14 +7,14 @@ user's model flags are taken with their structure and scaled down.
 """
 
 import argparse
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_epp.control.files import scratch_folder
 from megatron_epp.mcore.certify.batches import Coverage, draw
 from megatron_epp.mcore.certify.compare import worst_gradient
 from megatron_epp.mcore.certify.processes import ChildLost, Children
@@ -104,26 +104,26 @@ def certify(trial: Trial, show: Callable[[str], None] = lambda line: None) -> li
 
     ValueError: flags that cannot be used. ChildLost: a process that died or stayed silent.
     """
-    folder = Path(tempfile.mkdtemp(prefix="megatron_epp-certify-"))
-    roles = [
-        Role(rank, trial.degrees.ranks, trial.seed, folder, trial.patience_seconds, trial.interfere)
-        for rank in (PLAIN, *range(trial.degrees.ranks))
-    ]
     judged: list[Judged] = []
-    try:
-        with Children(roles) as children:
-            for index, flags in enumerate(trial.models[: trial.batches]):
-                prepared = _prepare(children, flags, trial)
-                show(f"{trial.degrees}: {prepared.description}")
-                if index == 0:
-                    show(HEADER)
-                for number in range(index, trial.batches, len(trial.models)):
-                    judged.append(_batch(children, number, prepared, trial))
-                    show(row(judged[-1]))
-                    if judged[-1].problems and trial.degrees.ranks > 1:
-                        return judged
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as until_the_end:
+        folder = until_the_end.enter_context(scratch_folder("certify"))
+        everybody = (PLAIN, *range(trial.degrees.ranks))
+        roles = [
+            Role(one, trial.degrees.ranks, trial.seed, folder, trial.patience_seconds,
+                 trial.interfere)
+            for one in everybody
+        ]  # fmt: skip
+        children = until_the_end.enter_context(Children(roles))
+        for index, flags in enumerate(trial.models[: trial.batches]):
+            prepared = _prepare(children, flags, trial)
+            show(f"{trial.degrees}: {prepared.description}")
+            if index == 0:
+                show(HEADER)
+            for number in range(index, trial.batches, len(trial.models)):
+                judged.append(_batch(children, number, prepared, trial))
+                show(row(judged[-1]))
+                if judged[-1].problems and trial.degrees.ranks > 1:
+                    return judged
     return judged
 
 

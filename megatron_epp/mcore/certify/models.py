@@ -21,8 +21,6 @@ from megatron.training.training import get_megatron_ddp_config
 from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
 
-Hook = Callable[[list[Any]], list[Any]]
-
 
 def join(meeting: Path, rank: int, ranks: int, patience: timedelta) -> None:
     """Join a gloo world of ``ranks`` that meets at a file: no port to be taken by somebody else."""
@@ -60,14 +58,14 @@ def plain_model(args: Namespace) -> GPTModel:
     )
 
 
-def elastic_model(args: Namespace, hook: Hook) -> Any:
+def elastic_model(args: Namespace, install: Callable[[Any], None]) -> Any:
     """This rank's stage in Megatron's DDP, wired as ``train`` wires it (training/training.py:3530);
-    ``hook`` is its pre-wrap hook.
+    ``install`` hooks the job into the model's configuration.
     """
     description = gpt_config_from_args(args)
     if args.context_parallel_size > 1:
         allow_context_parallelism(description)
-    description.pre_wrap_hooks.append(hook)
+    install(description)
     (model,) = description.get_builder_cls()(description).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         ddp_config=get_megatron_ddp_config(args),

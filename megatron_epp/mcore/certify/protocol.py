@@ -2,8 +2,7 @@
 
 import runpy
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +20,9 @@ PLAIN = -1  # the rank of the process with the plain model
 class Role:
     """Which process this is. ``folder`` holds its log and the file at which ranks meet.
 
-    ``interfere``: a Python file whose ``around(number)`` is a context for the computation of batch
-    ``number``; tests break the executor with it.
+    ``interfere``: a Python file for tests that break the executor or put parts in its place: its
+    ``around(number)`` is a context for the computation of batch ``number``, its ``HOOKS``
+    (setup.py) are the job's. It may define either.
     """
 
     rank: int
@@ -36,11 +36,9 @@ class Role:
     def patience(self) -> timedelta:
         return timedelta(seconds=self.patience_seconds)
 
-    def around(self) -> Callable[[int], AbstractContextManager[Any]]:
-        """What surrounds the computation of a batch."""
-        if self.interfere is None:
-            return lambda number: nullcontext()
-        return runpy.run_path(str(self.interfere))["around"]
+    def interference(self) -> dict[str, Any]:
+        """What the file ``interfere`` defines."""
+        return {} if self.interfere is None else runpy.run_path(str(self.interfere))
 
     @property
     def name(self) -> str:

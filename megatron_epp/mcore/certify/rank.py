@@ -2,14 +2,16 @@
 
 import pickle
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Kind, Plan, Program, Step, Transfer, lower
 from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.allowed_collectives import name_of
@@ -24,24 +26,19 @@ from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic, Transferred
 
 
-class Given:
-    """A planning that hands out the steps it was given."""
-
-    source = "the plan"
-    budget = None  # no plan of these was made to fit
-    cost = None
+class DrawnSteps:
+    """Hands out the steps that were drawn with the documents."""
 
     def __init__(self) -> None:
         self.drawn: Drawn | None = None
 
-    def step(self, iteration: int, lengths: Any, forward_only: bool) -> Step:
-        return self.drawn.evaluation if forward_only else self.drawn.step
+    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
+        assert self.drawn is not None, "a batch is drawn before it is run"
+        step = self.drawn.evaluation if forward_only else self.drawn.step
+        return SourcedStep(step, str(step))
 
-    def look_ahead(self, iteration: int, lengths: Any) -> None:
+    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
         """There is nothing to prepare."""
-
-    def narrow(self) -> None:
-        """There is no budget to keep."""
 
 
 class InMemory:
@@ -72,17 +69,21 @@ class Rank:
     def __init__(self, role: Role):
         self.seed = role.seed
         join(role.folder / "meeting", role.rank, role.ranks, role.patience)
-        self.around = role.around()
+        interference = role.interference()
+        self.around = interference.get("around", lambda number: nullcontext())
+        self.hooks = interference.get("HOOKS", setup.Hooks())
 
     def prepare(self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray]) -> None:
         seams.install(seams.EPP_SEAMS)
         self.args, self.frame = pickle.loads(args), frame
         self.args.rank = dist.get_rank()
-        self.planning = Given()
-        job = setup.Job(self.args, Config.of(self.args), lambda *_: self.planning)
+        self.steps = DrawnSteps()
+        hooks = replace(self.hooks, make_steps=lambda place, model: self.steps)
+        job = setup.Job(self.args, Config.of(self.args), hooks)
         begin(self.args, self.seed)
-        self.model = elastic_model(self.args, job.attach)
+        self.model = elastic_model(self.args, job.install)
         self.schedule = job.schedule
+        self.groups, self.share = self.schedule.runner.groups, self.schedule.runner.share
         fill(self.model.module, weights)
 
     def compute(self, number: int) -> Computed:
@@ -92,7 +93,7 @@ class Rank:
 
     def _compute(self, number: int) -> Computed:
         drawn = draw(self.seed, number, self.frame)
-        self.planning.drawn = drawn
+        self.steps.drawn = drawn
         self.args.iteration = number
         evaluation_loss = self._run(drawn, forward_only=True)
         self.model.zero_grad_buffer()
@@ -142,7 +143,7 @@ class Rank:
 
     def _unplanned(self, step: Step, messages: list[Transferred]) -> list[str]:
         """How the messages differ from those of the plan."""
-        plan, stage = step.plans[self.schedule.groups.replica], self.schedule.groups.stage
+        plan, stage = step.plans[self.groups.replica], self.groups.stage
         planned = self._planned(plan, lower(plan)[stage])
         problems = []
         # Sends follow the program; receives are posted ahead, in the order of their link.
@@ -164,8 +165,7 @@ class Rank:
             if not isinstance(op, Transfer):
                 continue
             message = op.message
-            share = self.schedule.share
-            rows = share.message(share.padded(plan.chunks[message.chunk].tokens))
+            rows = self.share.message(self.share.padded(plan.chunks[message.chunk].tokens))
             sends = op.kind is Kind.SEND
             planned.append(
                 Transferred(

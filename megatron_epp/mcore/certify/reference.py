@@ -56,11 +56,13 @@ class Plain:
 
     def compute(self, number: int) -> Reference:
         """Loss and gradients of batch ``number``."""
+        assert self.frame is not None, "the model is prepared before it computes"
         drawn = draw(self.seed, number, self.frame)
         for parameter in self.model.parameters():
             parameter.grad = None
         pairs = zip(drawn.tokens, drawn.loss_masks, strict=True)
-        loss = sum(self._document(tokens, mask) for tokens, mask in pairs) / drawn.loss_tokens
+        losses = [self._document(tokens, mask) for tokens, mask in pairs]
+        loss = torch.stack(losses).sum() / drawn.loss_tokens
         loss.backward()
         gradients = whole(shards(self.model, lambda parameter: parameter.grad))
         return Reference(loss.item(), gradients)

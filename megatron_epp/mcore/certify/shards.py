@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from megatron_epp.mcore.certify.compare import Shard
 
 
-def _sharded(model: nn.Module) -> Iterator[ShardedTensor]:
+def _sharded(model: Any) -> Iterator[ShardedTensor]:
+    """``model`` is one of Megatron's."""
     state = model.sharded_state_dict()
     apply_factories(state)
     return (value for value in nested_values(state) if isinstance(value, ShardedTensor))
 
 
-def shards(model: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor]) -> list[Shard]:
+def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
     """``tensor_of`` every parameter (itself, or its gradient), cut as the parameter is cut."""
     plain: dict[nn.Parameter, Tensor] = {p: p.data for p in model.parameters()}
     try:

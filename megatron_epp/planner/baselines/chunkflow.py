@@ -17,11 +17,11 @@ from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch, Draft, finish
+from megatron_epp.planner.order.emit import Draft, SortedBatch, emit
 from megatron_epp.planner.order.list_scheduler import list_schedule
-from megatron_epp.planner.order.problem import Counts, loads_of, rates_of, work_of
+from megatron_epp.planner.order.problem import Counts, loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking
-from megatron_epp.planner.recompute.uniform import Played, any_draft, better, strict
+from megatron_epp.planner.recompute.uniform import ScoredDraft, any_draft, better, strict
 from megatron_epp.planner.result import Planned
 
 KEPT = (1, 2, 4, 8, 16)  # K
@@ -30,15 +30,17 @@ KEPT = (1, 2, 4, 8, 16)  # K
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     """The fastest of a grid of chunk sizes and K."""
     began = time.perf_counter()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     require_fit(cost, batch.documents)
-    return finish("chunkflow", batch, any_draft(draft(batch, cost, options)), cost, options, began)
+    return emit("chunkflow", batch, any_draft(draft(batch, cost, options)), cost, options, began)
 
 
-def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
     """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
     context = max(options.context, int(batch.lengths[0]))
-    best: Played | None = None
+    best: ScoredDraft | None = None
     for size in sizes(context, options.multiple):
         chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
         loads = loads_of(chunking, batch.lengths, options.multiple)
@@ -49,10 +51,10 @@ def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> 
             if not better(best, bound, below):
                 break
             counts = discarded(cost, chunking, kept)
-            listed = list_schedule(work_of(cost, chunking, loads, counts), strict(law))
+            schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(law))
             note = f"size {size}, K {kept}"
-            made = Draft(chunking, counts, listed.kinds, listed.chunks, note=note)
-            played = Played(listed.seconds, listed.over_bytes, made)
+            made = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note)
+            played = ScoredDraft(schedule.seconds, schedule.over_bytes, made)
             best = played if best is None else min(best, played, key=lambda made: made.rank)
     return best
 

@@ -16,22 +16,24 @@ from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch, finish
+from megatron_epp.planner.order.emit import SortedBatch, emit
 from megatron_epp.planner.order.problem import loads_of, rates_of
 from megatron_epp.planner.order.warmup import constant
-from megatron_epp.planner.recompute.uniform import Played, any_draft, uniform_draft
+from megatron_epp.planner.recompute.uniform import ScoredDraft, any_draft, uniform_draft
 from megatron_epp.planner.result import Planned
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     """First fit by falling length into chunks of the context; the window of plain 1F1B."""
     began = time.perf_counter()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     require_fit(cost, batch.documents)
-    return finish("packing", batch, any_draft(draft(batch, cost, options)), cost, options, began)
+    return emit("packing", batch, any_draft(draft(batch, cost, options)), cost, options, began)
 
 
-def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
     """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
     longest = int(batch.lengths[0])
     context = max(options.context, longest)

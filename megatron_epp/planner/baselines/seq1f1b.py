@@ -15,25 +15,27 @@ from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch, finish
+from megatron_epp.planner.order.emit import SortedBatch, emit
 from megatron_epp.planner.order.problem import loads_of, rates_of
 from megatron_epp.planner.order.warmup import constant
-from megatron_epp.planner.recompute.uniform import Played, any_draft, better, uniform_draft
+from megatron_epp.planner.recompute.uniform import ScoredDraft, any_draft, better, uniform_draft
 from megatron_epp.planner.result import Planned
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     """The fastest of several chunk sizes, each with the fewest recomputed layers that fit."""
     began = time.perf_counter()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     require_fit(cost, batch.documents)
-    return finish("seq1f1b", batch, any_draft(draft(batch, cost, options)), cost, options, began)
+    return emit("seq1f1b", batch, any_draft(draft(batch, cost, options)), cost, options, began)
 
 
-def draft(batch: Batch, cost: Cost, options: Options, below: float = np.inf) -> Played | None:
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
+) -> ScoredDraft | None:
     """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
     context = max(options.context, int(batch.lengths[0]))
-    best: Played | None = None
+    best: ScoredDraft | None = None
     for size in sizes(context, options.multiple):
         chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
         loads = loads_of(chunking, batch.lengths, options.multiple)

@@ -1,4 +1,4 @@
-"""Recipes for chunks: a handful of numbers that a search can turn."""
+"""Parameters of a chunking: a handful of numbers that a search can turn."""
 
 from dataclasses import dataclass
 
@@ -19,11 +19,11 @@ TAPERS: tuple[tuple[float, ...], ...] = (
     (0.1, 0.2, 0.3, 0.45, 0.6, 0.8),
 )
 
-WHOLE = 1e6  # as a share of a chunk: no document is cut that a stage can hold
+UNCUT = 1e6  # as a share of a chunk: no document is cut that a stage can hold
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ChunkingParams:
     """How a batch becomes chunks.
 
     chunks        about how many there shall be
@@ -44,7 +44,7 @@ class Recipe:
 
     def __str__(self) -> str:
         parts = [f"chunks of about 1/{self.chunks:.3g} of the work"]
-        if self.cut >= WHOLE:
+        if self.cut >= UNCUT:
             parts.append("documents left whole")
         elif self.cut != 1.0:
             parts.append(f"slices of {self.cut:.0%} of a chunk")
@@ -62,29 +62,29 @@ class Recipe:
         return ", ".join(parts)
 
 
-def cook(
-    recipe: Recipe, lengths: np.ndarray, rates: Rates, most_tokens: int, multiple: int = 1
+def build_chunks(
+    params: ChunkingParams, lengths: np.ndarray, rates: Rates, most_tokens: int, multiple: int = 1
 ) -> Chunking:
-    """The chunks of ``recipe``: documents cut each for itself, the rest packed longest first.
+    """Build the chunks of ``params``: documents cut each for itself, the rest packed longest first.
 
     lengths   sorted, longest first
     """
     total = float(rates.document_seconds(lengths).sum())
-    target = total / recipe.chunks
-    cuts = cut_each(lengths, target * recipe.cut, rates, most_tokens, multiple)
+    target = total / params.chunks
+    cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
     loose = float(
         rates.seconds(cuts.tails.tokens, cuts.tails.pairs).sum()
         + rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs).sum()
     )
-    front, back = TAPERS[recipe.front], TAPERS[recipe.back]
+    front, back = TAPERS[params.front], TAPERS[params.back]
     missing = np.array([1 - share for share in front + back])
-    bins = max(1, round(loose / target + missing.sum()) + recipe.extra_bins)
+    bins = max(1, round(loose / target + missing.sum()) + params.extra_bins)
     level = loose / max(0.5, bins - missing.sum())
     bucket, count = longest_first(cuts, rates, bins, most_tokens, missing * level)
     chunking = assemble(cuts, bucket, count, rates)
     tails, groups = len(cuts.tails), chunking.groups
     order = np.arange(groups)
-    if recipe.reverse:
+    if params.reverse:
         order = order[::-1]
     # Packs stand longest first, so the small ones are the last: bring them to the front.
     small = np.arange(groups - 1, groups - 1 - min(len(front), groups - tails), -1)

@@ -24,7 +24,7 @@ from megatron_epp.planner.device_groups.costs import (
     planned_groups,
 )
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.result import PlannedGroups
 
 MORE_BATCHES = 5  # M' of the blaster: M_min to M_min + 4
@@ -39,7 +39,7 @@ def plan(
 ) -> PlannedGroups:
     """The best of several micro-batch counts and static recompute shares."""
     began = time.perf_counter()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     best = None
     layers = sum(cost.layers)
     for share in RECOMPUTE_SHARES:

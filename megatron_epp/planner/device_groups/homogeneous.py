@@ -19,7 +19,7 @@ from megatron_epp.planner.device_groups.costs import (
 )
 from megatron_epp.planner.device_groups.flexsp import blast
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.result import PlannedGroups
 
 
@@ -35,7 +35,7 @@ def plan(
 ) -> PlannedGroups:
     """Groups of ``degree`` devices; ``recompute_layers`` of the model are recomputed in full."""
     began = time.perf_counter()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     costs = group_costs(cost, recompute_layers, gather_factor)
     which = int(np.log2(degree))
     if 2**which != degree or degree > costs.devices:

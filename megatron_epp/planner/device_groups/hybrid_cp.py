@@ -21,7 +21,7 @@ from megatron_epp.planner.device_groups.costs import (
     planned_groups,
 )
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.result import PlannedGroups
 
 SLACK = 0.10  # a group takes documents up to this much more work than the micro-batch's largest
@@ -36,7 +36,7 @@ def plan(
 ) -> PlannedGroups:
     """The best of a few limits of tokens per device, with just enough static recompute."""
     began = time.perf_counter()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     layers = sum(cost.layers)
     results = []
     for recompute in range(0, layers + 1, max(1, layers // 3)):

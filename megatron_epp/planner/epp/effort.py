@@ -1,11 +1,12 @@
-"""How much a search may still do: counted in work, never in time, so that plans repeat."""
+"""How much a search may still do, counted in simulated ops and never in time: plans repeat."""
 
-# Simulated ops per unit of --epp-effort. A core does about fifteen to twenty million a second.
+# Simulated ops per unit of --epp-effort. A core does about fifteen to twenty million a second, so
+# that a unit is worth about a tenth of a second.
 OPS_PER_EFFORT = 1_500_000
 
 
-class Budget:
-    """Ops that a search may simulate; everything else it does is charged as so many ops."""
+class Effort:
+    """What is left of the ops that a search may simulate; all else it does is charged so, too."""
 
     def __init__(self, effort: int):
         self.left = float(effort * OPS_PER_EFFORT)

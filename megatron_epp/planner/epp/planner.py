@@ -10,23 +10,27 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.layer_balance import balanced
-from megatron_epp.planner.epp.search import Search, Tables
+from megatron_epp.planner.epp.search import PreparedChunkings, Search
 from megatron_epp.planner.feasibility import no_plan_fits, require_fit
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch, exact_peaks, finish
-from megatron_epp.planner.recompute.uniform import Played
+from megatron_epp.planner.order.emit import SortedBatch, emit, exact_peaks
+from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import Planned
 
 # Baselines that try many plans, and skip those that cannot win.
 HINDSIGHT = (seq1f1b, chunkflow, packing)
 # Where the paper's ledger is used (lever `exact` off) and promises too much, the budget is
-# tightened by what was missing, this often at most.
-TIGHTENINGS = 3
+# tightened by what was missing and a little more, this often at most: the exact peak moves with the
+# plan. Chosen by hand.
+EXACT_TRIES = 3
+SLACK = 1.02
+# Chunks per stage that layers are balanced for where no plan with even layers fits. By hand.
+LIKELY_CHUNKS = 8
 
 # By whether it offloads, layers of the stages and bytes of room: what tables of a search rest on,
 # within one batch.
-SharedTables = defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...]], Tables]
+SharedChunkings = defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...]], PreparedChunkings]
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
@@ -35,7 +39,7 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     A PlanError where a document, or the batch as a whole, fits no plan.
     """
     began = time.perf_counter()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     require_fit(cost, batch.documents)
     candidates = list(_searched(batch, cost, options))
     faithful = infinipipe.draft(batch, cost, options)
@@ -46,20 +50,22 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
         if other is not None:
             candidates.append((other, cost))
     played, machine = min(candidates, key=lambda candidate: candidate[0].rank)
-    planned = finish("epp", batch, played.draft, machine, options, began)
+    planned = emit("epp", batch, played.draft, machine, options, began)
     if not planned.fits:
         raise no_plan_fits(machine, batch.documents, planned.peak_bytes)
     return planned
 
 
-def _searched(batch: Batch, cost: Cost, options: Options) -> Iterator[tuple[Played, Cost]]:
+def _searched(
+    batch: SortedBatch, cost: Cost, options: Options
+) -> Iterator[tuple[ScoredDraft, Cost]]:
     """What our own searches find, each with the machine that it is for.
 
     Whole backwards are searched first and for themselves, so that a plan that splits them has a
     whole one to beat: I and W take longer than B on some machines, and hold more on all. So has a
     plan that offloads one that does not; it is looked for where memory made a plan recompute.
     """
-    tables: SharedTables = defaultdict(dict)
+    tables: SharedChunkings = defaultdict(dict)
     on_device = options.levers - {"offload"}
     sets = [on_device - {"wsplit"}, on_device]
     if cost.profile.host_bytes_per_second > 0:
@@ -75,7 +81,7 @@ def _searched(batch: Batch, cost: Cost, options: Options) -> Iterator[tuple[Play
             yield best, cost
         if options.open_layers and "uneven" in levers:
             # As many chunks as the plan with even layers turned out to have.
-            chunks = best.draft.chunking.count if best else 8 * cost.stages
+            chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.stages
             moved = balanced(cost, batch.lengths, chunks)
             if moved.layers != cost.layers:
                 other = _own(batch, moved, chosen, tables)
@@ -83,18 +89,20 @@ def _searched(batch: Batch, cost: Cost, options: Options) -> Iterator[tuple[Play
                     yield other, moved
 
 
-def _own(batch: Batch, cost: Cost, options: Options, tables: SharedTables) -> Played | None:
+def _own(
+    batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
+) -> ScoredDraft | None:
     """What our own search finds, None where nothing of it fits."""
     room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
-    for _ in range(TIGHTENINGS):
+    for _ in range(EXACT_TRIES):
         shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist())]
         found = Search(batch, cost, options, room, shared).run()
         draft = found.draft()
         if "exact" in options.levers:
-            return Played(found.seconds, found.over_bytes, draft)
+            return ScoredDraft(found.seconds, found.over_bytes, draft)
         exact = exact_peaks(batch, draft, cost, options)
         over = exact - np.array(cost.budget_bytes)
         if (over <= 0).all():
-            return Played(found.seconds, 0.0, draft)
-        room = room - np.maximum(over, 0.0) * 1.02
+            return ScoredDraft(found.seconds, 0.0, draft)
+        room = room - np.maximum(over, 0.0) * SLACK
     return None

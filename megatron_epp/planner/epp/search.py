@@ -1,4 +1,4 @@
-"""The search of `epp`: chunks by recipe, played in several styles, improved step by step."""
+"""The search of `epp`: chunkings by a few parameters, played by several policies, improved."""
 
 import dataclasses
 import math
@@ -12,18 +12,24 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, OFFLOAD
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.chunks.params import TAPERS, WHOLE, Recipe, cook
+from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import ideal_chunks
-from megatron_epp.planner.epp.effort import Budget
+from megatron_epp.planner.epp.effort import Effort
 from megatron_epp.planner.feasibility import most_tokens
 from megatron_epp.planner.infinipipe.grouping import Programs, group
 from megatron_epp.planner.infinipipe.memory import papers_ledger
 from megatron_epp.planner.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch, Draft, whole_again
-from megatron_epp.planner.order.list_scheduler import Listed, list_schedule
-from megatron_epp.planner.order.policies import Style, policy, styles
-from megatron_epp.planner.order.problem import Counts, Work, loads_of, rates_of, work_of
+from megatron_epp.planner.order.emit import Draft, SortedBatch, merge_iw
+from megatron_epp.planner.order.list_scheduler import B, F, Schedule, list_schedule
+from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
+from megatron_epp.planner.order.problem import (
+    Counts,
+    ScheduleProblem,
+    loads_of,
+    problem_of,
+    rates_of,
+)
 from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import pipelines, shrinking, whole_groups
 from megatron_epp.planner.recompute import ilp, offload
@@ -31,46 +37,54 @@ from megatron_epp.planner.recompute.choices import WHOLE_LAYERS, diagonal_counts
 from megatron_epp.planner.recompute.ilp import Solver
 from megatron_epp.planner.recompute.local_search import trimmed
 
-# What making a chunking and its arrays is worth, in simulated ops: so many, and so many for each
-# number of an array; and a program, for each of its entries.
+# Effort charged for building a chunking and its arrays, in simulated ops: fixed, and per array
+# element; and for solving a recompute program. Chosen by hand: they need only be of the right size.
 CHUNKING_OPS = 15_000
 OPS_PER_NUMBER = 4
 PROGRAM_OPS = 40_000
-OPS_PER_ENTRY = 1
 
+# The numbers from here to CLIMB_SHARE, and those of policies() and neighbours(), were chosen by
+# hand when the search was written; which batches they were tried on is not recorded, and no sweep
+# says how flat they are. The exact simulation judges whatever they propose.
+# Numbers of chunks that are tried, as shares of the ideal one.
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
 WHOLE_GRID = (0.35, 0.6, 1.0)  # the same, with documents left whole
-CLIMBERS = 2  # recipes of the grid that are improved
-GRID_SHARE = 0.35
-CLIMB_SHARE = 0.7  # of the effort, with the grid's
-STRICT = Style(strict=True)
+CLIMBERS = 2  # of the grid's best that are improved
+GRID_SHARE = 0.35  # of the effort, for the grid
+CLIMB_SHARE = 0.7  # of the effort, for grid and climbing
+LIKELY = 0.85  # of the ideal number of chunks: where the grid begins
+STRICT = PolicyParams(strict=True)
 ALIKE = (1.0, 0.75, 0.5, 0.25)  # of the layers that uniform recompute needs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """A chunking with its recompute choices, ready to be played."""
+class PreparedChunking:
+    """A chunking with its recompute choices, ready to be played.
+
+    law   [stages, chunks] forwards before each backward (planner.order.warmup)
+    """
 
     chunking: Chunking
     loads: Loads
     counts: Counts
-    work: Work
+    work: ScheduleProblem
     law: np.ndarray
     pipelines: int
 
 
-Tables = dict[Recipe, tuple[Table, float]]  # with the ops that making each is worth
+# With the effort that making each is worth.
+PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """A table played in one style."""
+class Candidate:
+    """A prepared chunking played by one policy."""
 
     seconds: float
     over_bytes: float
-    table: Table
-    style: Style
-    listed: Listed
+    table: PreparedChunking
+    policy: PolicyParams
+    schedule: Schedule
     name: str
 
     @property
@@ -78,17 +92,16 @@ class Found:
         return self.over_bytes, self.seconds
 
     def draft(self) -> Draft:
-        kinds, chunks = self.listed.kinds, self.listed.chunks
-        if self.style.split:
-            kinds = whole_again(kinds, chunks, self.table.work)
+        kinds, chunks = self.schedule.kinds, self.schedule.chunks
+        if self.policy.split:
+            kinds = merge_iw(kinds, chunks, self.table.work)
         return Draft(
             self.table.chunking,
             self.table.counts,
             kinds,
             chunks,
-            self.style.split,
             self.table.pipelines,
-            note=f"{self.name}; {self.style}",
+            note=f"{self.name}; {self.policy}",
         )
 
 
@@ -102,33 +115,33 @@ class Search:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: SortedBatch,
         cost: Cost,
         options: Options,
         room_bytes: np.ndarray | None = None,
-        tables: Tables | None = None,
+        tables: PreparedChunkings | None = None,
     ):
         self.batch, self.cost, self.options = batch, cost, options
         self.levers = options.levers
         self.rates = rates_of(cost)
         self.most = most_tokens(cost)
-        self.budget = Budget(options.effort)
+        self.effort = Effort(options.effort)
         self.solver = Solver()
         self.split = "wsplit" in options.levers
         self.room_bytes = room_bytes
-        self.known: dict[Recipe, Found] = {}
-        self.tables: Tables = {} if tables is None else tables
+        self.known: dict[ChunkingParams, Candidate] = {}
+        self.tables: PreparedChunkings = {} if tables is None else tables
 
-    def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> Work:
-        self.budget.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
-        work = work_of(self.cost, chunking, loads, counts)
+    def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
+        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
+        work = problem_of(self.cost, chunking, loads, counts)
         if "exact" not in self.levers:
             work = papers_ledger(work, self.cost, loads, counts)
         if self.room_bytes is not None:
             work = dataclasses.replace(work, budget_bytes=self.room_bytes)
         return work
 
-    def table(self, chunking: Chunking, *, bare: bool = False) -> Table:
+    def table(self, chunking: Chunking, *, bare: bool = False) -> PreparedChunking:
         """``chunking`` with just enough recompute for its window law; where ``bare``, or where
         none is enough, for one document at a time; where that is too little too, all of it."""
         loads = loads_of(chunking, self.batch.lengths, self.options.multiple)
@@ -147,17 +160,17 @@ class Search:
             layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
             counts = {FULL: np.tile(layers, (1, chunking.count))}
         if counts:
-            self.budget.spend(PROGRAM_OPS)
+            self.effort.spend(PROGRAM_OPS)
             work = self.work(chunking, loads, counts)
-        return Table(chunking, loads, counts, work, law, parts)
+        return PreparedChunking(chunking, loads, counts, work, law, parts)
 
     def _least_counts(
-        self, chunking: Chunking, loads: Loads, kept: Work, least: np.ndarray, steps: str
+        self, chunking: Chunking, loads: Loads, kept: ScheduleProblem, least: np.ndarray, steps: str
     ) -> Counts | None:
         """What the diagonal program has recomputed for the law ``least``; where keeping everything
         does not fit, of what is left when all layers are offloaded whose copies hide."""
 
-        def recompute(work: Work, layers: np.ndarray | None = None) -> Counts | None:
+        def recompute(work: ScheduleProblem, layers: np.ndarray | None = None) -> Counts | None:
             return diagonal_counts(
                 self.solver,
                 self.cost,
@@ -186,87 +199,91 @@ class Search:
     def _ladder(self, loads: Loads) -> str:
         return ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
 
-    def _law(self, chunking: Chunking, loads: Loads, work: Work) -> tuple[np.ndarray, int]:
+    def _law(
+        self, chunking: Chunking, loads: Loads, work: ScheduleProblem
+    ) -> tuple[np.ndarray, int]:
         """Forwards before each backward, and the number of pipelines."""
         if "window" in self.levers:
             return shrinking(chunking.sizes, self.cost.stages), 1
-        seconds = work.forward_seconds + work.backward_seconds
+        seconds = work.ops.seconds[F] + work.ops.seconds[B]
         delta = (self.cost.stages - 1) * float(seconds.mean())
         programs = Programs(self.solver, chunking, loads, self.cost, work.budget_bytes)
         grouped = group(programs, delta)
         cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
         return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
 
-    def recounted(self, table: Table, counts: Counts) -> Table | None:
+    def recounted(self, table: PreparedChunking, counts: Counts) -> PreparedChunking | None:
         """``table`` with other recompute choices; None where the effort is spent."""
-        if self.budget.spent:
+        if self.effort.spent:
             return None
         counts = {letter: grid for letter, grid in counts.items() if grid.any()}
         work = self.work(table.chunking, table.loads, counts)
         return dataclasses.replace(table, counts=counts, work=work)
 
-    def recomputed(self, found: Found, counts: Counts) -> Found | None:
-        """``found`` with other recompute choices, in its style or in the very orders that it has,
+    def recomputed(self, found: Candidate, counts: Counts) -> Candidate | None:
+        """``found`` with other recompute choices, in its policy or in the very orders that it has,
         what is better; None where the effort is spent."""
         table = self.recounted(found.table, counts)
         if table is None:
             return None
-        anew = self.play(table, found.style, found.name)
+        anew = self.play(table, found.policy, found.name)
         return min(anew, self.replay(table, found), key=lambda option: option.rank)
 
-    def replay(self, table: Table, found: Found) -> Found:
+    def replay(self, table: PreparedChunking, found: Candidate) -> Candidate:
         """``table``, of the same chunks, in the orders of ``found``."""
-        self._spend_play(table, found.style)
-        listed = replayed(table.work, found.listed, found.style.split)
+        self._spend_play(table, found.policy)
+        schedule = replayed(table.work, found.schedule)
         return dataclasses.replace(
             found,
-            seconds=listed.seconds,
-            over_bytes=listed.over_bytes,
+            seconds=schedule.seconds,
+            over_bytes=schedule.over_bytes,
             table=table,
-            listed=listed,
+            schedule=schedule,
         )
 
-    def play(self, table: Table, style: Style, name: str) -> Found:
-        self._spend_play(table, style)
+    def play(self, table: PreparedChunking, policy: PolicyParams, name: str) -> Candidate:
+        self._spend_play(table, policy)
         sizes = table.chunking.sizes
-        listed = list_schedule(table.work, policy(style, table.work, sizes, table.law))
-        return Found(listed.seconds, listed.over_bytes, table, style, listed, name)
+        schedule = list_schedule(table.work, policy_of(policy, table.work, sizes, table.law))
+        return Candidate(schedule.seconds, schedule.over_bytes, table, policy, schedule, name)
 
-    def _spend_play(self, table: Table, style: Style) -> None:
-        self.budget.spend(table.work.stages * table.work.chunks * (3 if style.split else 2))
+    def _spend_play(self, table: PreparedChunking, policy: PolicyParams) -> None:
+        self.effort.spend(table.work.stages * table.work.chunks * (3 if policy.split else 2))
 
-    def best_style(self, table: Table, name: str, *, many: bool = False) -> Found:
+    def best_policy(self, table: PreparedChunking, name: str, *, many: bool = False) -> Candidate:
         tight, strict = bool(table.counts), "window" not in self.levers
-        chosen = styles(self.split, many=many, strict=strict, tight=tight)
-        best: Found | None = None
-        for style in chosen:
-            if best is not None and self.budget.spent:
+        chosen = policies(self.split, many=many, strict=strict, tight=tight)
+        best: Candidate | None = None
+        for policy in chosen:
+            if best is not None and self.effort.spent:
                 break
-            played = self.play(table, style, name)
+            played = self.play(table, policy, name)
             if best is None or played.rank < best.rank:
                 best = played
         assert best is not None
         return best
 
-    def try_recipe(self, recipe: Recipe) -> Found:
-        if recipe not in self.known:
-            self.known[recipe] = self.best_style(self.table_of(recipe), str(recipe))
-        return self.known[recipe]
+    def try_params(self, params: ChunkingParams) -> Candidate:
+        if params not in self.known:
+            self.known[params] = self.best_policy(self.table_of(params), str(params))
+        return self.known[params]
 
-    def table_of(self, recipe: Recipe) -> Table:
-        if recipe in self.tables:
-            table, ops = self.tables[recipe]
-            self.budget.spend(ops)
+    def table_of(self, params: ChunkingParams) -> PreparedChunking:
+        if params in self.tables:
+            table, ops = self.tables[params]
+            self.effort.spend(ops)
             return table
-        before = self.budget.left
-        chunking = cook(recipe, self.batch.lengths, self.rates, self.most, self.options.multiple)
-        table = self.table(chunking, bare=recipe.bare)
-        self.tables[recipe] = table, before - self.budget.left
+        before = self.effort.left
+        chunking = build_chunks(
+            params, self.batch.lengths, self.rates, self.most, self.options.multiple
+        )
+        table = self.table(chunking, bare=params.bare)
+        self.tables[params] = table, before - self.effort.left
         return table
 
-    def run(self) -> Found:
+    def run(self) -> Candidate:
         """The best plan of our own; it may not fit."""
-        found = self._recipes() if "bins" in self.levers else self._alg1()
+        found = self._grid() if "bins" in self.levers else self._alg1()
         best, start = self._best_of_many(found), None
         while offload.without_offload(best.table.counts) and best is not start:
             start = best
@@ -277,11 +294,11 @@ class Search:
                 best = self._best_of_many(alike)
         return best
 
-    def _best_of_many(self, found: Found) -> Found:
-        many = self.best_style(found.table, found.name, many=True)
+    def _best_of_many(self, found: Candidate) -> Candidate:
+        many = self.best_policy(found.table, found.name, many=True)
         return min(found, many, key=lambda option: option.rank)
 
-    def _alike(self, best: Found) -> Iterator[Found]:
+    def _alike(self, best: Candidate) -> Iterator[Candidate]:
         """Uniform recompute on the best chunkings: one letter for so many layers of every stage
         and chunk, as far as they are not offloaded. As few as the window law needs, or the orders
         found; and fewer, where forwards wait for memory."""
@@ -311,12 +328,15 @@ class Search:
                     yield played
 
     def _least_alike(
-        self, found: Found, letter: str, play: Callable[[Table, Found], Found]
-    ) -> Found | None:
+        self,
+        found: Candidate,
+        letter: str,
+        play: Callable[[PreparedChunking, Candidate], Candidate],
+    ) -> Candidate | None:
         """``found`` with ``letter`` for the fewest layers that fit when played so, all where none
         does; None where the effort is spent."""
         low, high = 1, max(self.cost.layers)
-        best: Found | None = None
+        best: Candidate | None = None
         while low <= high:
             middle = (low + high) // 2
             table = self.recounted(found.table, self._uniform(found, letter, middle))
@@ -331,13 +351,13 @@ class Search:
                 high = middle - 1
         return best
 
-    def _uniform(self, found: Found, letter: str, layers: int) -> Counts:
+    def _uniform(self, found: Candidate, letter: str, layers: int) -> Counts:
         aside = offload.offload_of(found.table.counts)
         left = np.array(self.cost.layers, dtype=np.float64)[:, None] - sum(aside.values())
         grid = np.broadcast_to(left, (self.cost.stages, found.table.chunking.count))
         return {**aside, letter: np.minimum(grid, layers)}
 
-    def _trimmed(self, found: Found) -> Found:
+    def _trimmed(self, found: Candidate) -> Candidate:
         slot = np.empty(found.table.chunking.count, dtype=np.int64)
         slot[found.table.chunking.backward] = np.arange(len(slot))
         behind = np.arange(self.cost.stages)[::-1]
@@ -350,7 +370,7 @@ class Search:
             slot[None] + behind[:, None],
         )
 
-    def _alg1(self) -> Found:
+    def _alg1(self) -> Candidate:
         """Alg. 1's chunkings; all are played where K is chosen by simulation."""
         options = [
             (self.table(chunking), note)
@@ -358,83 +378,88 @@ class Search:
         ]
         if "chunks" not in self.levers:
             options = [min(options, key=lambda option: self._predicted(option[0]))]
-        played = [self.best_style(table, note) for table, note in options]
+        played = [self.best_policy(table, note) for table, note in options]
         return min(played, key=lambda found: found.rank)
 
-    def _predicted(self, table: Table) -> float:
+    def _predicted(self, table: PreparedChunking) -> float:
         """Eq. 13 with the work itself: what the paper chooses K by."""
-        work = table.work.forward_seconds + table.work.backward_seconds
+        work = table.work.ops.seconds[F] + table.work.ops.seconds[B]
         total = float(work.mean(axis=0).sum())
         return total * (1 + (self.cost.stages - 1) / table.work.chunks)
 
-    def _recipes(self) -> Found:
+    def _grid(self) -> Candidate:
         total = float(self.rates.document_seconds(self.batch.lengths).sum())
         ideal = ideal_chunks(total, self.rates, self.cost.stages)
         factors = GRID if "chunks" in self.levers else (1.0,)
-        whole = self.budget.left
+        whole = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.
-        for factor in sorted(factors, key=lambda factor: abs(np.log(factor / 0.85))):
-            self.try_recipe(Recipe(max(1.0, ideal * factor)))
-            if self.budget.left < whole * (1 - GRID_SHARE):
+        for factor in sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY))):
+            self.try_params(ChunkingParams(max(1.0, ideal * factor)))
+            if self.effort.left < whole * (1 - GRID_SHARE):
                 break
         if self._best()[1].table.counts:
             # Memory is tight: K and V of cut documents may cost more than cutting saves.
             for factor in WHOLE_GRID:
-                self.try_recipe(Recipe(max(1.0, ideal * factor), cut=WHOLE))
+                self.try_params(ChunkingParams(max(1.0, ideal * factor), cut=UNCUT))
         if "search" in self.levers:
             self._climb(whole)
         return self._best()[1]
 
-    def _best(self) -> tuple[Recipe, Found]:
+    def _best(self) -> tuple[ChunkingParams, Candidate]:
         return min(self.known.items(), key=lambda entry: entry[1].rank)
 
     def _climb(self, whole: float) -> None:
-        """From the best recipes of the grid, the best neighbour, and so on."""
-        ranked = sorted(self.known, key=lambda recipe: self.known[recipe].rank)
-        for recipe in ranked[:CLIMBERS]:
-            at: Recipe | None = recipe
-            while at is not None and self.budget.left > whole * (1 - CLIMB_SHARE):
+        """From the best of the grid's best, the best neighbour, and so on."""
+        ranked = sorted(self.known, key=lambda params: self.known[params].rank)
+        for params in ranked[:CLIMBERS]:
+            at: ChunkingParams | None = params
+            while at is not None and self.effort.left > whole * (1 - CLIMB_SHARE):
                 at = self._best_neighbour(at, whole)
 
-    def _best_neighbour(self, recipe: Recipe, whole: float) -> Recipe | None:
-        best, best_rank = None, self.known[recipe].rank
-        tight = bool(self.known[recipe].table.counts)
+    def _best_neighbour(self, params: ChunkingParams, whole: float) -> ChunkingParams | None:
+        best, best_rank = None, self.known[params].rank
+        tight = bool(self.known[params].table.counts)
         fixed = "chunks" not in self.levers
-        for neighbour in neighbours(recipe, tight=tight, fixed_count=fixed):
-            if self.budget.left <= whole * (1 - CLIMB_SHARE):
+        for neighbour in neighbours(params, tight=tight, fixed_count=fixed):
+            if self.effort.left <= whole * (1 - CLIMB_SHARE):
                 break
-            found = self.try_recipe(neighbour)
+            found = self.try_params(neighbour)
             if found.rank < best_rank:
                 best, best_rank = neighbour, found.rank
         return best
 
 
-def _within(work: Work, least: np.ndarray) -> np.ndarray:
+def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
     """[stages]: whether ``work`` fits under the window law ``least``."""
-    return ilp.within(least, work.backward_order, work.whole_bytes, work.budget_bytes)
+    return ilp.within(least, work.backward_order, work.ops.moved_bytes, work.budget_bytes)
 
 
-def neighbours(recipe: Recipe, *, tight: bool, fixed_count: bool) -> Iterator[Recipe]:
-    """Recipes that differ in one number; ``tight``: something is recomputed."""
+def neighbours(
+    params: ChunkingParams, *, tight: bool, fixed_count: bool
+) -> Iterator[ChunkingParams]:
+    """Parameters that differ in one number; ``tight``: something is recomputed.
 
-    def changed(**fields: Any) -> Recipe:
-        return dataclasses.replace(recipe, **fields)
+    The factors are near (x 1.08) and far (x 1.2) steps; see GRID for where they come from.
+    """
+
+    def changed(**fields: Any) -> ChunkingParams:
+        return dataclasses.replace(params, **fields)
 
     def near(index: int) -> Iterable[int]:
         return (at for at in (index + 1, index + 2, index - 1) if 0 <= at < len(TAPERS))
 
     if tight:
-        yield changed(bare=not recipe.bare)
-    for at in near(recipe.front):
+        yield changed(bare=not params.bare)
+    for at in near(params.front):
         yield changed(front=at)
-    for at in near(recipe.back):
+    for at in near(params.back):
         yield changed(back=at)
     if not fixed_count:
         for factor in (1.08, 1 / 1.08, 1.2, 1 / 1.2):
-            yield changed(chunks=max(1.0, recipe.chunks * factor))
+            yield changed(chunks=max(1.0, params.chunks * factor))
         for extra in (1, -1, 2, -2):
-            yield changed(extra_bins=recipe.extra_bins + extra)
-    if recipe.cut < WHOLE:
+            yield changed(extra_bins=params.extra_bins + extra)
+    if params.cut < UNCUT:
         for cut in (0.8, 1.25, 1.5):
-            yield changed(cut=recipe.cut * cut)
-    yield changed(reverse=not recipe.reverse)
+            yield changed(cut=params.cut * cut)
+    yield changed(reverse=not params.reverse)

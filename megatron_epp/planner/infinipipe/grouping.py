@@ -82,7 +82,7 @@ class Programs:
                 return None
             begin, end = chunking.starts[first], chunking.starts[stop]
             backward = chunking.backward[begin:end] - begin
-            grid[:, begin:end] = ilp.spread(layers, backward, stages)
+            grid[:, begin:end] = ilp.broadcast_diagonals(layers, backward, stages)
         return {FULL: grid} if grid.any() else {}
 
 

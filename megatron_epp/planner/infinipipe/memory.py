@@ -10,12 +10,13 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL, KEEP
-from megatron_epp.planner.order.problem import Counts, Work
+from megatron_epp.ir import COMPUTE, FULL, KEEP
+from megatron_epp.planner.order.list_scheduler import B, F, I, W
+from megatron_epp.planner.order.problem import Counts, ScheduleProblem
 
 
 def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
-    """[2, 2, stages, chunks]: F makes and B frees I_p[k] of eq. 19. As Work.whole_bytes."""
+    """[2, 2, stages, chunks]: F makes and B frees I_p[k] of eq. 19. By kind, F and B."""
     profile = cost.profile
     tokens = loads.tokens / cost.spread
     carries = loads.document >= 0  # 1 - I_k as the prose has it
@@ -43,7 +44,9 @@ def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
     return np.tile(np.maximum(per_token, 0.0) * loads.tokens / cost.spread, (cost.stages, 1))
 
 
-def papers_ledger(work: Work, cost: Cost, loads: Loads, counts: Counts) -> Work:
+def papers_ledger(
+    work: ScheduleProblem, cost: Cost, loads: Loads, counts: Counts
+) -> ScheduleProblem:
     """``work`` with its bytes charged as the paper does, a chunk's K/V gradients from its F on.
 
     counts   layers recomputed; selective ones free what their saved bytes say
@@ -56,9 +59,9 @@ def papers_ledger(work: Work, cost: Cost, loads: Loads, counts: Counts) -> Work:
             freed = cost.saved_bytes(KEEP, loads) - cost.saved_bytes(letter, loads)
         whole[0, 0] -= grid * freed
         whole[1, 1] -= grid * freed
-    split = np.zeros((3, *whole.shape[1:]))
-    split[:2] = whole
+    moved = np.zeros((len(COMPUTE), *whole.shape[1:]))
+    moved[F], moved[B], moved[I] = whole[0], whole[1], whole[1]
     held = cost.weight_input_bytes(loads)
-    split[1, 1] -= np.minimum(held, split[1, 1])  # what W still needs stays
-    split[2, 1] = whole[1, 1] - split[1, 1]
-    return dataclasses.replace(work, whole_bytes=whole, split_bytes=split)
+    moved[I, 1] -= np.minimum(held, moved[I, 1])  # what W still needs stays
+    moved[W, 1] = moved[B, 1] - moved[I, 1]
+    return dataclasses.replace(work, ops=work.ops._replace(moved_bytes=moved))

@@ -21,20 +21,22 @@ from megatron_epp.planner.chunks.slicing import Rates, cut_at, equal_points
 from megatron_epp.planner.feasibility import most_tokens, require_fit
 from megatron_epp.planner.infinipipe.grouping import Programs, group
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch, Draft, finish
+from megatron_epp.planner.order.emit import Draft, SortedBatch, emit
 from megatron_epp.planner.order.list_scheduler import list_schedule
-from megatron_epp.planner.order.problem import Counts, loads_of, rates_of, work_of
+from megatron_epp.planner.order.problem import Counts, loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import pipelines
 from megatron_epp.planner.recompute.ilp import Solver
-from megatron_epp.planner.recompute.uniform import Played, strict
+from megatron_epp.planner.recompute.uniform import ScoredDraft, strict
 from megatron_epp.planner.result import Planned
 
-SLICE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # K
+SLICE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # K; the paper names no grid, this is by hand
 # Slices of fewer tokens are not tried, unless the longest document itself has few.
 LEAST_SLICE_TOKENS = 1024
 # The paper's ledger is not the exact one. Where a plan's exact peak exceeds the budget, its stages
-# are solved again with that much less, this often at most; K and the grouping stay while they fit.
+# are solved again with that much less and a little more, this often at most; K and the grouping
+# stay while they fit. Both chosen by hand.
 TIGHTENINGS = 8
+SLACK = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,12 @@ class Method:
     recompute    adaptive, none, or full
     """
 
-    chunkings: Callable[[Batch, Cost, Options, Rates], Iterable[tuple[Chunking, str]]]
+    chunkings: Callable[[SortedBatch, Cost, Options, Rates], Iterable[tuple[Chunking, str]]]
     recompute: str = "adaptive"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
+class GroupedChunking:
     """One chunking with its best grouping.
 
     cuts      group numbers at which another pipeline begins
@@ -66,21 +68,23 @@ class Candidate:
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
     """The paper's plan for one replica."""
     began = time.perf_counter()
-    batch = Batch.of(lengths)
+    batch = SortedBatch.of(lengths)
     require_fit(cost, batch.documents)
-    return finish("infinipipe", batch, draft(batch, cost, options).draft, cost, options, began)
+    return emit("infinipipe", batch, draft(batch, cost, options).draft, cost, options, began)
 
 
-def draft(batch: Batch, cost: Cost, options: Options, method: Method | None = None) -> Played:
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, method: Method | None = None
+) -> ScoredDraft:
     """As :func:`plan`, before it is checked and played."""
     method = method or Method(chunkings)
     whole = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     room, solver = whole, Solver()
-    best: Candidate | None = None
+    best: GroupedChunking | None = None
     for _ in range(TIGHTENINGS):
         counts = None if best is None else best.programs.counts(best.cuts, room)
         if counts is None:
-            best = best_candidate(solver, method, batch, cost, options, room)
+            best = best_grouping(solver, method, batch, cost, options, room)
             counts = None if best is None else best.programs.counts(best.cuts, room)
         if best is None or counts is None:
             break
@@ -88,14 +92,16 @@ def draft(batch: Batch, cost: Cost, options: Options, method: Method | None = No
         played, peaks = _play(batch, best.programs.chunking, best.cuts, counts, note, cost, options)
         if played.over_bytes <= 0:
             return played
-        room = room - np.maximum(peaks - whole, 0.0) * 1.01
+        room = room - np.maximum(peaks - whole, 0.0) * SLACK
     return _anything_that_fits(method, batch, cost, options)
 
 
-def _anything_that_fits(method: Method, batch: Batch, cost: Cost, options: Options) -> Played:
+def _anything_that_fits(
+    method: Method, batch: SortedBatch, cost: Cost, options: Options
+) -> ScoredDraft:
     """Where nothing fits by the paper's ledger: everything recomputed, as one pipeline or as one
     for each group, whatever fits by the exact one and is fastest."""
-    best: Played | None = None
+    best: ScoredDraft | None = None
     for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
         everything = {FULL: np.tile(np.array(cost.layers, float)[:, None], (1, chunking.count))}
         for cuts in ((), tuple(range(1, chunking.groups))):
@@ -107,7 +113,7 @@ def _anything_that_fits(method: Method, batch: Batch, cost: Cost, options: Optio
 
 
 def chunkings(
-    batch: Batch, cost: Cost, options: Options, rates: Rates
+    batch: SortedBatch, cost: Cost, options: Options, rates: Rates
 ) -> Iterator[tuple[Chunking, str]]:
     """What Alg. 1 makes for every K and both readings of T_m."""
     longest = int(batch.lengths[0])
@@ -138,14 +144,14 @@ def _equal_tokens(shorts: np.ndarray, rates: Rates, target: float) -> int:
     return int(target * shorts.sum() / rates.document_seconds(shorts).sum())
 
 
-def best_candidate(
+def best_grouping(
     solver: Solver,
     method: Method,
-    batch: Batch,
+    batch: SortedBatch,
     cost: Cost,
     options: Options,
     room_bytes: np.ndarray,
-) -> Candidate | None:
+) -> GroupedChunking | None:
     """The chunking and grouping with the least predicted time, None where none fits."""
     rates = rates_of(cost)
     best = None
@@ -163,22 +169,24 @@ def best_candidate(
             continue
         cuts, overhead = grouped
         if overhead < below:
-            best = Candidate(programs, cuts, work + overhead, note)
+            best = GroupedChunking(programs, cuts, work + overhead, note)
     return best
 
 
 def _play(
-    batch: Batch,
+    batch: SortedBatch,
     chunking: Chunking,
     cuts: tuple[int, ...],
     counts: Counts,
     note: str,
     cost: Cost,
     options: Options,
-) -> tuple[Played, np.ndarray]:
+) -> tuple[ScoredDraft, np.ndarray]:
     """The plan, and its exact peaks by stage beside residents."""
     loads = loads_of(chunking, batch.lengths, options.multiple)
     law = pipelines(chunking.sizes, list(cuts), cost.stages)
-    listed = list_schedule(work_of(cost, chunking, loads, counts), strict(law))
-    made = Draft(chunking, counts, listed.kinds, listed.chunks, pipelines=len(cuts) + 1, note=note)
-    return Played(listed.seconds, listed.over_bytes, made), listed.peak_bytes
+    schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(law))
+    made = Draft(
+        chunking, counts, schedule.kinds, schedule.chunks, pipelines=len(cuts) + 1, note=note
+    )
+    return ScoredDraft(schedule.seconds, schedule.over_bytes, made), schedule.peak_bytes

@@ -1,4 +1,4 @@
-"""From arrays to a plan that was checked and played: the one way out of every pipeline planner."""
+"""Emit a plan, checked and played, from arrays: the one way out of every pipeline planner."""
 
 import dataclasses
 import time
@@ -10,26 +10,21 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import KEEP, OFFLOAD, Kind, Op, Plan, Prediction, check
+from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction, check
 from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.list_scheduler import B, W
-from megatron_epp.planner.order.problem import Work, loads_of, with_kept
+from megatron_epp.planner.order.list_scheduler import B, I, W
+from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, with_kept
 from megatron_epp.planner.result import Planned
-from megatron_epp.sim.play import Played, play
+from megatron_epp.sim.play import Simulation, play
 
-# By code in Draft.kinds, where backwards are whole and where they are split.
-_KINDS = {
-    False: (Kind.FORWARD, Kind.BACKWARD),
-    True: (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT, Kind.BACKWARD),
-}
-WHOLE_AGAIN, NOTHING = 3, -1
+NOTHING = -1  # in the place of a kind
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class SortedBatch:
     """Lengths as planners see them: sorted, longest first, and their names outside.
 
     names[d]   the document of the caller that is document d here
@@ -40,7 +35,7 @@ class Batch:
     documents: tuple[int, ...]  # as the caller gave them
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Batch":
+    def of(cls, lengths: Sequence[int]) -> "SortedBatch":
         documents = tuple(int(length) for length in lengths)
         if not documents:
             raise ValueError("no document to plan for; expected at least one length")
@@ -64,20 +59,18 @@ class Draft:
     """A plan as arrays.
 
     counts[letter]   [stages, chunks] layers with that recompute choice; the rest is kept
-    kinds, chunks    [stages, ops] the orders: 0 F, 1 B (I where split), 2 W, 3 B where split,
-                     -1 nothing
+    kinds, chunks    [stages, ops] the orders: codes of kinds (ir.KIND_CODE) or NOTHING, and chunks
     """
 
     chunking: Chunking
     counts: Mapping[str, np.ndarray]
     kinds: np.ndarray
     chunks: np.ndarray
-    split: bool = False
     pipelines: int = 1
     note: str = ""
 
 
-def plan_of(batch: Batch, draft: Draft, cost: Cost) -> Plan:
+def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     return Plan(
         documents=batch.documents,
         layers=cost.layers,
@@ -87,35 +80,38 @@ def plan_of(batch: Batch, draft: Draft, cost: Cost) -> Plan:
     )
 
 
-def played_as(batch: Batch, draft: Draft, plan: Plan, cost: Cost, options: Options) -> Played:
+def played_as(
+    batch: SortedBatch, draft: Draft, plan: Plan, cost: Cost, options: Options
+) -> Simulation:
     loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
     return play(plan, cost.table_of(loads, with_kept(cost, draft.counts, loads.chunks)))
 
 
-def whole_again(kinds: np.ndarray, chunks: np.ndarray, work: Work) -> np.ndarray:
+def merge_iw(kinds: np.ndarray, chunks: np.ndarray, work: ScheduleProblem) -> np.ndarray:
     """``kinds`` of split orders with a B where the first stage runs W right behind I and B takes
     no longer.
 
     Nobody waits for the gradient of the first stage's input, so that delays nothing; and a B holds
     nothing for its W. On other stages an I hands its gradient on before its W.
     """
-    follows = (kinds[0, :-1] == B) & (kinds[0, 1:] == W) & (chunks[0, :-1] == chunks[0, 1:])
-    halves = work.input_seconds[0] + work.weight_seconds[0]
-    pays = work.backward_seconds[0] <= halves * (1 + 1e-9)  # alike but for rounding
+    follows = (kinds[0, :-1] == I) & (kinds[0, 1:] == W) & (chunks[0, :-1] == chunks[0, 1:])
+    seconds = work.ops.seconds[:, 0]
+    halves = seconds[I] + seconds[W]
+    pays = seconds[B] <= halves * (1 + 1e-9)  # alike but for rounding
     at = np.flatnonzero(follows & pays[chunks[0, :-1]])
     kinds = kinds.copy()
-    kinds[0, at], kinds[0, at + 1] = WHOLE_AGAIN, NOTHING
+    kinds[0, at], kinds[0, at + 1] = B, NOTHING
     return kinds
 
 
-def exact_peaks(batch: Batch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
+def exact_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
     """[stages]: bytes, residents included, by the simulator's ledger."""
     plan = plan_of(batch, draft, cost)
     return np.array(played_as(batch, draft, plan, cost, options).peak_bytes)
 
 
-def finish(
-    planner: str, batch: Batch, draft: Draft, cost: Cost, options: Options, began: float
+def emit(
+    planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options, began: float
 ) -> Planned:
     """The plan of ``draft``, checked and played.
 
@@ -146,8 +142,7 @@ def finish(
 
 
 def _orders(draft: Draft) -> tuple[tuple[Op, ...], ...]:
-    kinds = _KINDS[draft.split]
-    ops = [[Op(kind, c) for c in range(draft.chunking.count)] for kind in kinds]
+    ops = [[Op(kind, c) for c in range(draft.chunking.count)] for kind in COMPUTE]
     return tuple(
         tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True) if kind != NOTHING)
         for row in zip(draft.kinds.tolist(), draft.chunks.tolist(), strict=True)

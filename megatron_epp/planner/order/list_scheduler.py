@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from megatron_epp.planner.order.problem import Work
+from megatron_epp.ir import KIND_CODE
+from megatron_epp.planner.order.problem import ScheduleProblem
 
-F, B, W = 0, 1, 2  # B stands for I where the backward is split
+# ir.KIND_CODE, in this file: compiled code is cached, and the cache notices changes of its own file
+# only.
+F, B, I, W = 0, 1, 2, 3  # noqa: E741  (the letters of plans)
+assert tuple(KIND_CODE.values()) == (F, B, I, W)
 BLOCK = 8  # stages looked at together
 
 
@@ -40,8 +44,13 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """kinds, chunks [stages, ops]: what each stage runs; ops[stage] how many of them count."""
+class Schedule:
+    """What each stage runs and when.
+
+    kinds, chunks   [stages, ops] codes of kinds (ir.KIND_CODE), and chunks
+    start, stop     [stages, ops] seconds
+    peak_bytes      [stages] beside residents
+    """
 
     seconds: float
     peak_bytes: np.ndarray
@@ -52,19 +61,16 @@ class Listed:
     stop: np.ndarray
 
 
-def list_schedule(work: Work, policy: Policy) -> Listed:
+def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
     """The orders that ``policy`` leads to, and what playing them takes."""
     fixed = policy.least is policy.most and not policy.split
-    seconds, peaks, kinds, chunks, start, stop = _schedule(
-        work.forward_seconds,
-        work.input_seconds if policy.split else work.backward_seconds,
-        work.weight_seconds,
+    taken, peaks, kinds, chunks, start, stop = _schedule(
+        work.ops.seconds,
+        work.ops.link_seconds,
+        work.ops.latency,
+        work.ops.moved_bytes,
         work.backward_order,
         work.last_of_group,
-        work.link_forward_seconds,
-        work.link_backward_seconds,
-        work.link_latency_seconds,
-        work.split_bytes if policy.split else work.whole_bytes,
         np.full(work.stages, np.inf) if fixed else work.budget_bytes,
         policy.least,
         policy.first,
@@ -74,7 +80,7 @@ def list_schedule(work: Work, policy: Policy) -> Listed:
         policy.patience,
     )
     over = max(0.0, float((peaks - work.budget_bytes).max()))
-    return Listed(seconds, peaks, over, kinds, chunks, start, stop)
+    return Schedule(taken, peaks, over, kinds, chunks, start, stop)
 
 
 @njit(cache=True)
@@ -85,15 +91,16 @@ def _drain_peak(stage, chunk, back, backward_order, last_of_group, moves, split)
     back: the stage's next backward. A W runs right behind its I, as it would if memory asked.
     """
     held, peak = 0.0, 0.0
+    kind = I if split else B
     for k in range(back, len(backward_order)):
         c = backward_order[k]
         if last_of_group[c] > chunk:
             break
-        held += moves[1, 0, stage, c]
+        held += moves[kind, 0, stage, c]
         peak = max(peak, held)
-        held -= moves[1, 1, stage, c]
+        held -= moves[kind, 1, stage, c]
         if split:
-            held += moves[2, 0, stage, c] - moves[2, 1, stage, c]
+            held += moves[W, 0, stage, c] - moves[W, 1, stage, c]
     return peak
 
 
@@ -106,12 +113,13 @@ def _rise(moves, split):
     """
     stages, count = moves.shape[2], moves.shape[3]
     rise = np.zeros(stages)
+    kind = I if split else B
     for s in range(stages):
         for c in range(count):
-            rise[s] = max(rise[s], moves[1, 0, s, c])
-            net = moves[1, 0, s, c] - moves[1, 1, s, c]
+            rise[s] = max(rise[s], moves[kind, 0, s, c])
+            net = moves[kind, 0, s, c] - moves[kind, 1, s, c]
             if split:
-                net += moves[2, 0, s, c] - moves[2, 1, s, c]
+                net += moves[W, 0, s, c] - moves[W, 1, s, c]
             if net > 0:
                 rise[s] = np.inf
                 break
@@ -120,15 +128,12 @@ def _rise(moves, split):
 
 @njit(cache=True)
 def _schedule(
-    forward_seconds,
-    backward_seconds,
-    weight_seconds,
-    backward_order,
-    last_of_group,
-    link_forward,
-    link_backward,
+    seconds,
+    link_seconds,
     latency,
     moves,
+    backward_order,
+    last_of_group,
     budget,
     least,
     first,
@@ -137,9 +142,9 @@ def _schedule(
     held_seconds,
     patience,
 ):
-    # moves[kind, 0, stage, chunk]: bytes that the op makes at its start; [kind, 1, ..]: that it
-    # frees at its stop; kind 0 F, 1 B or I, 2 W.
-    stages, count = forward_seconds.shape
+    # Shapes as in sim.engine.OpArrays; ``back`` is the kind that hands the gradient on.
+    stages, count = seconds.shape[1:]
+    back = I if split else B
     per_stage = (3 if split else 2) * count
     kinds = np.zeros((stages, per_stage), dtype=np.int8)
     chunks = np.zeros((stages, per_stage), dtype=np.int32)
@@ -199,12 +204,12 @@ def _schedule(
         can_f = False
         memory_blocks = False
         if forced >= 0:
-            chosen = 0
+            chosen = F
         else:
             if f < count and f < most[s, min(k, count - 1)]:
                 # Room for the F itself, and to drain from there.
-                held_f = held[s] + moves[0, 0, s, f]
-                base = held_f - moves[0, 1, s, f] - waiting_bytes[s]
+                held_f = held[s] + moves[F, 0, s, f]
+                base = held_f - moves[F, 1, s, f] - waiting_bytes[s]
                 if held_f <= budget[s] and (
                     base + rise[s] <= budget[s]
                     or base + _drain_peak(s, f, k, backward_order, last_of_group, moves, split)
@@ -220,7 +225,7 @@ def _schedule(
             if k < count:
                 c = backward_order[k]
                 if f > last_of_group[c] and f >= min(least[s, k], count):
-                    b_lacks_room = held[s] + moves[1, 0, s, c] > budget[s]
+                    b_lacks_room = held[s] + moves[back, 0, s, c] > budget[s]
                     ready = max(own_b[s, c], arrival_b[s, c])
                     if ready <= now:
                         can_b = True
@@ -232,31 +237,29 @@ def _schedule(
                 or (memory_blocks and not can_b)
                 or (b_lacks_room and not can_f)
             ):
-                chosen = 2
+                chosen = W
             elif can_f and f < first[s, min(k, count - 1)]:
-                chosen = 0
+                chosen = F
             elif can_b:
-                chosen = 1
+                chosen = back
             elif can_f:
-                chosen = 0
+                chosen = F
             elif can_w:
                 c = backward_order[weights[s]]
-                if now + (1.0 - patience) * weight_seconds[s, c] <= later:
-                    chosen = 2
+                if now + (1.0 - patience) * seconds[W, s, c] <= later:
+                    chosen = W
         if chosen < 0:
             wake[s] = later
             continue
         # Run it.
         i = ran[s]
-        if chosen == 0:
-            c, taken = f, forward_seconds[s, f]
-        elif chosen == 1:
+        if chosen == F:
+            c = f
+        elif chosen == back:
             c = backward_order[k]
-            taken = backward_seconds[s, c]
         else:
             c = backward_order[weights[s]]
-            taken = weight_seconds[s, c]
-        done = now + taken
+        done = now + seconds[chosen, s, c]
         kinds[s, i], chunks[s, i], start[s, i], stop[s, i] = chosen, c, now, done
         held[s] += moves[chosen, 0, s, c]
         if held[s] > peak[s]:
@@ -266,23 +269,23 @@ def _schedule(
         left -= 1
         free_at[s] = done
         wake[s] = done if ran[s] < per_stage else np.inf
-        if chosen == 0:
+        if chosen == F:
             forwards[s] += 1
             own_b[s, c] = done
             if s + 1 < stages:
-                sent = max(done, link_f[s]) + link_forward[s, c]
+                sent = max(done, link_f[s]) + link_seconds[0, s, c]
                 link_f[s] = sent
                 arrival_f[s + 1, c] = sent + latency
                 if ran[s + 1] < per_stage:
                     wake[s + 1] = min(wake[s + 1], max(free_at[s + 1], sent + latency))
                     stale[(s + 1) // BLOCK] = True
-        elif chosen == 1:
+        elif chosen == back:
             backs[s] += 1
             if split:
-                waiting_seconds[s] += weight_seconds[s, c]
-                waiting_bytes[s] += moves[2, 1, s, c] - moves[2, 0, s, c]
+                waiting_seconds[s] += seconds[W, s, c]
+                waiting_bytes[s] += moves[W, 1, s, c] - moves[W, 0, s, c]
             if s > 0:
-                sent = max(done, link_b[s - 1]) + link_backward[s - 1, c]
+                sent = max(done, link_b[s - 1]) + link_seconds[1, s - 1, c]
                 link_b[s - 1] = sent
                 arrival_b[s - 1, c] = sent + latency
                 if ran[s - 1] < per_stage:
@@ -290,6 +293,6 @@ def _schedule(
                     stale[(s - 1) // BLOCK] = True
         else:
             weights[s] += 1
-            waiting_seconds[s] -= weight_seconds[s, c]
-            waiting_bytes[s] -= moves[2, 1, s, c] - moves[2, 0, s, c]
+            waiting_seconds[s] -= seconds[W, s, c]
+            waiting_bytes[s] -= moves[W, 1, s, c] - moves[W, 0, s, c]
     return free_at.max(), peak, kinds, chunks, start, stop

@@ -1,18 +1,18 @@
-"""Styles of scheduling: which policies `epp` plays a chunking with."""
+"""Scheduling policies: which of them `epp` plays a chunking with."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.planner.order.list_scheduler import Policy
-from megatron_epp.planner.order.problem import Work
+from megatron_epp.planner.order.list_scheduler import Policy, W
+from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import whole_groups
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
-    """A policy in words that hold for any chunking.
+class PolicyParams:
+    """A policy in numbers that hold for any chunking.
 
     strict     keep to the window law; else memory alone bounds the forwards
     split      run I and W
@@ -43,42 +43,46 @@ class Style:
         return ", ".join(parts)
 
 
-def styles(
+def policies(
     split: bool, *, many: bool, strict: bool = False, tight: bool = False
-) -> Iterator[Style]:
+) -> Iterator[PolicyParams]:
     """Those worth playing: a few for every chunking, or many for the best.
 
     strict   only those that keep to the window law
     tight    memory binds: then a whole B, which holds nothing for its W, may be better
+
+    Which ones was chosen by hand; simulation picks among them (epp.search.GRID says what is known).
     """
-    yield Style(strict=True)
+    yield PolicyParams(strict=True)
     if strict:
         if split:
             for held in (0.0, 1.0, 4.0) if many else (1.0,):
-                yield Style(True, True, held, 0.6)
+                yield PolicyParams(True, True, held, 0.6)
         return
     if not split:
         for lead in (-1, 0, 1, 2, 4, 8) if many else (0, 2):
-            yield Style(strict=False, lead=lead)
+            yield PolicyParams(strict=False, lead=lead)
         return
     if tight and not many:
-        yield Style(strict=False, lead=2)
-    yield Style(strict=False, split=True, held=4.0, patience=0.6)
-    yield Style(strict=False, split=True, held=np.inf, patience=0.8)
-    yield Style(strict=False, split=True, held=1.0, patience=0.3)
+        yield PolicyParams(strict=False, lead=2)
+    yield PolicyParams(strict=False, split=True, held=4.0, patience=0.6)
+    yield PolicyParams(strict=False, split=True, held=np.inf, patience=0.8)
+    yield PolicyParams(strict=False, split=True, held=1.0, patience=0.3)
     if many:
         for lead in (-1, 0, 2, 4) if tight else (0, 2):
-            yield Style(strict=False, lead=lead)
+            yield PolicyParams(strict=False, lead=lead)
         for held in (0.0, 1.0, 2.0, 4.0, 8.0, np.inf):
             for patience in (0.0, 0.3, 0.6, 1.0):
-                yield Style(False, True, held, patience)
+                yield PolicyParams(False, True, held, patience)
             for lead in (-2, 1, 4):
-                yield Style(False, True, held, 0.6, lead)
-            yield Style(True, True, held, 0.6)
+                yield PolicyParams(False, True, held, 0.6, lead)
+            yield PolicyParams(True, True, held, 0.6)
 
 
-def policy(style: Style, work: Work, sizes: np.ndarray, law: np.ndarray) -> Policy:
-    held = style.held * float(work.weight_seconds.mean()) if style.held else 0.0
+def policy_of(
+    style: PolicyParams, work: ScheduleProblem, sizes: np.ndarray, law: np.ndarray
+) -> Policy:
+    held = style.held * float(work.ops.seconds[W].mean()) if style.held else 0.0
     if style.strict:
         return Policy(law, law, law, style.split, held, style.patience)
     count = work.chunks

@@ -2,31 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import (
-    DOCUMENT_ITEMS,
-    KEEP,
-    TRAINING,
-    Effect,
-    Item,
-    Kind,
-    Payload,
-    Rule,
-    Slice,
-    Table,
-)
+from megatron_epp.ir import KEEP, Kind
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Rates
+from megatron_epp.sim.engine import OpArrays
+from megatron_epp.sim.inputs import op_arrays
 
 Counts = Mapping[str, np.ndarray]  # by recompute letter: layers [stages, chunks] with that choice
-
-WHOLE = (Kind.FORWARD, Kind.BACKWARD)
-SPLIT = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
 
 
 def rates_of(cost: Cost) -> Rates:
@@ -61,35 +48,27 @@ def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Load
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Seconds [stages, chunks] (recompute included) and bytes of every op of a chunking.
+class ScheduleProblem:
+    """A chunking's ops on a machine, with the orders of its chunks.
 
-    whole_bytes[kind, 0, stage, chunk]   that F (kind 0) or B (1) makes at its start
-    whole_bytes[kind, 1, stage, chunk]   that it frees at its stop
-    split_bytes                          the same for F, I and W
-    budget_bytes                         per stage, what is left beside its residents
+    ops              seconds and bytes of every op, as the simulator plays them
+    backward_order   chunks in the order of their backwards
+    last_of_group    [chunks] the last chunk of each one's group
+    budget_bytes     [stages] what is left beside the residents
     """
 
-    forward_seconds: np.ndarray
-    backward_seconds: np.ndarray
-    input_seconds: np.ndarray
-    weight_seconds: np.ndarray
+    ops: OpArrays
     backward_order: np.ndarray
     last_of_group: np.ndarray
-    link_forward_seconds: np.ndarray
-    link_backward_seconds: np.ndarray
-    link_latency_seconds: float
-    whole_bytes: np.ndarray
-    split_bytes: np.ndarray
     budget_bytes: np.ndarray
 
     @property
     def stages(self) -> int:
-        return self.forward_seconds.shape[0]
+        return self.ops.seconds.shape[1]
 
     @property
     def chunks(self) -> int:
-        return self.forward_seconds.shape[1]
+        return self.ops.seconds.shape[2]
 
 
 def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
@@ -100,59 +79,12 @@ def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
     return {**counts, KEEP: kept}
 
 
-def work_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> Work:
+def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
     """The work of ``chunking`` where ``counts`` layers are recomputed."""
     table = cost.table_of(loads, with_kept(cost, counts, chunking.count))
-    again = np.asarray(table.recompute_seconds)
-    links = table.link_seconds
-    return Work(
-        forward_seconds=_grid(table.seconds[Kind.FORWARD]),
-        backward_seconds=_grid(table.seconds[Kind.BACKWARD]) + again,
-        input_seconds=_grid(table.seconds[Kind.INPUT]) + again,
-        weight_seconds=_grid(table.seconds[Kind.WEIGHT]),
+    return ScheduleProblem(
+        ops=op_arrays(table, loads),
         backward_order=chunking.backward,
         last_of_group=np.repeat(chunking.starts[1:] - 1, chunking.sizes),
-        link_forward_seconds=_grid(links[Payload.ACTIVATION]).reshape(-1, chunking.count),
-        link_backward_seconds=_grid(links[Payload.GRADIENT]).reshape(-1, chunking.count),
-        link_latency_seconds=float(table.link_latency_seconds),
-        whole_bytes=moves(table, loads, WHOLE),
-        split_bytes=moves(table, loads, SPLIT),
         budget_bytes=np.array(cost.budget_bytes) - np.array(cost.states_bytes),
     )
-
-
-def moves(
-    table: Table, loads: Loads, kinds: tuple[Kind, ...], rules: Mapping[Kind, Rule] = TRAINING
-) -> np.ndarray:
-    """[kinds, 2, stages, chunks]: bytes that an op makes at its start and frees at its stop.
-
-    Read off the rule table, as checker, simulator and executor do.
-    """
-    stages = len(table.resident_bytes)
-    result = np.zeros((len(kinds), 2, stages, loads.chunks))
-    for index, kind in enumerate(kinds):
-        for when, effects in enumerate((rules[kind].makes, rules[kind].frees)):
-            for effect in effects:
-                result[index, when] += _held(table, loads, kind, effect)
-    return result
-
-
-def _held(table: Table, loads: Loads, kind: Kind, effect: Effect) -> np.ndarray:
-    if effect.item is Item.WORKSPACE:
-        held = np.asarray(table.workspace_bytes[kind])
-    elif effect.item in DOCUMENT_ITEMS:
-        held = np.asarray(table.held_bytes[effect.item])[:, np.maximum(loads.document, 0)]
-    else:
-        held = np.asarray(table.held_bytes[effect.item])
-    cut = loads.document >= 0
-    match effect.slice:
-        case Slice.FIRST:
-            return held * (cut & (loads.earlier < 0))
-        case Slice.LAST:
-            return held * (cut & (loads.later < 0))
-        case _:
-            return held
-
-
-def _grid(values: Any) -> np.ndarray:
-    return np.ascontiguousarray(values, dtype=np.float64)

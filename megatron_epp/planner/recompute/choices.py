@@ -7,7 +7,7 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, KEEP, SELECTIVE
-from megatron_epp.planner.order.problem import Counts, Work
+from megatron_epp.planner.order.problem import Counts, ScheduleProblem
 from megatron_epp.planner.recompute import ilp
 
 WHOLE_LAYERS = KEEP + FULL
@@ -51,7 +51,7 @@ def diagonal_counts(
     solver: ilp.Solver,
     cost: Cost,
     loads: Loads,
-    kept: Work,
+    kept: ScheduleProblem,
     least: np.ndarray,
     *,
     integer: bool,
@@ -72,13 +72,13 @@ def diagonal_counts(
     if layers is None:
         # A slot reaches through all stages; its layers are at most those of the smallest.
         every = np.tile(np.array(cost.layers)[:, None], (1, kept.chunks))
-        most = ilp.along(np.nanmin, every, kept.backward_order)
+        most = ilp.reduce_diagonals(np.nanmin, every, kept.backward_order)
     else:
         # Of a slot's layers a chunk recomputes as many as it has left. What that frees grows to
         # there and no further; the program reckons with the line below, which is exact at both
         # ends, so that it finds something wherever recomputing all that is left would do.
-        most = ilp.along(np.nanmax, layers, kept.backward_order)
-        reach = ilp.spread(most, kept.backward_order, cost.stages)
+        most = ilp.reduce_diagonals(np.nanmax, layers, kept.backward_order)
+        reach = ilp.broadcast_diagonals(most, kept.backward_order, cost.stages)
         freed = freed * (layers / np.maximum(reach, 1))
     total = len(most)
     weights = None
@@ -90,7 +90,7 @@ def diagonal_counts(
         solver,
         least,
         kept.backward_order,
-        kept.whole_bytes,
+        kept.ops.moved_bytes,
         freed,
         budget,
         np.tile(most, len(steps) - 1),
@@ -101,7 +101,7 @@ def diagonal_counts(
         return None
     # A layer on a step has taken those below it.
     taken = np.maximum.accumulate(found[::-1])[::-1]
-    grids = [ilp.spread(step, kept.backward_order, cost.stages) for step in taken]
+    grids = [ilp.broadcast_diagonals(step, kept.backward_order, cost.stages) for step in taken]
     if layers is not None:
         grids = [np.minimum(grid, layers) for grid in grids]
     counts = {}

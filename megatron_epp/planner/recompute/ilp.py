@@ -19,7 +19,7 @@ MIP_NODES = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MemoryRows:
     """freed @ layers >= missing_bytes: a row for every op at which memory would run out.
 
     Compressed by rows: entries starts[r] to starts[r + 1] hold columns and bytes freed per layer.
@@ -39,18 +39,18 @@ class Rows:
         return self.slots * self.steps
 
 
-def rows_of(
+def memory_rows(
     least: np.ndarray,
     backward_order: np.ndarray,
     moves: np.ndarray,
     freed: np.ndarray,
     budget: np.ndarray,
     wanted: np.ndarray | None = None,
-) -> Rows:
+) -> MemoryRows:
     """What the strict order ``least`` asks of the recompute choices.
 
     least    [stages, chunks] forwards before each backward (planner.order.warmup)
-    moves    bytes of F and B where nothing is recomputed (Work.whole_bytes)
+    moves    bytes of F and B where nothing is recomputed (OpArrays.moved_bytes)
     freed    [steps, stages, chunks] bytes that one more layer on that step frees from F to B
     wanted   [stages, chunks] which backwards (by their number) get a row; default all
     """
@@ -62,7 +62,7 @@ def rows_of(
     starts, slots, values, missing = _rows(
         least, backward_order, slot, moves, freed, budget, wanted
     )
-    return Rows(count + stages - 1, steps, starts, slots, values, missing)
+    return MemoryRows(count + stages - 1, steps, starts, slots, values, missing)
 
 
 @njit(cache=True)
@@ -146,15 +146,16 @@ def within(
     least: np.ndarray, backward_order: np.ndarray, moves: np.ndarray, budget: np.ndarray
 ) -> np.ndarray:
     """[stages]: whether the order ``least`` stays within the budget; arguments as in
-    :func:`rows_of`."""
+    :func:`memory_rows`."""
     missing, _ = _missing(least, backward_order, moves, np.zeros(least.shape), budget)
     return (missing <= 0).all(axis=1)
 
 
-# Programs with more entries than this start with a few rows a stage and take in what those leave
-# out, so often at most; deep pipelines have millions of entries, and few of them bind.
+# Above this size, solve the ILP by row generation: begin with FIRST_ROWS rows a stage, and add
+# those that the solution breaks, in at most ROW_ROUNDS rounds. Deep pipelines have millions of
+# entries, and few of them bind. Chosen by hand, for the planning time of deep pipelines.
 MANY_ENTRIES = 60_000
-ROUNDS = 12
+ROW_ROUNDS = 12
 FIRST_ROWS = 8
 
 
@@ -172,7 +173,7 @@ def solve_order(
 ) -> np.ndarray | None:
     """Layers per step and slot [steps, slots] under the order ``least``, as :func:`solve`.
 
-    Arguments as in :func:`rows_of`.
+    Arguments as in :func:`memory_rows`.
     """
     steps, stages, count = freed.shape
     slots = count + stages - 1
@@ -180,19 +181,20 @@ def solve_order(
     if (missing <= 0).all():
         return np.zeros((steps, slots), dtype=np.int64)
     if (missing > 0).sum() * alive * steps <= MANY_ENTRIES:
-        rows = rows_of(least, backward_order, moves, freed, budget)
+        rows = memory_rows(least, backward_order, moves, freed, budget)
         found = solve(solver, rows, most, weights, integer=integer)
         return None if found is None else found.reshape(steps, slots)
     wanted = np.zeros((stages, count), dtype=np.bool_)
-    for _ in range(ROUNDS):
+    for _ in range(ROW_ROUNDS):
         _want_worst(wanted, missing)
-        rows = rows_of(least, backward_order, moves, freed, budget, wanted)
+        rows = memory_rows(least, backward_order, moves, freed, budget, wanted)
         found = solve(solver, rows, most, weights, integer=integer)
         if found is None:
             return None
         layers = found.reshape(steps, slots)
         saved = sum(
-            freed[step] * spread(layers[step], backward_order, stages) for step in range(steps)
+            freed[step] * broadcast_diagonals(layers[step], backward_order, stages)
+            for step in range(steps)
         )
         missing, _ = _missing(least, backward_order, moves, saved, budget)
         if (missing <= 0).all():
@@ -232,7 +234,7 @@ class Solver:
 
 def solve(
     solver: Solver,
-    rows: Rows,
+    rows: MemoryRows,
     most: np.ndarray,
     weights: np.ndarray | None = None,
     *,
@@ -274,7 +276,7 @@ def solve(
     return layers if _enough(rows, layers) else np.minimum(np.ceil(solution), most).astype(np.int64)
 
 
-def _enough(rows: Rows, layers: np.ndarray) -> bool:
+def _enough(rows: MemoryRows, layers: np.ndarray) -> bool:
     row_of = np.repeat(np.arange(len(rows.missing_bytes)), np.diff(rows.starts))
     freed = np.bincount(
         row_of, weights=rows.freed * layers[rows.slot], minlength=len(rows.missing_bytes)
@@ -282,11 +284,10 @@ def _enough(rows: Rows, layers: np.ndarray) -> bool:
     return bool((freed >= rows.missing_bytes).all())
 
 
-def along(
+def reduce_diagonals(
     choose: Callable[..., np.ndarray], layers: np.ndarray, backward_order: np.ndarray
 ) -> np.ndarray:
-    """[slots]: the least (np.nanmin) or most (np.nanmax) of ``layers`` [stages, chunks] on each
-    diagonal."""
+    """Reduce ``layers`` [stages, chunks] over each diagonal, by np.nanmin or np.nanmax: [slots]."""
     stages, count = layers.shape
     on = np.full((stages, count + stages - 1), np.nan)
     for stage in range(stages):
@@ -295,8 +296,8 @@ def along(
     return choose(on, axis=0).astype(np.int64)
 
 
-def spread(layers: np.ndarray, backward_order: np.ndarray, stages: int) -> np.ndarray:
-    """[stages, chunks] layers from one number per slot: eq. 16."""
+def broadcast_diagonals(layers: np.ndarray, backward_order: np.ndarray, stages: int) -> np.ndarray:
+    """Layers [stages, chunks] from one number per diagonal ``layers`` [slots]: eq. 16."""
     count = len(backward_order)
     slot = np.empty(count, dtype=np.int64)
     slot[backward_order] = np.arange(count)

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_epp.planner.order.problem import Counts
 
+# Chosen by hand, as are those of epp.search.GRID.
 SCALES = (0.0, 0.25, 0.5, 0.75, 0.9)
 STEPS = (4, 2, 1)  # layers given back on a diagonal at once
 

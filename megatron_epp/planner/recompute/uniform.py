@@ -8,13 +8,13 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Batch, Draft
-from megatron_epp.planner.order.list_scheduler import Listed, Policy, list_schedule
-from megatron_epp.planner.order.problem import Counts, loads_of, work_of
+from megatron_epp.planner.order.emit import Draft, SortedBatch
+from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
+from megatron_epp.planner.order.problem import Counts, loads_of, problem_of
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ScoredDraft:
     """A draft and what playing it takes; over_bytes: above the budget, 0 where it fits."""
 
     seconds: float
@@ -27,14 +27,14 @@ class Played:
         return self.over_bytes, self.seconds
 
 
-def better(best: Played | None, bound_seconds: float, below: float) -> bool:
+def better(best: ScoredDraft | None, bound_seconds: float, below: float) -> bool:
     """Whether a plan that takes at least ``bound_seconds`` could be the best, and of interest."""
     return bound_seconds < below and (
         best is None or best.over_bytes > 0 or bound_seconds < best.seconds
     )
 
 
-def any_draft(played: Played | None) -> Draft:
+def any_draft(played: ScoredDraft | None) -> Draft:
     assert played is not None, "nothing was excluded, so there is one"
     return played.draft
 
@@ -45,27 +45,27 @@ def strict(least: np.ndarray) -> Policy:
 
 
 def uniform_draft(
-    batch: Batch,
+    batch: SortedBatch,
     chunking: Chunking,
     least: np.ndarray,
     cost: Cost,
     options: Options,
     note: str = "",
-) -> Played:
+) -> ScoredDraft:
     """The strict order ``least`` with the fewest recomputed layers that fit, alike on all stages.
 
     Where nothing fits, everything is recomputed, and the plan says that it does not fit.
     """
     loads = loads_of(chunking, batch.lengths, options.multiple)
 
-    def play(layers: int) -> tuple[Counts, Listed]:
+    def play(layers: int) -> tuple[Counts, Schedule]:
         grid = np.minimum(np.array(cost.layers), layers)[:, None]
         counts = {FULL: np.tile(grid, (1, chunking.count))} if layers else {}
-        return counts, list_schedule(work_of(cost, chunking, loads, counts), strict(least))
+        return counts, list_schedule(problem_of(cost, chunking, loads, counts), strict(least))
 
     low, high = 0, max(cost.layers)  # the fewest that fit lie in low..high
-    counts, listed = play(0)
-    if listed.over_bytes > 0:
+    counts, schedule = play(0)
+    if schedule.over_bytes > 0:
         low = 1
         while low < high:
             middle = (low + high) // 2
@@ -73,7 +73,7 @@ def uniform_draft(
                 low = middle + 1
             else:
                 high = middle
-        counts, listed = play(low)
+        counts, schedule = play(low)
     said = f"{note}, recompute {low} layers" if low else note
-    draft = Draft(chunking, counts, listed.kinds, listed.chunks, note=said)
-    return Played(listed.seconds, listed.over_bytes, draft)
+    draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=said)
+    return ScoredDraft(schedule.seconds, schedule.over_bytes, draft)

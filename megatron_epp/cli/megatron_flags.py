@@ -1,0 +1,49 @@
+"""Whether a word can be one of Megatron's flags, said before Megatron is imported.
+
+Megatron's own parser knows for certain, but only after torch and Megatron are loaded, in every
+process of the command. Every flag stands in Megatron's source, as ``--its-name`` or as the field
+``its_name`` of a configuration; a word that stands nowhere there is none.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_epp.cli.options import PROGRAM, Refused
+
+# A flag as it is written, and the field of a class that one is made from.
+_FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_-]*")
+_FIELD = re.compile(r"^ {4}([a-z]\w*) *:", re.MULTILINE)
+
+
+def require_known(command: str, words: Sequence[str]) -> None:
+    """Refuse a ``--word`` that no file of Megatron's or of ours knows."""
+    flags = [word.split("=")[0] for word in words if word.startswith("--") and word != "--"]
+    roots = _roots()
+    if not flags or len(roots) < 2:
+        return  # nothing to look for, or no Megatron: the command itself will say so
+    known = {"--help"}
+    for root, pattern in roots:
+        for path in root.glob(pattern):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            known.update(_FLAG.findall(text))
+            known.update("--" + name.replace("_", "-") for name in _FIELD.findall(text))
+    for flag in flags:
+        plain = flag.replace("_", "-")
+        denied = {plain.replace(start, "--", 1) for start in ("--no-", "--disable-")}
+        if not {flag, plain, *denied} & known:
+            near = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.8)
+            hint = f"did you mean {near[0]}?" if near else f"see {PROGRAM} {command} --help"
+            raise Refused(f"{command}: unknown option {flag!r}, here and in Megatron; {hint}")
+
+
+def _roots() -> list[tuple[Path, str]]:
+    """Where flags are named: our own commands, and Megatron's trainer and configurations."""
+    found = [(Path(__file__).parents[1] / "mcore", "**/*.py")]
+    spec = find_spec("megatron")  # of a top-level name: nothing is imported
+    for folder in spec.submodule_search_locations or () if spec else ():
+        root = Path(folder)
+        found += [(root / "training", "**/*.py"), (root / "core", "**/*.py")]
+    return [(root, pattern) for root, pattern in found if root.is_dir()]

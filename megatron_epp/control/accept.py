@@ -1,0 +1,102 @@
+"""A step is taken only by all ranks alike, and only if it fits this job and these documents."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from megatron_epp.control.step_source import SourcedStep, StepSource
+from megatron_epp.ir import PlanError, Step, check
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.runtime.consensus import agree
+from megatron_epp.runtime.executor import Waiting
+from megatron_epp.runtime.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+
+class AcceptedSteps:
+    """The steps of ``steps`` that all ranks agree on and this job can run.
+
+    layers           of every stage of this job
+    waited_seconds   how long training waited for the latest
+    """
+
+    def __init__(
+        self, steps: StepSource, groups: Groups, layers: tuple[int, ...], waiting: Waiting
+    ):
+        self.steps, self.groups, self.layers, self.waiting = steps, groups, layers, waiting
+        self.waited_seconds = 0.0
+
+    def step(
+        self,
+        iteration: int,
+        lengths: Sequence[int],
+        following: Sequence[int] | None,
+        forward_only: bool,
+    ) -> Step:
+        """The step for documents of ``lengths``; ``following``: those of the next iteration, to be
+        planned meanwhile. PlanError: ranks differ, or this job cannot run the step."""
+        self.waiting.enter("the plan that all ranks agree on")
+        began = time.perf_counter()
+        try:
+            made = self.steps.step(iteration, lengths, forward_only)
+            agree(f"{list(lengths)}\n{made.text}", f"iteration {iteration}", self.groups.control)
+        except RuntimeError as error:
+            logger.error("%s; a rank is lost: %s", self.waiting, str(error).splitlines()[0])
+            raise
+        accept(made, lengths, forward_only, self.layers, self.groups.replica, self.groups.replicas)
+        if following is not None:
+            self.steps.look_ahead(iteration + 1, following)
+        self.waited_seconds = time.perf_counter() - began
+        return made.step
+
+
+def accept(
+    made: SourcedStep,
+    lengths: Sequence[int],
+    forward_only: bool,
+    layers: tuple[int, ...],
+    replica: int,
+    replicas: int,
+) -> None:
+    """Raise a PlanError unless ``replica`` of this job can run the step on these documents."""
+    step, source = made.step, made.source
+    if len(step.plans) != replicas:
+        raise PlanError(
+            f"{source} is for {len(step.plans)} data-parallel replicas; this job has {replicas}"
+        )
+    plan = step.plans[replica]
+    if plan.layers != layers:
+        raise PlanError(
+            f"{source} is for {_stages_text(plan.layers)}; this job has {_stages_text(layers)}"
+        )
+    if step.lengths != tuple(lengths):
+        raise PlanError(
+            f"{source} is for {_difference(step.lengths, lengths)}: a plan runs only on documents "
+            "of the lengths it was made for (leave --epp-plan out to plan each batch)"
+        )
+    if plan.forward_only != forward_only:
+        kind = "evaluation" if plan.forward_only else "training"
+        raise PlanError(f"{source} is for {kind} only")
+    odd_letters = {x for stage in plan.recompute for c in stage for x in c} - set(EXECUTABLE)
+    if odd_letters:
+        raise PlanError(
+            f"{source} has layers of choice {' '.join(sorted(odd_letters))} (o: offloaded), "
+            "which only simulation can do; plan without the lever offload, or write one of "
+            f"{' '.join(EXECUTABLE)} instead"
+        )
+    try:
+        check(plan)
+    except PlanError as error:
+        raise PlanError(f"{source} cannot be run: {error}") from error
+
+
+def _difference(planned: Sequence[int], given: Sequence[int]) -> str:
+    if len(planned) != len(given):
+        return f"{len(planned)} documents; the batch has {len(given)}"
+    odd = next(d for d, pair in enumerate(zip(planned, given, strict=True)) if pair[0] != pair[1])
+    return f"{planned[odd]} inputs in document {odd}; the batch's document {odd} has {given[odd]}"
+
+
+def _stages_text(layers: Sequence[int]) -> str:
+    return f"{len(layers)} stage{'s' * (len(layers) > 1)} of {' '.join(map(str, layers))} layers"

@@ -1,0 +1,132 @@
+"""What a job keeps in folders: written whole or not at all, by one job at a time.
+
+A job may be killed while it writes, its disk may be full, and another job may have been given the
+same folder. None of these may leave a file that cannot be read, or end a training that could go on.
+"""
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = "epp-job.lock"
+_SCRATCH = "megatron_epp-"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` so that a reader, whenever it comes, finds the old text or the
+    new one. OSError: the folder cannot be written; then nothing has changed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        # "x": never through a link that somebody else has put there.
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+class BestEffort:
+    """Does what training can do without; the first failure of each kind is a warning."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, what: str, action: Callable[[], object]) -> None:
+        """``what`` names what is lost if ``action`` fails, whatever it fails of."""
+        try:
+            action()
+        except Exception as error:
+            if what not in self._told:
+                self._told.add(what)
+                said = " ".join(str(error).split()) or "no reason given"
+                logger.warning(
+                    "%s cannot be kept (%s: %s); training goes on without, and this is not told "
+                    "again",
+                    what, type(error).__name__, said,
+                )  # fmt: skip
+
+
+# ------------------------------------------------------------------ one job a folder
+
+
+def claim(folders: Sequence[tuple[str, str | None]]) -> list[TextIO]:
+    """Make (flag, folder) this job's own for as long as the returned files are open.
+
+    ValueError: a folder cannot be written, or another job that lives writes it. A job that died,
+    however it died, holds nothing: the lock goes with its process.
+    """
+    locks: dict[Path, TextIO] = {}
+    for flag, folder in folders:
+        if not folder:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder).resolve() / LOCK_NAME
+            if path not in locks:
+                locks[path] = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"{flag} {folder}: {error.strerror}; name a folder that can be written"
+            ) from error
+        if not _lock(locks[path]):
+            locks[path].seek(0)
+            owner = locks[path].read().strip() or "it does not say which"
+            raise ValueError(
+                f"{flag} {folder}: another job that still runs writes this folder ({owner}); name "
+                "another folder, or end that job"
+            )
+        locks[path].truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        locks[path].write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+        locks[path].flush()
+    return list(locks.values())
+
+
+def _lock(file: TextIO) -> bool:
+    """Whether the lock is ours now. A file system without locks cannot tell: then it is, too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("%s: no lock (%s); nothing keeps a second job out", file.name, error)
+    return True
+
+
+@contextmanager
+def scratch_folder(what: str) -> Iterator[Path]:
+    """A folder for temporary files; those that killed processes left behind go, too."""
+    place = Path(tempfile.gettempdir())
+    for left in place.glob(f"{_SCRATCH}{what}-*"):
+        _remove_if_left(left)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{what}-"))
+    with (folder / LOCK_NAME).open("a") as mine:
+        _lock(mine)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_left(folder: Path) -> None:
+    try:
+        with (folder / LOCK_NAME).open("r+") as lock:
+            if _lock(lock):
+                shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        return  # another user's, or not locked yet by who is just making it

@@ -1,0 +1,127 @@
+"""Out of memory: the iteration counts for nothing and is repeated with less, a few times at most.
+
+All ranks know all failures, so all decide alike.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from megatron_epp.control.report import IterationReport, StageReport
+from megatron_epp.control.step_source import Adaptive, StepSource
+from megatron_epp.cost.devices import GIB
+from megatron_epp.ir import PlanError, Step, Timed
+from megatron_epp.runtime.groups import Groups
+
+logger = logging.getLogger(__name__)
+
+# Every repetition takes more than the one before (memory_budget.cut): behind the last of them less
+# than a fiftieth of the room is left, and memory is not what is wrong with the plans.
+MOST_REPETITIONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An iteration that was run: its step, this rank's records of it, and what became of all."""
+
+    step: Step
+    records: tuple[Timed, ...]
+    report: IterationReport
+
+
+class Retry:
+    """Repeats iterations that run out of memory. ``steps`` must be able to plan otherwise."""
+
+    def __init__(self, steps: StepSource, groups: Groups):
+        self.steps, self.groups = steps, groups
+        self._evaluation_tokens: float = math.inf  # of a chunk; memory ran out with more
+
+    def run(
+        self,
+        iteration: int,
+        forward_only: bool,
+        attempt: Callable[[], Attempt],
+        undo: Callable[[], None],
+    ) -> Attempt:
+        """The first ``attempt`` for which there is memory; ``undo`` what each before has left.
+
+        PlanError: there is none, and no other plan can be made.
+        """
+        for tried in count(1):
+            done = attempt()
+            failures = done.report.failures
+            if not failures:
+                return done
+            if forward_only:
+                self._evaluate_in_less(iteration, failures, done.step)
+            else:
+                self._plan_with_less(iteration, failures, tried)
+            undo()
+        raise AssertionError("an attempt either succeeds or ends the job")
+
+    def _plan_with_less(self, iteration: int, failures: Sequence[StageReport], tried: int) -> None:
+        """Plans get less room."""
+        at = f"iteration {iteration}"
+        if not isinstance(self.steps, Adaptive):
+            raise _no_other_plan(at, failures[0])
+        # One a stage: the rank that got furthest tells how much there is.
+        worst: dict[int, StageReport] = {}
+        for failure in failures:
+            before = worst.setdefault(failure.stage, failure)
+            if failure.held_bytes > before.held_bytes:
+                worst[failure.stage] = failure
+        if tried > MOST_REPETITIONS:
+            failure = failures[0]
+            raise PlanError(
+                f"{at}: out of memory in all of {tried} attempts, each planned with less than the "
+                f"one before; the last at {failure.failure} of stage {failure.stage} with "
+                f"{failure.held_bytes / GIB:.4g} GiB held for chunks: use more devices, a shorter "
+                "--seq-length or a smaller model, or see what else is in the device's memory"
+            )
+        for failure in worst.values():
+            held = f"{failure.failure}, {failure.held_bytes} bytes held for chunks"
+            event = self.steps.budget.failed(
+                iteration, failure.stage, failure.held_bytes, held, tried
+            )
+            if self.groups.control.rank() == 0:
+                logger.warning("the iteration is repeated with less memory: %s", event)
+        self.steps.narrow()
+
+    def _evaluate_in_less(
+        self, iteration: int, failures: Sequence[StageReport], step: Step
+    ) -> None:
+        """An evaluation is repeated in smaller chunks. It keeps nothing from forward to backward,
+        so what training may hold is not touched."""
+        at = f"the evaluation after iteration {iteration}"
+        if not isinstance(self.steps, Adaptive):
+            raise _no_other_plan(at, failures[0])
+        failed = min(failures, key=lambda one: _tokens(step, one))
+        tokens = _tokens(step, failed)
+        if tokens == 1 or tokens > self._evaluation_tokens:
+            raise PlanError(
+                f"stage {failed.stage} ran out of memory at {failed.failure} of {at}, {tokens} "
+                "tokens, and there are no smaller chunks: lower --epp-memory-budget-gib, use more "
+                "devices or a shorter context"
+            )
+        if self.groups.control.rank() == 0:
+            logger.warning(
+                "%s is repeated in smaller chunks: stage %d ran out of memory at %s of %d tokens",
+                at, failed.stage, failed.failure, tokens,
+            )  # fmt: skip
+        self._evaluation_tokens = tokens // 2
+        self.steps.shrink_evaluation(tokens // 2)
+
+
+def _tokens(step: Step, failed: StageReport) -> int:
+    assert failed.failure is not None
+    return step.plans[failed.replica].chunks[failed.failure.chunk].tokens
+
+
+def _no_other_plan(at: str, failed: StageReport) -> PlanError:
+    return PlanError(
+        f"stage {failed.stage} ran out of memory at {failed.failure} of {at}, "
+        f"{failed.held_bytes / GIB:.4g} GiB held: the plan was given (--epp-plan), so no other can "
+        "be made; leave it out"
+    )

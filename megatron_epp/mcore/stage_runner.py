@@ -1,0 +1,114 @@
+"""Runs this rank's part of a step: puts data, store, links, model and executor together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_epp.ir import Plan, Step, Timed, lower_stage, slices_of
+from megatron_epp.layers.chunk_state import store_for
+from megatron_epp.mcore.data.chunk_batches import Feed
+from megatron_epp.mcore.data.global_batches import Batch, Documents
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
+from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
+from megatron_epp.runtime.clock import CudaClock, HostClock
+from megatron_epp.runtime.executor import Executor, Failure, Waiting
+from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.link import Links
+from megatron_epp.runtime.malloc_trim import HostHeap
+from megatron_epp.runtime.memory_meter import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """What a stage made of its part of a step.
+
+    reports   on the last stage one, each entry summed over this replica's tokens; else none
+    tokens    that carry a loss
+    failure   the op that ran out of memory, if one did: then nothing else counts
+    """
+
+    plan: Plan
+    records: tuple[Timed, ...]
+    reports: list[dict[str, Tensor]]
+    tokens: Tensor | int
+    failure: Failure | None
+
+
+@dataclass
+class StageRunner:
+    """What every step of a job is run with on this rank.
+
+    make_stage   the model's side of the executor (model/stage.py)
+    """
+
+    groups: Groups
+    share: RowShare
+    meter: Meter
+    waiting: Waiting
+    device: torch.device
+    early_head: bool
+    keeps_last: bool
+    make_stage: Callable[..., ModelStage] = ModelStage
+    clock: HostClock | CudaClock = field(init=False)
+    heap: HostHeap | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        self.clock = CudaClock() if on_gpu else HostClock()
+        self.heap = None if on_gpu else HostHeap()
+
+    def run(
+        self,
+        step: Step,
+        batch: Batch,
+        documents: Documents,
+        model: Any,
+        config: Any,
+        forward_step: ForwardStep,
+    ) -> StageRun:
+        """Run this replica's plan on its documents of ``batch``."""
+        stage, replica = self.groups.stage, self.groups.replica
+        plan, samples = step.plans[replica], batch.samples[list(step.deals[replica])]
+        if any(other.splits_backward for other in step.plans):
+            is_last = stage == self.groups.stages - 1
+            refuse_split(model, early_modules(model, self.early_head and is_last))
+        slices = slices_of(plan)
+        program = lower_stage(plan, stage)
+        store = store_for(plan, slices, self.keeps_last)
+        feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
+        self.clock.start()
+        links = Links(
+            self.groups.payload,
+            lambda chunk: (self.share.message(feed.rows(chunk)), 1, config.hidden_size),
+            config.pipeline_dtype or config.params_dtype,
+            self.device,
+            self.groups.pipeline_ranks,
+        )
+        with self.make_stage(
+            model, config, forward_step, feed, plan, store, self.early_head
+        ) as compute:
+            executor = Executor(
+                program,
+                compute,
+                links,
+                store,
+                self.clock,
+                self.meter,
+                self.waiting,
+                self.groups.peers,
+                self.heap,
+            )
+            records = executor.run()
+        return StageRun(
+            plan, records, sum_reports(compute.reports), compute.tokens, executor.failure
+        )
+
+    def flop_borders(self, plan: Plan) -> Tensor:
+        """Where the whole documents of ``plan`` begin and end: [documents + 1] int64."""
+        borders = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
+        return torch.from_numpy(borders).to(self.device)

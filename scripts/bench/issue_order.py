@@ -1,0 +1,172 @@
+"""What the order of issue costs where ops take longer or shorter than it was made for: simulated.
+
+    python scripts/bench/issue_order.py [--batches N] [--seeds N] [-o RESULT.md]
+
+Sends and receives are issued in the order of one sequence that every rank derives from the plan
+(megatron_epp/ir/sequence.py). Where real durations differ, a receive may be posted after its
+message was ready, behind an op that the sequence has before it; the message then leaves late.
+Every row draws each op's and each message's seconds anew, around the cost model's, with the
+standard deviation in the first column; at 0% they still are not the sequence's own, which knows
+tokens and query-key pairs only. Printed is how much longer the iteration is than in an ideal in
+which all receives are always posted, and the same for receives posted where they are waited for.
+"""
+
+import argparse
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+
+from headline import ROOT, heading, host, write
+
+sys.path.insert(0, str(ROOT))
+
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Plan, Post, Program, Table, lower
+from megatron_epp.planner import Options
+from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.show.table import markdown
+
+NOISES = (0.0, 0.05, 0.10, 0.20)
+SETUPS = (
+    # model, device, parallel degrees, context, documents, lengths
+    ("gpt-13b", "a100-80g", {"pp": 4, "cp": 8}, 98304, 128, "wlb"),
+    ("llama3-8b", "h100-80g", {"pp": 8, "cp": 4}, 65536, 128, "wlb"),
+    ("llama3-8b", "h100-80g", {"pp": 4, "tp": 4}, 32768, 128, "wikipedia"),
+    ("llama3-70b", "h200-141g", {"pp": 16, "tp": 8}, 65536, 64, "prolong"),
+)
+LEAST = 0.1  # of its own seconds that an op takes at least, whatever is drawn
+
+Draw = Callable[[], float]
+
+
+def seconds_of(plan: Plan, table: Table, draw: Draw) -> tuple[dict, dict]:
+    """Seconds of every (stage, op), and of every message on its link."""
+    ops, messages = {}, {}
+    for stage, program in enumerate(lower(plan)):
+        for op in program:
+            if isinstance(op, Op):
+                alone = float(table.seconds[op.kind][stage][op.chunk])
+                if op.kind in BACKWARDS:
+                    alone += float(table.recompute_seconds[stage][op.chunk])
+                ops[stage, op] = alone * draw()
+            elif isinstance(op, Post):
+                message = op.message
+                link = min(message.link)
+                alone = float(table.link_seconds[message.payload][link][message.chunk])
+                messages[message] = alone * draw()
+    return ops, messages
+
+
+def play(
+    programs: Sequence[Program], ops: dict, messages: dict, latency: float, posted: str
+) -> float:
+    """Seconds of the iteration, with receives ``posted`` "always", "in order" or "when waited for".
+
+    A message leaves when it is made, its receive is posted and those before it on its link have
+    left; what is issued behind an op is posted when that op is done.
+    """
+    at, free = [0] * len(programs), [0.0] * len(programs)
+    ready: dict[Message, float] = {}
+    posts: dict[Message, float] = {}
+    arrived: dict[Message, float] = {}
+    coming: dict[tuple[int, int], deque[Message]] = {}
+    link_free: dict[tuple[int, int], float] = {}
+
+    def leave(link: tuple[int, int]) -> None:
+        while coming[link] and coming[link][0] in ready and coming[link][0] in posts:
+            message = coming[link].popleft()
+            depart = max(ready[message], posts[message], link_free.get(link, 0.0))
+            link_free[link] = depart + messages[message]
+            arrived[message] = link_free[link] + latency
+
+    for program in programs:
+        for op in program:
+            if isinstance(op, Post):
+                coming.setdefault(op.message.link, deque()).append(op.message)
+                if posted == "always":
+                    posts[op.message] = 0.0
+    moved = True
+    while moved:
+        moved = False
+        for stage, program in enumerate(programs):
+            while at[stage] < len(program):
+                op = program[at[stage]]
+                if isinstance(op, Op):
+                    free[stage] += ops[stage, op]
+                elif isinstance(op, Post):
+                    if posted == "in order":
+                        posts[op.message] = free[stage]
+                        leave(op.message.link)
+                elif op.kind is Kind.SEND:
+                    ready[op.message] = free[stage]
+                    leave(op.message.link)
+                else:
+                    if posted == "when waited for" and op.message not in posts:
+                        posts[op.message] = free[stage]
+                        leave(op.message.link)
+                    if op.message not in arrived:
+                        break
+                    free[stage] = max(free[stage], arrived[op.message])
+                at[stage] += 1
+                moved = True
+    assert at == list(map(len, programs))
+    return max(free)
+
+
+def losses(plan: Plan, table: Table, noise: float, seeds: int) -> tuple[list[float], list[float]]:
+    """How much longer than the ideal, by draw: issued in order, and posted when waited for."""
+    programs, latency = lower(plan), table.link_latency_seconds
+    in_order, late = [], []
+    for seed in range(seeds if noise else 1):
+        random = Random(seed)
+        draw = lambda: max(LEAST, random.gauss(1.0, noise))  # noqa: B023, E731
+        drawn = seconds_of(plan, table, draw)
+        ideal, ours, waited = (
+            play(programs, *drawn, latency, posted)
+            for posted in ("always", "in order", "when waited for")
+        )
+        in_order.append(ours / ideal - 1)
+        late.append(waited / ideal - 1)
+    return in_order, late
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--batches", type=int, default=3, help="of every setup (default: 3)")
+    parser.add_argument("--seeds", type=int, default=5, help="draws of every plan (default: 5)")
+    parser.add_argument("--planners", nargs="+", default=list(PIPELINES), choices=list(PIPELINES))
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    args = parser.parse_args()
+    found: dict[tuple[float, str], tuple[list[float], list[float]]] = {}
+    for model, device, degrees, context, documents, lengths in SETUPS:
+        cost = named_cost(model, device, **degrees)
+        corpus = open_corpus(lengths, context)
+        for number in range(args.batches):
+            batch = corpus.batch(number, documents)
+            for planner in args.planners:
+                plan = PIPELINES[planner](batch, cost, Options(context=context, effort=1)).plan
+                table = cost.table(plan)
+                for noise in NOISES:
+                    ours, late = losses(plan, table, noise, args.seeds)
+                    so_far = found.setdefault((noise, planner), ([], []))
+                    so_far[0].extend(ours)
+                    so_far[1].extend(late)
+        print(f"{model} on {device}, {degrees}: done", file=sys.stderr, flush=True)
+    rows = []
+    for (noise, planner), (ours, late) in sorted(found.items()):
+        cells = [f"{noise:.0%}", planner, str(len(ours))]
+        cells += [f"{statistics.mean(ours):+.2%}", f"{max(ours):+.2%}"]
+        cells += [f"{statistics.mean(late):+.2%}", f"{max(late):+.2%}"]
+        rows.append(cells)
+    headers = ["noise", "planner", "iterations", "in order, mean", "worst"]
+    text = markdown([*headers, "when waited for, mean", "worst"], rows)
+    title = "Seconds of an iteration over those with all receives always posted, **simulated**"
+    print(f"{title}\n\n{text}")
+    write(args.output, heading(f"{host()}, one of them used") + f"{title}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

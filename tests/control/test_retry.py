@@ -1,0 +1,100 @@
+"""Out of memory: what is repeated with less, how often, and what the last line says."""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_epp.control.memory_budget import MemoryBudget
+from megatron_epp.control.report import IterationReport, StageReport
+from megatron_epp.control.retry import MOST_REPETITIONS, Attempt, Retry
+from megatron_epp.control.step_source import Adaptive, Predicting
+from megatron_epp.ir import Kind, Op, PlanError, Step
+from megatron_epp.ir.random_plan import arbitrary_plan
+
+GROUPS = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0))
+
+
+class GivenOnly:
+    def step(self, iteration, lengths, forward_only): ...
+
+    def look_ahead(self, iteration, lengths) -> None: ...
+
+
+class Learning(GivenOnly):
+    cost = None
+
+    def __init__(self) -> None:
+        self.budget = MemoryBudget((1000.0, 1000.0), (100.0, 100.0))
+        self.narrowed = 0
+
+    def narrow(self) -> None:
+        self.narrowed += 1
+
+    def shrink_evaluation(self, tokens) -> None: ...
+
+    def adopt(self, profile) -> None: ...
+
+    def took(self, seconds) -> None: ...
+
+
+def test_a_capability_is_a_type() -> None:
+    assert isinstance(Learning(), Adaptive)
+    assert not isinstance(GivenOnly(), Predicting)
+    assert not isinstance(GivenOnly(), Adaptive)
+
+
+def attempts(fails: int):
+    """The first ``fails`` of them run out of memory on stage 1."""
+    step = Step(((0,),), (arbitrary_plan([50], (2, 2), Random(1)),))
+    told: list[str] = []
+
+    def attempt() -> Attempt:
+        failure = Op(Kind.FORWARD, 0) if told.count("run") < fails else None
+        told.append("run")
+        stages = (
+            StageReport(0, 0, 0.0, 1.0, 1.0, 0.0, 10),
+            StageReport(0, 1, 0.0, 1.0, 1.0, 0.0, 10, 0.0, failure, 880 if failure else 0),
+        )
+        return Attempt(step, (), IterationReport(stages))
+
+    return attempt, told
+
+
+def test_what_fits_at_last_is_what_counts(caplog) -> None:
+    steps, (attempt, told) = Learning(), attempts(3)
+    done = Retry(steps, GROUPS).run(4, False, attempt, lambda: told.append("undo"))
+    assert not done.report.failures
+    assert told == ["run", "undo", "run", "undo", "run", "undo", "run"]
+    assert steps.narrowed == 3
+    assert steps.budget.planned_bytes[0] == 1000
+    rooms = [event.budget_bytes for event in steps.budget.events]
+    assert rooms == [910, 910, 910]  # of the 900 for chunks nine tenths, though 880 were held
+    corrections = [event.correction for event in steps.budget.events]
+    assert corrections == pytest.approx([1, 1 / 0.81, 1 / 0.81 / 0.6561], abs=1e-5)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the iteration is repeated with less memory: {event}" for event in steps.budget.events
+    ]
+    assert all("out of memory at F0, 880 bytes held for chunks" in str(event)
+               for event in steps.budget.events)  # fmt: skip
+
+
+def test_repetitions_have_an_end() -> None:
+    steps, (attempt, told) = Learning(), attempts(1000)
+    with pytest.raises(PlanError) as ended:
+        Retry(steps, GROUPS).run(4, False, attempt, lambda: None)
+    assert len(told) == MOST_REPETITIONS + 1
+    assert str(ended.value).startswith(
+        f"iteration 4: out of memory in all of {MOST_REPETITIONS + 1} attempts, each planned with "
+        "less than the one before; the last at F0 of stage 1 with 8.196e-07 GiB held for chunks: "
+    )
+    assert "\n" not in str(ended.value)
+    # What was left to plan with in the end: nobody could say that less would have been tried.
+    assert steps.budget.planned_bytes[1] - 100 < 0.02 * 900
+
+
+def test_given_steps_are_not_repeated() -> None:
+    attempt, told = attempts(1)
+    with pytest.raises(PlanError, match="the plan was given"):
+        Retry(GivenOnly(), GROUPS).run(4, False, attempt, lambda: None)
+    assert told == ["run"]

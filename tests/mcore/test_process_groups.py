@@ -1,0 +1,78 @@
+"""Groups: as few as there can be, with the user's timeout, spoken on before the first plan."""
+
+from argparse import Namespace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.runtime.world import run
+
+MINUTES = 7
+
+
+def make(rank: int) -> list[dict[str, Any]]:
+    """The groups of two stages, and of two tensor-parallel ranks."""
+    from megatron.core import parallel_state as mpu
+    from megatron.training.global_vars import set_args
+
+    from megatron_epp.mcore import process_groups
+    from megatron_epp.runtime.comm_recorder import Traffic
+
+    set_args(Namespace(distributed_timeout_minutes=MINUTES))
+    cpu, found, plain = torch.device("cpu"), [], dist.new_group
+    for tp, pp in ((1, 2), (2, 1)):
+        mpu.initialize_model_parallel(tp, pp)
+        made: list[Any] = []
+
+        def new_group(*args: Any, made: list = made, **kwargs: Any) -> Any:
+            made.append(plain(*args, **kwargs))
+            return made[-1]
+
+        dist.new_group = new_group
+        with Traffic() as traffic:
+            groups = process_groups.make_groups(cpu)
+        dist.new_group = plain
+        found.append(
+            {
+                "made": [group.group_desc for group in made],
+                "timeouts": [group._get_backend(cpu).options._timeout for group in made],
+                "timeout": groups.timeout,
+                "pipeline": groups.pipeline_ranks,
+                "peers": groups.peers is not None and groups.peers.any(rank == 0),
+                "messages": [(message.way, message.peer) for message in traffic.messages],
+                "spoken on": [collective.group for collective in traffic.collectives],
+            }
+        )
+        mpu.destroy_model_parallel()
+    return found
+
+
+def test_groups_of_two_stages_and_of_two_peers(tmp_path) -> None:
+    found = run(2, make, tmp_path)
+    assert all(isinstance(one, list) for one in found), found
+    minutes = timedelta(minutes=MINUTES)
+    ways = ("send", "receive")
+    for rank, (stages, peers) in enumerate(found):
+        assert stages["made"] == ["epp_control", "epp_activation", "epp_gradient"]
+        assert stages["timeouts"] == [minutes] * 3
+        assert stages["timeout"] == minutes
+        assert stages["pipeline"] == (0, 1)
+        assert stages["messages"] == [(ways[rank], 1 - rank), (ways[1 - rank], 1 - rank)]
+        assert stages["spoken on"] == [] and not stages["peers"]
+        assert peers["made"] == ["epp_control"]
+        assert peers["messages"] == []
+        assert peers["spoken on"] == ["TENSOR_MODEL_PARALLEL_GROUP"]
+        assert peers["peers"]  # one of them failed, and both know
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
+def test_messages_hold_few_blocks_of_a_gpu() -> None:
+    from megatron_epp.mcore.process_groups import message_options
+
+    options = message_options(torch.device("cuda"), timedelta(minutes=MINUTES))
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
+    assert options._timeout == timedelta(minutes=MINUTES)
+    assert message_options(torch.device("cpu"), timedelta(minutes=MINUTES)) is None

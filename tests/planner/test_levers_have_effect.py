@@ -1,0 +1,103 @@
+"""Every lever and every option of a planner changes some plan, asked for on the command line."""
+
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.__main__ import main
+from megatron_epp.planner import ALL, LEVERS, PIPELINES, Options, balance_replicas, plan_step
+from tests.planner.cases import machine
+
+MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", "4", "--cp", "8")
+LENGTHS = (2676, 16384, 3507, 16384)
+TIGHT = ("--memory-budget-gib", "8", "--effort", "1")
+# What makes the most of each lever: memory that binds, an output layer that takes time, or neither.
+WHERE = {
+    "chunks": ("--effort", "1"),
+    "bins": TIGHT,
+    "window": TIGHT,
+    "wsplit": TIGHT,
+    "trim": TIGHT,
+    "selective": TIGHT,
+    "offload": (*TIGHT, "--levers", "all,-uneven"),
+    "exact": TIGHT,
+    "uneven": ("--head-seconds", "--effort", "0", "--levers", "all"),
+    "search": TIGHT,
+}
+# By field of Options, two command lines that differ in nothing else.
+FIELDS = {
+    "context": (("--planner", "packing"), ("--planner", "packing", "--context", "40000")),
+    "levers": ((*TIGHT, "--levers", "default"), (*TIGHT, "--levers", "none")),
+    "effort": (("--effort", "0"), ("--effort", "1")),
+    "multiple": (("--effort", "0"), ("--effort", "0", "--multiple", "128")),
+    "open_layers": (
+        ("--head-seconds", "--effort", "0"),
+        ("--head-seconds", "--effort", "0", "--layers", "8", "8", "8", "8"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lengths") / "lengths.txt"
+    path.write_text("\n".join(map(str, LENGTHS)))
+    return path
+
+
+def plan(lengths: Path, *arguments: str) -> list[str]:
+    """The lines of the plan that a command line makes, but for the promise."""
+    shown, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(told):
+        status = main(["plan", "--lengths", str(lengths), *MACHINE, *arguments])
+    assert status == 0, told.getvalue()
+    return [line for line in shown.getvalue().splitlines() if not line.startswith("predicted")]
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_every_lever_changes_a_plan(lever: str, lengths: Path) -> None:
+    where = WHERE[lever]
+    levers = where[where.index("--levers") + 1] if "--levers" in where else "default"
+    on = plan(lengths, *where, "--levers", levers)
+    assert plan(lengths, *where, "--levers", f"{levers},-{lever}") != on
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Options)])
+def test_every_option_changes_a_plan(field: str, lengths: Path) -> None:
+    one, other = FIELDS[field]
+    assert plan(lengths, *one) != plan(lengths, *other)
+    assert plan(lengths, *one) == plan(lengths, *one)
+
+
+def test_layers_are_open_where_nobody_names_them(
+    lengths: Path, capsys: pytest.CaptureFixture
+) -> None:
+    head = ("--head-seconds", "--effort", "0")
+    assert "layers 8 8 8 8" not in plan(lengths, *head)
+    assert "layers 8 8 8 8" in plan(lengths, *head, "--layers", "8", "8", "8", "8")
+    both = ("--levers", "all,uneven", "--layers", "8", "8", "8", "8")
+    assert main(["plan", "--lengths", str(lengths), *MACHINE, *both]) == 2
+    assert (
+        "--layers names the layers of every stage and the lever uneven" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "same"),
+    [([30_000] * 2 + [500] * 100 + [3_000] * 11, True), ([60_000] + [1_000] * 60, False)],
+)
+def test_replicas_have_the_same_layers(batch: list[int], same: bool) -> None:
+    """Whether each alone wants the same ones or others."""
+    cost = machine(pp=4, head_seconds=True)
+    options = Options(levers=ALL, effort=0, open_layers=True)
+    deals = balance_replicas(batch, cost, 2)
+    alone = {
+        PIPELINES["epp"]([batch[d] for d in held], cost, options).plan.layers for held in deals
+    }
+    assert (len(alone) == 1) == same
+    made = plan_step(batch, cost, options, "epp", 2)
+    even = plan_step(batch, cost, dataclasses.replace(options, open_layers=False), "epp", 2)
+    assert len({found.plan.layers for found in made.planned}) == 1
+    assert made.seconds < even.seconds if same else made.seconds <= even.seconds
