@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.ir import Chunk, Slices, slices_of
+from megatron_epp.ir import Chunk, Slices, slices_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,11 @@ class Loads:
         return context
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunked:
-    """As much of a plan as slices_of reads."""
-
-    documents: Sequence[int]
-    chunks: Sequence[Chunk]
-
-
 def loads_of(
     chunks: Sequence[Chunk], documents: Sequence[int], slices: Slices | None = None
 ) -> Loads:
     """The loads of ``chunks`` of ``documents``; a PlanError where they do not cover each other."""
-    slices = slices_of(_Chunked(documents, chunks)) if slices is None else slices  # type: ignore[arg-type]
+    slices = slices_in(documents, chunks) if slices is None else slices
     cut_tokens = [
         0 if document < 0 else next(s.tokens for s in chunk.spans if s.document == document)
         for chunk, document in zip(chunks, slices.document, strict=True)

@@ -50,7 +50,7 @@ from megatron_epp.ir.rules import (
     Rules,
     SlicePosition,
 )
-from megatron_epp.ir.slices import Slices, slices_of
+from megatron_epp.ir.slices import Slices, slices_in, slices_of
 from megatron_epp.ir.span import Span
 from megatron_epp.ir.step import Step
 from megatron_epp.ir.table import Table
@@ -100,6 +100,7 @@ __all__ = [
     "needs_of",
     "parse_records",
     "rules_of",
+    "slices_in",
     "slices_of",
     "walk",
 ]

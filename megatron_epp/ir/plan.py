@@ -22,8 +22,8 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
@@ -81,6 +81,8 @@ class Plan:
     replica: int = 0
     replicas: int = 1
     predicted: Prediction | None = None
+    # A pure function of the fields above, kept by whoever asks first (ir.slices).
+    _slices: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if not (self.documents and self.layers and self.chunks):

@@ -1,8 +1,10 @@
 """How the slices of cut documents tie chunks together."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.rules import Relation, SlicePosition
@@ -49,16 +51,24 @@ class Slices:
 
 
 def slices_of(plan: Plan) -> Slices:
-    """The slices of ``plan``; a :class:`PlanError` where a token is computed twice or never, or
-    where a chunk holds slices of two cut documents (their K/V would have to live together).
+    """The slices of ``plan``, worked out once and kept on the value; see :func:`slices_in`."""
+    if plan._slices is None:
+        object.__setattr__(plan, "_slices", slices_in(plan.documents, plan.chunks))
+    return plan._slices
+
+
+def slices_in(documents: Sequence[int], chunks: Sequence[Chunk]) -> Slices:
+    """How ``chunks`` cut ``documents``; a :class:`PlanError` where a token is computed twice or
+    never, or where a chunk holds slices of two cut documents (their K/V would have to live
+    together).
     """
-    places: list[list[tuple[Span, int]]] = [[] for _ in plan.documents]
-    for index, chunk in enumerate(plan.chunks):
+    places: list[list[tuple[Span, int]]] = [[] for _ in documents]
+    for index, chunk in enumerate(chunks):
         for span in chunk.spans:
             places[span.document].append((span, index))
-    document = [-1] * len(plan.chunks)
-    earlier = [-1] * len(plan.chunks)
-    later = [-1] * len(plan.chunks)
+    document = [-1] * len(chunks)
+    earlier = [-1] * len(chunks)
+    later = [-1] * len(chunks)
     for number, spans in enumerate(places):
         spans.sort()
         reached = 0
@@ -71,9 +81,9 @@ def slices_of(plan: Plan) -> Slices:
                     f"(chunk {index} holds {span})"
                 )
             reached = span.stop
-        if reached != plan.documents[number]:
+        if reached != documents[number]:
             raise PlanError(
-                f"document {number}: inputs [{reached}:{plan.documents[number]}] are never computed"
+                f"document {number}: inputs [{reached}:{documents[number]}] are never computed"
             )
         if len(spans) == 1:
             continue

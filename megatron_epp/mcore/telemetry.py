@@ -32,9 +32,9 @@ def scalars(
     }
     for stage, peak in enumerate(report.peak_bytes):
         values[f"peak-gib-stage-{stage}"] = peak / GIB
-    promises = [plan.predicted for plan in step.plans if plan.predicted is not None]
-    if promises:
-        values["predicted-seconds"] = max(promise.seconds for promise in promises)
+    predictions = [plan.predicted for plan in step.plans if plan.predicted is not None]
+    if predictions:
+        values["predicted-seconds"] = max(one.seconds for one in predictions)
     return values
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Memory promised and kept, and time foretold, on real documents and this host's CPU.
+"""Memory and time, predicted and measured, on real documents and this host's CPU.
 
     scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform failure] [-o RESULT.md]
 
@@ -112,8 +112,10 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
             lengths, ample.layers, random.Random(task["seed"]), letters=EXECUTABLE
         )
         played = play(drawn, ample.table(drawn))
-        promise = Prediction(played.seconds, tuple(p / GIB for p in played.peak_bytes), "random")
-        return Step((tuple(range(len(lengths))),), (dataclasses.replace(drawn, predicted=promise),))
+        prediction = Prediction(played.seconds, tuple(p / GIB for p in played.peak_bytes), "random")
+        return Step(
+            (tuple(range(len(lengths))),), (dataclasses.replace(drawn, predicted=prediction),)
+        )
     kept = plan_step(lengths, ample, options, "epp").planned[0]
     if task["share"] == 1.0 and task["planner"] == "epp":
         return Step((tuple(range(len(lengths))),), (kept.plan,))

@@ -1,5 +1,8 @@
 """What check accepts, and the one line that it refuses with."""
 
+import dataclasses
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from megatron_epp.ir import (
     PlanError,
     backward_of,
     check,
+    slices_in,
     slices_of,
     walk,
 )
@@ -164,3 +168,16 @@ def test_kinds_of_backward() -> None:
     assert not plan.forward_only and not plan.splits_backward
     assert evaluation(plan).forward_only
     assert 1 not in backward_of(evaluation(plan))[0]
+
+
+def test_slices_are_worked_out_once_and_are_no_part_of_the_value() -> None:
+    text = "plan v1\ndocuments 5\nlayers 1\nchunk 0: 0[0:2]\nchunk 1: 0[2:5]\n"
+    text += "stage 0: F0 F1 B1 B0\n"
+    plan, same = Plan.parse(text), Plan.parse(text)
+    assert slices_of(plan) is slices_of(plan)
+    assert slices_of(plan) == slices_in(same.documents, same.chunks)
+    assert (plan, hash(plan), str(plan), repr(plan)) == (same, hash(same), str(same), repr(same))
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    # A plan made from this one has slices of its own.
+    with pytest.raises(PlanError, match="never computed"):
+        slices_of(dataclasses.replace(plan, documents=(6,)))

@@ -33,10 +33,10 @@ def test_a_failure_always_takes_a_tenth_of_the_room() -> None:
     assert ours.stage_bytes[0] == 100 + 0.9 * 900
 
 
-def test_a_near_miss_takes_what_was_promised_too_little() -> None:
+def test_a_near_miss_takes_what_was_predicted_too_little() -> None:
     ours = budget()
     learnt = ours.measured(7, (950.0, 900.0), (880, 990))
-    # Stage 0: 850 promised for chunks, 880 held, of 900. Stage 1: 900 promised, 990 held of 1000.
+    # Stage 0: 850 predicted for chunks, 880 held, of 900. Stage 1: 900 predicted, 990 held of 1000.
     assert [event.stage for event in learnt] == [0, 1]
     assert all(event.iteration == 8 for event in learnt)
     assert ours.planned_bytes == pytest.approx((100 + 900 * 850 / 880, 1000 * 900 / 990), rel=1e-5)
@@ -103,16 +103,16 @@ def test_repeated_failures_cut_more_each_time_and_are_not_learnt_twice() -> None
 
 
 @pytest.mark.parametrize(
-    ("promised", "peak"),
+    ("predicted", "peak"),
     [
-        (900.0, 905),  # as promised
+        (900.0, 905),  # as predicted
         (500.0, 600),  # far from the budget
     ],
 )
-def test_nothing_is_learnt_without_need(promised, peak) -> None:
+def test_nothing_is_learnt_without_need(predicted, peak) -> None:
     ours = MemoryBudget((1000.0,), (0.0,))
     assert NEAR > 0.9
-    assert ours.measured(1, (promised,), (peak,)) == []
+    assert ours.measured(1, (predicted,), (peak,)) == []
     assert ours.stage_bytes == (1000.0,)
 
 

@@ -31,9 +31,9 @@ def cost_model(corpus, tmp_path_factory):
     path = folder / "epp-cost-model.json"
     measured = Profile.load(str(path))
     model = Model("m", 4, 32, 64, 4, 2, 8, 128, gated=True)
-    foretold = analytic_profile(model, DEVICES["cpu"])
+    predicted = analytic_profile(model, DEVICES["cpu"])
     names = ("layer_seconds", "first_seconds", "last_seconds", "recompute_seconds")
-    seconds = {name: getattr(foretold, name) for name in names}
+    seconds = {name: getattr(predicted, name) for name in names}
     dataclasses.replace(
         measured, **seconds, link_seconds_per_token=0.0, link_latency_seconds=1e-5
     ).save(str(path))
