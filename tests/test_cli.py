@@ -720,12 +720,128 @@ def test_a_budget_of_a_cpu_covers_no_weights(capsys, plan, lengths):
 def test_a_device_file_of_odd_values(capsys, plan, tmp_path, field):
     path = tmp_path / "device.json"
     for odd in (-1, None, [], 10**400, True):
-        if field == "linear_flops" and odd is True:
-            continue  # a number to Python, and harmless
         described = dataclasses.asdict(DEVICES["h100-80g"]) | {field: odd}
         path.write_text(json.dumps(described))
         told = refused(capsys, "simulate", plan, "--model", "gpt-7b", "--device", path)
         assert f"device file {path}: " in told and "expected" in told
+
+
+# ------------------------------------------------------------------ hostile files and numbers
+
+
+def test_no_file_is_read_without_end(capsys):
+    for command in (["check"], ["draw"], ["simulate", *MACHINE]):
+        told = refused(capsys, command[0], "/dev/zero", *command[1:])
+        assert "plan /dev/zero: longer than 256 MiB" in told
+    for flag in ("--model", "--device", "--cost-model"):
+        words = {"--model": "gpt-7b", "--device": "a100-80g", flag: "/dev/zero"}
+        told = refused(capsys, "plan", "--lengths", "wlb", "--pp", 2, *sum(words.items(), ()))
+        assert "/dev/zero: longer than 16 MiB" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("2147483648\n", "at most 2147483647"),
+        ("2147483647\n" * 3, "6442450941 inputs in 3 documents; expected at most 4294967296"),
+    ],
+)
+def test_a_batch_beyond_64_bits_is_refused(capsys, tmp_path, text, words):
+    path = tmp_path / "large.txt"
+    path.write_text(text)
+    assert words in refused(capsys, "plan", "--lengths", path, *COMMON)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--multiple", 999999999999999], "whole number of at most 1048576"),
+        (["--memory-budget-gib", "1e300"], "expected a number from 1e-06 to 1e+06, in GiB"),
+        (["--devices", 4], "--devices has no effect where --pp and --cp are numbers"),
+        (["--effort", 10**12], "whole number of at most 1000000"),
+    ],
+)
+def test_numbers_that_no_machine_has(capsys, lengths, words, told):
+    assert told in refused(capsys, "plan", "--lengths", lengths, *COMMON, *words)
+
+
+def test_words_of_numpy_become_one_line(capsys, lengths, monkeypatch):
+    """Whatever bound is missing: no warning of numpy's reaches the user."""
+    import numpy as np
+
+    from megatron_epp.cli import plan as command
+
+    def overflowing(*_):
+        return np.array([1e308]) * 1e308
+
+    monkeypatch.setattr(command, "open_batches", overflowing)
+    told = refused(capsys, "plan", "--lengths", lengths, *COMMON)
+    assert "too large or too small together" in told and "overflow encountered" in told
+
+
+def test_a_link_in_the_place_of_a_partial_file_is_not_followed(capsys, plan, tmp_path):
+    """The names of old, and any other: files are made anew, under names that nobody knows."""
+    victim, out = tmp_path / "victim", tmp_path / "o.txt"
+    victim.write_text("mine")
+    for name in (".o.txt.partial", "o.txt.partial"):
+        (tmp_path / name).symlink_to(victim)
+    printed(capsys, "draw", plan, "-o", out)
+    assert victim.read_text() == "mine" and out.is_file() and not out.is_symlink()
+    before = {path.name for path in tmp_path.iterdir()}
+    out.chmod(0o640)
+    printed(capsys, "draw", plan, "-o", out)  # an old file keeps its rights
+    assert out.stat().st_mode & 0o777 == 0o640
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_a_partial_file_goes_when_it_cannot_be_finished(capsys, plan, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    told = refused(capsys, "draw", plan, "-o", tmp_path / "o.txt")
+    assert "No space left on device" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["a.plan"]
+
+
+@pytest.mark.parametrize("ending", ["svg", "html", "txt"])
+def test_a_title_of_control_characters(capsys, plan, tmp_path, ending):
+    path = tmp_path / f"x.{ending}"
+    printed(capsys, "draw", plan, "--title", "a\x01b\x1b[31m", "-o", path)
+    text = path.read_text()
+    assert "\x01" not in text and "\x1b" not in text and "\\u0001" not in text
+
+
+def test_check_is_linear_in_stages(monkeypatch):
+    """Counted, not timed: an op is looked at a bounded number of times."""
+    from megatron_epp.ir import check as module
+    from tests.show.plans import one_f_one_b
+
+    looked_at = 0
+    lacking = module._Needs.lacking
+
+    def counted(*arguments):
+        nonlocal looked_at
+        looked_at += 1
+        return lacking(*arguments)
+
+    monkeypatch.setattr(module._Needs, "lacking", counted)
+    for stages in (20, 80):
+        plan, looked_at = one_f_one_b(stages, 6), 0
+        check(plan)
+        assert looked_at <= 3 * sum(map(len, plan.orders))
+
+
+@pytest.mark.parametrize("command", DOING)
+def test_a_wrong_flag_is_refused_before_torch_is_loaded(command):
+    pytest.importorskip("megatron.core")
+    code = "import sys\nsys.modules['torch'] = None"
+    for flag, near in (("--foo", "see megatron_epp"), ("--hiden-size", "did you mean --hidden-s")):
+        found = run(command, "--num-layers", 4, flag, 64, code=code)
+        assert found.returncode == 2
+        assert f"{command}: unknown option '{flag}', here and in Megatron; {near}" in found.stderr
+    # What is known passes, and meets the missing torch.
+    assert "torch" in run(command, "--num-layers", 4, "--no-rope-fusion", code=code).stderr
 
 
 def test_main_imports_no_solver(plan):

@@ -171,9 +171,7 @@ def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path, name):
 def test_splitting_into_too_many_is_refused(tmp_path):
     path = tmp_path / "one.txt"
     path.write_text("2147483647\n" * 50)
-    with pytest.raises(
-        ValueError, match=r"context of 1 makes 1.07e\+11 doc.* larger --con"
-    ):
+    with pytest.raises(ValueError, match=r"context of 1 makes 1.07e\+11 doc.* larger --con"):
         open_corpus(str(path), context=1, overlong="split")
     assert len(open_corpus(str(path), context=1, overlong="truncate")) == 50
 

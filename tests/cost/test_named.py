@@ -171,3 +171,58 @@ def test_damaged_profiles() -> None:
             accepted += 1
             assert Profile.from_json(found.to_json()) == found
     assert 100 < accepted < 1900
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"budget_gib": True}, "budget_gib True: expected a number"),
+        ({"budget_gib": 1e308}, "budget_gib 1e+308: expected from 0.001 to 1e+06"),
+        ({"node_devices": 0.5}, "node_devices 0.5: expected from 1 to 1e+06"),
+        ({"node_devices": 1.5}, "node_devices 1.5: expected a whole number"),
+        ({"linear_flops": 1e-300}, "linear_flops 1e-300: expected from 1 to 1e+24"),
+        ({"link_latency_seconds": 1e300}, "link_latency_seconds 1e+300: expected from 0 to 1000"),
+        ({"group_bytes_per_second": {"0": 1e9}}, "group_bytes_per_second of a group of '0': "),
+        ({"group_bytes_per_second": {"-4": 1e9}}, "group_bytes_per_second of a group of '-4': "),
+        ({"group_bytes_per_second": {"8": True}}, "group_bytes_per_second of a group of '8' True"),
+        ({"group_bytes_per_second": {}}, "group_bytes_per_second: expected a rate for one size"),
+    ],
+)
+def test_a_device_that_makes_no_sense_is_refused(tmp_path: Path, change: dict, error: str) -> None:
+    file = tmp_path / "odd.json"
+    file.write_text(json.dumps(dataclasses.asdict(DEVICES["h100-80g"]) | change))
+    with pytest.raises(ValueError) as caught:
+        device(str(file))
+    assert str(caught.value).startswith(f"device file {file}: {error}")
+
+
+def scaled(value: object, factor: float, where: str = "seconds") -> object:
+    """A profile's JSON with every figure whose name holds ``where`` times ``factor``."""
+    if isinstance(value, dict):
+        return {
+            name: scaled(item, factor, "" if where == "" or where in name else where)
+            for name, item in value.items()
+        }
+    return value * factor if where == "" and isinstance(value, float) else value
+
+
+@pytest.mark.parametrize(
+    ("factor", "error"),
+    [
+        (0.0, "layer_seconds: F: a token takes no time; expected per_token or per_pair above 0"),
+        (1e12, "expected at most 1000"),
+    ],
+)
+def test_a_profile_that_makes_no_sense_is_refused(factor: float, error: str) -> None:
+    figures = json.loads(PROFILE.to_json())
+    figures["layer_seconds"] = scaled(figures["layer_seconds"], factor, "")
+    with pytest.raises(ValueError) as caught:
+        Profile.from_json(json.dumps(figures), "p.json")
+    assert str(caught.value).startswith("profile file p.json: layer_seconds: ")
+    assert error in str(caught.value)
+
+
+def test_a_file_without_end_is_refused() -> None:
+    for read in (model, device, Profile.load):
+        with pytest.raises(ValueError, match=r"/dev/zero: longer than 16 MiB; expected a descr"):
+            read("/dev/zero")

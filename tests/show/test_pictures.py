@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -25,8 +26,9 @@ from megatron_epp.show.png import to_png
 from megatron_epp.show.shapes import Label, Rect, text_width
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.text import FILL, text_gantt
-from megatron_epp.show.timeline import timeline, timeline_of
+from megatron_epp.show.timeline import idle, timeline, timeline_of
 from megatron_epp.show.trace import to_trace
+from megatron_epp.show.units import bytes_text, share_text
 from megatron_epp.sim.play import play
 from megatron_epp.sim.unit_table import unit_table
 from tests.show.plans import EXAMPLE, example, one_f_one_b, played, split_example
@@ -244,3 +246,100 @@ def test_the_trace_has_every_op_and_an_arrow_for_every_message():
     )
     assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == messages
     assert any(e["ph"] == "C" for e in events)
+
+
+def labels(drawing):
+    return [shape for shape in drawing.shapes if isinstance(shape, Label)]
+
+
+def test_the_legend_explains_every_mark():
+    """Budget, shades, the colours of cut documents, and how high the curves are."""
+    run = timeline_of(played(example()), "run", (4e9, 4e9))
+    drawing = draw_timeline(run)
+    texts = [label.text for label in labels(drawing)]
+    for words in (
+        "memory budget",
+        "pale: whole documents; darker: a later slice of a cut one",
+        "upper edge: one colour for each cut document",
+    ):
+        assert words in texts
+    scale = next(text for text in texts if text.startswith("bytes alive"))
+    highest = max(*run.peak_bytes, 4e9)
+    assert scale.endswith(f"each curve from 0 to {bytes_text(highest * 1.04)}")
+    assert any("  |  bubbles " in text for text in texts)
+    plain = [label.text for label in labels(draw_timeline(timeline_of(played(one_f_one_b(2, 3)))))]
+    assert not any("budget" in text or "cut" in text for text in plain)
+    legend = [name for _, name in page_data(to_html(run))["legend"]]
+    assert "memory budget" in legend and any(name.startswith("pale") for name in legend)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(8, 200), (16, 60)])
+def test_what_is_to_be_read_of_a_wide_plan_stands_at_the_left(stages, chunks):
+    run = timeline_of(played(one_f_one_b(stages, chunks)), "wide", (40e9,) * stages)
+    drawing = draw_timeline(run)
+    assert drawing.width > 1500
+    for stage in range(stages):
+        share = share_text(1 - run.busy[stage] / run.seconds)
+        for words in (f"stage {stage}", f"{share} idle", f" of {bytes_text(40e9)}"):
+            assert any(label.text.endswith(words) and label.x < 200 for label in labels(drawing))
+    numbers = {
+        shape.text[0].isdigit() for shape in labels(drawing) if shape.text.lstrip("FB").isdigit()
+    }
+    assert len(numbers) == 1  # F12 on all bars, or 12 on all
+
+
+def test_letters_without_a_number_are_explained():
+    plan = one_f_one_b(8, 200)
+    chart = text_gantt(timeline_of(play(plan, unit_table(plan)), unit="units"), 60)
+    assert "large and small in turn: ops too short for their label" in chart
+    assert "I its input-gradient half" not in chart  # none is there
+    assert "draw -o x.html shows all of them" in text_gantt(
+        timeline_of(played(one_f_one_b(8, 900))), 40
+    )
+
+
+def test_no_character_of_a_title_breaks_the_picture():
+    run = timeline_of(played(example()), "a\x01b\udcff & <c> \U0001f600 d\x1b[31m")
+    root = ElementTree.fromstring(to_svg(draw_timeline(run)))
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert "a\ufffdb\ufffd & <c> \U0001f600 d\ufffd[31m" in texts
+
+
+def test_drawing_takes_time_in_proportion_to_the_ops():
+    """Counted in lines of ours that run: twice the stages, or the slices, about twice as many."""
+
+    def lines_run(plan):
+        content = timeline_of(play(plan, unit_table(plan)), unit="units")
+        count = 0
+
+        def trace(frame, event, _):
+            nonlocal count
+            if "/megatron_epp/show/" not in frame.f_code.co_filename:
+                return None
+            count += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            to_svg(draw_timeline(content, 1400))
+            to_html(content)
+            to_trace(content)
+            text_gantt(content, 100)
+            idle(plan, content.records, content.seconds)
+        finally:
+            sys.settrace(None)
+        return count
+
+    few, many = (lines_run(one_f_one_b(stages, 2)) for stages in (40, 80))
+    assert many < 2.4 * few
+    few, many = (lines_run(sliced(slices)) for slices in (60, 120))
+    assert many < 2.4 * few
+
+
+def sliced(count):
+    """One document in ``count`` slices on two stages."""
+    lines = [f"chunk {c}: 0[{10 * c}:{10 * (c + 1)}]" for c in range(count)]
+    order = [f"F{c}" for c in range(count)] + [f"B{c}" for c in reversed(range(count))]
+    stages = [f"stage {stage}: {' '.join(order)}" for stage in range(2)]
+    head = ["plan v1", f"documents {10 * count}", "layers 1 1"]
+    return Plan.parse("\n".join([*head, *lines, *stages]) + "\n")
