@@ -171,7 +171,7 @@ class Rank:
                 Transferred(
                     "send" if sends else "receive",
                     f"epp_{message.payload.name.lower()}",
-                    message.target if sends else message.source,
+                    self.groups.pipeline_ranks[message.target if sends else message.source],
                     rows * self.args.hidden_size,
                 )
             )
