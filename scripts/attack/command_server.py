@@ -11,6 +11,7 @@ import io
 import json
 import os
 import resource
+import runpy
 import select
 import signal
 import subprocess
@@ -87,7 +88,7 @@ class CommandServer:
         environment: Mapping[str, str] | None = None,
         seconds: float = 60,
     ) -> Ended:
-        """``entry``: epp (``python -m megatron_epp``) or pretrain (``...pretrain_gpt``)."""
+        """``entry``: epp (``python -m megatron_epp``), pretrain (``...pretrain_gpt``), or file."""
         request = {
             "words": list(words),
             "entry": entry,
@@ -222,6 +223,9 @@ def _command(entry: str, words: list[str]) -> int:
         from megatron_epp.pretrain_gpt import run
 
         run()
+        return 0
+    if entry == "file":
+        runpy.run_path(words[0], run_name="__main__")
         return 0
     from megatron_epp.__main__ import main
 

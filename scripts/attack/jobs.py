@@ -27,6 +27,7 @@ _MODEL = """
     --position-embedding-type rope --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0
 """
+MODULE = ["-m", "megatron_epp.pretrain_gpt"]  # what is trained with
 _LOGGED = re.compile(r"iteration +(\d+)/.*?lm loss: ([0-9.E+-]+).*?grad norm: ([0-9.]+)")
 
 
@@ -106,7 +107,7 @@ class Job:
     def __enter__(self) -> "Job":
         self.temporary.mkdir()
         program = [sys.executable]
-        own = ["-m", "megatron_epp.pretrain_gpt", *self.words]
+        own = [*MODULE, *self.words]
         if self.launcher:
             run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
             self._start([*program, *run, str(self.ranks), *own], {}, ROOT)

@@ -109,10 +109,11 @@ class Line:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        shown = " ".join(
-            word if re.fullmatch(r"[\w./,=-]+", word) else ascii(word) for word in self.words
-        )
-        return shown if len(shown) < 200 else shown[:200] + " ..."
+        """The words that can be told apart: paths by their names, the first and the last ones."""
+        words = [Path(word).name if word.startswith("/") else word for word in self.words]
+        words = [word if re.fullmatch(r"[\w./,=-]+", word) else ascii(word) for word in words]
+        shown = " ".join(words)
+        return shown if len(shown) < 160 else f"{shown[:30]} ... {shown[-120:]}"
 
 
 def judge(line: Line, ended: Ended) -> str | None:
