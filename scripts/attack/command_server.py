@@ -202,7 +202,8 @@ def _be_the_command(request: dict[str, Any], out: int, err: int) -> None:
         if request["folder"] is not None:
             os.chdir(request["folder"])
         sys.stdin = os.fdopen(0)
-        warnings.simplefilter("default")
+        for category in (RuntimeWarning, UserWarning):  # also where the server has warned before
+            warnings.simplefilter("default", category)
         status = _command(request["entry"], request["words"])
     except SystemExit as end:
         if isinstance(end.code, str):

@@ -169,7 +169,7 @@ def _numbers(material: Material, folder: Path) -> Iterator[Line]:
     profile = json.loads(material("profile.json").read_text())
     places = list(_places(profile))
     for value in (0, 1e308, 1e-308, -1, True, "1", None):
-        for place in [*places[:: max(1, len(places) // 8)], None]:
+        for place in [*places[:: max(1, len(places) // 3)], None]:
             changed = json.loads(json.dumps(profile))
             for each in places if place is None else [place]:
                 if each[-1] != "profile":

@@ -72,7 +72,7 @@ DOING = (
 
 # What no option that takes a number may choke on.
 ODD_NUMBERS = ("", " ", "-1", "0", "1.5", "1e3", "nan", "inf", "-inf", "1e308", "1e-320", "0x10")
-ODD_NUMBERS += ("٣", "1_000", "9" * 30, "--", "true", "1,2", "1 2", "½", "é" * 200)
+ODD_NUMBERS += ("٣", "1_0", "9" * 30, "true", "1,2", "1 2", "½", "é" * 200)
 NUMBERS = {
     "plan": (
         "--context",
@@ -173,6 +173,7 @@ def attacks(server: CommandServer, material: Material, few: bool = False) -> lis
     groups = {
         "odd numbers": list(_odd_numbers(material)),
         "odd words": list(_odd_words(material)),
+        "two dashes as a value": list(_dashes(material)),
         "what does not fit together": list(_misfits(material)),
         "numbers that are too large": list(_too_large(material)),
         "input without an end": list(_endless(material)),
@@ -240,6 +241,15 @@ def _odd_numbers(material: Material) -> Iterator[Line]:
                 yield Line((*base, *given))
 
 
+def _dashes(material: Material) -> Iterator[Line]:
+    """argparse takes ``--`` for the end of the options, wherever it stands."""
+    for command, options in NUMBERS.items():
+        for option in options:
+            yield Line((*_words(material, command), f"{option}=--"), REFUSED)
+    yield Line((*_words(material, "plan"), "--planner=--"), REFUSED)
+    yield Line((*_words(material, "plan"), "--", "x"), REFUSED)
+
+
 def _odd_words(material: Material) -> Iterator[Line]:
     plan, good = _words(material, "plan"), str(material("good.plan"))
     yield Line((), REFUSED)
@@ -278,7 +288,7 @@ def _odd_words(material: Material) -> Iterator[Line]:
         yield Line(("draw", good, "--title", title, "-o", "t.svg"))
     for width in ("39", "40", "100000", "100001"):
         yield Line(("draw", good, "--width", width))
-    for path in ("", ".", "/", "/nope", "/dev/null", "/proc/self/mem", "\n", "x" * 5000, "~"):
+    for path in ("", ".", "/", "/nope", "/dev/null", "/proc/self/mem", "no\nsuch", "x" * 5000, "~"):
         yield Line(("check", path), REFUSED)
         yield Line(("draw", path), REFUSED)
         yield Line(("simulate", path, *material.machine_words), REFUSED)
