@@ -56,7 +56,7 @@ def attacks(grounds: Grounds, parts: list[str], iterations: int, plans: int) -> 
         yield from lines.training_attacks(grounds.torch_server, grounds.folder / "flags")
     if "files" in parts:
         yield from damaged_files.attacks(grounds.server, grounds.material)
-        yield from damaged_files.state_attacks(grounds.torch_server, grounds.folder / "state")
+        yield from damaged_files.state_attacks(grounds.torch_server, grounds.material)
     if "training" in parts:
         yield from training.attacks(grounds.folder / "undisturbed")
     if "plans" in parts:
