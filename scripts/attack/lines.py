@@ -20,6 +20,7 @@ TRAINING = (
     ({"epp_memory_budget_gib": "nan"}, REFUSED),
     ({"epp_memory_budget_gib": "inf"}, REFUSED),
     ({"epp_memory_budget_gib": "1e308"}, REFUSED),
+    ({"epp_memory_budget_gib": "1e7"}, REFUSED),
     ({"epp_memory_budget_gib": "0"}, REFUSED),
     ({"epp_memory_budget_gib": "-1"}, REFUSED),
     ({"epp_memory_budget_gib": "1e-9"}, REFUSED),
@@ -37,7 +38,7 @@ TRAINING = (
     ({"epp_planner": "epp epp"}, REFUSED),
     ({"epp_effort": "-1"}, REFUSED),
     ({"epp_effort": "1.5"}, REFUSED),
-    ({"epp_effort": "9" * 40}, EITHER),
+    ({"epp_effort": "9" * 40}, REFUSED),
     ({"epp_attention": "nope"}, REFUSED),
     ({"epp_overlong": "nope"}, REFUSED),
     ({"epp_cost_model": "/nope"}, REFUSED),
@@ -132,6 +133,8 @@ def judge(line: Line, ended: Ended) -> str | None:
     if ended.left:
         return f"{ended.left} processes left running"
     if ended.status == 0:
+        if "the planner failed" in ended.out:
+            return "trained on what packing planned, as the planner's service failed"
         return "accepted" if line.may == REFUSED else None
     if line.may == RUNS:
         return f"refused{said}"
