@@ -385,7 +385,7 @@ def _two_nodes(folder: Path, one: tuple, other: tuple, seed: int) -> str | None:
     with Job(folder, flags("documents", pipeline_model_parallel_size=1), cwd=homes) as job:
         if job.wait(240) == [0, 0]:
             return None
-        return job.require_refusal("documents")
+        return job.require_refusal("same lengths")
 
 
 # ------------------------------------------------------------------ the machine
