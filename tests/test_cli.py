@@ -230,12 +230,12 @@ def test_the_levers_of_training_are_the_default(capsys, lengths, monkeypatch):
     """In plan, compare and serve; what can only be simulated must be named."""
     from megatron_epp.cli.options import parse
     from megatron_epp.cli.plan import options_of
-    from megatron_epp.planner import TRAINING
+    from megatron_epp.planner import TRAINING_LEVERS
 
     for command in ("plan", "compare", "serve"):
         words = ["--lengths", lengths] if command != "serve" else []
         found = parse([command, *words, "--pp", "2", *map(str, MACHINE)])
-        assert options_of(found).levers == TRAINING
+        assert options_of(found).levers == TRAINING_LEVERS
 
 
 # ------------------------------------------------------------------ the machine in a plan's comment

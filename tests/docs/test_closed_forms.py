@@ -12,7 +12,7 @@ import pytest
 
 from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Op, Payload, Plan, Span, Table
 from megatron_epp.planner import Options, plan_step
-from megatron_epp.sim.play import Played, play
+from megatron_epp.sim.play import Simulation, play
 from tests.planner.cases import machine
 
 CASES = [(p, m) for p in (2, 3, 4, 8) for m in (8, 11)]  # m >= p
@@ -29,7 +29,7 @@ def plan_of(stages: int, documents: int, slices: int, orders: list[list[Op]]) ->
     return Plan((slices,) * documents, (1,) * stages, chunks, recompute, tuple(map(tuple, orders)))
 
 
-def played(plan: Plan, slices: int) -> Played:
+def played(plan: Plan, slices: int) -> Simulation:
     """On chunks of equal time; messages take none."""
     stages, chunks = plan.stages, len(plan.chunks)
     ones, none = np.ones((stages, chunks)), np.zeros((stages, chunks))

@@ -11,7 +11,7 @@ from megatron_epp.cli.options import Refused
 def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training.arguments import parse_args
 
-    from megatron_epp.mcore.entry import prepare_parser
+    from megatron_epp.mcore.flags import prepare_parser
 
     def caught(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         flags.extend(
