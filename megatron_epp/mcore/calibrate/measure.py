@@ -306,6 +306,7 @@ def _measure_links(probe: Probe, groups: Groups, readings: Readings):
     """Round trips between the first two stages of every pipeline, through the groups of F and B."""
     if groups.stages < 2:
         return
+    first, second = groups.pipeline_ranks[:2]  # of the world, as the payload groups span it
     for tokens in (16, 256, 1024, 2048):
         for repeat in range(REPEATS + 1):
             tensor = probe.message(tokens)
@@ -315,11 +316,11 @@ def _measure_links(probe: Probe, groups: Groups, readings: Readings):
             began = probe.now()
             there, back = groups.payload[Payload.ACTIVATION], groups.payload[Payload.GRADIENT]
             if groups.stage == 0:
-                dist.send(tensor, group=there, group_dst=1)
-                dist.recv(tensor, group=back, group_src=1)
+                dist.send(tensor, group=there, group_dst=second)
+                dist.recv(tensor, group=back, group_src=second)
             else:
-                dist.recv(tensor, group=there, group_src=0)
-                dist.send(tensor, group=back, group_dst=0)
+                dist.recv(tensor, group=there, group_src=first)
+                dist.send(tensor, group=back, group_dst=first)
             if repeat:
                 readings.link.append((tokens, (probe.now() - began) / 2))
 
