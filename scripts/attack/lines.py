@@ -64,7 +64,7 @@ DOING = (
     ("certify", "--pp", "65"),
     ("certify", "--pp", "-1"),
     ("certify", "--num-layers", "x"),
-    ("certify", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "3"),
+    ("certify", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "0"),
     ("profile", "--nope"),
     ("profile", "--pp", "0"),
     ("profile", "--num-layers", "2"),
