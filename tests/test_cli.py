@@ -819,14 +819,14 @@ def test_check_is_linear_in_stages(monkeypatch):
 
     module = importlib.import_module("megatron_epp.ir.check")
     looked_at = 0
-    lacking = module._Needs.lacking
+    lacking = module._lacking
 
     def counted(*arguments):
         nonlocal looked_at
         looked_at += 1
         return lacking(*arguments)
 
-    monkeypatch.setattr(module._Needs, "lacking", counted)
+    monkeypatch.setattr(module, "_lacking", counted)
     for stages in (20, 80):
         plan, looked_at = one_f_one_b(stages, 6), 0
         check(plan)

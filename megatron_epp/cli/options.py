@@ -52,6 +52,8 @@ class Parser(argparse.ArgumentParser):
         for word in others:  # first: a misspelt option is often missing, too
             if word.startswith("--") and word != "--" and word.split("=")[0] not in known:
                 self.error(_unknown(word, known, command))
+            if word.startswith("--") and word.endswith("=--"):  # argparse would make it a list
+                self.error(f"argument {word[:-3]}: '--' is no value")
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(_unknown(unknown[0], known, found.command))

@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron_epp.cost.named import pick
 
+# The most and, inverted, the least GiB that anybody means.
+MOST_GIB = 1e6
 GIB = 2**30
 MOST_DEVICES = 1_000_000
 

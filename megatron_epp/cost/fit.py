@@ -100,6 +100,18 @@ def fit_profile(
     return Fitted(dataclasses.replace(template, **fields), quality)
 
 
+# Of a chunk's constant seconds, what its tokens are given where the fit left them none.
+_TOKENS_SHARE = 1e-3
+
+
+def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
+    """Layers so small that only a chunk's constant shows, on a busy host: planners divide by what
+    ``tokens`` cost, and a profile in which they cost nothing is refused."""
+    if seconds.per_token or seconds.per_pair:
+        return seconds
+    return dataclasses.replace(seconds, per_token=_TOKENS_SHARE * seconds.per_chunk / tokens)
+
+
 def _fit_seconds(
     template: Profile,
     samples: Mapping[Kind, Sequence[Sample]],
@@ -126,7 +138,9 @@ def _fit_seconds(
         )
         quality[f"seconds of {kind.value}"] = result.quality
         numbers = iter(result.coefficients)
-        layer[kind] = Seconds(next(numbers), next(numbers), next(numbers))
+        layer[kind] = _no_token_is_free(
+            Seconds(next(numbers), next(numbers), next(numbers)), max(row.tokens for row in rows)
+        )
         ends = [(first, any(row.first for row in rows)), (last, any(row.last for row in rows))]
         for grid, seen in ends:
             end = Seconds(per_token=next(numbers), per_chunk=next(numbers))

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
+from megatron_epp.cost.devices import MOST_GIB
+from megatron_epp.planner.options import MOST_EFFORT
 
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
 # although gradient_accumulation_fusion is off.
@@ -89,11 +91,14 @@ class Config:
     def __post_init__(self):
         for name in ("epp_memory_budget_gib", "epp_memory_limit_gib"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
                 flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} {value}: expected more than 0 GiB")
-        if self.epp_effort < 0:
-            raise ValueError(f"--epp-effort {self.epp_effort}: expected at least 0")
+                raise ValueError(
+                    f"{flag} {value:g}: expected from {1 / MOST_GIB:g} to {MOST_GIB:g} GiB"
+                )
+        if not 0 <= self.epp_effort <= MOST_EFFORT:
+            # Not the number: it may have thousands of digits.
+            raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Config":

@@ -20,6 +20,7 @@ LEVERS = MappingProxyType(
         "search": "a bounded local search over chunks, recompute and order",
     }
 )
+MOST_EFFORT = 1_000_000
 SIMULATION_ONLY = frozenset({"offload", "uneven"})
 ALL = frozenset(LEVERS)
 # What the executor can run. Layers that cannot split a backward do without `wsplit`, which

@@ -236,3 +236,12 @@ def test_bad_samples() -> None:
         Sample("kz", True, False, 5, 5, 0, 1.0)
     with pytest.raises(ValueError, match="5 tokens, 6 of a cut document"):
         Sample("k", True, False, 5, 5, 6, 1.0)
+
+
+def test_no_token_is_free() -> None:
+    """Where noise leaves all the time of tiny layers in the constant, planners can still divide."""
+    rows = [Sample("k", False, False, tokens, tokens, 0, 1e-3) for tokens in (16, 64, 256)]
+    fitted = fit_profile(TEMPLATE, WHERE, seconds={Kind.FORWARD: rows}).profile
+    figures = fitted.layer_seconds[Kind.FORWARD]
+    assert 0 < figures.per_token * 256 < 0.01 * figures.per_chunk
+    assert Profile.from_json(fitted.to_json()) == fitted

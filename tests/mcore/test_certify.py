@@ -115,7 +115,10 @@ def test_flags_that_megatron_does_not_know_end_with_status_2() -> None:
     done = command("--pp", "1", "--hidden-sizes", "64")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "megatron_epp: error: unrecognized arguments: --hidden-sizes 64\n"
+    assert done.stderr == (
+        "megatron_epp: error: certify: unknown option '--hidden-sizes', here and in Megatron; "
+        "did you mean --hidden-size?\n"
+    )
 
 
 def test_degrees_come_from_the_model_flags_too() -> None:
