@@ -155,7 +155,7 @@ def train_by_plan(plan: Plan, model: Model, documents: list[Tensor], stage: int)
     compute, clock = Stage(plan, model, documents, stage), HostClock()
     clock.start()
     shape = lambda chunk: (plan.chunks[chunk].tokens, W)  # noqa: E731
-    links = Links(program, groups, shape, torch.float64, torch.device("cpu"))
+    links = Links(groups, shape, torch.float64, torch.device("cpu"))
     Executor(program, compute, links, compute.store, clock, NoMeter(), Waiting(stage)).run()
     return compute.loss / plan.tokens
 

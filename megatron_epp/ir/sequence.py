@@ -20,7 +20,7 @@ from megatron_epp.ir.slices import slices_of
 # layer of 12 hidden^2 weights, for a hidden size of 4096.
 PAIRS_PER_TOKEN = 6 * 4096
 
-# The work of an op in forwards of its chunk.
+# The work of an op in forwards of its chunk; other kinds pass in no time.
 FORWARDS: Mapping[Kind, int] = {
     Kind.FORWARD: 1,
     Kind.BACKWARD: 2,
@@ -48,7 +48,7 @@ def sequence(plan: Plan, rules: Rules | None = None) -> Iterator[tuple[int, Op]]
         for _, where, ops in needs(stage, op):
             for other in ops:  # what has not run has ended at 0
                 start = max(start, ends[other.kind][where][other.chunk])
-        layers = FORWARDS[kind] * plan.layers[stage]
+        layers = FORWARDS.get(kind, 0) * plan.layers[stage]
         if kind in BACKWARDS:
             layers += plan.recompute[stage][chunk].count(FULL)
         stop = start + layers * units[chunk]

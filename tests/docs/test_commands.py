@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.planner.test_batches import write_index
+from tests.corpus.test_idx_file import write_pair
 
 from megatron_epp.__main__ import main
 from megatron_epp.cli.options import DOING, parse
@@ -76,7 +76,7 @@ def _megatron_flags() -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_index(tmp_path / "my.idx", [9001, 1501, 901, 301, 13, 4001, 2501, 60001] * 4)
+    write_pair(tmp_path / "my", [9001, 1501, 901, 301, 13, 4001, 2501, 60001] * 4)
     for words in commands(page.read_text()):
         require(words, tmp_path)
 

@@ -34,8 +34,8 @@ FIELDS = {
     "effort": (("--effort", "0"), ("--effort", "1")),
     "multiple": (("--effort", "0"), ("--effort", "0", "--multiple", "128")),
     "open_layers": (
-        ("--head-seconds", "--effort", "0"),
-        ("--head-seconds", "--effort", "0", "--layers", "8", "8", "8", "8"),
+        ("--head-seconds", "--effort", "0", "--levers", "all"),
+        ("--head-seconds", "--effort", "0", "--levers", "all", "--layers", "8", "8", "8", "8"),
     ),
 }
 
@@ -74,7 +74,7 @@ def test_every_option_changes_a_plan(field: str, lengths: Path) -> None:
 def test_layers_are_open_where_nobody_names_them(
     lengths: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    head = ("--head-seconds", "--effort", "0")
+    head = ("--head-seconds", "--effort", "0", "--levers", "all")
     assert "layers 8 8 8 8" not in plan(lengths, *head)
     assert "layers 8 8 8 8" in plan(lengths, *head, "--layers", "8", "8", "8", "8")
     both = ("--levers", "all,uneven", "--layers", "8", "8", "8", "8")
