@@ -11,10 +11,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.corpus.test_idx_file import write_pair
 
 from megatron_epp.__main__ import main
 from megatron_epp.cli.options import DOING, parse
+from tests.corpus.test_idx_file import write_pair
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
