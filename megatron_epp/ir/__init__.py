@@ -23,7 +23,6 @@ Standard library only. Everything else in the project speaks in these words:
 from megatron_epp.ir.check import backward_of, check, walk
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
-from megatron_epp.ir.lower import Program, lower, lower_stage
 from megatron_epp.ir.needs import NeedsOf, needs_of, ops_of_chunk, rules_of
 from megatron_epp.ir.op import (
     BACKWARDS,
@@ -37,6 +36,7 @@ from megatron_epp.ir.op import (
     Transfer,
 )
 from megatron_epp.ir.plan import Plan, Prediction
+from megatron_epp.ir.program.lower import Program, lower, lower_stage
 from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_epp.cost.cost import named_cost
 from megatron_epp.ir import Plan, PlanError, Post, Step, lower
-from megatron_epp.ir.queue_check import hanging_waits, stuck_in_one_queue
+from megatron_epp.ir.program.queue_check import hanging_waits, stuck_in_one_queue
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PIPELINES

@@ -9,15 +9,15 @@ Two questions, for the messages of GPUs, whose sends and receives are kernels:
                          for its whole device (cudaFree, the loading of a kernel, a new
                          communicator), and meanwhile issues nothing more
 
-Programs that :func:`megatron_epp.ir.lower.lower` makes pass both by construction; the checks are
-for whoever issues in another order.
+Programs that :func:`megatron_epp.ir.lower` makes pass both by construction; the checks are for
+whoever issues in another order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from megatron_epp.ir.lower import Program
 from megatron_epp.ir.op import Kind, Message, Op, Post, Transfer
+from megatron_epp.ir.program.lower import Program
 
 # Of a stage's program: (stage, index).
 Place = tuple[int, int]

@@ -7,8 +7,8 @@ from megatron_epp.ir.check import backward_of
 from megatron_epp.ir.needs import needs_of
 from megatron_epp.ir.op import Kind, Message, Op, Payload, Post, Transfer
 from megatron_epp.ir.plan import Plan
+from megatron_epp.ir.program.sequence import sequence
 from megatron_epp.ir.rules import Rules
-from megatron_epp.ir.sequence import sequence
 
 Program = tuple[Op | Transfer | Post, ...]
 
@@ -16,7 +16,7 @@ Program = tuple[Op | Transfer | Post, ...]
 def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     """One program per stage, in which every message of the plan is sent and received once.
 
-    All programs are the projection of one sequence of ops and messages (:mod:`ir.sequence`), in
+    All programs are the projection of one sequence of ops and messages (:mod:`.sequence`), in
     which a message follows the op that makes it and precedes the op that wants it:
 
         sequence   F0 of stage 0 | F0>1           | F1 of stage 0 | F0 of stage 1
@@ -32,7 +32,7 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     Whoever stands first in the sequence can always go on, as everything that it needs stands
     before it. So nothing hangs, not even where a device takes its work from a single queue and
     sends meet their receives, and a wait for all that was issued so far returns at every point
-    (:mod:`ir.queue_check`).
+    (:mod:`ir.program.queue_check`).
 
     Which messages there are follows from the rule table: one for every need met by another stage.
 

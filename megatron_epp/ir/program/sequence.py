@@ -1,6 +1,6 @@
 """One sequence of the ops of all stages, in which causes come first.
 
-Every rank issues its ops and messages as this sequence has them (:mod:`megatron_epp.ir.lower`), so
+Every rank issues its ops and messages as this sequence has them (:mod:`.lower`), so
 it must be the same on all ranks: it follows from the plan alone. Ops stand where they would end if
 each took as long as it has work. Real durations differ; what that costs is a message that starts a
 little late (scripts/bench/issue_order.py), never one that cannot come.
