@@ -3,7 +3,8 @@
     python scripts/bench/issue_order.py [--batches N] [--seeds N] [-o RESULT.md]
 
 Sends and receives are issued in the order of one sequence that every rank derives from the plan
-(ir/program/sequence.py). Where real durations differ, a receive may be posted after its message was ready, behind an op that the sequence has before it; the message then leaves late.
+(ir/program/sequence.py). Where real durations differ, a receive may be posted after its message
+was ready, behind an op that the sequence has before it; the message then leaves late.
 Every row draws each op's and each message's seconds anew, around the cost model's, with the
 standard deviation in the first column; at 0% they still are not the sequence's own, which knows
 tokens and query-key pairs only. Printed is how much longer the iteration is than in an ideal in
