@@ -375,6 +375,12 @@ def _planner(command: argparse.ArgumentParser, *, names: str | None) -> None:
         "only be simulated), none, or names joined by commas; default,-NAME takes one away",
     )
     group.add_argument(
+        "--host-memory-gib",
+        type=positive("GiB"),
+        metavar="X",
+        help="of the host's memory, for what one device offloads (lever offload; default: any)",
+    )
+    group.add_argument(
         "--effort",
         type=whole(0, 1_000_000),
         metavar="N",

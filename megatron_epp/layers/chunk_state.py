@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_epp.ir import Plan, Slices, Span
+from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
 
@@ -29,6 +30,7 @@ class ChunkState:
     rows        where each span lies; ``tokens`` counts all rows, padding behind the spans included
     recompute   one letter per layer of this stage
     store       the K/V of cut documents
+    host        what offloaded layers saved; None where there is none
     """
 
     chunk: int
@@ -37,6 +39,7 @@ class ChunkState:
     recompute: str
     store: Store
     training: bool = True
+    host: HostStore | None = None
     scratch: dict = field(default_factory=dict)
 
 

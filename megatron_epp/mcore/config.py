@@ -54,6 +54,14 @@ class Config:
         metavar="GIB",
         type=float,
     )
+    epp_host_memory_gib: float | None = _flag(
+        None,
+        "GiB of its host's memory that a rank may take for what its layers offload (the lever "
+        "offload, or letter o of a plan), pinned where there is a GPU (default: half of what is "
+        "available, without a GPU 0.15 of it, shared by the local ranks).",
+        metavar="GIB",
+        type=float,
+    )
     epp_attention: str = _flag(
         "auto",
         "Attention kernels on a GPU: te (Transformer Engine), torch, or auto: the first of these "
@@ -89,7 +97,7 @@ class Config:
     )
 
     def __post_init__(self):
-        for name in ("epp_memory_budget_gib", "epp_memory_limit_gib"):
+        for name in ("epp_memory_budget_gib", "epp_memory_limit_gib", "epp_host_memory_gib"):
             value = getattr(self, name)
             if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
                 flag = "--" + name.replace("_", "-")

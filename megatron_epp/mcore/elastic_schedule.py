@@ -97,7 +97,9 @@ class ElasticSchedule:
                     pg_collection=pg_collection,
                     force_all_reduce=force_all_reduce,
                 )
-            report = self.observer.gather(step, ran.records, ran.failure)
+            report = self.observer.gather(
+                step, ran.records, ran.failure, self.runner.host_peak_bytes
+            )
             between = "optimizer and what else Megatron does between iterations"
             self.runner.waiting.enter(Elsewhere(between))
             return Attempt(step, ran.records, report)

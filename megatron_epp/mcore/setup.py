@@ -28,7 +28,7 @@ from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
-from megatron_epp.mcore.job_cost import make_planning
+from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
 from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.forward import forward_step
@@ -215,6 +215,7 @@ class Job:
             early_head=early_head(args),
             keeps_last=place.attention.keeps_last,
             make_stage=self.hooks.make_stage,
+            host_bytes=host_budget_bytes(args, config),
         )
         may_refit = config.epp_cost_model is None and config.epp_plan is None
         observer = Observer(

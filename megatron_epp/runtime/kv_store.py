@@ -103,6 +103,15 @@ class Store:
         assert kept.key_grad_CGD is not None and kept.value_grad_CGD is not None
         return kept.key_grad_CGD[start:stop], kept.value_grad_CGD[start:stop]
 
+    def holds(self, layer: int, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in a buffer of the layer's K and V."""
+        where = tensor.untyped_storage()._cdata
+        return any(
+            where in (k.key_CGD.untyped_storage()._cdata, k.value_CGD.untyped_storage()._cdata)
+            for (kept_layer, _), k in self._kept.items()
+            if kept_layer == layer
+        )
+
     def release(self, layer: int, document: int):
         """Free a layer's K/V of a document and their gradients."""
         self.bytes -= self._kept.pop((layer, document)).bytes

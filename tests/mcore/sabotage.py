@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_epp.layers.attention import cpu
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
+from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
 
@@ -99,6 +100,12 @@ def meet_in_between() -> AbstractContextManager:
     return _changed_batch(lambda batch: dist.barrier())
 
 
+def reuse_host_memory() -> AbstractContextManager:
+    """A layer is laid where another one still lies that has not come back."""
+    block = torch.empty(2**22, dtype=torch.uint8)
+    return patch.object(HostStore, "take", lambda self, nbytes: [block])
+
+
 def forget_to_free() -> AbstractContextManager:
     """What an iteration kept is still there when it ends."""
     return patch.object(Store, "release", lambda self, layer, document: None)
@@ -114,6 +121,7 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     scale_wrongly,
     meet_in_between,
     forget_to_free,
+    reuse_host_memory,
     nullcontext,
 )
 

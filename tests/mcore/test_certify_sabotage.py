@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.ir import Step, slices_of
+from megatron_epp.ir import Kind, Step, slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
@@ -24,6 +24,7 @@ WAYS = (
     "scale wrongly",
     "meet in between",
     "forget to free",
+    "reuse host memory",
     "nothing again",
 )
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
@@ -36,11 +37,27 @@ def fragile(step: Step) -> bool:
     return any("f" in choice for chunk, choice in enumerate(plan.recompute[0]) if later[chunk] >= 0)
 
 
+def offloads_two(step: Step) -> bool:
+    """Whether two layers lie in the host's memory at a time."""
+    (plan,) = step.plans
+    away = most = 0
+    for op in plan.orders[0]:
+        layers = plan.recompute[0][op.chunk].count("o")
+        away += {Kind.FORWARD: layers, Kind.BACKWARD: -layers, Kind.INPUT: -layers}.get(op.kind, 0)
+        most = max(most, away)
+    return most > 1
+
+
 @cache
 def seed() -> int:
     """One whose batches are all fragile."""
-    numbers = range(len(WAYS))
-    return next(s for s in range(10_000) if all(fragile(draw(s, n, FRAME).step) for n in numbers))
+    numbers, offloading = range(len(WAYS)), WAYS.index("reuse host memory")
+    return next(
+        s
+        for s in range(10_000)
+        if all(fragile(draw(s, n, FRAME).step) for n in numbers)
+        and offloads_two(draw(s, offloading, FRAME).step)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +94,7 @@ def test_the_untouched_executor_passes(judged, way) -> None:
         "lose border labels",
         "mistake border labels",
         "scale wrongly",
+        "reuse host memory",
     ],
 )
 def test_wrong_numbers_are_far_beyond_the_bound(judged, way) -> None:

@@ -20,7 +20,7 @@ from megatron_epp.cost.fit import Sample, fit_profile, line_above
 from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.layers.recompute.wrap import ON_DEVICE
 from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
 from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
 from megatron_epp.runtime.consensus import share
@@ -195,7 +195,7 @@ def calibrate(
 def _measure_bytes(probe: Probe, readings: Readings, context: int):
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
-        for letter in EXECUTABLE:
+        for letter in ON_DEVICE:
             for cut in (False, True):
                 shape = Shape(tokens, cut=cut)
                 measured = _weighed(probe, shape, letter)
@@ -363,7 +363,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
         recompute_seconds=_recompute_seconds(every, profile),
         saved_bytes={
-            letter: profile.saved_bytes[letter if letter in EXECUTABLE else KEEP]
+            letter: profile.saved_bytes[letter if letter in ON_DEVICE else KEEP]
             for letter in profile.saved_bytes
         },
         first_bytes=_alike(profile.first_bytes),

@@ -5,7 +5,7 @@ from random import Random
 
 import numpy
 
-from megatron_epp.ir import KEEP, SELECTIVE, Kind, Op, Plan, Step, slices_of
+from megatron_epp.ir import KEEP, OFFLOAD, SELECTIVE, Kind, Op, Plan, Step, slices_of
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.scale_down import CONTEXT
 
@@ -129,6 +129,7 @@ class Coverage:
     """What a step makes the executor do, in numbers.
 
     cut         documents in several slices          window      most chunks in flight on a stage
+    offloaded   layers of all chunks and stages, which are not among those recomputed
     packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages,
     halved      backwards run as I and W             selective   those of them in part
     """
@@ -141,6 +142,7 @@ class Coverage:
     hybrid: int
     recomputed: int
     selective: int
+    offloaded: int
     layers: int
     halved: int
     window: int
@@ -156,8 +158,9 @@ class Coverage:
             packed=kinds.count("packed"),
             split=kinds.count("split"),
             hybrid=kinds.count("hybrid"),
-            recomputed=sum(letter != KEEP for letter in letters),
+            recomputed=sum(letter not in (KEEP, OFFLOAD) for letter in letters),
             selective=sum(letter in SELECTIVE for letter in letters),
+            offloaded=letters.count(OFFLOAD),
             layers=len(letters),
             halved=sum(
                 op.kind is Kind.WEIGHT

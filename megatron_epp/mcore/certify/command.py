@@ -189,6 +189,7 @@ _COLUMNS = (
     ("window", 6),
     ("I+W", 4),
     ("recomputed", 10),
+    ("offloaded", 9),
     ("messages", 8),
     ("loss error", 10),
     ("gradient", 8),
@@ -210,6 +211,7 @@ def row(judged: Judged) -> str:
         str(coverage.window),
         str(coverage.halved),
         f"{coverage.recomputed}/{coverage.layers}",
+        str(coverage.offloaded),
         str(judged.messages),
         f"{judged.loss_error:.1e}",
         f"{judged.gradient_error:.1e}",
@@ -228,8 +230,9 @@ def verdict(judged: Sequence[Judged]) -> str:
         f"chunks: {sum(c.packed for c in every)} packed, {sum(c.split for c in every)} split, "
         f"{sum(c.hybrid for c in every)} hybrid; up to {max(c.window for c in every)} in flight on "
         f"a stage; {sum(c.recomputed for c in every)} of {sum(c.layers for c in every)} layers "
-        f"recomputed, {sum(c.selective for c in every)} in part; {sum(c.halved for c in every)} "
-        "backwards in two halves",
+        f"recomputed, {sum(c.selective for c in every)} in part, "
+        f"{sum(c.offloaded for c in every)} offloaded; {sum(c.halved for c in every)} backwards in "
+        "two halves",
         f"collectives: {issued or 'none'}",
     ]
     failed = [str(batch.number) for batch in judged if not batch.passed]

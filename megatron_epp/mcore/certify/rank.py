@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.ir import Kind, Plan, Program, Step, Transfer, lower
+from megatron_epp.ir import OFFLOAD, Kind, Plan, Program, Step, Transfer, lower
 from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.allowed_collectives import name_of
 from megatron_epp.mcore.certify.batches import Drawn, Frame, draw
@@ -110,7 +110,11 @@ class Rank:
             gradients,
             len(traffic.messages),
             Counter(name for name in names if name is not None),
-            [*self._unplanned(drawn.step, traffic.messages), *unlisted],
+            [
+                *self._unplanned(drawn.step, traffic.messages),
+                *unlisted,
+                *self._not_offloaded(drawn.step),
+            ],
         )
 
     def _run(self, drawn: Drawn, forward_only: bool) -> tuple[float, float]:
@@ -140,6 +144,15 @@ class Rank:
             for bucket in buffer.buckets:
                 mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+    def _not_offloaded(self, step: Step) -> list[str]:
+        """Where the plan offloads layers and nothing has left the device."""
+        stage = self.groups.stage
+        choices = step.plans[self.groups.replica].recompute[stage]
+        wanted = any(OFFLOAD in choice for choice in choices)
+        if wanted == (self.schedule.runner.host_peak_bytes > 0):
+            return []
+        return [f"stage {stage}: {self.schedule.runner.host_peak_bytes} bytes were offloaded"]
 
     def _unplanned(self, step: Step, messages: list[Transferred]) -> list[str]:
         """How the messages differ from those of the plan."""
