@@ -77,8 +77,7 @@ class Documents:
         Labels were made before any cut: the last label of a span is the first input of the next.
         """
         part, item = self._item(sample)
-        tokens = part.tokens(item, start, stop + 1)
-        return tokens[1:], part.loss_mask(tokens[:-1], tokens[1:])
+        return part.targets(item, start, stop)
 
 
 @dataclass(frozen=True, slots=True)
