@@ -1,4 +1,8 @@
-"""What of Megatron's features cannot run through elastic pipelines: refused at start, by name."""
+"""What of Megatron's features cannot run through elastic pipelines: refused at start, by name.
+
+Flags whose job a plan does are taken out on the command line before (replaced.py). Where they come
+another way, as from a checkpoint's arguments or from a script's own, they are refused here.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -62,6 +66,13 @@ REFUSALS = (
         lambda args: (
             _given("experimental_attention_variant")(args)
             or getattr(args, "softmax_type", "vanilla") != "vanilla"
+        ),
+    ),
+    Refusal(
+        "clipping and logging of attention logits (--qk-clip, --log-max-attention-logit)",
+        "leave them out: the attention of slices keeps no largest logit",
+        lambda args: (
+            _given("qk_clip")(args) or bool(getattr(args, "log_max_attention_logit", False))
         ),
     ),
     Refusal(
@@ -136,7 +147,7 @@ REFUSALS = (
         lambda args: args.micro_batch_size not in (None, 1),
     ),
     Refusal(
-        "loss averaged per micro-batch (--no-calculate-per-token-loss)",
+        "loss averaged per micro-batch (--no-calculate-per-token-loss, with --eod-mask-loss)",
         "leave it out: chunks of different sizes must weigh by their tokens",
         lambda args: not args.calculate_per_token_loss,
     ),

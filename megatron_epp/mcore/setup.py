@@ -21,7 +21,7 @@ from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Step
-from megatron_epp.mcore import megatron_gpt, refusals, telemetry
+from megatron_epp.mcore import megatron_gpt, refusals, replaced, telemetry
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.data.documents import config_from_args
@@ -120,6 +120,7 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
     """
     config = Config.of(args)
     refusals.refuse(args)
+    replaced.warn(args)
     if args.num_layers is not None and args.pipeline_model_parallel_size > args.num_layers:
         raise ValueError(
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "

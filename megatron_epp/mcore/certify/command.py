@@ -42,21 +42,23 @@ GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type lea
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is to be certified. ``models``: Megatron's flags of each; batches go to them in turn."""
+    """What is to be certified. ``models``: Megatron's flags of each; batches go to them in turn.
+    ``lora_rank``: of adapters on the frozen model; 0: none."""
 
     degrees: Degrees
     models: tuple[tuple[str, ...], ...]
     batches: int = 20
     seed: int = 1234
     overlap: bool = False
+    lora_rank: int = 0
     patience_seconds: float = 300.0
     interfere: Path | None = None
 
     def __post_init__(self):
-        for name, least in (("batches", 1), ("seed", 0), ("patience_seconds", 1)):
+        for name, least in (("batches", 1), ("seed", 0), ("lora_rank", 0), ("patience_seconds", 1)):
             value = getattr(self, name)
             if value < least:
-                flag = "--timeout" if name == "patience_seconds" else f"--{name}"
+                flag = "--timeout" if name == "patience_seconds" else "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {value}: expected at least {least}")
         for name in ("pp", "tp", "dp", "cp"):
             if getattr(self.degrees, name) < 1:
@@ -128,13 +130,17 @@ def certify(trial: Trial, show: Callable[[str], None] = lambda line: None) -> li
 
 
 def _prepare(children: Children, flags: tuple[str, ...], trial: Trial) -> Prepared:
-    prepared = children.ask([PLAIN], "prepare", flags, trial.degrees, trial.overlap)[PLAIN]
+    prepared = children.ask(
+        [PLAIN], "prepare", flags, trial.degrees, trial.overlap, trial.lora_rank
+    )[PLAIN]
     if isinstance(prepared, InputRefused):
         raise ValueError(prepared.reason)
     if isinstance(prepared, Failed):
         raise ChildLost(f"{prepared.reason}\n{prepared.traceback}")
     ranks = range(trial.degrees.ranks)
-    answers = children.ask(ranks, "prepare", prepared.args, prepared.frame, prepared.weights)
+    answers = children.ask(
+        ranks, "prepare", prepared.args, prepared.frame, prepared.weights, trial.lora_rank
+    )
     for answer in answers.values():
         if isinstance(answer, Failed):
             raise ChildLost(f"{answer.reason}\n{answer.traceback}")
@@ -279,6 +285,13 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         help="reduce gradients while backward runs, sharded over the replicas",
     )
     parser.add_argument(
+        "--lora-rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="freeze the model and train low-rank adapters around its linears (default: 0, none)",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         default=300.0,
@@ -294,7 +307,15 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         _first(chosen.cp, own.context_parallel_size, 1),
     )
     models = (tuple(flags),) if flags else _defaults(degrees)
-    return Trial(degrees, models, chosen.batches, chosen.seed, chosen.overlap, chosen.timeout)
+    return Trial(
+        degrees,
+        models,
+        chosen.batches,
+        chosen.seed,
+        chosen.overlap,
+        chosen.lora_rank,
+        chosen.timeout,
+    )
 
 
 def _first(*values: int | None) -> int:

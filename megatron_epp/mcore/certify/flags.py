@@ -89,8 +89,9 @@ _NOT_PLAIN: dict[str, Any] = {
 
 
 def parsed(flags: Sequence[str]) -> Namespace:
-    """``flags`` as Megatron's parser reads them. ValueError: one line."""
-    with refusals_as_value_errors(), _command_line(flags):
+    """``flags`` as Megatron's parser reads them, with --epp: those whose job a plan does are taken
+    out. ValueError: one line."""
+    with refusals_as_value_errors(), _command_line([*flags, "--epp"]):
         return parse_args(prepare_parser)
 
 
@@ -121,7 +122,7 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool) -> Scaled:
     return Scaled(tiny.layers, elastic, _validated(raw, tiny.values | _NOT_PLAIN, 1))
 
 
-def describe(layers: tuple[int, ...], args: Namespace) -> str:
+def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     """The small model in one line."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     words = [
@@ -138,6 +139,7 @@ def describe(layers: tuple[int, ...], args: Namespace) -> str:
     words += ["sequence parallel"] * args.sequence_parallel
     words += ["distributed optimizer"] * args.use_distributed_optimizer
     words += ["overlapped reduction"] * args.overlap_grad_reduce
+    words += [f"frozen, with adapters of rank {lora_rank}"] * bool(lora_rank)
     return ", ".join(words)
 
 

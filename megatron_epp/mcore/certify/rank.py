@@ -14,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import OFFLOAD, Kind, Plan, Program, Step, Transfer, lower
 from megatron_epp.mcore import setup
+from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.allowed_collectives import name_of
 from megatron_epp.mcore.certify.batches import Drawn, Frame, draw
 from megatron_epp.mcore.certify.models import begin, elastic_model, join
@@ -73,7 +74,9 @@ class Rank:
         self.around = interference.get("around", lambda number: nullcontext())
         self.hooks = interference.get("HOOKS", setup.Hooks())
 
-    def prepare(self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray]) -> None:
+    def prepare(
+        self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray], lora_rank: int
+    ) -> None:
         seams.install(seams.EPP_SEAMS)
         self.args, self.frame = pickle.loads(args), frame
         self.args.rank = dist.get_rank()
@@ -81,7 +84,7 @@ class Rank:
         hooks = replace(self.hooks, make_steps=lambda place, model: self.steps)
         job = setup.Job(self.args, Config.of(self.args), hooks)
         begin(self.args, self.seed)
-        self.model = elastic_model(self.args, job.install)
+        self.model = elastic_model(self.args, job.install, lora_rank)
         self.schedule = job.schedule
         self.groups, self.share = self.schedule.runner.groups, self.schedule.runner.share
         fill(self.model.module, weights)
@@ -103,7 +106,7 @@ class Rank:
         pairs = zip(traffic.collectives, names, strict=True)
         unlisted = sorted({f"not on the list: {one}" for one, name in pairs if name is None})
         self._gather_gradients()
-        gradients = shards(self.model.module, lambda parameter: parameter.main_grad)
+        gradients = shards(self.model.module, lambda one: gradient(one, "main_grad"))
         return Computed(
             training_loss,
             evaluation_loss,

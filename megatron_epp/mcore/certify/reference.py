@@ -8,6 +8,7 @@ import numpy
 import torch
 
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.adapters import adapt, gradient
 from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.compare import whole
 from megatron_epp.mcore.certify.flags import describe, parsed, scaled
@@ -32,13 +33,17 @@ class Plain:
         self.model: Any = None
         self.frame: Frame | None = None
 
-    def prepare(self, flags: Sequence[str], degrees: Degrees, overlap: bool) -> Prepared:
+    def prepare(
+        self, flags: Sequence[str], degrees: Degrees, overlap: bool, lora_rank: int
+    ) -> Prepared:
         """Read the flags and build the model. ValueError: flags that cannot be used."""
         small = scaled(parsed(flags), degrees, overlap)
         args = small.plain
         begin(args, self.seed)
         with refusals_as_value_errors():
             self.model = plain_model(args)
+        if lora_rank:
+            adapt(self.model, lora_rank)
         weights = whole(shards(self.model, lambda parameter: parameter.data))
         generator = numpy.random.default_rng(self.seed)
         scale = JITTER * args.init_method_std
@@ -51,7 +56,7 @@ class Plain:
             pickle.dumps(small.elastic),
             self.frame,
             weights,
-            describe(small.layers, small.elastic),
+            describe(small.layers, small.elastic, lora_rank),
         )
 
     def compute(self, number: int) -> Reference:
@@ -64,7 +69,7 @@ class Plain:
         losses = [self._document(tokens, mask) for tokens, mask in pairs]
         loss = torch.stack(losses).sum() / drawn.loss_tokens
         loss.backward()
-        gradients = whole(shards(self.model, lambda parameter: parameter.grad))
+        gradients = whole(shards(self.model, lambda one: gradient(one, "grad")))
         return Reference(loss.item(), gradients)
 
     def _document(self, tokens: numpy.ndarray, loss_mask: numpy.ndarray) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """A chunk's state on its way through Megatron's layers, and what takes it out again."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -141,12 +142,30 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
         around.pg_collection = copy.copy(around.pg_collection)
         around.pg_collection.cp = _Alone()
         layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
+        if index == 0:
+            layer.forward = _from_here_on(layer.forward)
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             if any(True for _ in norm.parameters()):  # else a linear has it inside
                 wrap_norm(norm, dropped)
         for consumer in (around.linear_qkv, around.linear_proj, layer.mlp.linear_fc1):
             wrap_consumer(consumer, dropped)
         wrap_mlp(layer.mlp, dropped)
+
+
+def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of a stage's first layer, whose input takes part in autograd.
+
+    A frozen embedding's does not, and with it neither the graph of what is recomputed, nor that of
+    K and V, whose gradients later slices return, would begin.
+    """
+
+    @wraps(forward)
+    def wrapped(hidden_states: Tensor, **others: Any) -> Any:
+        if torch.is_grad_enabled() and not hidden_states.requires_grad:
+            hidden_states = hidden_states.detach().requires_grad_()
+        return forward(hidden_states=hidden_states, **others)
+
+    return wrapped
 
 
 def add_every_gradient(model: nn.Module) -> None:
