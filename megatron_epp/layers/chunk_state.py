@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.runtime.kv_store import Store
@@ -29,6 +30,8 @@ class ChunkState:
     rows        where each span lies; ``tokens`` counts all rows, padding behind the spans included
     recompute   one letter per layer of this stage
     store       the K/V of cut documents
+    ledger      what routers have seen of its documents, in training with experts
+                (experts.ledger.Ledger, which reads this)
     """
 
     chunk: int
@@ -37,6 +40,7 @@ class ChunkState:
     recompute: str
     store: Store
     training: bool = True
+    ledger: Any = None
     scratch: dict = field(default_factory=dict)
 
 

@@ -27,6 +27,7 @@ from megatron_epp.mcore.certify.protocol import (
     Refused,
     Role,
 )
+from megatron_epp.mcore.certify.routing import differences
 from megatron_epp.mcore.certify.scale_down import Degrees
 
 BOUND = 1e-12
@@ -166,7 +167,12 @@ def _batch(children: Children, number: int, prepared: Prepared, trial: Trial) ->
         gradient_error=worst.error,
         parameter=worst.name,
         collectives=sum((one.collectives for one in computed), Counter()),
-        problems=tuple(problem for one in computed for problem in one.problems),
+        problems=(
+            *(problem for one in computed for problem in one.problems),
+            *differences(
+                [one.routed for one in computed], reference.routed, trial.degrees.dp, BOUND
+            ),
+        ),
     )
 
 
