@@ -71,7 +71,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One batch: what it made the executor do, and how far it is from the plain model."""
+    """One batch: what it made the executor do, and how far it is from the plain model.
+
+    problems   what went otherwise than planned        routing   how routers differ (routing.py)
+    """
 
     number: int
     coverage: Coverage
@@ -81,10 +84,12 @@ class Judged:
     parameter: str = ""
     collectives: Counter[str] = field(default_factory=Counter)
     problems: tuple[str, ...] = ()
+    routing: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        return not self.problems and self.loss_error <= BOUND and self.gradient_error <= BOUND
+        fine = not self.problems and not self.routing
+        return fine and self.loss_error <= BOUND and self.gradient_error <= BOUND
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,11 +172,9 @@ def _batch(children: Children, number: int, prepared: Prepared, trial: Trial) ->
         gradient_error=worst.error,
         parameter=worst.name,
         collectives=sum((one.collectives for one in computed), Counter()),
-        problems=(
-            *(problem for one in computed for problem in one.problems),
-            *differences(
-                [one.routed for one in computed], reference.routed, trial.degrees.dp, BOUND
-            ),
+        problems=tuple(problem for one in computed for problem in one.problems),
+        routing=tuple(
+            differences([one.routed for one in computed], reference.routed, trial.degrees.dp, BOUND)
         ),
     )
 
@@ -222,7 +225,9 @@ def row(judged: Judged) -> str:
     ]
     widths = (width for _, width in _COLUMNS)
     line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "\n        ".join([f"{line}  {judged.parameter}".rstrip(), *judged.problems])
+    return "\n        ".join(
+        [f"{line}  {judged.parameter}".rstrip(), *judged.problems, *judged.routing]
+    )
 
 
 def verdict(judged: Sequence[Judged]) -> str:
