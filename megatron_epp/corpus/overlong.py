@@ -56,8 +56,8 @@ class Counts:
 class DocumentIndex:
     """Documents after the policy, in the order of the corpus.
 
-    Document d is ``inputs[d]`` inputs from ``starts[d]`` on of sequence ``sequences[d]``. ``masks``:
-    the prefix of the corpus that says which tokens count, None where all do.
+    Document d is ``inputs[d]`` inputs from ``starts[d]`` on of sequence ``sequences[d]``.
+    ``masks``: the prefix of the corpus that says which tokens count, None where all do.
     """
 
     sequences: np.ndarray  # [documents] int32 or int64: number of the sequence in its file

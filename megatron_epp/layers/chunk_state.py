@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.runtime.host_store import HostStore
@@ -31,6 +32,8 @@ class ChunkState:
     recompute   one letter per layer of this stage
     store       the K/V of cut documents
     host        what offloaded layers saved; None where there is none
+    ledger      what routers have seen of its documents, in training with experts
+                (experts.ledger.Ledger, which reads this)
     """
 
     chunk: int
@@ -40,6 +43,7 @@ class ChunkState:
     store: Store
     training: bool = True
     host: HostStore | None = None
+    ledger: Any = None
     scratch: dict = field(default_factory=dict)
 
 

@@ -54,6 +54,13 @@ def test_a_plan_that_offloads_is_refused_by_name() -> None:
     accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_token_dispatcher_type": "allgather",
+}
+
+
 class Wanted:
     """Flags as Megatron's parser leaves them, where a refusal is only a look at one of them."""
 
@@ -64,6 +71,10 @@ class Wanted:
             num_virtual_stages_per_pipeline_rank=None,
             attention_dropout=0.0,
             context_parallel_size=1,
+            tensor_model_parallel_size=1,
+            sequence_parallel=False,
+            expert_model_parallel_size=1,
+            expert_tensor_parallel_size=1,
             use_megatron_fsdp=False,
             use_torch_fsdp2=False,
             recompute_granularity=None,
@@ -81,7 +92,20 @@ class Wanted:
     ("change", "named"),
     [
         ({"virtual_pipeline_model_parallel_size": 2}, "interleaved"),
-        ({"num_experts": 4}, "mixture of experts"),
+        (EXPERTS | {"expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
+        (EXPERTS | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
+        (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "aux_loss or seq_aux_loss"),
+        (
+            EXPERTS | {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+            "per document",
+        ),
+        (EXPERTS | {"moe_expert_capacity_factor": 1.0}, "limited capacity"),
+        (EXPERTS | {"moe_input_jitter_eps": 0.01}, "at random"),
+        (EXPERTS | {"moe_enable_routing_replay": True}, "routing replay"),
+        (EXPERTS | {"moe_token_dispatcher_type": "flex"}, "alltoall or allgather"),
+        (EXPERTS | {"moe_shared_expert_overlap": True}, "overlap"),
+        (EXPERTS | {"moe_latent_size": 64}, "latents"),
+        (EXPERTS | {"moe_use_upcycling": True}, "upcycle once without --epp"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
         ({"multi_latent_attention": True}, "multi-latent attention"),
         ({"window_size": (128, 0)}, "sliding-window"),
@@ -107,6 +131,8 @@ class Wanted:
 )
 def test_features_are_refused_by_name(change, named):
     refuse(Wanted())
+    refuse(Wanted(**EXPERTS))
+    refuse(Wanted(**EXPERTS, moe_expert_capacity_factor=-1.0))  # none, to Megatron
     with pytest.raises(ValueError, match=r"^--epp does not run .+: .+") as refusal:
         refuse(Wanted(**change))
     assert named in str(refusal.value) and "\n" not in str(refusal.value)

@@ -86,12 +86,13 @@ def wrap_mlp(mlp: nn.Module, dropped: Dropped):
     mlp.forward = wrapped
 
 
-def wrap_consumer(linear: nn.Module, dropped: Dropped):
-    """A linear that would save what a module in front of it has dropped."""
+def wrap_consumer(linear: nn.Module, dropped: Dropped, last: bool = True):
+    """A linear that would save what a module in front of it has dropped; ``last``: the last one
+    that reads it."""
     forward = linear.forward
 
     @wraps(forward)
     def wrapped(x: Tensor, *args, **others):
-        return without(x, dropped.take(x), lambda: forward(x, *args, **others))
+        return without(x, dropped.take(x, last), lambda: forward(x, *args, **others))
 
     linear.forward = wrapped

@@ -27,6 +27,7 @@ from megatron_epp.mcore.certify.protocol import (
     Reference,
     Role,
 )
+from megatron_epp.mcore.certify.routing import differences
 from megatron_epp.mcore.certify.scale_down import Degrees
 
 BOUND = 1e-12
@@ -72,7 +73,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One batch: what it made the executor do, and how far it is from the plain model."""
+    """One batch: what it made the executor do, and how far it is from the plain model.
+
+    problems   what went otherwise than planned        routing   how routers differ (routing.py)
+    """
 
     number: int
     coverage: Coverage
@@ -82,10 +86,12 @@ class Judged:
     parameter: str = ""
     collectives: Counter[str] = field(default_factory=Counter)
     problems: tuple[str, ...] = ()
+    routing: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        return not self.problems and self.loss_error <= BOUND and self.gradient_error <= BOUND
+        fine = not self.problems and not self.routing
+        return fine and self.loss_error <= BOUND and self.gradient_error <= BOUND
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,6 +179,9 @@ def _batch(children: Children, number: int, prepared: Prepared, trial: Trial) ->
         parameter=worst.name,
         collectives=sum((one.collectives for one in computed), Counter()),
         problems=tuple(problem for one in computed for problem in one.problems),
+        routing=tuple(
+            differences([one.routed for one in computed], reference.routed, trial.degrees.dp, BOUND)
+        ),
     )
 
 
@@ -224,7 +233,9 @@ def row(judged: Judged) -> str:
     ]
     widths = (width for _, width in _COLUMNS)
     line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "\n        ".join([f"{line}  {judged.parameter}".rstrip(), *judged.problems])
+    return "\n        ".join(
+        [f"{line}  {judged.parameter}".rstrip(), *judged.problems, *judged.routing]
+    )
 
 
 def verdict(judged: Sequence[Judged]) -> str:

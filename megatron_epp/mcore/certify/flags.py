@@ -76,6 +76,8 @@ _NOT_PLAIN: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
     "use_distributed_optimizer": False,
     "overlap_grad_reduce": False,
@@ -136,11 +138,29 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
         "untied" if args.untie_embeddings_and_output_weights else "tied",
     ]
     words += ["qk-layernorm"] * args.qk_layernorm
+    words += experts_in_words(args)
     words += ["sequence parallel"] * args.sequence_parallel
     words += ["distributed optimizer"] * args.use_distributed_optimizer
     words += ["overlapped reduction"] * args.overlap_grad_reduce
     words += [f"frozen, with adapters of rank {lora_rank}"] * bool(lora_rank)
     return ", ".join(words)
+
+
+def experts_in_words(args: Namespace) -> list[str]:
+    if not args.num_experts:
+        return []
+    ranks = args.expert_model_parallel_size
+    kinds = args.moe_router_load_balancing_type
+    words = [f"{args.num_experts} experts, {args.moe_router_topk} of a token, over {ranks} ranks"]
+    words += [args.moe_router_score_function]
+    words += ["shared experts"] * bool(args.moe_shared_expert_intermediate_size)
+    words += [f"{args.moe_router_num_groups} groups"] * bool(args.moe_router_num_groups)
+    words += ["expert bias"] * args.moe_router_enable_expert_bias
+    words += [kinds if isinstance(kinds, str) else " and ".join(kinds)]
+    words += ["z-loss"] * bool(args.moe_z_loss_coeff)
+    if isinstance(args.moe_layer_freq, list):
+        words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]
+    return words
 
 
 def _layout(raw: Namespace) -> list[list[str]] | None:

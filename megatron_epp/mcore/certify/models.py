@@ -43,6 +43,8 @@ def begin(args: Namespace, seed: int) -> None:
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         get_embedding_ranks=megatron_gpt.embedding_ranks,
         create_gloo_process_groups=args.use_gloo_process_groups,

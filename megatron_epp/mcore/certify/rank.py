@@ -10,6 +10,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.utils import get_model_config
 
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import OFFLOAD, Kind, Plan, Program, Step, Transfer, lower
@@ -19,6 +20,7 @@ from megatron_epp.mcore.certify.allowed_collectives import name_of
 from megatron_epp.mcore.certify.batches import Drawn, Frame, draw
 from megatron_epp.mcore.certify.models import begin, elastic_model, join
 from megatron_epp.mcore.certify.protocol import Computed, Role
+from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.data.global_batches import Batch
@@ -85,6 +87,8 @@ class Rank:
         job = setup.Job(self.args, Config.of(self.args), hooks)
         begin(self.args, self.seed)
         self.model = elastic_model(self.args, job.install, lora_rank)
+        self.routing, config = RoutingNotes(self.model), get_model_config(self.model)
+        config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
         self.groups, self.share = self.schedule.runner.groups, self.schedule.runner.share
         fill(self.model.module, weights)
@@ -118,6 +122,7 @@ class Rank:
                 *unlisted,
                 *self._not_offloaded(drawn.step),
             ],
+            self.routing.taken(),
         )
 
     def _run(self, drawn: Drawn, forward_only: bool) -> tuple[float, float]:
@@ -142,9 +147,12 @@ class Rank:
         """Make every rank's gradient buffer whole: sharded reduction leaves it a part of each."""
         if not self.args.use_distributed_optimizer:
             return
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-        for buffer in self.model.buffers:
-            for bucket in buffer.buckets:
+        sharded = (
+            (self.model.buffers, mpu.get_data_parallel_group(with_context_parallel=True)),
+            (self.model.expert_parallel_buffers, mpu.get_expert_data_parallel_group()),
+        )
+        for buffers, group in sharded:
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 

@@ -6,6 +6,12 @@ from typing import Any
 
 import numpy
 import torch
+from megatron.core.distributed.finalize_model_grads import (
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import get_model_config
 
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.adapters import adapt, gradient
@@ -14,6 +20,7 @@ from megatron_epp.mcore.certify.compare import whole
 from megatron_epp.mcore.certify.flags import describe, parsed, scaled
 from megatron_epp.mcore.certify.models import begin, join, plain_model
 from megatron_epp.mcore.certify.protocol import Prepared, Reference, Role
+from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.flags import refusals_as_value_errors
@@ -44,6 +51,7 @@ class Plain:
             self.model = plain_model(args)
         if lora_rank:
             adapt(self.model, lora_rank)
+        self.routing = RoutingNotes(self.model)
         weights = whole(shards(self.model, lambda parameter: parameter.data))
         generator = numpy.random.default_rng(self.seed)
         scale = JITTER * args.init_method_std
@@ -68,9 +76,21 @@ class Plain:
         pairs = zip(drawn.tokens, drawn.loss_masks, strict=True)
         losses = [self._document(tokens, mask) for tokens, mask in pairs]
         loss = torch.stack(losses).sum() / drawn.loss_tokens
+        # Auxiliary losses are weighted by tokens, as the loss is, and divided with it.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / drawn.loss_tokens))
         loss.backward()
+        self.routing.note_counts()
+        self._finish_routers()
         gradients = whole(shards(self.model, lambda one: gradient(one, "grad")))
-        return Reference(loss.item(), gradients)
+        return Reference(loss.item(), gradients, self.routing.taken())
+
+    def _finish_routers(self) -> None:
+        """What Megatron's finalize_model_grads does to routers."""
+        config = get_model_config(self.model)
+        if config.moe_router_enable_expert_bias:
+            _update_router_expert_bias([self.model], config)
+        if config.num_moe_experts:
+            reset_model_temporary_tensors(config, [self.model])
 
     def _document(self, tokens: numpy.ndarray, loss_mask: numpy.ndarray) -> torch.Tensor:
         """The loss summed over one document."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from megatron_epp.mcore.certify.scale_down_experts import small_experts
+
 CONTEXT = 64  # inputs of the longest document
 HEAD_SIZE = 8
 VOCABULARY = 61  # about: every tensor-parallel rank gets the same share
@@ -127,7 +129,8 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is missing among the model flags; expected at least {flag} 1")
     tp = degrees.tp
-    counts = fewer(stage_layers(args, degrees.pp, layout))
+    stages = stage_layers(args, degrees.pp, layout)
+    counts = fewer(stages)
     wanted = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else wanted
     query, key = heads(wanted, groups, tp, degrees.cp)
@@ -156,6 +159,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "tensor_model_parallel_size": tp,
         "context_parallel_size": degrees.cp,
     }
+    changed |= small_experts(args, hidden, tp, stages, counts)
     if args.decoder_first_pipeline_num_layers is not None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]
     if args.decoder_last_pipeline_num_layers is not None:

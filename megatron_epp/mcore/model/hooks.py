@@ -10,14 +10,17 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
 from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.experts.passing import Passing, note_in_layer, taken_along
 from megatron_epp.layers.recompute.outputs import Dropped
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.model.attention import Attention
+from megatron_epp.mcore.model.experts.router import install_in_experts, prepare_log
 
 
 @dataclass
@@ -131,6 +134,8 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
     if getattr(model, "rotary_pos_emb", None) is not None:
         fused = model.config.apply_rope_fusion
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
+    if model.config.num_moe_experts:
+        prepare_log(model.config)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
         around, dropped = layer.self_attention, Dropped()
@@ -141,15 +146,25 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
         # positions from the table, which here holds them already.
         around.pg_collection = copy.copy(around.pg_collection)
         around.pg_collection.cp = _Alone()
+        if isinstance(layer.mlp, MoELayer):
+            passing = Passing()
+            install_in_experts(layer.mlp, index, passing, dropped)
+            layer.forward = note_in_layer(layer.forward, passing, _state_of)
+            with taken_along(layer.mlp, passing):
+                wrap_mlp(layer.mlp, dropped)
+            consumers = (around.linear_qkv, around.linear_proj)
+        else:
+            consumers = (around.linear_qkv, around.linear_proj, layer.mlp.linear_fc1)
         layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
         if index == 0:
             layer.forward = _from_here_on(layer.forward)
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             if any(True for _ in norm.parameters()):  # else a linear has it inside
                 wrap_norm(norm, dropped)
-        for consumer in (around.linear_qkv, around.linear_proj, layer.mlp.linear_fc1):
+        for consumer in consumers:
             wrap_consumer(consumer, dropped)
-        wrap_mlp(layer.mlp, dropped)
+        if not isinstance(layer.mlp, MoELayer):
+            wrap_mlp(layer.mlp, dropped)
 
 
 def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
