@@ -309,8 +309,9 @@ def require_whole_experts(args: argparse.Namespace) -> None:
 
 def refuse(args: argparse.Namespace) -> None:
     """Raise a ValueError that names the first feature ``args`` ask for and EPP cannot run."""
-    if args.seq_length is not None and args.seq_length < 1:
-        raise ValueError(f"--seq-length {args.seq_length}: expected a context of at least 1 token")
+    context = getattr(args, "seq_length", None)
+    if context is not None and context < 1:
+        raise ValueError(f"--seq-length {context}: expected a context of at least 1 token")
     for refusal in REFUSALS:
         if refusal.asked(args):
             raise ValueError(f"--epp does not run {refusal.what}: {refusal.instead}")

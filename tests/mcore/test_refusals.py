@@ -138,6 +138,11 @@ def test_features_are_refused_by_name(change, named):
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_a_context_without_a_token():
+    with pytest.raises(ValueError, match=r"^--seq-length 0: expected .+ at least 1 token$"):
+        refuse(Wanted(seq_length=0))
+
+
 def test_every_refusal_is_tested():
     cases = test_features_are_refused_by_name.pytestmark[0].args[1]
     refused_by = {
