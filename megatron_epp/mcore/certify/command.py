@@ -51,6 +51,7 @@ class Trial:
     overlap: bool = False
     patience_seconds: float = 300.0
     interfere: Path | None = None
+    device: str = "cpu"
 
     def __post_init__(self):
         for name, least in (("batches", 1), ("seed", 0), ("patience_seconds", 1)):
@@ -110,7 +111,7 @@ def certify(trial: Trial, show: Callable[[str], None] = lambda line: None) -> li
         everybody = (PLAIN, *range(trial.degrees.ranks))
         roles = [
             Role(one, trial.degrees.ranks, trial.seed, folder, trial.patience_seconds,
-                 trial.interfere)
+                 trial.interfere, trial.device)
             for one in everybody
         ]  # fmt: skip
         children = until_the_end.enter_context(Children(roles))
@@ -136,6 +137,8 @@ def _prepare(children: Children, flags: tuple[str, ...], trial: Trial) -> Prepar
     ranks = range(trial.degrees.ranks)
     answers = children.ask(ranks, "prepare", prepared.args, prepared.frame, prepared.weights)
     for answer in answers.values():
+        if isinstance(answer, InputRefused):
+            raise ValueError(answer.reason)
         if isinstance(answer, Failed):
             raise ChildLost(f"{answer.reason}\n{answer.traceback}")
     return prepared
@@ -282,6 +285,13 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         metavar="SECONDS",
         help="the longest silence of a process before all are ended (default: 300)",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: a GPU for each rank, messages over NCCL; the plain model stays on the CPU, and "
+        "attention is computed as it is written in books, in float64 (default: cpu)",
+    )
     chosen, flags = parser.parse_known_args(arguments)
     own, _ = _degree_flags().parse_known_args(flags)
     degrees = Degrees(
@@ -291,7 +301,15 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         _first(chosen.cp, own.context_parallel_size, 1),
     )
     models = (tuple(flags),) if flags else _defaults(degrees)
-    return Trial(degrees, models, chosen.batches, chosen.seed, chosen.overlap, chosen.timeout)
+    return Trial(
+        degrees,
+        models,
+        chosen.batches,
+        chosen.seed,
+        chosen.overlap,
+        chosen.timeout,
+        device=chosen.device,
+    )
 
 
 def _first(*values: int | None) -> int:
