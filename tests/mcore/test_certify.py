@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from megatron_epp.mcore.certify import command as certify_module
 from megatron_epp.mcore.certify.command import GPT, LLAMA, Trial, certify, main, read, verdict
@@ -130,6 +131,28 @@ def test_degrees_come_from_the_model_flags_too() -> None:
     assert read(flags.split()).models == (tuple(flags.split()),)
 
 
+EXACT = """
+from megatron_epp.mcore.certify.rank import exact_attention
+from megatron_epp.mcore.setup import Hooks
+HOOKS = Hooks(attention_for=exact_attention)
+"""
+
+
+def test_the_attention_of_gpus_in_float64_and_a_host_without_any(tmp_path) -> None:
+    """What --device cuda computes with passes here too; without a GPU that is refused by name."""
+    exact = tmp_path / "exact.py"
+    exact.write_text(EXACT)
+    llama = models(f"{LLAMA} --num-layers 2")
+    judged = certify(Trial(Degrees(1, 1, 1), llama, batches=3, interfere=exact))
+    assert all(batch.passed for batch in judged)
+    assert sum(batch.coverage.hybrid + batch.coverage.split for batch in judged) > 0
+    assert read(["--device", "cuda"]).device == "cuda"
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(ValueError, match=r"--device cuda: every rank needs a GPU.* has 0"):
+        certify(Trial(Degrees(1, 1, 1), llama, batches=1, device="cuda"))
+
+
 def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
     """And all of its processes: the parent names the rank, and nobody is left behind."""
     deadly = tmp_path / "deadly.py"
@@ -147,7 +170,9 @@ def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
     with pytest.raises(ChildLost, match="rank 1 ended with status -9"):
         certify(trial, lines.append)
     assert lines[-1].split()[0] == "0"  # the batch before was judged
-    assert not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    mine = psutil.Process()
+    servers = mine.children()
+    assert [p for p in mine.children(recursive=True) if p not in servers] == []
 
 
 def test_killing_the_command_ends_its_processes() -> None:

@@ -54,6 +54,7 @@ class Trial:
     lora_rank: int = 0
     patience_seconds: float = 300.0
     interfere: Path | None = None
+    device: str = "cpu"
 
     def __post_init__(self):
         for name, least in (("batches", 1), ("seed", 0), ("lora_rank", 0), ("patience_seconds", 1)):
@@ -118,7 +119,7 @@ def certify(trial: Trial, show: Callable[[str], None] = lambda line: None) -> li
         everybody = (PLAIN, *range(trial.degrees.ranks))
         roles = [
             Role(one, trial.degrees.ranks, trial.seed, folder, trial.patience_seconds,
-                 trial.interfere)
+                 trial.interfere, trial.device)
             for one in everybody
         ]  # fmt: skip
         children = until_the_end.enter_context(Children(roles))
@@ -148,6 +149,8 @@ def _prepare(children: Children, flags: tuple[str, ...], trial: Trial) -> Prepar
         ranks, "prepare", prepared.args, prepared.frame, prepared.weights, trial.lora_rank
     )
     for answer in answers.values():
+        if isinstance(answer, InputRefused):
+            raise ValueError(answer.reason)
         if isinstance(answer, Failed):
             raise ChildLost(f"{answer.reason}\n{answer.traceback}")
     return prepared
@@ -309,6 +312,13 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         metavar="SECONDS",
         help="the longest silence of a process before all are ended (default: 300)",
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: a GPU for each rank, messages over NCCL; the plain model stays on the CPU, and "
+        "attention is computed as it is written in books, in float64 (default: cpu)",
+    )
     chosen, flags = parser.parse_known_args(arguments)
     own, _ = _degree_flags().parse_known_args(flags)
     degrees = Degrees(
@@ -326,6 +336,7 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         chosen.overlap,
         chosen.lora_rank,
         chosen.timeout,
+        device=chosen.device,
     )
 
 

@@ -23,10 +23,10 @@ from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
 
 
-def join(meeting: Path, rank: int, ranks: int, patience: timedelta) -> None:
-    """Join a gloo world of ``ranks`` that meets at a file: no port to be taken by somebody else."""
+def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
+    """Join a world of ``ranks`` that meets at a file: no port to be taken by somebody else."""
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=meeting.as_uri(),
         rank=rank,
         world_size=ranks,

@@ -21,6 +21,8 @@ PLAIN = -1  # the rank of the process with the plain model
 class Role:
     """Which process this is. ``folder`` holds its log and the file at which ranks meet.
 
+    ``device``: cpu, or cuda where every rank has a GPU of its own.
+
     ``interfere``: a Python file for tests that break the executor or put parts in its place: its
     ``around(number)`` is a context for the computation of batch ``number``, its ``HOOKS``
     (setup.py) are the job's. It may define either.
@@ -32,6 +34,12 @@ class Role:
     folder: Path
     patience_seconds: float
     interfere: Path | None = None
+    device: str = "cpu"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this process computes on a GPU: the plain model never does."""
+        return self.device == "cuda" and self.rank != PLAIN
 
     @property
     def patience(self) -> timedelta:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -14,6 +15,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import OFFLOAD, Kind, Plan, Program, Step, Transfer, lower
+from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.allowed_collectives import name_of
@@ -24,9 +27,15 @@ from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic, Transferred
+
+
+def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
+    """Attention of GPUs, whose own kernels do not know float64, by plain scores."""
+    return VarlenAttention(PlainKernel(Heads.of(config).scale))
 
 
 class DrawnSteps:
@@ -71,10 +80,13 @@ class Rank:
 
     def __init__(self, role: Role):
         self.seed = role.seed
-        join(role.folder / "meeting", role.rank, role.ranks, role.patience)
+        backend = "nccl" if role.on_gpu else "gloo"
+        join(role.folder / "meeting", role.rank, role.ranks, role.patience, backend)
         interference = role.interference()
         self.around = interference.get("around", lambda number: nullcontext())
         self.hooks = interference.get("HOOKS", setup.Hooks())
+        if role.on_gpu:
+            self.hooks = replace(self.hooks, attention_for=exact_attention)
 
     def prepare(
         self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray], lora_rank: int

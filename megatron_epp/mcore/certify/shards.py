@@ -35,7 +35,7 @@ def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
                 tensor.key,
                 tuple(tensor.global_shape),
                 tensor.global_slice(),
-                tensor.data.detach().clone().numpy(),
+                tensor.data.detach().clone().cpu().numpy(),
             )
             for tensor in _sharded(model)
         ]
