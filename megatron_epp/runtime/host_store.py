@@ -115,9 +115,13 @@ class Parcel:
     """
 
     def __init__(
-        self, store: "HostStore", shared: Callable[[Tensor], bool], before: "Parcel | None"
+        self,
+        store: "HostStore",
+        chunk: int,
+        shared: Callable[[Tensor], bool],
+        before: "Parcel | None",
     ):
-        self._store, self._shared, self._before = store, shared, before
+        self._store, self.chunk, self._shared, self._before = store, chunk, shared, before
         self._storages: dict[int, _Storage] = {}  # by their address, while the layer runs
         self._away: list[weakref.ref[_Storage]] = []
         self._host_bytes = 0
@@ -213,7 +217,7 @@ class Parcel:
             if storage is not None:
                 storage.blocks = []
         self._moving, self._away = [], []
-        self._store.give_back(self._host_bytes)
+        self._store.give_back(self, self._host_bytes)
         self._host_bytes = 0
 
     def _ends(self, storage: _Storage) -> tuple[list[Tensor], Sequence[Tensor]]:
@@ -272,7 +276,7 @@ class HostStore:
         while len(self._leaving) >= IN_FLIGHT:
             self._leaving.popleft().leave()
         mine = self._parcels.setdefault(chunk, [])
-        parcel = Parcel(self, shared, mine[-1] if mine else None)
+        parcel = Parcel(self, chunk, shared, mine[-1] if mine else None)
         with torch.autograd.graph.saved_tensors_hooks(parcel.pack, parcel.unpack):
             yield
         with torch.no_grad():
@@ -289,16 +293,14 @@ class HostStore:
 
     def recall(self, chunk: int) -> None:
         """B or I of ``chunk`` begins: the layer that it comes to first is on its way."""
-        for parcel in self._parcels.pop(chunk, ())[-1:]:
+        for parcel in self._parcels.get(chunk, ())[-1:]:
             parcel.fetch()
 
     def clear(self) -> None:
-        """Forget everything, as after an iteration that failed."""
+        """Forget everything, as in an iteration that failed."""
         self.settle()
-        for parcels in self._parcels.values():
-            for parcel in parcels:
-                parcel.release()
-        self._parcels.clear()
+        for parcel in [parcel for parcels in self._parcels.values() for parcel in parcels]:
+            parcel.release()
 
     # -------------------------------------------------------------- the host's memory
 
@@ -319,8 +321,13 @@ class HostStore:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return made
 
-    def give_back(self, nbytes: int) -> None:
+    def give_back(self, parcel: Parcel, nbytes: int) -> None:
+        """``parcel`` is on the device again."""
         self.bytes -= nbytes
+        of_chunk = self._parcels[parcel.chunk]
+        of_chunk.remove(parcel)
+        if not of_chunk:
+            del self._parcels[parcel.chunk]
 
     def _refused(self, nbytes: int, why: str) -> None:
         if not self._told:

@@ -119,7 +119,7 @@ def test_these_copies_would_show_it(sabotage) -> None:
     kept = gradient("kkk", store())
     with sabotage():
         host = store(Late())
-        with patch.object(HostStore, "give_back", lambda self, nbytes: None):
+        with patch.object(HostStore, "give_back", lambda self, parcel, nbytes: None):
             x = inputs()
             y = forward(host, 0, "oko", x)
             host.recall(0)

@@ -110,6 +110,7 @@ def summary(profile: Profile) -> str:
         f"ends    output layer and loss hold {profile.last_bytes.per_token:.0f} bytes per token",
         f"link    {profile.link_latency_seconds * 1e6:.3g} us, "
         f"{profile.link_seconds_per_token * 1e9:.3g} ns per token",
+        f"host    {profile.host_bytes_per_second / 1e9:.3g} GB/s to its memory, and back",
         *(f"errors  {part}" for part in made.source.split("; ")[1:]),
     ]
     return "\n".join(lines)
