@@ -309,14 +309,16 @@ class HostStore:
         sizes = list(_sizes(nbytes))
         taken = sum(sizes)
         if self.bytes + taken > self.limit_bytes:
-            return self._refused(taken, f"{self.limit_bytes / 2**30:.4g} GiB may be taken")
+            self._say_full(taken, f"{self.limit_bytes / 2**30:.4g} GiB may be taken")
+            return None
         try:
             made = [
                 torch.empty(size, dtype=torch.uint8, pin_memory=self.copies.pinned)
                 for size in sizes
             ]
         except (MemoryError, RuntimeError) as error:
-            return self._refused(taken, str(error).splitlines()[0])
+            self._say_full(taken, str(error).splitlines()[0])
+            return None
         self.bytes += taken
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return made
@@ -329,7 +331,7 @@ class HostStore:
         if not of_chunk:
             del self._parcels[parcel.chunk]
 
-    def _refused(self, nbytes: int, why: str) -> None:
+    def _say_full(self, nbytes: int, why: str) -> None:
         if not self._told:
             logger.warning(
                 "no room on the host for %.1f MiB that a layer saved, %.1f MiB are taken (%s): it "

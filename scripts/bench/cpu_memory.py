@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Memory and time, predicted and measured, on real documents and this host's CPU.
 
-    scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform offload failure] [-o RESULT.md]
+    scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform offload failure]
+                                [-o RESULT.md]
 
 8 layers, 8 heads in 4 groups, context 16K, by default hidden 128 and 4 documents a batch: the
 source text of this Python's standard library, or --data-path. Processes of one thread (gloo). The
@@ -93,8 +94,8 @@ class Tasks:
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
         from megatron_epp.control.planned_steps import shared
-        from megatron_epp.cost.host_memory import host_peak_bytes
         from megatron_epp.control.step_source import SourcedStep
+        from megatron_epp.cost.host_memory import host_peak_bytes
 
         def planned() -> SourcedStep:
             made = plan(self.tasks[iteration - 1], lengths, self.cost, self.options)

@@ -1,4 +1,4 @@
-"""Layers in the host's memory on a GPU: gradients of keeping, memory freed, copies at full speed."""
+"""Layers in the host's memory on a GPU: gradients of keeping, memory freed, fast copies."""
 
 from dataclasses import replace
 from unittest.mock import patch
