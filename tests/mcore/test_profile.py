@@ -115,6 +115,8 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     out = tmp_path / "model.json"
     # A context in which query-key pairs take a time that can be seen.
     words = [*MODEL.split(), "--ffn-hidden-size", str(FFN), "--seq-length", "4096"]
+    # Flags of the training's layout say nothing of a stage of one layer.
+    words += ["--decoder-first-pipeline-num-layers", "1", "--decoder-last-pipeline-num-layers=1"]
     main(["--pp", "1", "-o", str(out), *words, "--vocab-size", "127"])
     said = capsys.readouterr().out
     assert "errors" in said
