@@ -144,7 +144,8 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
     from megatron_epp.mcore.process_groups import make_groups
 
-    sys.argv = ["profile", *_with_defaults(_without_layout(flags)), "--epp", "--num-layers", str(pp),
+    flags = _with_defaults(_without_layout(flags))
+    sys.argv = ["profile", *flags, "--epp", "--num-layers", str(pp),
                 "--pipeline-model-parallel-size", str(pp),
                 "--tensor-model-parallel-size", str(tp),
                 "--context-parallel-size", str(cp)]  # fmt: skip
