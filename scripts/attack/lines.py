@@ -29,6 +29,7 @@ TRAINING = (
     ({"epp_memory_limit_gib": "nan"}, REFUSED),
     ({"epp_host_memory_gib": "nan"}, REFUSED),
     ({"epp_host_memory_gib": "0"}, REFUSED),
+    ({"epp_host_memory_gib": "9e5"}, REFUSED),
     ({"epp_memory_limit_gib": "1e-300"}, REFUSED),
     ({"epp_levers": ""}, EITHER),
     ({"epp_levers": "nope"}, REFUSED),

@@ -5,7 +5,9 @@ On a CPU the copies go to another buffer; the cost model is told that they cost 
 
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,3 +112,25 @@ def test_a_given_plan_offloads_as_far_as_the_host_has_room(corpus, profile, tmp_
     path.write_text(str(Plan.parse(text)))
     run, _ = trained(corpus, tmp_path, profile, epp_plan=path, epp_host_memory_gib=0.0005)
     assert "no room on the host" in run.output and max(on_the_host(run)) <= 0.512 + 0.05
+
+
+def test_the_host_must_have_what_is_asked_for(monkeypatch) -> None:
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore import job_cost
+
+    whole = SimpleNamespace(total=64 * GIB, available=40 * GIB)
+    monkeypatch.setattr(job_cost.psutil, "virtual_memory", lambda: whole)
+    monkeypatch.setattr(job_cost.Path, "exists", lambda self: False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    asked = partial(SimpleNamespace, epp_host_memory_gib=8)
+    assert job_cost.host_budget_bytes(asked()) == 8 * GIB
+    assert job_cost.host_budget_bytes(asked(epp_host_memory_gib=None)) == (
+        job_cost.CPU_HOST_SHARE * 5 * GIB
+    )
+    with pytest.raises(ValueError) as refused:
+        job_cost.host_budget_bytes(asked(epp_host_memory_gib=8.5))
+    assert str(refused.value) == (
+        "--epp-host-memory-gib 8.5: this host has 8 GiB for each of its 8 ranks; expected less"
+    )
