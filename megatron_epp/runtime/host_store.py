@@ -128,7 +128,7 @@ class Parcel:
         # What is copied, and when that is done: somebody must hold both ends until then.
         self._moving: list[_Storage] = []
         self._moved: Any = None
-        self._fetched = self._arrived = False
+        self._sent = self._fetched = self._arrived = False
 
     # -------------------------------------------------------------- what autograd calls
 
@@ -159,13 +159,14 @@ class Parcel:
 
     # -------------------------------------------------------------- on its way
 
-    def send(self) -> None:
-        """The layer has run: copy out what it saved. Where the host has no room it stays here."""
+    def send(self) -> bool:
+        """The layer has run: copy out what it saved. False where nothing leaves: there is nothing
+        worth a copy, or the host has no room."""
         storages, self._storages = list(self._storages.values()), {}
         blocks = self._store.take(sum(storage.nbytes for storage in storages))
-        if blocks is None:
-            self._fetched = True
-            return
+        if not blocks:
+            return False
+        self._sent = True
         self._host_bytes = sum(block.numel() for block in blocks)
         for storage, parts in zip(storages, _dealt(blocks, storages), strict=True):
             storage.blocks = parts
@@ -174,6 +175,7 @@ class Parcel:
         self._moved = self._store.copies.out(
             [pair for storage in storages for pair in zip(*self._ends(storage), strict=True)]
         )
+        return True
 
     def leave(self) -> None:
         """What has been copied out is no longer on the device."""
@@ -203,8 +205,9 @@ class Parcel:
         if self._arrived:
             return
         self._arrived = True
-        self.fetch()
-        self.release()
+        if self._sent:
+            self.fetch()
+            self.release()
         before, self._before = self._before, None
         if before is not None:
             before.fetch()
@@ -280,9 +283,12 @@ class HostStore:
         with torch.autograd.graph.saved_tensors_hooks(parcel.pack, parcel.unpack):
             yield
         with torch.no_grad():
-            parcel.send()
-        mine.append(parcel)
-        self._leaving.append(parcel)
+            sent = parcel.send()
+        if sent:
+            mine.append(parcel)
+            self._leaving.append(parcel)
+        elif not mine:
+            del self._parcels[chunk]
 
     def settle(self) -> None:
         """F is over: nothing of it is on its way out any more when the next op begins."""

@@ -71,7 +71,7 @@ def plan_of(documents, chunks, letters, order) -> Plan:
         documents=documents,
         layers=(2,),
         chunks=tuple(Chunk.parse(chunk.split()) for chunk in chunks),
-        recompute=(tuple(letter * 2 for letter in letters),),
+        recompute=(tuple((letter * 2)[:2] for letter in letters),),
         orders=(tuple(map(Op.parse, order.split())),),
     )
 
