@@ -22,5 +22,5 @@ def host_peak_bytes(cost: Cost, plan: Plan, loads: Loads | None = None) -> tuple
     peaks = []
     for stage, order in enumerate(plan.orders):
         moved = [ways.get(op.kind, 0) * each[stage, op.chunk] for op in order]
-        peaks.append(int(np.ceil(np.cumsum(moved).max(initial=0.0))))
+        peaks.append(int(np.cumsum(moved).max(initial=0.0)))
     return tuple(peaks)

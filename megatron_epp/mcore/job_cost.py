@@ -64,7 +64,7 @@ def make_planning(
     cost = training_cost(args, config, layers, profile)
     # What is available differs between hosts and moments: rank 0's is everybody's.
     folders = [folder for folder in (args.save, config.epp_record) if folder]
-    host = HOST_PLANNED * host_budget_bytes(args, config)
+    host = HOST_PLANNED * host_budget_bytes(config)
     budgets, error, fallbacks = json.dumps([cost.budget_bytes, host]), None, None
     if groups.control.rank() == 0:
         try:
@@ -202,21 +202,35 @@ def default_budget_bytes(args: Any) -> float:
     return CPU_SHARE * _available_bytes()
 
 
-def host_budget_bytes(args: Any, config: Config) -> float:
+def host_budget_bytes(config: Config) -> float:
     """Of the host's memory, for what this rank offloads: --epp-host-memory-gib, or a share of what
-    is available now."""
-    if config.epp_host_memory_gib is not None:
-        return config.epp_host_memory_gib * GIB
-    return (HOST_SHARE if cpu_host.has_gpu() else CPU_HOST_SHARE) * _available_bytes()
+    is available now. ValueError: the host has not as much for each of its ranks."""
+    wanted = config.epp_host_memory_gib
+    if wanted is None:
+        return (HOST_SHARE if cpu_host.has_gpu() else CPU_HOST_SHARE) * _available_bytes()
+    whole = _of_each_rank(psutil.virtual_memory().total)
+    if wanted * GIB > whole:
+        raise ValueError(
+            f"--epp-host-memory-gib {wanted:g}: this host has {whole / GIB:.4g} GiB for each of "
+            f"its {_local_ranks()} ranks; expected less"
+        )
+    return wanted * GIB
 
 
 def _available_bytes() -> float:
     """Of the host's memory, for each local rank."""
-    available = psutil.virtual_memory().available
+    return _of_each_rank(psutil.virtual_memory().available)
+
+
+def _of_each_rank(bytes_: float) -> float:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        available = min(available, int(text))
-    return available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        bytes_ = min(bytes_, int(text))
+    return bytes_ / _local_ranks()
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _require_rate(profile: Profile, config: Config) -> None:

@@ -121,6 +121,7 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
     config = Config.of(args)
     refusals.refuse(args)
     replaced.warn(args)
+    host_budget_bytes(config)  # refused before anything is slow
     if args.num_layers is not None and args.pipeline_model_parallel_size > args.num_layers:
         raise ValueError(
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "
@@ -216,7 +217,7 @@ class Job:
             early_head=early_head(args),
             keeps_last=place.attention.keeps_last,
             make_stage=self.hooks.make_stage,
-            host_bytes=host_budget_bytes(args, config),
+            host_bytes=host_budget_bytes(config),
         )
         may_refit = config.epp_cost_model is None and config.epp_plan is None
         observer = Observer(

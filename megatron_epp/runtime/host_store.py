@@ -115,16 +115,20 @@ class Parcel:
     """
 
     def __init__(
-        self, store: "HostStore", shared: Callable[[Tensor], bool], before: "Parcel | None"
+        self,
+        store: "HostStore",
+        chunk: int,
+        shared: Callable[[Tensor], bool],
+        before: "Parcel | None",
     ):
-        self._store, self._shared, self._before = store, shared, before
+        self._store, self.chunk, self._shared, self._before = store, chunk, shared, before
         self._storages: dict[int, _Storage] = {}  # by their address, while the layer runs
         self._away: list[weakref.ref[_Storage]] = []
         self._host_bytes = 0
         # What is copied, and when that is done: somebody must hold both ends until then.
         self._moving: list[_Storage] = []
         self._moved: Any = None
-        self._fetched = self._arrived = False
+        self._sent = self._fetched = self._arrived = False
 
     # -------------------------------------------------------------- what autograd calls
 
@@ -155,13 +159,14 @@ class Parcel:
 
     # -------------------------------------------------------------- on its way
 
-    def send(self) -> None:
-        """The layer has run: copy out what it saved. Where the host has no room it stays here."""
+    def send(self) -> bool:
+        """The layer has run: copy out what it saved. False where nothing leaves: there is nothing
+        worth a copy, or the host has no room."""
         storages, self._storages = list(self._storages.values()), {}
         blocks = self._store.take(sum(storage.nbytes for storage in storages))
-        if blocks is None:
-            self._fetched = True
-            return
+        if not blocks:
+            return False
+        self._sent = True
         self._host_bytes = sum(block.numel() for block in blocks)
         for storage, parts in zip(storages, _dealt(blocks, storages), strict=True):
             storage.blocks = parts
@@ -170,6 +175,7 @@ class Parcel:
         self._moved = self._store.copies.out(
             [pair for storage in storages for pair in zip(*self._ends(storage), strict=True)]
         )
+        return True
 
     def leave(self) -> None:
         """What has been copied out is no longer on the device."""
@@ -199,8 +205,9 @@ class Parcel:
         if self._arrived:
             return
         self._arrived = True
-        self.fetch()
-        self.release()
+        if self._sent:
+            self.fetch()
+            self.release()
         before, self._before = self._before, None
         if before is not None:
             before.fetch()
@@ -213,7 +220,7 @@ class Parcel:
             if storage is not None:
                 storage.blocks = []
         self._moving, self._away = [], []
-        self._store.give_back(self._host_bytes)
+        self._store.give_back(self, self._host_bytes)
         self._host_bytes = 0
 
     def _ends(self, storage: _Storage) -> tuple[list[Tensor], Sequence[Tensor]]:
@@ -272,13 +279,16 @@ class HostStore:
         while len(self._leaving) >= IN_FLIGHT:
             self._leaving.popleft().leave()
         mine = self._parcels.setdefault(chunk, [])
-        parcel = Parcel(self, shared, mine[-1] if mine else None)
+        parcel = Parcel(self, chunk, shared, mine[-1] if mine else None)
         with torch.autograd.graph.saved_tensors_hooks(parcel.pack, parcel.unpack):
             yield
         with torch.no_grad():
-            parcel.send()
-        mine.append(parcel)
-        self._leaving.append(parcel)
+            sent = parcel.send()
+        if sent:
+            mine.append(parcel)
+            self._leaving.append(parcel)
+        elif not mine:
+            del self._parcels[chunk]
 
     def settle(self) -> None:
         """F is over: nothing of it is on its way out any more when the next op begins."""
@@ -289,16 +299,14 @@ class HostStore:
 
     def recall(self, chunk: int) -> None:
         """B or I of ``chunk`` begins: the layer that it comes to first is on its way."""
-        for parcel in self._parcels.pop(chunk, ())[-1:]:
+        for parcel in self._parcels.get(chunk, ())[-1:]:
             parcel.fetch()
 
     def clear(self) -> None:
-        """Forget everything, as after an iteration that failed."""
+        """Forget everything, as in an iteration that failed."""
         self.settle()
-        for parcels in self._parcels.values():
-            for parcel in parcels:
-                parcel.release()
-        self._parcels.clear()
+        for parcel in [parcel for parcels in self._parcels.values() for parcel in parcels]:
+            parcel.release()
 
     # -------------------------------------------------------------- the host's memory
 
@@ -307,22 +315,29 @@ class HostStore:
         sizes = list(_sizes(nbytes))
         taken = sum(sizes)
         if self.bytes + taken > self.limit_bytes:
-            return self._refused(taken, f"{self.limit_bytes / 2**30:.4g} GiB may be taken")
+            self._say_full(taken, f"{self.limit_bytes / 2**30:.4g} GiB may be taken")
+            return None
         try:
             made = [
                 torch.empty(size, dtype=torch.uint8, pin_memory=self.copies.pinned)
                 for size in sizes
             ]
         except (MemoryError, RuntimeError) as error:
-            return self._refused(taken, str(error).splitlines()[0])
+            self._say_full(taken, str(error).splitlines()[0])
+            return None
         self.bytes += taken
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return made
 
-    def give_back(self, nbytes: int) -> None:
+    def give_back(self, parcel: Parcel, nbytes: int) -> None:
+        """``parcel`` is on the device again."""
         self.bytes -= nbytes
+        of_chunk = self._parcels[parcel.chunk]
+        of_chunk.remove(parcel)
+        if not of_chunk:
+            del self._parcels[parcel.chunk]
 
-    def _refused(self, nbytes: int, why: str) -> None:
+    def _say_full(self, nbytes: int, why: str) -> None:
         if not self._told:
             logger.warning(
                 "no room on the host for %.1f MiB that a layer saved, %.1f MiB are taken (%s): it "

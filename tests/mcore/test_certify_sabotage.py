@@ -48,15 +48,19 @@ def offloads_two(step: Step) -> bool:
     return most > 1
 
 
+def shows(way: str, step: Step) -> bool:
+    if way == "reuse host memory":
+        return offloads_two(step)
+    return way.startswith("nothing") or fragile(step)
+
+
 @cache
 def seed() -> int:
-    """One whose batches are all fragile."""
-    numbers, offloading = range(len(WAYS)), WAYS.index("reuse host memory")
+    """One in whose batches every way must show."""
     return next(
         s
         for s in range(10_000)
-        if all(fragile(draw(s, n, FRAME).step) for n in numbers)
-        and offloads_two(draw(s, offloading, FRAME).step)
+        if all(shows(way, draw(s, n, FRAME).step) for n, way in enumerate(WAYS))
     )
 
 
@@ -77,8 +81,9 @@ def test_the_ways_are_those_of_the_sabotage() -> None:
 
 def test_the_batches_are_those_that_were_looked_at(judged) -> None:
     for number, batch in enumerate(judged.values()):
-        assert batch.coverage == Coverage.of(draw(seed(), number, FRAME).step)
-        assert batch.coverage.cut > 0
+        step = draw(seed(), number, FRAME).step
+        assert batch.coverage == Coverage.of(step)
+        assert batch.coverage.cut > 0 or not fragile(step)
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])

@@ -1,6 +1,5 @@
 """Bad input: one clear line, status 2 on every rank, nothing left running."""
 
-import dataclasses
 import os
 import re
 import signal
@@ -12,8 +11,10 @@ import pytest
 
 from megatron_epp.control.accept import accept
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.ir import Kind, Op, Plan, PlanError, Span, Step
+from megatron_epp.ir import Kind, Op, Plan, Span, Step
 from megatron_epp.ir.chunk import Chunk
+from megatron_epp.ir.recompute import LETTERS
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.config import Config, add_arguments
 from megatron_epp.mcore.refusals import REFUSALS, refuse
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
@@ -37,21 +38,13 @@ def refused(words: list[str], *said: str, processes: int = 1, program=None) -> s
     return run.errors[0]
 
 
-def test_a_plan_that_offloads_is_refused_by_name() -> None:
-    """Before anything runs, with what to write instead."""
+def test_every_letter_of_plans_runs() -> None:
     plan = Plan.parse(
         "plan v1\ndocuments 5\nlayers 3\nchunk 0: 0[0:5]\nrecompute 0: 1k2o\nstage 0: F0 B0\n"
     )
     step = Step.parse(str(plan))
-    with pytest.raises(PlanError) as caught:
-        accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
-    assert str(caught.value) == (
-        "the plan has layers of choice o (o: offloaded), which only simulation can do; plan "
-        "without the lever offload, or write one of k f c m n a b instead"
-    )
-    kept = dataclasses.replace(plan, recompute=(("kff",),))
-    step = Step.parse(str(kept))
     accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
+    assert set(EXECUTABLE) == set(LETTERS)
 
 
 EXPERTS = {

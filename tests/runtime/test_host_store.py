@@ -119,7 +119,7 @@ def test_these_copies_would_show_it(sabotage) -> None:
     kept = gradient("kkk", store())
     with sabotage():
         host = store(Late())
-        with patch.object(HostStore, "give_back", lambda self, nbytes: None):
+        with patch.object(HostStore, "give_back", lambda self, parcel, nbytes: None):
             x = inputs()
             y = forward(host, 0, "oko", x)
             host.recall(0)
@@ -226,6 +226,23 @@ def test_where_the_host_has_no_room_a_layer_stays(caplog) -> None:
     (said,) = caplog.messages
     assert "no room on the host for 0.1 MiB that a layer saved" in said
     assert "--epp-host-memory-gib" in said
+
+
+def test_a_layer_of_small_tensors_stays_and_is_none_the_less_finished() -> None:
+    """What a single row saves on one of many ranks is not worth a copy."""
+    host = store(Late())
+    x = torch.ones(4, requires_grad=True)
+    forward(host, 0, "oo", x).sum().backward()
+    assert len(host) == host.peak_bytes == 0
+    mixed, y = inputs(), None
+    with host.layer(1, nobodys):
+        y = mixed.tanh()
+    with host.layer(1, nobodys):
+        z = y[0, :4].tanh().clone()
+    host.settle()
+    host.recall(1)
+    z.sum().backward()
+    assert len(host) == host.bytes == 0 < host.peak_bytes
 
 
 def test_what_was_abandoned_is_forgotten() -> None:

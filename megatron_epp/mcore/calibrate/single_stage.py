@@ -190,8 +190,13 @@ def replay(alone: Alone, model: Any, plan: Plan, stage: int, repeats: int) -> tu
     return tuple(records)
 
 
-def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, ...]:
-    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
+def run_stage(
+    alone: Alone, model: Any, plan: Plan, stage: int, host: HostStore | None = None
+) -> tuple[Timed, ...]:
+    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer.
+
+    ``host``: where offloaded layers lie, for those who ask it afterwards.
+    """
     from megatron_epp.mcore.model.early_head import early_head
 
     config = get_model_config(model)
@@ -211,7 +216,8 @@ def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, 
     model.zero_grad_buffer()
     clock.start()
     early = early_head(alone.args)
-    host = HostStore(alone.device, meter, model.parameters())
+    host = HostStore(alone.device, parameters=model.parameters()) if host is None else host
+    host.meter = meter
     with ModelStage(model, config, forward_step, feed, plan, store, early, host) as compute:
         executor = Executor(
             lower_stage(plan, stage), compute, links, store, clock, meter, Waiting(stage)

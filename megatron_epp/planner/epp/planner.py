@@ -98,9 +98,8 @@ def _own(
         best = _on_devices(batch, cost, options, tables, host)
         if best is None or OFFLOAD not in best.draft.counts:
             return best
-        draft = best.draft
-        loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
-        taken = max(host_peak_bytes(cost, plan_of(batch, draft, cost), loads))
+        loads = batch.named(loads_of(best.draft.chunking, batch.lengths, options.multiple))
+        taken = max(host_peak_bytes(cost, plan_of(batch, best.draft, cost), loads))
         if taken <= cost.host_budget_bytes:
             return best
         assert not host.at_once, "all that is offloaded fits at once"
