@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 
@@ -151,20 +150,6 @@ REFUSALS = (
             or getattr(args, "reset_position_ids", False)
             or getattr(args, "reset_attention_mask", False)
         ),
-    ),
-    Refusal(
-        "chats without their tokenizer (--sft with another --tokenizer-type than SFTTokenizer)",
-        "give --tokenizer-type SFTTokenizer and --tokenizer-model FOLDER, or a corpus that "
-        "scripts/prepare_corpus.py --chat made",
-        lambda args: (
-            bool(getattr(args, "sft", False))
-            and (args.tokenizer_type != "SFTTokenizer" or not args.tokenizer_model)
-        ),
-    ),
-    Refusal(
-        "chats without the package transformers (--sft)",
-        "pip install transformers, on which Megatron's SFTTokenizer stands",
-        lambda args: bool(getattr(args, "sft", False)) and find_spec("transformers") is None,
     ),
     Refusal(
         "skipped iterations and saved data loaders (--iterations-to-skip, --dataloader-save)",

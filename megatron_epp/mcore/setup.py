@@ -24,7 +24,7 @@ from megatron_epp.ir import Step
 from megatron_epp.mcore import megatron_gpt, refusals, telemetry
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
-from megatron_epp.mcore.data.chat_cache import converted_chats
+from megatron_epp.mcore.data.chat_cache import check_chat_flags, converted_chats
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import (
     DocumentSource,
@@ -129,6 +129,8 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
     """
     config = Config.of(args)
     refusals.refuse(args)
+    if args.sft:
+        check_chat_flags(args)
     if args.num_layers is not None and args.pipeline_model_parallel_size > args.num_layers:
         raise ValueError(
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "

@@ -2,10 +2,12 @@
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
 from tests.mcore.runs import Run, flags, train, write_corpus
 
@@ -99,6 +101,40 @@ def test_a_chat_that_does_not_parse_ends_every_rank_with_its_line(chats, tmp_pat
     (line,) = run.errors
     assert f"{path}, line 8: no conversation; expected" in line
     assert list((tmp_path / "cached").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer_type": "NullTokenizer"}, "--sft needs --tokenizer-type SFTTokenizer"),
+        ({"tokenizer_model": None}, "and --tokenizer-model FOLDER"),
+        (
+            {"tokenizer_model": "/nowhere/at/all"},
+            "--tokenizer-model /nowhere/at/all: no such folder",
+        ),
+        ({"data_path": None}, "no chats to train on: give --data-path"),
+        ({"data_path": ["3", "gone.jsonl"]}, "gone.jsonl: no such file; --sft expects a .jsonl"),
+        ({"data_path": ["{folder}/made"]}, "leave --sft out: it is a corpus already"),
+    ],
+)
+def test_flags_of_chats_are_looked_at_first(chats, changes, said) -> None:
+    args = SimpleNamespace(
+        tokenizer_type="SFTTokenizer",
+        tokenizer_model=str(chats.parent / "made.tokenizer"),
+        data_path=[str(chats)],
+        data_args_path=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+        per_split_data_args_path=None,
+    )
+    check_chat_flags(args)
+    vars(args).update(changes)
+    if args.data_path:
+        args.data_path = [word.format(folder=chats.parent) for word in args.data_path]
+    with pytest.raises(ValueError) as refusal:
+        check_chat_flags(args)
+    assert said in str(refusal.value)
 
 
 def test_a_batch_without_any_target_has_no_loss_and_no_gradient(chats, tmp_path) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,7 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
     Raises:
         ValueError, PlanError: on every rank alike, what is wrong with which line of which file
     """
-    blend, blend_per_split = get_blend_and_blend_per_split(args)
-    blends = [one for one in (blend, *(blend_per_split or ())) if one is not None]
-    paths = tuple(dict.fromkeys(path for prefixes, _ in blends for path in prefixes))
+    paths = _chat_files(args)
     if group.rank() != 0:
         _wait(group)
         prefixes = share(None, None, group)
@@ -60,13 +59,37 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
     return dict(zip(paths, prefixes.splitlines(), strict=True))
 
 
-def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[str]:
-    """The prefixes of the corpora of ``paths``, written where the cache does not have them."""
+def check_chat_flags(args: Any) -> None:
+    """Refuse with a ValueError what can be seen of ``--sft`` before anything is built or read."""
+    if args.tokenizer_type != "SFTTokenizer" or not args.tokenizer_model:
+        raise ValueError(
+            "--sft needs --tokenizer-type SFTTokenizer and --tokenizer-model FOLDER; or give a "
+            "corpus that scripts/prepare_corpus.py --chat made, without --sft"
+        )
+    if find_spec("transformers") is None:
+        raise ValueError("--sft needs the package transformers: pip install it")
+    folder = Path(args.tokenizer_model)
+    if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
+        raise ValueError(f"--tokenizer-model {folder}: no such folder")
+    paths = _chat_files(args)
+    if not paths:
+        raise ValueError("--sft: no chats to train on: give --data-path FILE.jsonl")
     for path in paths:
         if not Path(path).is_file():
             is_corpus = Path(path + ".idx").is_file()
             remedy = "leave --sft out: it is a corpus already" if is_corpus else "check --data-path"
             raise ValueError(f"{path}: no such file; --sft expects a .jsonl of chats; {remedy}")
+
+
+def _chat_files(args: Any) -> tuple[str, ...]:
+    """What the data flags name, weights and splits aside."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blends = [one for one in (blend, *(blend_per_split or ())) if one is not None]
+    return tuple(dict.fromkeys(path for prefixes, _ in blends for path in prefixes))
+
+
+def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[str]:
+    """The prefixes of the corpora of ``paths``, written where the cache does not have them."""
     tokenizer: ChatTokenizer | None = None
     chat_format, prefixes = args.sft_tokenizer_prompt_format, []
     files = _tokenizer_files(args.tokenizer_model)
