@@ -385,7 +385,7 @@ def prepare_chat(options: argparse.Namespace, say: Callable[[str], None]) -> Non
         encoded = encode_chat(path, trained, options)
         vocabulary = _chat_tokenizer(trained, options.chat_format).vocab_size
         with show(options, encoded, total=lines, unit="line", desc="conversations") as bar:
-            written = write_encoded(bar, vocabulary, options.output)
+            written = write_encoded(bar, path, vocabulary, options.output)
         if trained is not folder:
             shutil.rmtree(folder, ignore_errors=True)
             trained.replace(folder)

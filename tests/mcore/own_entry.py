@@ -1,7 +1,6 @@
 """An entry script of one's own, whose documents come from Python: ``ITEMS`` names a file of them.
 
-A pickle of (tokens, mask) of every document; with ``LIE`` in the environment one item is longer
-than was said.
+A pickle of (tokens, mask) of every document.
 """
 
 import os
@@ -44,7 +43,7 @@ class Items(torch.utils.data.Dataset):
             "tokens": padded(tokens[:-1], (0, PADDING)),
             "labels": padded(torch.where(counts, tokens[1:], -100), (0, PADDING), value=-100),
             "loss_mask": padded(counts.float(), (0, PADDING)),
-            "original_seq_len": torch.tensor([len(tokens) - 1 + ("LIE" in os.environ)]),
+            "original_seq_len": torch.tensor([len(tokens) - 1]),
         }
 
 

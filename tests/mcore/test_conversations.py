@@ -183,7 +183,7 @@ def test_a_line_that_is_no_conversation(folder, tmp_path, capsys, line, said) ->
     ("text", "more", "said"),
     [
         ("", (), "holds no line"),
-        (json.dumps({"messages": turns("a")}), (), "no token of the 1 lines is a target"),
+        (json.dumps({"messages": turns("a")}), (), "no token of its 1 lines is a target"),
         (ANSWERED, ("--tokenizer-model", "nowhere"), "nowhere: no such folder"),
         (ANSWERED, ("--chat-format", "default"), "give a --tokenizer-model that has a chat"),
     ],

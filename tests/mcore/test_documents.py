@@ -253,6 +253,14 @@ def test_megatrons_flags_become_the_configuration(tmp_path: Path) -> None:
     documents = train(config, 3)
     assert documents.lengths(range(3)).tolist() == [4, 4, 4]
     assert documents.counts.dropped == 1
+    # Chat files are read as the corpora they were converted to; weights and splits stay theirs.
+    flags.data_path, chats = ["3", "x.jsonl", "1", corpus], {"x.jsonl": "cache/x"}
+    config = config_from_args(flags, Tokenizer(), "drop", VOCABULARY, chats)
+    assert config.blend == (["cache/x", corpus], [3.0, 1.0])
+    flags.data_path, flags.train_data_path, flags.valid_data_path = None, ["x.jsonl"], [corpus]
+    flags.split = None
+    config = config_from_args(flags, Tokenizer(), "drop", VOCABULARY, chats)
+    assert config.blend_per_split == [(["cache/x"], None), ([corpus], None), None]
     flags.mock_data = True
     with pytest.raises(ValueError, match="--mock-data makes its own samples"):
         config_from_args(flags, Tokenizer(), "drop", VOCABULARY)

@@ -20,6 +20,7 @@ from megatron.training import print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_epp.mcore.data.conversations import (
+    FORMATS,
     ChatTokenizer,
     encode_line,
     read_lines,
@@ -68,6 +69,11 @@ def check_chat_flags(args: Any) -> None:
         )
     if find_spec("transformers") is None:
         raise ValueError("--sft needs the package transformers: pip install it")
+    if args.sft_tokenizer_prompt_format not in FORMATS:
+        raise ValueError(
+            f"--sft-tokenizer-prompt-format {args.sft_tokenizer_prompt_format}: expected one of "
+            f"{', '.join(FORMATS)}"
+        )
     folder = Path(args.tokenizer_model)
     if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
         raise ValueError(f"--tokenizer-model {folder}: no such folder")
@@ -106,12 +112,13 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
                 read_lines(path),
             )
             try:
-                print_rank_0(f"> {write_encoded(encoded, tokenizer.vocab_size, prefix, beat)}")
+                written = write_encoded(encoded, path, tokenizer.vocab_size, prefix, beat)
             except OSError as error:
                 raise ValueError(
                     f"{prefix}.bin: cannot be written ({error.strerror}); name a folder that all "
                     "ranks share with --data-cache-path"
                 ) from error
+            print_rank_0(f"> {written}")
         print_rank_0(f"> --sft: {path} is {prefix}")
         prefixes.append(str(prefix))
     return prefixes

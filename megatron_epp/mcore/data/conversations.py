@@ -169,13 +169,14 @@ def encode_line(
 
 def write_encoded(
     lines: Iterable[list[tuple[numpy.ndarray, numpy.ndarray]]],
+    source: Path,
     vocabulary: int,
     prefix: Path,
     beat: Callable[[], None] = lambda: None,
 ) -> Written:
     """Write ``prefix.bin/.idx`` and the masks beside it: all four files, or none.
 
-    lines        what ``encode_line`` made of each
+    lines        what ``encode_line`` made of each of ``source``
     vocabulary   entries of the tokenizer
     beat         is called behind every line
 
@@ -206,7 +207,8 @@ def write_encoded(
         masks_to.finalize(f"{scratch}{SUFFIX}.idx")
         if not targets:
             raise ValueError(
-                f"no token of the {count} lines is a target; expected an answer of an assistant"
+                f"{source}: no token of its {count} lines is a target; expected at least one "
+                "answer of an assistant"
             )
         for name in (f"{SUFFIX}.bin", f"{SUFFIX}.idx", ".bin", ".idx"):
             os.replace(f"{scratch}{name}", f"{prefix}{name}")
