@@ -90,36 +90,33 @@ class LossMasks:
         begins = (before + np.cumsum(lengths, dtype=np.int64) - lengths)[usable]
 
         # Parts of a document: those of the context's size, or the first of them and the rest.
-        limit = context or max(int(whole.max(initial=1)), 1)
+        limit = context or int(whole.max(initial=1))
         parts = -(-whole // limit)
         if overlong != "split":
             parts = np.minimum(parts, 2)
-        document = np.repeat(np.arange(len(whole)), parts)
-        heads = np.cumsum(parts) - parts  # first part of each document
-        starts = (np.arange(len(document)) - heads[document]) * limit
-        is_last = np.append(document[1:] != document[:-1], True) if len(document) else []
-        ends = np.where(is_last, whole[document], starts + limit)
+        document = np.repeat(np.arange(len(whole)), parts)  # of each part
+        first = np.cumsum(parts) - parts  # part of each document
+        starts = (np.arange(len(document)) - first[document]) * limit
+        ends = starts + limit
+        ends[first + parts - 1] = whole
         # The labels of inputs [start, end) are the tokens [start + 1, end + 1).
         origin = begins[document]
         last = self.last_targets(origin + starts + 1, origin + ends + 1)
-        inputs = np.where(last >= 0, last - origin - starts, 0)
+        inputs = np.where(last < 0, 0, last - origin - starts)
 
         needed = np.zeros(len(whole), np.int64)  # inputs of each document up to its last target
         np.maximum.at(needed, document, np.where(inputs > 0, starts + inputs, 0))
         over = needed > limit
-        if overlong == "truncate":
-            kept = heads[inputs[heads] > 0]
-            changed = over & (inputs[heads] > 0)
-        elif overlong == "drop":
-            kept, changed = heads[(needed > 0) & ~over], over
-        else:
-            kept, changed = np.flatnonzero(inputs > 0), over
-        without = needed == 0
-        if overlong == "truncate":
-            without = inputs[heads] == 0
-        untargeted = int(without.sum())
         if overlong == "split":
-            untargeted += int(((inputs == 0) & (starts < needed[document])).sum())
+            kept, changed = np.flatnonzero(inputs > 0), over
+            # Documents without a target, and parts without one in front of a target.
+            without = (needed == 0).sum() + ((inputs == 0) & (starts < needed[document])).sum()
+        elif overlong == "drop":
+            kept, changed = first[(needed > 0) & ~over], over
+            without = (needed == 0).sum()
+        else:
+            kept, changed = first[inputs[first] > 0], over & (inputs[first] > 0)
+            without = (inputs[first] == 0).sum()
         tokens = int(inputs[kept].sum())
         lost = 0 if overlong == "split" else int(needed.sum()) - tokens
         done = {"truncate": "truncated", "drop": "dropped", "split": "split"}[overlong]
@@ -129,7 +126,7 @@ class LossMasks:
             tokens=tokens,
             skipped=len(lengths) - len(whole),
             lost_tokens=lost,
-            untargeted=untargeted,
+            untargeted=int(without),
             behind_targets=int(whole.sum()) - tokens - lost,
             **{done: int(changed.sum())},
         )

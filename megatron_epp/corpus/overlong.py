@@ -57,14 +57,13 @@ class DocumentIndex:
     """Documents after the policy, in the order of the corpus.
 
     Document d is ``inputs[d]`` inputs from ``starts[d]`` on of sequence ``sequences[d]``.
-    ``masks``: the prefix of the corpus that says which tokens count, None where all do.
     """
 
     sequences: np.ndarray  # [documents] int32 or int64: number of the sequence in its file
     starts: np.ndarray  # [documents] dtype of the lengths: first input within the sequence
     inputs: np.ndarray  # [documents] dtype of the lengths
     counts: Counts
-    masks: str | None = None
+    masks: str | None = None  # prefix of the corpus that says which tokens count; None: all do
 
 
 def require_policy(overlong: str) -> None:

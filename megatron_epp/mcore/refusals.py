@@ -247,11 +247,10 @@ REFUSALS = (
         lambda args: not args.calculate_per_token_loss,
     ),
     Refusal(
-        "data paths with a layout of their own (--sft, --fim-data, --mock-data, ...)",
+        "data paths with a layout of their own (--fim-data, --mock-data, ...)",
         "give --data-path with a .bin/.idx corpus (scripts/prepare_corpus.py makes one)",
         lambda args: bool(
-            args.sft
-            or getattr(args, "fim_data", False)
+            getattr(args, "fim_data", False)
             or args.mock_data
             or getattr(args, "dataloader_inter_document_masking", False)
             or getattr(args, "reset_position_ids", False)

@@ -1,5 +1,6 @@
 """Documents end at their last target: what is planned is what is trained on, masks included."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_epp.__main__ import main
 from megatron_epp.corpus import loss_mask
 from megatron_epp.corpus.idx_file import read_index
 from megatron_epp.corpus.lengths import open_corpus
@@ -189,3 +191,12 @@ def test_damaged_masks(tmp_path: Path) -> None:
 def test_no_target_at_all(tmp_path: Path) -> None:
     path = masked_corpus(tmp_path / "a", [[1, 0, 0], [0, 0]])
     assert "no target in any of the 2 documents" in refused(path)
+
+
+def test_the_command_line_plans_what_targets_need(tmp_path: Path, capsys) -> None:
+    path = masked_corpus(tmp_path / "chat", [[0] * 40 + [1] + [0] * 60, [0] * 101, [1] * 31])
+    words = "plan --model gpt-7b --device a100-80g --pp 4 --context 64 --global-batch-size 2"
+    assert main([*words.split(), "--lengths", path, "-o", str(tmp_path / "plan")]) == 0
+    assert "1 without a target dropped" in capsys.readouterr().out
+    (documents,) = re.findall(r"^documents (.*)$", (tmp_path / "plan").read_text(), re.M)
+    assert sorted(map(int, documents.split())) == [30, 40]

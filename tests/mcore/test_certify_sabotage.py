@@ -8,7 +8,7 @@ import pytest
 
 from megatron_epp.ir import Kind, Step, slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.batches import Coverage, Drawn, Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
 from megatron_epp.mcore.certify.scale_down import Degrees
 
@@ -25,16 +25,27 @@ WAYS = (
     "meet in between",
     "forget to free",
     "reuse host memory",
+    "shift masks",
     "nothing again",
 )
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
 
-def fragile(step: Step) -> bool:
-    """Whether some cut document's earlier slice is recomputed: then every way must show."""
-    (plan,) = step.plans
-    later = slices_of(plan).later
-    return any("f" in choice for chunk, choice in enumerate(plan.recompute[0]) if later[chunk] >= 0)
+def fragile(drawn: Drawn) -> bool:
+    """Whether some cut document's earlier slice is recomputed, and ends with a label that counts:
+    then every way must show."""
+    (plan,), (deal,) = drawn.step.plans, drawn.step.deals
+    cut, later = slices_of(plan).document, slices_of(plan).later
+    return any(
+        "f" in choice
+        and any(
+            drawn.loss_masks[deal[span.document]][span.stop - 1]
+            for span in plan.chunks[chunk].spans
+            if span.document == cut[chunk]
+        )
+        for chunk, choice in enumerate(plan.recompute[0])
+        if later[chunk] >= 0
+    )
 
 
 def offloads_two(step: Step) -> bool:
@@ -48,19 +59,17 @@ def offloads_two(step: Step) -> bool:
     return most > 1
 
 
-def shows(way: str, step: Step) -> bool:
+def shows(way: str, drawn: Drawn) -> bool:
     if way == "reuse host memory":
-        return offloads_two(step)
-    return way.startswith("nothing") or fragile(step)
+        return offloads_two(drawn.step)
+    return way.startswith("nothing") or fragile(drawn)
 
 
 @cache
 def seed() -> int:
     """One in whose batches every way must show."""
     return next(
-        s
-        for s in range(10_000)
-        if all(shows(way, draw(s, n, FRAME).step) for n, way in enumerate(WAYS))
+        s for s in range(10_000) if all(shows(way, draw(s, n, FRAME)) for n, way in enumerate(WAYS))
     )
 
 
@@ -100,6 +109,7 @@ def test_the_untouched_executor_passes(judged, way) -> None:
         "mistake border labels",
         "scale wrongly",
         "reuse host memory",
+        "shift masks",
     ],
 )
 def test_wrong_numbers_are_far_beyond_the_bound(judged, way) -> None:

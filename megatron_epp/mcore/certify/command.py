@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_epp.control.files import scratch_folder
-from megatron_epp.mcore.certify.batches import Coverage, draw
+from megatron_epp.mcore.certify.batches import Coverage, Untargeted, draw
 from megatron_epp.mcore.certify.compare import worst_gradient
 from megatron_epp.mcore.certify.processes import ChildLost, Children
 from megatron_epp.mcore.certify.protocol import (
@@ -81,6 +81,7 @@ class Judged:
 
     number: int
     coverage: Coverage
+    untargeted: Untargeted = field(default_factory=Untargeted)
     messages: int = 0
     loss_error: float = float("inf")
     gradient_error: float = float("inf")
@@ -176,6 +177,7 @@ def _batch(children: Children, number: int, prepared: Prepared, trial: Trial) ->
     return Judged(
         number,
         coverage,
+        drawn.untargeted,
         messages=sum(one.messages for one in computed) // 2,
         loss_error=max(abs(loss - reference.loss) / abs(reference.loss) for loss in losses),
         gradient_error=worst.error,
@@ -246,6 +248,7 @@ def verdict(judged: Sequence[Judged]) -> str:
     collectives = sum((batch.collectives for batch in judged), Counter())
     issued = ", ".join(f"{name} {count}" for name, count in sorted(collectives.items()))
     every = [batch.coverage for batch in judged]
+    blank = [batch.untargeted for batch in judged]
     lines = [
         f"chunks: {sum(c.packed for c in every)} packed, {sum(c.split for c in every)} split, "
         f"{sum(c.hybrid for c in every)} hybrid; up to {max(c.window for c in every)} in flight on "
@@ -253,6 +256,8 @@ def verdict(judged: Sequence[Judged]) -> str:
         f"recomputed, {sum(c.selective for c in every)} in part, "
         f"{sum(c.offloaded for c in every)} offloaded; {sum(c.halved for c in every)} backwards in "
         "two halves",
+        f"without any target: {sum(u.slices for u in blank)} slices, "
+        f"{sum(u.chunks for u in blank)} chunks, {sum(u.replicas for u in blank)} replicas",
         f"collectives: {issued or 'none'}",
     ]
     failed = [str(batch.number) for batch in judged if not batch.passed]

@@ -21,7 +21,7 @@ know only how many items were consumed.
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,8 @@ from megatron_epp.corpus.loss_mask import LossMasks, examine_masks
 from megatron_epp.corpus.overlong import Counts, DocumentIndex, apply_context, require_policy
 
 logger = logging.getLogger(__name__)
+
+Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights where they have some
 
 
 @dataclass
@@ -249,7 +251,11 @@ def refuse_empty(
 
 
 def config_from_args(
-    args: argparse.Namespace, tokenizer: Any, overlong: str, vocabulary_size: int | None
+    args: argparse.Namespace,
+    tokenizer: Any,
+    overlong: str,
+    vocabulary_size: int | None,
+    chats: Mapping[str, str] | None = None,
 ) -> DocumentConfig:
     """The configuration that Megatron's data flags describe.
 
@@ -258,6 +264,7 @@ def config_from_args(
         tokenizer: a Megatron tokenizer
         overlong: truncate, drop or split
         vocabulary_size: rows of the embedding, or None for no check of the tokens
+        chats: the corpora to read in the place of chat files (chat_cache.py)
 
     Raises:
         ValueError: a flag asks for a data path that has no documents
@@ -265,7 +272,7 @@ def config_from_args(
     # Here and not above: to read documents, no trainer need be imported.
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    for flag in ("sft", "fim_data", "mock_data"):
+    for flag in ("fim_data", "mock_data"):
         if getattr(args, flag, False):
             raise ValueError(
                 f"--{flag.replace('_', '-')} makes its own samples; --epp trains on the documents "
@@ -282,6 +289,9 @@ def config_from_args(
                 "lengths are; remove it with --epp"
             )
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if chats:
+        blend = _in_place_of(chats, blend)
+        blend_per_split = blend_per_split and [_in_place_of(chats, one) for one in blend_per_split]
     return DocumentConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -307,6 +317,10 @@ def config_from_args(
     )
 
 
+def _in_place_of(chats: Mapping[str, str], blend: Blend | None) -> Blend | None:
+    return blend and ([chats.get(path, path) for path in blend[0]], blend[1])
+
+
 def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
     """Everything that can be wrong with the corpora, found before Megatron builds on them.
 
@@ -325,6 +339,8 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
     for prefix, split, (begin, end), size in _shares(config, sizes):
         if is_object_storage_path(prefix):
             continue  # Megatron fetches the index when it opens the corpus
+        if prefix.endswith((".jsonl", ".json")):
+            raise ValueError(f"{prefix}: no corpus; to train on a file of chats give --sft as well")
         if prefix not in examined:
             files = examine(prefix)
             examined[prefix] = files, examine_masks(files)
