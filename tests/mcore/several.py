@@ -34,6 +34,9 @@ def forget(line: int) -> None:
     destroy_global_vars()
     destroy_rerun_state_machine()
     unset_num_microbatches_calculator()
+    # --attention-backend, which must not find another's choice.
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
     # The store of torchrun stays: the next job meets under another prefix.
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(line + 1)
 

@@ -1,13 +1,16 @@
 """Which seams hold in a checkout: said from its sources, for the installed one and for others."""
 
 import importlib.util
+import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from megatron_epp.mcore.patching import checkout as checkout_module
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.patching.checkout import Checkout, look
 from megatron_epp.mcore.patching.releases import MAIN, NEWEST, RELEASES, STABLE, release_of
@@ -21,13 +24,24 @@ def installed() -> Path:
     return Path(next(iter(spec.submodule_search_locations))).parent
 
 
-def check(checkout: Path, *words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), "--megatron", str(checkout), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """The script's main, in this process: it imports torch, which takes seconds."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+
+    def run(checkout: Path, *words: str) -> Done:
+        checkout_module._tree.cache_clear()
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--megatron", str(checkout), *words])
+        return Done(main(), *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture
@@ -36,7 +50,7 @@ def tree(tmp_path) -> Path:
         shutil.copytree(
             installed() / "megatron" / part,
             tmp_path / "megatron" / part,
-            ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
     return tmp_path
 
@@ -48,7 +62,13 @@ def replace(path: Path, old: str, new: str) -> None:
 
 
 def test_the_installed_one_holds() -> None:
-    done = check(installed())
+    """As from the shell."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--megatron", str(installed())],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"all {len(seams.ALL_SEAMS)} seams hold: {STABLE}" in done.stdout
 
@@ -62,7 +82,7 @@ def test_its_sources_are_those_that_run() -> None:
     assert checkout.version == NEWEST
 
 
-def test_a_drift_a_missing_function_and_a_missing_name_are_shown(tree) -> None:
+def test_a_drift_a_missing_function_and_a_missing_name_are_shown(tree, check) -> None:
     training = tree / "megatron" / "training"
     # In what a seam relies on; a function that is gone; a name that we import.
     replace(
@@ -84,7 +104,7 @@ def test_a_drift_a_missing_function_and_a_missing_name_are_shown(tree) -> None:
     assert check(tree, "--quiet").stdout.count("\n+") == 0
 
 
-def test_a_name_that_is_gone_is_shown(tree) -> None:
+def test_a_name_that_is_gone_is_shown(tree, check) -> None:
     init = tree / "megatron" / "core" / "rerun_state_machine.py"
     replace(init, "def get_rerun_state_machine(", "def the_rerun_state_machine(")
     done = check(tree)
@@ -94,14 +114,14 @@ def test_a_name_that_is_gone_is_shown(tree) -> None:
     assert "0 of 12 seams drifted, 1 names are gone" in done.stdout
 
 
-def test_another_version_number_is_not_known(tree) -> None:
+def test_another_version_number_is_not_known(tree, check) -> None:
     replace(tree / "megatron" / "core" / "package_info.py", "MINOR = 19", "MINOR = 21")
     done = check(tree)
     assert done.returncode == 1
     assert "version 0.21.2 is not in the table" in done.stdout
 
 
-def test_seams_of_another_release_do_not_pass_for_this_one(tree) -> None:
+def test_seams_of_another_release_do_not_pass_for_this_one(tree, check) -> None:
     """main's version number on 0.19's sources: the program would refuse to start, too."""
     info = tree / "megatron" / "core" / "package_info.py"
     replace(info, "MINOR = 19", "MINOR = 20")
@@ -127,7 +147,7 @@ def test_patches_count_as_holding(tree) -> None:
 
 
 @pytest.mark.parametrize("broken", ["nothing", "no version", "no python"])
-def test_what_is_no_checkout_is_refused_in_one_line(tmp_path, broken) -> None:
+def test_what_is_no_checkout_is_refused_in_one_line(tmp_path, broken, check) -> None:
     if broken != "nothing":
         (tmp_path / "megatron" / "core").mkdir(parents=True)
         text = "VERSION = 1\n" if broken == "no version" else "def (\n"
