@@ -9,6 +9,7 @@ script of somebody's own would.
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
+import torch.distributed as dist  # noqa: E402
 from megatron.core.num_microbatches_calculator import (  # noqa: E402
     unset_num_microbatches_calculator,
 )
@@ -28,8 +30,14 @@ from megatron_epp.mcore import entry, job_exit, setup  # noqa: E402
 from megatron_epp.mcore.certify.adapters import adapt  # noqa: E402
 
 
-def forget(line: int) -> None:
+def forget() -> None:
     """Make Megatron ready for another job: what a new process would begin with."""
+    port: list[int | None] = [None]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        if dist.get_rank() == 0:
+            port = [probe.getsockname()[1]]
+    dist.broadcast_object_list(port, src=0)
     job_exit.finish()
     destroy_global_vars()
     destroy_rerun_state_machine()
@@ -37,8 +45,8 @@ def forget(line: int) -> None:
     # --attention-backend, which must not find another's choice.
     for name in [name for name in os.environ if name.startswith("NVTE_")]:
         del os.environ[name]
-    # The store of torchrun stays: the next job meets under another prefix.
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(line + 1)
+    # Not torchrun's store: it still holds what the ranks of this job said there.
+    os.environ.update(MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
 def frozen_with_adapters(rank: int) -> None:
@@ -60,4 +68,4 @@ if __name__ == "__main__":
             print(f"line {number}", flush=True)
         sys.argv = ["pretrain_gpt", *words]
         entry.train(time.time())
-        forget(number)
+        forget()
