@@ -9,7 +9,7 @@ rank 0 together with what does its job. What would change results is refused ins
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 # On Megatron's args, not a flag: what was taken out, a line each, to be said by rank 0.
 TAKEN = "epp_replaced"
+NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,19 @@ REPLACED = (
 
 
 def watch(parser: argparse.ArgumentParser) -> None:
-    """Have ``parser`` take these flags out where --epp is among what it parses."""
+    """Have ``parser`` take these flags out where --epp is among what it parses.
+
+    It also learns to be told --no-calculate-per-token-loss, as frameworks around Megatron are.
+    """
+    known = {option for action in parser._actions for option in action.option_strings}
+    if "--calculate-per-token-loss" in known and NO_TOKEN_LOSS not in known:
+        parser.add_argument(
+            NO_TOKEN_LOSS,
+            action="store_false",
+            dest="calculate_per_token_loss",
+            default=parser.get_default("calculate_per_token_loss"),
+            help="The loss is a mean of micro-batches: what Megatron does by default.",
+        )
     plain = parser.parse_args
 
     def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -156,34 +169,27 @@ def take_out(
     args: argparse.Namespace, parser: argparse.ArgumentParser, words: Sequence[str]
 ) -> None:
     """Set these flags of ``args`` back; what was taken is noted there. ``words``: as typed."""
+    options: dict[str, list[str]] = {}
+    for action in parser._actions:
+        options.setdefault(action.dest, []).extend(action.option_strings)
+    typed = {word.split("=")[0] for word in words}
     taken = []
     for one in REPLACED:
-        actions = [
-            action
-            for action in parser._actions
-            if action.dest in one.destinations and _asked(args, action, one)
-        ]
-        if not actions or not one.same(args):
+        known = [name for name in one.destinations if name in options]
+        neutral = {name: one.neutral.get(name, parser.get_default(name)) for name in known}
+        harmless = {name: (parser.get_default(name), neutral[name], None) for name in known}
+        asked = [name for name in known if getattr(args, name) not in harmless[name]]
+        if not asked or not one.same(args):
             continue
-        names = ", ".join(dict.fromkeys(_as_typed(action, args, words) for action in actions))
-        taken.append(f"{names} ({one.by})")
-        for action in actions:
-            setattr(args, action.dest, one.neutral.get(action.dest, action.default))
+        shown = (_as_typed(options[name], getattr(args, name), typed) for name in asked)
+        taken.append(f"{', '.join(shown)} ({one.by})")
+        vars(args).update((name, neutral[name]) for name in asked)
     setattr(args, TAKEN, taken)
 
 
-def _asked(args: argparse.Namespace, action: argparse.Action, one: Replaced) -> bool:
-    value = getattr(args, action.dest)
-    harmless = (action.default, one.neutral.get(action.dest, action.default), None)
-    return all(value != other for other in harmless)
-
-
-def _as_typed(action: argparse.Action, args: argparse.Namespace, words: Sequence[str]) -> str:
+def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
     """The flag as the user wrote it, with its value where it has one."""
-    typed = {word.split("=")[0] for word in words}
-    name = next((option for option in action.option_strings if option in typed), None)
-    name = name or action.option_strings[0]
-    value = getattr(args, action.dest)
+    name = next((option for option in options if option in typed), options[0])
     if isinstance(value, bool):
         return name
     values = value if isinstance(value, list | tuple) else [value]

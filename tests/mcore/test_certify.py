@@ -32,6 +32,13 @@ EVERY_DEGREE = {
         batches=6,
         overlap=True,
     ),
+    # Frozen linears of Megatron's, trained ones of its and of torch's around them.
+    "adapters": Trial(
+        Degrees(pp=2, tp=2, dp=1),
+        models(f"{LLAMA} --num-layers 4 --sequence-parallel", f"{GPT} --num-layers 4"),
+        batches=4,
+        lora_rank=4,
+    ),
     # Few heads shared by the ranks, normed queries and keys, a stage without any layer.
     "uneven stages": Trial(
         Degrees(pp=4, tp=1, dp=1),
@@ -65,8 +72,22 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
         )
         assert {"plan digest", "gradient reduction", "token count"} <= set(batch.collectives)
     tied = [batch for batch in judged if batch.collectives["tied embeddings"]]
-    assert bool(tied) == (trial.degrees.pp > 1)
+    assert bool(tied) == (trial.degrees.pp > 1 and not trial.lora_rank)
     assert "certified: " in verdict(judged)
+
+
+def test_adapters_without_a_graph_to_hang_on_are_noticed() -> None:
+    """A frozen embedding's output takes no part in autograd: what is recomputed then has no
+    gradients, which a certificate must not miss."""
+    trial = Trial(
+        Degrees(pp=1, tp=1, dp=1),
+        models(f"{LLAMA} --num-layers 2"),
+        batches=2,
+        lora_rank=4,
+        interfere=Path(__file__).with_name("without_graph.py"),
+    )
+    judged = certify(trial)
+    assert judged and not any(batch.passed for batch in judged)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

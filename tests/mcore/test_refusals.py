@@ -103,6 +103,8 @@ class Wanted:
         ({"multi_latent_attention": True}, "multi-latent attention"),
         ({"window_size": (128, 0)}, "sliding-window"),
         ({"softmax_type": "learnable"}, "attention variants"),
+        ({"qk_clip": True}, "largest logit"),
+        ({"log_max_attention_logit": True}, "largest logit"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
         ({"hybrid_context_parallel": True}, "hybrid context parallelism"),
         ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),

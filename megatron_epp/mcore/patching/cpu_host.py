@@ -1,6 +1,6 @@
 """A host without a GPU: ``megatron.training.pretrain`` runs on it with gloo and CPU tensors.
 
-Megatron-core 0.19.0 takes CUDA for granted in about a hundred places and has no CPU mode. Nearly
+Megatron-core 0.19 takes CUDA for granted in about a hundred places and has no CPU mode. Nearly
 all of them go through a handful of names in torch, so the stand-ins sit there and not in Megatron:
 
     device="cuda" given to a factory (torch.zeros ...)  becomes device="cpu"
