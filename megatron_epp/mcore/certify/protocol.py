@@ -22,7 +22,7 @@ class Role:
 
     ``interfere``: a Python file for tests that break the executor or put parts in its place: its
     ``around(number)`` is a context for the computation of batch ``number``, its ``HOOKS``
-    (setup.py) are the job's. It may define either.
+    (setup.py) are the job's. It may define either. ``loop``: the ranks are a training loop's.
     """
 
     rank: int
@@ -31,6 +31,7 @@ class Role:
     folder: Path
     patience_seconds: float
     interfere: Path | None = None
+    loop: bool = False
 
     @property
     def patience(self) -> timedelta:
