@@ -73,3 +73,30 @@ def install_schedule(
     freedom = Freedom(reorder, split_backward, headroom)
     timeout = TIMEOUT if timeout is None else timeout
     return Installed(Settings(lengths, freedom, timeout, observe))
+
+
+def attach(
+    model_chunks: Any, adapter: Any, *, attention: str = "auto", head_again: bool = True
+) -> Any:
+    """Cut the documents of a training loop's micro-batches: slices in any loop.
+
+    Call it once the model is built (and wrapped): every pass of the loop over this model through
+    ``get_forward_backward_func`` is then run in slices, losses that need whole documents included.
+    ``install_schedule`` is called with its defaults where it was not.
+
+    model_chunks   the loop's model, or its list of one
+    adapter        lengths, rows and loss of micro-batches (mcore/loops/adapter.py);
+                   mcore/loops/adapters has two for common forms
+    attention      as --epp-attention
+    head_again     the output layer of slices runs again in the backward; else logits are kept
+
+    Returns an object with ``adapter``, which another pass may replace, and ``slicing``, which False
+    turns off: whole micro-batches then. A ValueError says in one line what cannot be cut.
+    """
+    from megatron_epp.mcore.loops.attached import attach_to
+    from megatron_epp.mcore.loops.install import installed
+
+    made = attach_to(model_chunks, adapter, attention, head_again)
+    if installed() is None:
+        install_schedule()
+    return made

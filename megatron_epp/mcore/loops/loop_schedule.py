@@ -17,12 +17,14 @@ from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
 from megatron_epp.ir import Plan, PlanError, Timed, lower_stage
+from megatron_epp.mcore.loops.adapter import lengths_of
 from megatron_epp.mcore.loops.agreement import (
     Told,
     agreed,
     exchange,
     raise_what_others_met,
 )
+from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_plan import Freedom, Planning, whole_plan
 from megatron_epp.mcore.loops.calls import LoopCall, fixed_shape, not_ours, process_groups
 from megatron_epp.mcore.loops.draws import MicroBatches
@@ -30,6 +32,7 @@ from megatron_epp.mcore.loops.extents import Extent, Extents, measured
 from megatron_epp.mcore.loops.guarded import Guarded
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.mcore.loops.replica_groups import make_replica_groups
+from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.loops.stage_seconds import StageSeconds, features, guessed_rates
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import refuse_split
@@ -57,6 +60,13 @@ class Ran:
     peak_bytes: int
 
 
+def _sliced_plan(*arguments: Any) -> Plan:
+    # Imported where plans are made: the compiler takes a second to load.
+    from megatron_epp.mcore.loops.slicing import sliced_plan
+
+    return sliced_plan(*arguments)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the user says; see :func:`megatron_epp.install_schedule`."""
@@ -67,6 +77,7 @@ class Settings:
     observe: Callable[[Ran], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
     make_plan: Callable[..., Plan] = whole_plan
+    make_sliced_plan: Callable[..., Plan] = _sliced_plan
     make_stage: Callable[..., MicroBatchStage] = MicroBatchStage
 
 
@@ -117,23 +128,26 @@ class LoopSchedule:
         except ValueError as refusal:  # such a world that our messages would stand still in it
             return self._leave(str(refusal), pipelined, keywords)
         batches = MicroBatches(call.one_iterator, call.num_microbatches)
-        shape = fixed_shape(call, groups) if stages > 1 else None
-        extents = self._extents(call, pipeline, batches, shape)
-        if extents is None:
-            return self._leave(
-                "micro-batches of several lengths that nobody tells (install_schedule(lengths=))",
-                pipelined,
-                {**keywords, "data_iterator": batches.from_the_start()},
-            )
-        plan = self._plan(call, pipeline, extents)
+        sliced = attached(call.one_model)
+        if sliced is not None and sliced.slicing:
+            work = self._sliced(call, pipeline, batches, groups, sliced)
+        else:
+            whole = self._whole(call, pipeline, batches, groups)
+            if whole is None:
+                return self._leave(
+                    "micro-batches of several lengths that nobody tells "
+                    "(install_schedule(lengths=))",
+                    pipelined,
+                    {**keywords, "data_iterator": batches.from_the_start()},
+                )
+            work = whole
         config = call.config
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
-        shapes = _Shapes(extents, shape, config, groups)
-        stage = self._run(call, pipeline, batches, plan, shapes, groups, extents)
+        self._run(call, pipeline, batches, work)
         if config.finalize_model_grads_func is not None and not call.forward_only:
-            total = torch.zeros([], dtype=torch.int, device=this_device()) + stage.tokens
+            total = torch.zeros([], dtype=torch.int, device=this_device()) + work.stage.tokens
             config.finalize_model_grads_func(
                 [call.one_model],
                 total if config.calculate_per_token_loss else None,
@@ -143,7 +157,7 @@ class LoopSchedule:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         pipeline.waiting.enter(Elsewhere("what the loop does between two calls"))
-        return stage.in_callers_order()
+        return work.stage.in_callers_order()
 
     def _leave(self, reason: str, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
         """Megatron's own schedule runs the call; said once for every reason, by one rank."""
@@ -223,7 +237,6 @@ class LoopSchedule:
         count = call.num_microbatches
         if pipeline.stages == 1:
             return [Extent(1)] * count  # order and messages need none
-        pipeline.waiting.enter("what all ranks of the replica have read")
         mine: list[Extent | None] | None = None
         refusal = None
         if shape is None or self.settings.lengths is not None:
@@ -235,15 +248,7 @@ class LoopSchedule:
                     ]
             except ValueError as error:
                 refusal = str(error)
-        every = exchange(Told((count, mine), refusal), pipeline.control)
-        raise_what_others_met(every, pipeline.control)
-        counts = [told.value[0] for told in every]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"num_microbatches differs over the ranks of a pipeline: {counts}; expected one "
-                "number"
-            )
-        found = agreed([told.value[1] for told in every], "it has", pipeline.control)
+        found = self._agreed(call, pipeline, mine, refusal, "it has")
         if shape is not None and (found is None or None in found):
             config = call.config
             parts = mpu.get_context_parallel_world_size()
@@ -253,37 +258,115 @@ class LoopSchedule:
             return None
         return found
 
-    def _plan(self, call: LoopCall, pipeline: _Pipeline, extents: list[Extent]) -> Plan:
+    def _whole(
+        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches, groups: Any
+    ) -> "_Work | None":
+        """Every micro-batch a chunk; None where their shapes differ and nobody knows them."""
+        fixed = fixed_shape(call, groups) if pipeline.stages > 1 else None
+        extents = self._extents(call, pipeline, batches, fixed)
+        if extents is None:
+            return None
+        make, layers, rates = self.settings.make_plan, pipeline.layers, pipeline.rates_SK3
+        freedom = self._freedom(call, pipeline)
+        key = (tuple(extents), call.forward_only, freedom, rates.tobytes())
+        plan = pipeline.planning.plan(
+            key, lambda: make(extents, layers, rates, freedom, call.forward_only)
+        )
+        parts = groups.cp.size()
+        if getattr(call.config, "sequence_parallel", False):
+            parts *= groups.tp.size()
+
+        def shape(chunk: int) -> tuple[int, ...]:
+            extent = extents[chunk]
+            return fixed or (extent.rows // parts, extent.samples, call.config.hidden_size)
+
+        stage = self.settings.make_stage(
+            call, batches, plan, pipeline.stage, groups.cp.size(), shape
+        )
+        sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
+        return _Work(plan, stage, shape, sizes)
+
+    def _sliced(
+        self,
+        call: LoopCall,
+        pipeline: _Pipeline,
+        batches: MicroBatches,
+        groups: Any,
+        model: AttachedModel,
+    ) -> "_Work":
+        """The documents of the micro-batches cut into slices."""
+        lengths = self._lengths(call, pipeline, batches, model)
+        make, layers, rates = self.settings.make_sliced_plan, pipeline.layers, pipeline.rates_SK3
+        freedom = self._freedom(call, pipeline)
+        key = (tuple(lengths), call.forward_only, freedom, rates.tobytes(), "sliced")
+        plan = pipeline.planning.plan(
+            key, lambda: make(lengths, layers, rates, freedom, call.forward_only)
+        )
+        config = call.config
+        multiple = groups.tp.size() if config.sequence_parallel else 1
+        stage = SliceStage(
+            call, batches, plan, pipeline.stage, groups.cp.size(), model, lengths, multiple
+        )
+        sizes = features([c.tokens for c in plan.chunks], [c.pairs for c in plan.chunks])
+        return _Work(
+            plan, stage, lambda c: (stage.rows(c) // multiple, 1, config.hidden_size), sizes
+        )
+
+    def _lengths(
+        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches, model: AttachedModel
+    ) -> list[tuple[int, ...]]:
+        """Of every micro-batch's documents. Collective. ValueError: as ``_extents``."""
+        mine, refusal = None, None
+        try:
+            if batches.readable:
+                mine = [
+                    lengths_of(model.adapter, batches.item(number), number, model.context)
+                    for number in range(call.num_microbatches)
+                ]
+        except ValueError as error:
+            refusal = str(error)
+        found = self._agreed(call, pipeline, mine, refusal, "documents of")
+        if found is None:
+            raise ValueError("no rank of the replica has a data iterator; slices need to read one")
+        return found
+
+    def _agreed(
+        self,
+        call: LoopCall,
+        pipeline: _Pipeline,
+        mine: list[Any] | None,
+        refusal: str | None,
+        what: str,
+    ) -> list[Any] | None:
+        pipeline.waiting.enter("what all ranks of the replica have read")
+        every = exchange(Told((call.num_microbatches, mine), refusal), pipeline.control)
+        raise_what_others_met(every, pipeline.control)
+        counts = [told.value[0] for told in every]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"num_microbatches differs over the ranks of a pipeline: {counts}; expected one "
+                "number"
+            )
+        return agreed([told.value[1] for told in every], what, pipeline.control)
+
+    def _freedom(self, call: LoopCall, pipeline: _Pipeline) -> Freedom:
         wanted = self.settings.freedom
-        freedom = Freedom(
+        if call.first_val_step is not None and call.forward_only:
+            return Freedom(False, False)
+        return Freedom(
             # The experts' ranks meet inside of layers, those of other replicas too; what routers
             # recorded is replayed in the order of the forwards.
             reorder=wanted.reorder and not getattr(call.config, "num_moe_experts", None),
             split=wanted.split and pipeline.split_refused is None,
             headroom=wanted.headroom,
         )
-        if call.first_val_step is not None and call.forward_only:
-            freedom = Freedom(False, False)
-        rates = pipeline.rates_SK3
-        key = (tuple(extents), call.forward_only, freedom, rates.tobytes())
-        make, layers = self.settings.make_plan, pipeline.layers
-        return pipeline.planning.plan(
-            key, lambda: make(extents, layers, rates, freedom, call.forward_only)
-        )
 
     # -------------------------------------------------------------- the ops, and behind them
 
     def _run(
-        self,
-        call: LoopCall,
-        pipeline: _Pipeline,
-        batches: MicroBatches,
-        plan: Plan,
-        shapes: "_Shapes",
-        groups: Any,
-        extents: list[Extent],
-    ) -> MicroBatchStage:
-        config, device = call.config, this_device()
+        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches, work: "_Work"
+    ) -> None:
+        config, device, stage = call.config, this_device(), work.stage
         clock, heap = self._instruments(device)
         meter = self.settings.make_meter(call.one_model)
         self._calls += 1
@@ -292,21 +375,17 @@ class LoopSchedule:
         payload = {} if pipeline.groups is None else pipeline.groups.payload
         ranks = None if pipeline.groups is None else pipeline.groups.pipeline_ranks
         clock.start()
-        links = Links(payload, shapes, dtype, device, ranks)
-        stage = self.settings.make_stage(
-            call, batches, plan, pipeline.stage, groups.cp.size(), shapes
-        )
         guarded = Guarded(
             stage,
             stage.store,
-            lambda chunk: torch.zeros(shapes(chunk), dtype=dtype, device=device),
+            lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=device),
             first=pipeline.stage == 0,
             last=pipeline.stage == pipeline.stages - 1,
         )
         executor = Executor(
-            lower_stage(plan, pipeline.stage),
+            lower_stage(work.plan, pipeline.stage),
             guarded,
-            links,
+            Links(payload, work.shape, dtype, device, ranks),
             stage.store,
             clock,
             meter,
@@ -319,12 +398,10 @@ class LoopSchedule:
         if guarded.error is None and executor.failure is None:
             batches.finish()
             if not call.forward_only and pipeline.groups is not None:
-                sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
-                pipeline.seconds.saw(sizes, records)
+                pipeline.seconds.saw(work.sizes_3C, records)
         self._judge(pipeline, guarded.error, executor.failure)
         if self.settings.observe is not None:
-            self.settings.observe(Ran(plan, records, meter.peak_bytes))
-        return stage
+            self.settings.observe(Ran(work.plan, records, meter.peak_bytes))
 
     def _instruments(self, device: torch.device) -> tuple[HostClock | CudaClock, HostHeap | None]:
         if self._clock is None:
@@ -350,20 +427,11 @@ class LoopSchedule:
         pipeline.rates_SK3 = np.stack([by_stage[s] for s in range(pipeline.stages)])
 
 
-class _Shapes:
-    """The shape of every chunk's message between stages, on this rank."""
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a call comes to on this rank. shape: of a chunk's message; sizes_3C: of all chunks."""
 
-    def __init__(
-        self, extents: list[Extent], fixed: tuple[int, ...] | None, config: Any, groups: Any
-    ):
-        self.extents, self.fixed = extents, fixed
-        self.hidden = getattr(config, "hidden_size", 0)
-        self.parts = groups.cp.size()
-        if getattr(config, "sequence_parallel", False):
-            self.parts *= groups.tp.size()
-
-    def __call__(self, chunk: int) -> tuple[int, ...]:
-        if self.fixed is not None:
-            return self.fixed
-        extent = self.extents[chunk]
-        return (extent.rows // self.parts, extent.samples, self.hidden)
+    plan: Plan
+    stage: MicroBatchStage | SliceStage
+    shape: Callable[[int], tuple[int, ...]]
+    sizes_3C: np.ndarray

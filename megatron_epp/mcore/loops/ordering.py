@@ -229,12 +229,12 @@ def forward_orders(seconds_SC: np.ndarray, reorder: bool) -> tuple[tuple[Op, ...
     """
     count = seconds_SC.shape[1]
     given = tuple(range(count))
-    best, given_takes = given, _flow_seconds(seconds_SC, given)
+    best, given_takes = given, flow_seconds(seconds_SC, given)
     takes = given_takes
     if reorder:
         rising = [int(c) for c in np.argsort(seconds_SC.sum(0), kind="stable")]
         for order in ((*rising[::2], *reversed(rising[1::2])), tuple(rising), tuple(rising[::-1])):
-            tried = _flow_seconds(seconds_SC, order)
+            tried = flow_seconds(seconds_SC, order)
             if tried < takes * (1 - _ROUNDING):
                 best, takes = order, tried
     if takes > given_takes * (1 - GAIN):
@@ -242,7 +242,7 @@ def forward_orders(seconds_SC: np.ndarray, reorder: bool) -> tuple[tuple[Op, ...
     return tuple(Op(Kind.FORWARD, c) for c in best), takes, given_takes
 
 
-def _flow_seconds(seconds_SC: np.ndarray, order: Sequence[int]) -> float:
+def flow_seconds(seconds_SC: np.ndarray, order: Sequence[int]) -> float:
     done = np.zeros(seconds_SC.shape[0])
     for chunk in order:
         before = 0.0

@@ -1,11 +1,10 @@
-"""Process groups of one replica in a loop of others, made by its ranks alone.
+"""Process groups of one replica in a loop of others.
 
-Another loop may call its schedule on some replicas only, or at other times than they do (a pass of
-log-probabilities): nothing here waits for a rank of another replica.
+A loop may call its schedule more often on one replica than on another (passes of log-probabilities
+over batches of several sizes): but for the first call, no rank waits for one of another replica.
 """
 
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,40 +32,43 @@ def replica_ranks() -> tuple[int, ...]:
 
 
 def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
-    """Collective over the replica's ranks, once Megatron has made its groups. ``control`` of the
-    result spans the replica, and the groups of ``payload`` the pipeline.
+    """Collective over the world, once Megatron has made its groups; afterwards no replica waits for
+    another. ``control`` of the result spans the replica; the groups of ``payload`` span the world,
+    and a message names both its ends.
 
     ValueError: torch.distributed was initialised in a way in which pipelines stand still.
     """
     if dist.distributed_c10d._get_default_group().bound_device_id is not None:
-        raise ValueError("torch.distributed was initialised with a device_id")
+        raise ValueError("torch.distributed initialised with a device_id")
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     together = mpu.get_tensor_and_context_parallel_group()
-    control = _group(replica_ranks(), CONTROL, timeout, backend="gloo")
+    mine, me = replica_ranks(), dist.get_rank()
+    control = None
+    replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
+    for ranks in sorted([rank + other - me for rank in mine] for other in replicas):
+        # Every rank makes every replica's group, in one order, as Megatron makes its own.
+        made = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=CONTROL)
+        control = made if me in ranks else control
+    assert control is not None, "this rank is part of a replica"
     payload: dict[Payload, dist.ProcessGroup] = {}
     if len(pipeline) > 1:
         for way in Payload:
-            options = message_options(device, timeout)
-            payload[way] = _group(pipeline, f"epp_{way.name.lower()}", timeout, pg_options=options)
+            payload[way] = dist.new_group(
+                timeout=timeout,
+                pg_options=message_options(device, timeout),
+                group_desc=f"epp_{way.name.lower()}",
+            )
     stage = mpu.get_pipeline_model_parallel_rank()
-    own = [dist.get_group_rank(group, rank) for group in payload.values() for rank in pipeline]
-    stages = tuple(own[: len(pipeline)]) or (0,)  # alike in both groups
-    connect(payload, stage, len(pipeline), device, stages)
+    connect(payload, stage, len(pipeline), device, pipeline)
     busy = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
     return Groups(
         control=control,
         payload=payload,
-        pipeline_ranks=stages,
+        pipeline_ranks=tuple(pipeline),
         stage=stage,
         replica=0,
         replicas=1,
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
         timeout=timeout,
         peers=Peers(together, busy, device) if together.size() > 1 else None,
-    )
-
-
-def _group(ranks: Any, name: str, timeout: timedelta, **how: Any) -> dist.ProcessGroup:
-    return dist.new_group(
-        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name, **how
     )

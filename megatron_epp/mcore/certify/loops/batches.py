@@ -12,6 +12,7 @@ B samples of a micro-batch, S tokens of the longest, the others padded.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import KEEP, TRAINING, Chunk, Kind, Op, Plan, Span, needs_of
+from megatron_epp.ir import KEEP, TRAINING, Chunk, Kind, Op, Plan, Span, needs_of, slices_of
 from megatron_epp.mcore.certify.scale_down import CONTEXT
 
 LOSSES = ("tokens", "mean", "sequence")
@@ -102,8 +103,8 @@ def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     batch = next(data_iterator)
     output = model(
         batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
         labels=batch["labels"],
         packed_seq_params=batch.get("packed_seq_params"),
     )
@@ -222,4 +223,56 @@ def arbitrary_whole_plan(
     else:
         share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
         orders = arbitrary_orders(bare, range(count), random, share)
+    return Plan(bare.documents, bare.layers, bare.chunks, bare.recompute, orders)
+
+
+def arbitrary_sliced_plan(
+    lengths: Sequence[Sequence[int]],
+    layers: Sequence[int],
+    random: Random,
+    split: bool,
+    forward_only: bool,
+    letters: str,
+) -> Plan:
+    """Documents of micro-batches cut, packed, ordered and recomputed in any way; chunks of one
+    micro-batch each. lengths[micro-batch] of its documents."""
+    chunks: list[Chunk] = []
+    group_of: list[int] = []
+    first = 0
+    for number, of in enumerate(lengths):
+        made: list[list[Span]] = []
+        whole = []
+        for place, length in enumerate(of):
+            pieces = random.randint(2, 4) if length >= 8 and random.random() < 0.7 else 1
+            cuts = sorted(random.sample(range(1, length), pieces - 1))
+            spans = [Span(first + place, *border) for border in pairwise([0, *cuts, length])]
+            if pieces == 1:
+                whole += spans
+            else:
+                made += ([span] for span in spans)
+        for span in whole:
+            if made and random.random() < 0.6:
+                random.choice(made).append(span)
+            else:
+                made.append([span])
+        chunks += (Chunk(tuple(spans)) for spans in made)
+        group_of += [number] * len(made)
+        first += len(of)
+    mixed = random.sample(range(len(chunks)), len(chunks))
+    chunks, group_of = [chunks[c] for c in mixed], [group_of[c] for c in mixed]
+    bare = Plan(
+        documents=tuple(length for of in lengths for length in of),
+        layers=tuple(layers),
+        chunks=tuple(chunks),
+        recompute=tuple(
+            tuple("".join(random.choice(letters) for _ in range(count)) for _ in chunks)
+            for count in layers
+        ),
+        orders=tuple(() for _ in layers),
+    )
+    if forward_only:
+        orders = (forward_walk(len(chunks), slices_of(bare).earlier, random),) * len(layers)
+    else:
+        share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
+        orders = arbitrary_orders(bare, group_of, random, share)
     return Plan(bare.documents, bare.layers, bare.chunks, bare.recompute, orders)

@@ -14,20 +14,26 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_epp.ir import Plan
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.allowed_collectives import name_of
+from megatron_epp.mcore.certify.batches import letters_drawn
 from megatron_epp.mcore.certify.loops.allowed import LOOP
 from megatron_epp.mcore.certify.loops.batches import (
     LoopFrame,
     MicroBatch,
+    arbitrary_sliced_plan,
     arbitrary_whole_plan,
     draw_micro_batches,
     loop_forward_step,
+    loop_loss,
 )
 from megatron_epp.mcore.certify.loops.results import LoopComputed
 from megatron_epp.mcore.certify.models import begin, elastic_model
 from megatron_epp.mcore.certify.protocol import Role
 from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.certify.shards import fill, shards
+from megatron_epp.mcore.loops.adapters.samples import Samples
+from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.call_plan import Freedom
 from megatron_epp.mcore.loops.extents import Extent
 from megatron_epp.mcore.loops.install import Installed, installed
@@ -56,8 +62,15 @@ class LoopRank(Rank):
         self.model = elastic_model(self.args, lambda description: None)
         get_model_config(self.model).variable_seq_lengths = True
         fill(self.model.module, weights)
-        settings = Settings(make_plan=self._plan, observe=self.ran.append)
-        Installed(settings)
+        Installed(
+            Settings(
+                make_plan=self._whole_plan,
+                make_sliced_plan=self._sliced_plan,
+                observe=self.ran.append,
+            )
+        )
+        if self.loop_frame.sliced:
+            attach_to(self.model, Samples(loop_loss), "auto", head_again=True)
 
     def compute_loop(self, number: int) -> LoopComputed:
         """Run batch ``number``: its forwards alone, and then in training."""
@@ -105,7 +118,7 @@ class LoopRank(Rank):
                 collect_non_loss_data=forward_only,
             )
 
-    def _plan(
+    def _whole_plan(
         self,
         extents: Sequence[Extent],
         layers: Sequence[int],
@@ -113,6 +126,20 @@ class LoopRank(Rank):
         freedom: Freedom,
         forward_only: bool,
     ) -> Plan:
-        random = Random(f"{self.seed} {self.number} {mpu.get_data_parallel_rank()} {forward_only}")
         tokens = [extent.tokens for extent in extents]
+        random = self._random(forward_only)
         return arbitrary_whole_plan(tokens, layers, random, freedom.split, forward_only)
+
+    def _sliced_plan(
+        self,
+        lengths: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        rates: numpy.ndarray,
+        freedom: Freedom,
+        forward_only: bool,
+    ) -> Plan:
+        letters, random = letters_drawn(EXECUTABLE), self._random(forward_only)
+        return arbitrary_sliced_plan(lengths, layers, random, freedom.split, forward_only, letters)
+
+    def _random(self, forward_only: bool) -> Random:
+        return Random(f"{self.seed} {self.number} {mpu.get_data_parallel_rank()} {forward_only}")
