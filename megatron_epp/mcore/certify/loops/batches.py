@@ -26,6 +26,7 @@ from megatron_epp.mcore.certify.scale_down import CONTEXT
 LOSSES = ("tokens", "mean", "sequence")
 MASKED = 0.15  # share of tokens that carry no loss
 CLIP, DIVERGENCE = 0.2, 0.1
+MULTIPLE = 4  # of rows, as loops pad them for tensor-parallel ranks
 MicroBatch = Mapping[str, Any]
 
 
@@ -76,7 +77,8 @@ def _lengths(random: Random) -> tuple[int, ...]:
 def _micro_batch(
     lengths: tuple[int, ...], loss: str, generator: numpy.random.Generator, frame: LoopFrame
 ) -> MicroBatch:
-    samples, rows = len(lengths), max(lengths)
+    # Sequence parallelism shares out the rows.
+    samples, rows = len(lengths), -(-max(lengths) // MULTIPLE) * MULTIPLE
     tokens = torch.from_numpy(generator.integers(0, frame.vocabulary, (samples, rows + 1)))
     mask = torch.from_numpy((generator.random((samples, rows)) >= MASKED).astype(float))
     mask[:, 0] = 1  # every sequence has a target
