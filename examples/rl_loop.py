@@ -39,6 +39,8 @@ def build_model(stage: int):
         attention_dropout=0.0, hidden_dropout=0.0, add_bias_linear=False, normalization="RMSNorm",
         pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float64,
         params_dtype=torch.float64, variable_seq_lengths=True, persist_layer_norm=False,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it
+
     )  # fmt: skip
     return GPTModel(
         config, get_gpt_layer_local_spec(normalization="RMSNorm"), WORDS, CONTEXT,

@@ -162,6 +162,7 @@ def build_model(stages: int, stage: int, context: int) -> Any:
         pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it
         persist_layer_norm=False,
         deallocate_pipeline_outputs=True,
     )

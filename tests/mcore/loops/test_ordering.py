@@ -10,7 +10,7 @@ from megatron_epp.mcore.loops import ordering
 from megatron_epp.mcore.loops.call_plan import Freedom, whole_plan
 from megatron_epp.mcore.loops.extents import Extent
 from megatron_epp.mcore.loops.slice_stage import groups_of
-from megatron_epp.mcore.loops.slicing import micro_batch_of, sliced_plan
+from megatron_epp.mcore.loops.slicing import sliced_plan
 from megatron_epp.mcore.loops.stage_seconds import StageSeconds, features, guessed_rates
 
 RATES = np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
@@ -124,7 +124,7 @@ def test_sliced_plans_run_and_keep_to_their_micro_batches(stages, forward_only) 
         ]
         plan = sliced_plan(lengths, (2,) * stages, rates(stages, CURVED), Freedom(), forward_only)
         check(plan)
-        groups_of(plan, micro_batch_of(lengths))
+        groups_of(plan, [number for number, of in enumerate(lengths) for _ in of])
 
 
 def test_a_long_document_is_cut_and_time_is_gained() -> None:
