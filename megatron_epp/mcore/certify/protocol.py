@@ -25,7 +25,7 @@ class Role:
 
     ``interfere``: a Python file for tests that break the executor or put parts in its place: its
     ``around(number)`` is a context for the computation of batch ``number``, its ``HOOKS``
-    (setup.py) are the job's. It may define either.
+    (setup.py) are the job's. It may define either. ``loop``: the ranks are a training loop's.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class Role:
     patience_seconds: float
     interfere: Path | None = None
     device: str = "cpu"
+    loop: bool = False
 
     @property
     def on_gpu(self) -> bool:
