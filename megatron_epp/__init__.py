@@ -95,7 +95,7 @@ def attach(
     ``install_schedule`` is called with its defaults where it was not.
 
     model_chunks   the loop's model, or its list of one
-    adapter        lengths, rows and loss of micro-batches (mcore/loops/adapter.py);
+    adapter        lengths, rows and loss of micro-batches (mcore/loops/sliced/adapter.py);
                    mcore/loops/adapters has two for common forms
     attention      as --epp-attention
     head_again     the output layer of slices runs again in the backward; else logits are kept
@@ -103,8 +103,8 @@ def attach(
     Returns an object with ``adapter``, which another pass may replace, and ``slicing``, which False
     turns off: whole micro-batches then. A ValueError says in one line what cannot be cut.
     """
-    from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import installed
+    from megatron_epp.mcore.loops.sliced.attached import attach_to
 
     made = attach_to(model_chunks, adapter, attention, head_again)
     if installed() is None:

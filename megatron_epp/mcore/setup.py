@@ -95,6 +95,8 @@ def limit_bytes(config: Config) -> float:
 class Hooks:
     """What a benchmark, an example or a test may put in the place of the trainer's own parts.
 
+    pre_wrap           (parts of the model): the parts with adapters or the like, before the trainer
+                       wraps them; or None
     make_steps         where steps come from
     items              (samples wanted of training, validation, test): three datasets of items in
                        the place of the corpora of --data-path (data/item_documents.py), or None
@@ -106,6 +108,7 @@ class Hooks:
     limit_bytes        (configuration): what chunks may hold on a host
     """
 
+    pre_wrap: Callable[[list[Any]], list[Any]] | None = None
     make_steps: Callable[[Place, Any], StepSource] = make_steps
     items: Callable[[Sequence[int]], Sequence[VarlenItems | None]] | None = None
     make_batches: Callable[[DocumentSource, int, int], GlobalBatches] = GlobalBatches
@@ -138,7 +141,10 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "
             f"than the {args.num_layers} layers; expected at most one stage per layer"
         )
-    job = Job(args, config, hooks or Hooks())
+    hooks = hooks or Hooks()
+    if hooks.pre_wrap is not None:
+        model_config.pre_wrap_hooks.append(hooks.pre_wrap)
+    job = Job(args, config, hooks)
     if args.context_parallel_size > 1:
         allow_context_parallelism(model_config)
     job.install(model_config)

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from megatron_epp.mcore.patching import cpu_host
 
@@ -49,23 +48,18 @@ def forget() -> None:
     os.environ.update(MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
-def frozen_with_adapters(rank: int) -> None:
-    plain = setup.setup
-
-    def with_hook(args: Any, model_config: Any, hooks: Any = None) -> Any:
-        model_config.pre_wrap_hooks.append(lambda models: [adapt(one, rank) for one in models])
-        return plain(args, model_config, hooks)
-
-    setup.setup = with_hook
+def hooks_of(words: list[str]) -> setup.Hooks:
+    if not words:
+        return setup.Hooks()
+    rank = int(words[1])
+    return setup.Hooks(pre_wrap=lambda models: [adapt(one, rank) for one in models])
 
 
 if __name__ == "__main__":
     name, *others = sys.argv[1:]
-    if others:
-        frozen_with_adapters(int(others[1]))
     for number, words in enumerate(json.loads(Path(name).read_text())):
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:  # which logs losses
             print(f"line {number}", flush=True)
         sys.argv = ["pretrain_gpt", *words]
-        entry.train(time.time())
+        entry.train(time.time(), hooks_of(others))
         forget()

@@ -213,7 +213,7 @@ class Ledger:
     def losses(self) -> dict[str, Tensor]:
         """This rank's share of every loss without its coefficient, summed over this replica's
         documents, [layers], by its name in the log."""
-        found = {}
+        found: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:
             found |= {name: self._auxiliary_L for name, _ in self.balancing.auxiliary}
         if self._z_L is not None:

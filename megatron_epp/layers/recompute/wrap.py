@@ -38,7 +38,9 @@ def wrap_layer(
     @wraps(forward)
     def wrapped(hidden_states: Tensor, **others):
         state = state_of(others)
-        choice = KEEP if state is None or not state.training else state.recompute[index]
+        if state is None or not state.training:
+            return forward(hidden_states=hidden_states, **others)
+        choice = state.recompute[index]
         if choice == FULL:
             hidden = checkpoint(lambda x: forward(hidden_states=x, **others)[0], hidden_states)
             return hidden, None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from megatron_epp.mcore.certify.scale_down_experts import small_experts
+from megatron_epp.mcore.certify.experts.scale_down import small_experts
 
 CONTEXT = 64  # inputs of the longest document
 HEAD_SIZE = 8
@@ -165,9 +165,8 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     if args.decoder_last_pipeline_num_layers is not None:
         changed["decoder_last_pipeline_num_layers"] = counts[-1]
     if layout is not None:
-        stages = zip(layout, counts, strict=True)
         changed["pipeline_model_parallel_layout"] = "|".join(
             "E" * list(stage).count("E") + "t" * count + "L" * list(stage).count("L")
-            for stage, count in stages
+            for stage, count in zip(layout, counts, strict=True)
         )
     return Small(tuple(counts), changed)

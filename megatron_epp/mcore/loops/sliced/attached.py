@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megatron_epp.mcore.loops.adapter import Adapter
+from megatron_epp.mcore.loops.sliced.adapter import Adapter
 from megatron_epp.mcore.model.attention import attention_for, this_device
 from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, install_in_model
 
@@ -110,7 +110,7 @@ def attach_to(
         if not callable(getattr(adapter, name, None)):
             raise ValueError(
                 f"attach: the adapter has no function {name!r}; expected lengths, rows and loss "
-                "(megatron_epp/mcore/loops/adapter.py)"
+                "(megatron_epp/mcore/loops/sliced/adapter.py)"
             )
     (model,) = unwrap_model(list(chunks))
     if attached(model) is not None:

@@ -1,0 +1,1 @@
+"""What certifying models with experts takes: a smaller mixture, and what routers counted."""

@@ -1,0 +1,1 @@
+"""Level 1: slices of documents in loops of others."""
