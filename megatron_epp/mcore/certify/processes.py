@@ -15,7 +15,7 @@ from megatron_epp.mcore.certify.protocol import Failed, Role
 # After one rank has failed, how long the others may still answer: they wait for its messages.
 GRACE_SECONDS = 5.0
 _SHOWN_LINES = 20
-_PRELOADED = (
+PRELOADED = (
     "megatron_epp.mcore.patching.preloaded",
     "megatron_epp.mcore.certify.rank",
     "megatron_epp.mcore.certify.reference",
@@ -121,5 +121,5 @@ def start_context(device: str = "cpu") -> ForkServerContext | SpawnContext:
     if sys.platform != "linux" or device == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context.set_forkserver_preload(list(PRELOADED))
     return context
