@@ -436,12 +436,16 @@ class Cost:
         offloaded = counts.get(OFFLOAD)
         if offloaded is not None and not forward_only:
             copies = offloaded * self.copy_seconds(loads)
-            there = np.minimum(offloaded, IN_FLIGHT) * self.saved_bytes(KEEP, loads)
+            layer = self.saved_bytes(KEEP, loads)
+            # Of what I leaves for W, counted from its start, theirs is still to be made.
+            besides = {Kind.INPUT: self._bytes(self.profile.weight_input_bytes, loads)}
             for kind in (Kind.FORWARD, *BACKWARDS):
                 work = seconds[kind] + (recompute if kind in BACKWARDS else 0.0)
                 exposed = np.maximum(copies - work, 0.0)
                 seconds[kind] = seconds[kind] + exposed
                 comm[kind] = comm[kind] + exposed
+                more = np.maximum(layer - besides.get(kind, 0.0), 0.0)
+                there = np.minimum(offloaded, IN_FLIGHT) * more
                 workspace[kind] = workspace[kind] + np.ceil(there)
         return Table(
             seconds=seconds,

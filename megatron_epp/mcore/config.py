@@ -30,8 +30,8 @@ class Config:
     epp_planner: str = _flag("epp", "Planner: epp, infinipipe, seq1f1b, packing, ...")
     epp_levers: str = _flag(
         "default",
-        "What the epp planner may use: default (all that this job's layers can run), all, none, "
-        "or names joined by commas; default,-name takes one away.",
+        "What the epp planner may use: default (all that this job's layers can run, but offload), "
+        "all, none, or names joined by commas; default,-name takes one away.",
     )
     epp_plan: str | None = _flag(
         None,

@@ -278,17 +278,15 @@ class HostStore:
         device when it ends."""
         while len(self._leaving) >= IN_FLIGHT:
             self._leaving.popleft().leave()
-        mine = self._parcels.setdefault(chunk, [])
-        parcel = Parcel(self, chunk, shared, mine[-1] if mine else None)
+        earlier = self._parcels.get(chunk)
+        parcel = Parcel(self, chunk, shared, earlier[-1] if earlier else None)
         with torch.autograd.graph.saved_tensors_hooks(parcel.pack, parcel.unpack):
             yield
         with torch.no_grad():
             sent = parcel.send()
         if sent:
-            mine.append(parcel)
+            self._parcels.setdefault(chunk, []).append(parcel)
             self._leaving.append(parcel)
-        elif not mine:
-            del self._parcels[chunk]
 
     def settle(self) -> None:
         """F is over: nothing of it is on its way out any more when the next op begins."""

@@ -112,8 +112,12 @@ def meet_in_between() -> AbstractContextManager:
 
 def reuse_host_memory() -> AbstractContextManager:
     """A layer is laid where another one still lies that has not come back."""
-    block = torch.empty(2**22, dtype=torch.uint8)
-    return patch.object(HostStore, "take", lambda self, nbytes: [block])
+    plain, block = HostStore.take, torch.empty(2**22, dtype=torch.uint8)
+
+    def take(self: HostStore, nbytes: int) -> list[torch.Tensor] | None:
+        return [block] if plain(self, nbytes) else None
+
+    return patch.object(HostStore, "take", take)
 
 
 def forget_to_free() -> AbstractContextManager:

@@ -194,7 +194,7 @@ def test_recompute_fills_what_offloading_leaves() -> None:
     assert OFFLOAD in letters(planned.plan) and letters(planned.plan) - {"k", OFFLOAD}
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.1, 1e-6])
+@pytest.mark.parametrize("share", [0.9, 0.5, 1e-6])
 def test_plans_stay_within_the_hosts_memory(share) -> None:
     """The less of it, the less is offloaded and the longer it takes; none, and it is a plan
     without the lever."""

@@ -252,6 +252,9 @@ def test_what_was_abandoned_is_forgotten() -> None:
         y = forward(host, 0, "oo", x)
         with host.layer(1, nobodys):
             z = x.tanh()
+        with pytest.raises(MemoryError), host.layer(2, nobodys):
+            z = z.tanh()
+            raise MemoryError
         host.recall(0)
         host.clear()
         assert len(host) == host.bytes == 0

@@ -2,7 +2,7 @@
 modules'."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -44,7 +44,9 @@ def wrap_layer(
         if choice == FULL:
             hidden = checkpoint(lambda x: forward(hidden_states=x, **others)[0], hidden_states)
             return hidden, None
-        aside = nullcontext() if choice != OFFLOAD else laid_aside(state, index, others)
+        aside: AbstractContextManager[None] = nullcontext()
+        if state is not None and choice == OFFLOAD:
+            aside = laid_aside(state, index, others)
         with aside, dropped.by(MODULES.get(choice, frozenset())):
             return forward(hidden_states=hidden_states, **others)
 

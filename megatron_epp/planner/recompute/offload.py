@@ -54,11 +54,10 @@ class HostRoom:
         return fits
 
     def narrower(self, peak_bytes: float, budget_bytes: float) -> "HostRoom":
-        """After a plan that took ``peak_bytes``: room for as much less. It may do more forwards
-        than it must, so a second time all must fit at once."""
-        less = 0.98 * self.budget_bytes * budget_bytes / peak_bytes
-        if less > budget_bytes / 2 and not self.at_once:
-            return HostRoom(less)
+        """After a plan that took ``peak_bytes``, as it does more forwards than it must: room for as
+        much less; and when that was too much again, room for all chunks at once."""
+        if self.budget_bytes == budget_bytes:
+            return HostRoom(0.98 * budget_bytes * budget_bytes / peak_bytes)
         return HostRoom(budget_bytes, at_once=True)
 
 
