@@ -65,6 +65,11 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     assert sum(batch.coverage.packed for batch in judged) > 0
     assert sum(batch.coverage.recomputed for batch in judged) > 0
     assert sum(batch.coverage.offloaded for batch in judged) > 0
+    # What computes no loss has no gradient, and still sends, receives and reduces.
+    assert sum(batch.untargeted.slices for batch in judged) > 0
+    if trial.degrees.dp > 1:
+        assert sum(batch.untargeted.chunks for batch in judged) > 0
+        assert sum(batch.untargeted.replicas for batch in judged) > 0
     for batch in judged:
         # Every link carries each chunk once forward and once back.
         assert batch.messages == 2 * (trial.degrees.pp - 1) * trial.degrees.tp * (

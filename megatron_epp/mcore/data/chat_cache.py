@@ -6,14 +6,12 @@ shows that it is at work.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import print_rank_0
@@ -26,10 +24,8 @@ from megatron_epp.mcore.data.conversations import (
     read_lines,
     write_encoded,
 )
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
 
-# Seconds between two signs of rank 0's; Megatron's groups time out after minutes.
-BEAT_SECONDS = 5.0
 # Raise it when the same conversations become other files.
 _VERSION = 1
 _BLOCK_BYTES = 1 << 20
@@ -42,22 +38,11 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
     its files by the path that was given. Collective.
 
     Raises:
-        ValueError, PlanError: on every rank alike, what is wrong with which line of which file
+        PlanError: on every rank alike, what is wrong with which line of which file
     """
     paths = _chat_files(args)
-    if group.rank() != 0:
-        _wait(group)
-        prefixes = share(None, None, group)
-    else:
-        found, error, beat = [], None, _Beat(group)
-        try:
-            found = _convert(args, paths, beat)
-        except (ValueError, OSError) as refusal:
-            error = " ".join(str(refusal).split())
-        finally:
-            beat.stop()
-        prefixes = share("\n".join(found), error, group)
-    return dict(zip(paths, prefixes.splitlines(), strict=True))
+    prefixes = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
+    return dict(zip(paths, prefixes.split("\n"), strict=True))
 
 
 def check_chat_flags(args: Any) -> None:
@@ -122,31 +107,6 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
         print_rank_0(f"> --sft: {path} is {prefix}")
         prefixes.append(str(prefix))
     return prefixes
-
-
-class _Beat:
-    """Rank 0's sign that it is at work, whenever it is called long enough after the last one."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        self._group, self._last = group, time.monotonic()
-
-    def __call__(self) -> None:
-        if time.monotonic() - self._last >= BEAT_SECONDS:
-            self._send(1)
-            self._last = time.monotonic()
-
-    def stop(self) -> None:
-        self._send(0)
-
-    def _send(self, at_work: int) -> None:
-        dist.broadcast(torch.tensor([at_work]), group=self._group, group_src=0)
-
-
-def _wait(group: dist.ProcessGroup) -> None:
-    """Until rank 0 stops beating; what waits longer for a beat than the group's timeout fails."""
-    at_work = torch.ones(1, dtype=torch.int64)
-    while at_work:
-        dist.broadcast(at_work, group=group, group_src=0)
 
 
 def _tokenizer_files(path: str) -> list[Path]:
