@@ -3,8 +3,7 @@
     several.py LINES [--adapters RANK]
 
 LINES: a JSON list of command lines, each a list of words for pretrain_gpt. With --adapters the
-model is frozen and low-rank adapters are put around its linears before --epp's hooks see it, as a
-script of somebody's own would.
+model is frozen and low-rank adapters are put around its linears before --epp's hooks see it.
 """
 
 import json
@@ -28,6 +27,7 @@ from megatron.training.global_vars import destroy_global_vars  # noqa: E402
 
 from megatron_epp.mcore import entry, job_exit, setup  # noqa: E402
 from megatron_epp.mcore.certify.adapters import adapt  # noqa: E402
+from megatron_epp.mcore.model import hooks  # noqa: E402
 
 
 def forget() -> None:
@@ -49,23 +49,21 @@ def forget() -> None:
     os.environ.update(MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
-def frozen_with_adapters(rank: int) -> None:
-    plain = setup.setup
+def with_adapters(rank: int) -> setup.Hooks:
+    """What --epp puts into the model, which has adapters of ``rank`` by then."""
 
-    def with_hook(args: Any, model_config: Any, hooks: Any = None) -> Any:
-        model_config.pre_wrap_hooks.append(lambda models: [adapt(one, rank) for one in models])
-        return plain(args, model_config, hooks)
+    def install_in_model(model: Any, *others: Any) -> None:
+        hooks.install_in_model(adapt(model, rank), *others)
 
-    setup.setup = with_hook
+    return setup.Hooks(install_in_model=install_in_model)
 
 
 if __name__ == "__main__":
     name, *others = sys.argv[1:]
-    if others:
-        frozen_with_adapters(int(others[1]))
+    parts = with_adapters(int(others[1])) if others else None
     for number, words in enumerate(json.loads(Path(name).read_text())):
         if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:  # which logs losses
             print(f"line {number}", flush=True)
         sys.argv = ["pretrain_gpt", *words]
-        entry.train(time.time())
+        entry.train(time.time(), parts)
         forget()
