@@ -3,8 +3,7 @@
     several.py LINES [--adapters RANK]
 
 LINES: a JSON list of command lines, each a list of words for pretrain_gpt. With --adapters the
-model is frozen and low-rank adapters are put around its linears before --epp's hooks see it, as a
-script of somebody's own would.
+model is frozen and low-rank adapters are put around its linears before --epp's hooks see it.
 """
 
 import json
@@ -27,6 +26,7 @@ from megatron.training.global_vars import destroy_global_vars  # noqa: E402
 
 from megatron_epp.mcore import entry, job_exit, setup  # noqa: E402
 from megatron_epp.mcore.certify.adapters import adapt  # noqa: E402
+from megatron_epp.mcore.model import hooks  # noqa: E402
 
 
 def forget() -> None:

@@ -46,7 +46,7 @@ class Adapter(MegatronModule):
             self.up: Any = ColumnParallelLinear(
                 rank, linear.output_size, gather_output=False, **how
             )
-            whole = self.down.weight
+            whole: Any = self.down.weight
         else:
             self.down = RowParallelLinear(linear.input_size, rank, input_is_parallel=True, **how)
             self.up = nn.Linear(rank, linear.output_size, bias=False, dtype=dtype, device=device)

@@ -166,7 +166,7 @@ def _difference(seam: Seam, checkout: Checkout, known: Checkout) -> Iterator[str
 
 def imported_names(package: Path) -> list[str]:
     """Every dotted name that the modules below ``package`` import from Megatron."""
-    names = set()
+    names: set[str] = set()
     for path in package.rglob("*.py"):
         for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ImportFrom) and _megatrons(node.module or ""):
