@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from megatron_epp.mcore.certify.layer_kinds import small_kinds
 from megatron_epp.mcore.certify.scale_down_experts import small_experts
 
 CONTEXT = 64  # inputs of the longest document
@@ -159,7 +160,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "tensor_model_parallel_size": tp,
         "context_parallel_size": degrees.cp,
     }
-    changed |= small_experts(args, hidden, tp, stages, counts)
+    changed |= small_experts(args, hidden, tp) | small_kinds(args, stages, counts)
     if args.decoder_first_pipeline_num_layers is not None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]
     if args.decoder_last_pipeline_num_layers is not None:

@@ -1,13 +1,12 @@
 """Layers of experts, scaled down.
 
-Kept: which layers have experts, groups of experts and how many a token may reach, experts per rank
+Kept: groups of experts and how many a token may reach, experts per rank
 of expert parallelism at least two where the model has them, shared experts, how an expert's width
 and the shared experts' compare with the hidden size. Scaled down: experts (to 8, or twice what a
 token chooses), experts of a token (to 4), widths.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
@@ -18,11 +17,8 @@ MOST_CHOSEN = 4
 MOST_GROUPS = 4
 
 
-def small_experts(
-    args: Namespace, hidden: int, tp: int, stages: Sequence[int], counts: Sequence[int]
-) -> dict[str, Any]:
-    """The values that make the experts of Megatron's parsed ``args`` small; ``stages`` and
-    ``counts``: layers of every stage before and after. ValueError: one line."""
+def small_experts(args: Namespace, hidden: int, tp: int) -> dict[str, Any]:
+    """The values that make experts of Megatron's parsed ``args`` small. ValueError: one line."""
     if not args.num_experts:
         return {}
     require_whole_experts(args)
@@ -45,30 +41,4 @@ def small_experts(
         if getattr(args, name):
             share = min(getattr(args, name) / args.hidden_size, 4.0)
             changed[name] = max(1, round(share * hidden / (8 * tp))) * 8 * tp
-    pattern = _pattern(args.moe_layer_freq, args.num_layers)
-    kept: list[int] = []
-    start = 0
-    for layers, few in zip(stages, counts, strict=True):
-        kept += _of_stage(pattern[start : start + layers], few)
-        start += layers
-    return changed | {"moe_layer_freq": 1 if all(kept) else kept}
-
-
-def _pattern(frequency: int | Sequence[int], layers: int) -> list[int]:
-    """1 for each of the model's layers that has experts, else 0."""
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(layers)]
-    if len(frequency) != layers:
-        raise ValueError(
-            f"--moe-layer-freq: {len(frequency)} layers; expected --num-layers, {layers}"
-        )
-    return list(frequency)
-
-
-def _of_stage(pattern: Sequence[int], count: int) -> list[int]:
-    """``count`` of a stage's layers, in their order, of both kinds where it has both."""
-    firsts = [pattern.index(kind) for kind in (0, 1) if kind in pattern]
-    others = [layer for layer in range(len(pattern)) if layer not in firsts]
-    if count == 1:
-        firsts = [pattern.index(max((0, 1), key=list(pattern).count))]
-    return [pattern[layer] for layer in sorted([*firsts, *others][:count])]
+    return changed
