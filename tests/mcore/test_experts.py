@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
-from megatron_epp.mcore.certify.layer_kinds import small_kinds
 from megatron_epp.mcore.certify.scale_down import Degrees
-from megatron_epp.mcore.certify.scale_down_experts import small_experts
+from megatron_epp.mcore.certify.scaled.experts import small_experts
+from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 from megatron_epp.mcore.refusals import require_whole_experts
 from tests.mcore.runs import Run, flags, train, write_corpus
 from tests.mcore.test_training import after_three, first_and_third, tensors

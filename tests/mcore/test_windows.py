@@ -10,8 +10,8 @@ from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
-from megatron_epp.mcore.certify.layer_kinds import WINDOW
 from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.scaled.layer_kinds import WINDOW
 from tests.mcore.runs import flags, train, write_corpus
 
 SABOTAGE = Path(__file__).with_name("sabotage_windows.py")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from megatron_epp.mcore.certify.layer_kinds import small_kinds
-from megatron_epp.mcore.certify.scale_down_experts import small_experts
+from megatron_epp.mcore.certify.scaled.experts import small_experts
+from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 
 CONTEXT = 64  # inputs of the longest document
 HEAD_SIZE = 8
