@@ -237,8 +237,14 @@ def test_checkpoints_load_both_ways(corpus, six, tmp_path) -> None:
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
     """Losses, auxiliary ones too, of Megatron's own schedule with one document a micro-batch."""
     corpus = write_corpus(tmp_path / "equal", [65] * 24)
-    common = {"seq_length": 64, "max_position_embeddings": 64, "train_iters": 4, **EXPERTS}
-    elastic = train(flags(corpus, epp=True, **common))
+    common = {
+        "seq_length": 64,
+        "max_position_embeddings": 64,
+        "train_iters": 4,
+        "pipeline_model_parallel_size": 1,
+        **EXPERTS,
+    }
+    elastic = train(flags(corpus, epp=True, **common), processes=1)
     assert elastic.status == 0, elastic.output
     stock = train(
         flags(
@@ -249,6 +255,7 @@ def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
             **common,
         ),
         program=STOCK_ON_DOCUMENTS,
+        processes=1,
     )
     assert stock.status == 0, stock.output
     assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
