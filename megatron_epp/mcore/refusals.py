@@ -151,17 +151,17 @@ REFUSALS = (
         _given("multi_latent_attention"),
     ),
     Refusal(
-        "sliding-window attention (--window-size)",
-        "leave it out: a slice attends to its whole context",
-        _given("window_size"),
+        "windows that are not W inputs in front of each, fewer than the context (--window-size)",
+        "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
+        lambda args: bool(
+            getattr(args, "window_size", None)
+            and not (1 <= args.window_size[0] < args.seq_length and args.window_size[1] == 0)
+        ),
     ),
     Refusal(
-        "other attention variants (--experimental-attention-variant, --softmax-type)",
+        "other attention variants (--experimental-attention-variant)",
         "use plain softmax attention, or run without --epp",
-        lambda args: (
-            _given("experimental_attention_variant")(args)
-            or getattr(args, "softmax_type", "vanilla") != "vanilla"
-        ),
+        _given("experimental_attention_variant"),
     ),
     Refusal(
         "clipping and logging of attention logits (--qk-clip, --log-max-attention-logit)",

@@ -26,7 +26,6 @@ from megatron.training.global_vars import destroy_global_vars  # noqa: E402
 
 from megatron_epp.mcore import entry, job_exit, setup  # noqa: E402
 from megatron_epp.mcore.certify.adapters import adapt  # noqa: E402
-from megatron_epp.mcore.model import hooks  # noqa: E402
 
 
 def forget() -> None:

@@ -111,6 +111,10 @@ def megatron(**changes: object) -> Namespace:
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
+        "num_experts": None,
+        "moe_layer_freq": 1,
+        "window_size": None,
+        "window_attn_skip_freq": None,
     }
     return Namespace(**flags | changes)
 

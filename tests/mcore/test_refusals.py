@@ -63,6 +63,7 @@ class Wanted:
             num_layers_per_virtual_pipeline_stage=None,
             num_virtual_stages_per_pipeline_rank=None,
             attention_dropout=0.0,
+            seq_length=4096,
             context_parallel_size=1,
             tensor_model_parallel_size=1,
             sequence_parallel=False,
@@ -101,10 +102,11 @@ class Wanted:
         (EXPERTS | {"moe_use_upcycling": True}, "upcycle once without --epp"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
         ({"multi_latent_attention": True}, "multi-latent attention"),
-        ({"window_size": (128, 0)}, "sliding-window"),
-        ({"softmax_type": "learnable"}, "attention variants"),
         ({"qk_clip": True}, "largest logit"),
         ({"log_max_attention_logit": True}, "largest logit"),
+        ({"window_size": (4096, 0)}, "--window-size W,0"),
+        ({"window_size": (128, 1)}, "--window-size W,0"),
+        ({"experimental_attention_variant": "dsa"}, "attention variants"),
         ({"attention_dropout": 0.1}, "--attention-dropout 0"),
         ({"hybrid_context_parallel": True}, "hybrid context parallelism"),
         ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
@@ -127,6 +129,7 @@ class Wanted:
 def test_features_are_refused_by_name(change, named):
     refuse(Wanted())
     refuse(Wanted(**EXPERTS))
+    refuse(Wanted(window_size=(128, 0), softmax_type="learnable"))
     refuse(Wanted(**EXPERTS, moe_expert_capacity_factor=-1.0))  # none, to Megatron
     with pytest.raises(ValueError, match=r"^--epp does not run .+: .+") as refusal:
         refuse(Wanted(**change))

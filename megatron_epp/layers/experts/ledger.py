@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
 
 _OWNERS = "rows of documents"  # in a state's scratch
@@ -90,10 +91,7 @@ class Ledger:
         """The document of each of this rank's rows, [t] int64; of padding: their number."""
         found = state.scratch.get(_OWNERS)
         if found is None:
-            found = self._owners(state)
-            if device.type == "cuda":
-                found = found.pin_memory().to(device, non_blocking=True)
-            state.scratch[_OWNERS] = found
+            found = state.scratch[_OWNERS] = on_device(self._owners(state), device)
         return found
 
     def _owners(self, state: ChunkState) -> Tensor:
@@ -164,7 +162,7 @@ class Ledger:
             return
         self._summed.update(new)
         assert self._counts_DLE is not None and self._scores_DLE is not None
-        which = torch.tensor(new, device=self._counts_DLE.device)
+        which = on_device(torch.tensor(new), self._counts_DLE.device)
         counts_DLE = self._counts_DLE.index_select(0, which)
         if self.balancing.group is not None:
             dist.all_reduce(counts_DLE, group=self.balancing.group)
@@ -179,8 +177,8 @@ class Ledger:
     def _inverse(self, like: Tensor) -> Tensor:
         if self._inverse_D is None:
             dtype = torch.promote_types(like.dtype, torch.float32)
-            inverse = [1 / tokens for tokens in self.documents]
-            self._inverse_D = torch.tensor([*inverse, 0.0], dtype=dtype, device=like.device)
+            inverse = [*(1 / tokens for tokens in self.documents), 0.0]
+            self._inverse_D = on_device(torch.tensor(inverse, dtype=dtype), like.device)
         return self._inverse_D
 
     # -------------------------------------------------------------- z-loss

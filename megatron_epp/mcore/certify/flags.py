@@ -138,7 +138,7 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
         "untied" if args.untie_embeddings_and_output_weights else "tied",
     ]
     words += ["qk-layernorm"] * args.qk_layernorm
-    words += experts_in_words(args)
+    words += experts_in_words(args) + _window_in_words(args)
     words += ["sequence parallel"] * args.sequence_parallel
     words += ["distributed optimizer"] * args.use_distributed_optimizer
     words += ["overlapped reduction"] * args.overlap_grad_reduce
@@ -160,6 +160,15 @@ def experts_in_words(args: Namespace) -> list[str]:
     words += ["z-loss"] * bool(args.moe_z_loss_coeff)
     if isinstance(args.moe_layer_freq, list):
         words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]
+    return words
+
+
+def _window_in_words(args: Namespace) -> list[str]:
+    words = [f"{args.softmax_type} sinks"] * (args.softmax_type != "vanilla")
+    if args.window_size:
+        pattern = args.window_attn_skip_freq
+        layers = "" if pattern is None else f" in layers {''.join('fw'[kind] for kind in pattern)}"
+        words.append(f"windows of {args.window_size[0]} in front{layers}")
     return words
 
 

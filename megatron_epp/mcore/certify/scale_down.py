@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from megatron_epp.mcore.certify.experts.scale_down import small_experts
+from megatron_epp.mcore.certify.scaled.experts import small_experts
+from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 
 CONTEXT = 64  # inputs of the longest document
 HEAD_SIZE = 8
@@ -159,7 +160,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "tensor_model_parallel_size": tp,
         "context_parallel_size": degrees.cp,
     }
-    changed |= small_experts(args, hidden, tp, stages, counts)
+    changed |= small_experts(args, hidden, tp) | small_kinds(args, stages, counts)
     if args.decoder_first_pipeline_num_layers is not None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]
     if args.decoder_last_pipeline_num_layers is not None:

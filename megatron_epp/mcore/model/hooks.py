@@ -11,6 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses
@@ -141,7 +142,8 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
         around, dropped = layer.self_attention, Dropped()
         ranks = around.pg_collection.cp
         ulysses = Ulysses(ranks) if ranks.size() > 1 else None
-        around.core_attention.forward = ElasticAttention(attention, index, dropped, ulysses)
+        own = _of_layer(attention, model.config, layer.layer_number, around.core_attention, ranks)
+        around.core_attention.forward = ElasticAttention(own, index, dropped, ulysses)
         # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
         # positions from the table, which here holds them already.
         around.pg_collection = copy.copy(around.pg_collection)
@@ -181,6 +183,24 @@ def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(hidden_states=hidden_states, **others)
 
     return wrapped
+
+
+def _of_layer(
+    attention: Attention, config: Any, number: int, core_attention: nn.Module, ranks: Any
+) -> Attention:
+    """``attention`` as layer ``number`` of the model has it: with its window, and with the sinks of
+    the heads that this rank attends to. The sinks stay ``core_attention``'s."""
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
+    sinks_H = getattr(core_attention, "softmax_offset", None)
+    if not windowed and sinks_H is None:
+        return attention
+    before = config.window_size[0] if windowed else None
+    if sinks_H is None:
+        return attention.of_layer(before, lambda: None)
+    heads = len(sinks_H) // ranks.size()
+    mine = slice(ranks.rank() * heads, (ranks.rank() + 1) * heads)
+    # Looked up whenever it is used: DDP gives parameters other storage after this.
+    return attention.of_layer(before, lambda: core_attention.softmax_offset[mine])
 
 
 def add_every_gradient(model: nn.Module) -> None:
