@@ -17,7 +17,6 @@ from typing import NoReturn
 from megatron_epp.control.files import scratch_folder
 from megatron_epp.mcore.certify.batches import Coverage, Untargeted, draw
 from megatron_epp.mcore.certify.compare import worst_gradient
-from megatron_epp.mcore.certify.experts.routing import differences
 from megatron_epp.mcore.certify.processes import ChildLost, Children
 from megatron_epp.mcore.certify.protocol import (
     PLAIN,
@@ -28,6 +27,7 @@ from megatron_epp.mcore.certify.protocol import (
     Reference,
     Role,
 )
+from megatron_epp.mcore.certify.routing import differences
 from megatron_epp.mcore.certify.scale_down import Degrees
 
 BOUND = 1e-12

@@ -12,7 +12,7 @@ import numpy
 
 from megatron_epp.mcore.certify.batches import Frame
 from megatron_epp.mcore.certify.compare import Shard
-from megatron_epp.mcore.certify.experts.routing import Routed
+from megatron_epp.mcore.certify.routing import Routed
 
 PLAIN = -1  # the rank of the process with the plain model
 

@@ -21,9 +21,9 @@ from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.allowed_collectives import name_of
 from megatron_epp.mcore.certify.batches import Drawn, Frame, draw
-from megatron_epp.mcore.certify.experts.routing import RoutingNotes
 from megatron_epp.mcore.certify.models import begin, elastic_model, join
 from megatron_epp.mcore.certify.protocol import Computed, Role
+from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.data.global_batches import Batch

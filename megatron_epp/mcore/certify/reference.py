@@ -17,10 +17,10 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.adapters import adapt, gradient
 from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.compare import whole
-from megatron_epp.mcore.certify.experts.routing import RoutingNotes
 from megatron_epp.mcore.certify.flags import describe, parsed, scaled
 from megatron_epp.mcore.certify.models import begin, join, plain_model
 from megatron_epp.mcore.certify.protocol import Prepared, Reference, Role
+from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.flags import refusals_as_value_errors

@@ -1,1 +1,0 @@
-"""What certifying models with experts takes: a smaller mixture, and what routers counted."""
