@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# ruff: noqa: E402  (the example beside this is imported from its folder)
 """NeMo-RL's own training loop over Megatron, run by Megatron's schedule and by ours.
 
     git clone --depth 1 https://github.com/NVIDIA-NeMo/RL NeMo-RL
@@ -17,7 +18,7 @@ import tempfile
 import types
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +47,7 @@ def stand_ins() -> None:
     what runs here."""
 
     class Anything(types.ModuleType):
-        __path__: list[str] = []
+        __path__: ClassVar[list[str]] = []
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
