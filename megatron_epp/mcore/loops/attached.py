@@ -171,7 +171,8 @@ class _RotaryOfEither(PositionedRotary):
         if args and isinstance(args[-1], ChunkParams):
             return super().get_rotary_seq_len(*args)
         self._positions = None
-        return self.rotary.get_rotary_seq_len(*args)
+        plain: Any = self.rotary
+        return plain.get_rotary_seq_len(*args)
 
     def forward(self, length: int, *args: Any, **named: Any) -> Any:
         if self._positions is None:

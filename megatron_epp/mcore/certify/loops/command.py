@@ -19,7 +19,7 @@ from megatron_epp.mcore.certify.compare import worst_gradient
 from megatron_epp.mcore.certify.loops.batches import LoopFrame, draw_micro_batches
 from megatron_epp.mcore.certify.loops.results import LoopComputed, LoopReference
 from megatron_epp.mcore.certify.processes import ChildLost, Children
-from megatron_epp.mcore.certify.protocol import PLAIN, Failed, Prepared, Refused, Role
+from megatron_epp.mcore.certify.protocol import PLAIN, Failed, InputRefused, Prepared, Role
 
 LEVELS = ("level0", "level1")
 
@@ -102,7 +102,7 @@ def _prepare(
     prepared = children.ask(
         [PLAIN], "prepare_loop", flags, trial.degrees, trial.overlap, per_token, sliced
     )[PLAIN]
-    if isinstance(prepared, Refused):
+    if isinstance(prepared, InputRefused):
         raise ValueError(prepared.reason)
     if isinstance(prepared, Failed):
         raise ChildLost(f"{prepared.reason}\n{prepared.traceback}")
