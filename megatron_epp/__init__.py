@@ -66,9 +66,9 @@ def install_schedule(
     Returns an object whose ``remove()`` puts Megatron's schedules back; it is a context, too. A
     ValueError says what cannot be used. A loop that keeps the function must be built behind this.
     """
-    from megatron_epp.mcore.loops.call_plan import Freedom
     from megatron_epp.mcore.loops.install import Installed
     from megatron_epp.mcore.loops.loop_schedule import TIMEOUT, Settings
+    from megatron_epp.mcore.loops.plans.call_plan import Freedom
 
     freedom = Freedom(reorder, split_backward, headroom)
     timeout = TIMEOUT if timeout is None else timeout

@@ -25,15 +25,15 @@ from megatron_epp.mcore.loops.agreement import (
     raise_what_others_met,
 )
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
-from megatron_epp.mcore.loops.call_plan import Freedom, Planning, whole_plan
 from megatron_epp.mcore.loops.calls import LoopCall, fixed_shape, not_ours, process_groups
 from megatron_epp.mcore.loops.draws import MicroBatches
 from megatron_epp.mcore.loops.extents import Extent, Extents, measured
 from megatron_epp.mcore.loops.guarded import Guarded
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, Planning, whole_plan
+from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, features, guessed_rates
 from megatron_epp.mcore.loops.replica_groups import make_replica_groups
 from megatron_epp.mcore.loops.slice_stage import SliceStage
-from megatron_epp.mcore.loops.stage_seconds import StageSeconds, features, guessed_rates
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import refuse_split
 from megatron_epp.mcore.patching import seams
@@ -62,7 +62,7 @@ class Ran:
 
 def _sliced_plan(*arguments: Any) -> Plan:
     # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.mcore.loops.slicing import sliced_plan
+    from megatron_epp.mcore.loops.plans.slicing import sliced_plan
 
     return sliced_plan(*arguments)
 

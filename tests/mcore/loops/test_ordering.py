@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, PlanError, Span, Timed, check
-from megatron_epp.mcore.loops import ordering
-from megatron_epp.mcore.loops.call_plan import Freedom, whole_plan
 from megatron_epp.mcore.loops.extents import Extent
+from megatron_epp.mcore.loops.plans import ordering
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan
+from megatron_epp.mcore.loops.plans.slicing import sliced_plan
+from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, features, guessed_rates
 from megatron_epp.mcore.loops.slice_stage import groups_of
-from megatron_epp.mcore.loops.slicing import sliced_plan
-from megatron_epp.mcore.loops.stage_seconds import StageSeconds, features, guessed_rates
 
 RATES = np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
 CURVED = np.array([[1.0, 0.01, 8.0], [2.0, 0.02, 8.0], [1.0, 0.01, 8.0], [1.0, 0.01, 8.0]])
