@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.ir import Plan, PlanError, Timed, lower_stage
 from megatron_epp.mcore.loops.adapter import lengths_of
 from megatron_epp.mcore.loops.agreement import (
+    LoopFailed,
     Told,
     agreed,
     exchange,
@@ -83,7 +85,7 @@ class Settings:
 
 @dataclass
 class _Pipeline:
-    """This rank's pipeline: made at the first call that has its groups, and kept."""
+    """A model's pipeline as this rank knows it, from the model's first call on."""
 
     group: Any  # Megatron's, of which it was made; Megatron may make its groups anew
     groups: Groups | None  # None: one stage, alone
@@ -106,7 +108,8 @@ class LoopSchedule:
 
     def __init__(self, settings: Settings, stock: dict[bool, Callable[..., Any]]):
         self.settings, self.stock = settings, stock
-        self._pipelines: dict[tuple[int, ...], _Pipeline] = {}
+        self._pipelines: WeakKeyDictionary[Any, _Pipeline] = WeakKeyDictionary()
+        self._groups: tuple[Any, Groups, Waiting] | None = None
         self._said: set[str] = set()
         self._calls = 0
         self._clock: HostClock | CudaClock | None = None
@@ -116,32 +119,44 @@ class LoopSchedule:
 
     def __call__(self, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
         call = LoopCall.of(keywords)
+        if pipelined and not mpu.model_parallel_is_initialized():
+            return self._leave("pipelines without Megatron's global groups", pipelined, keywords)
         stages = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
         reason = not_ours(call, stages)
         if reason is None and pipelined and call.pg_collection is not None:
             reason = self._other_pipeline(call.pg_collection)
         if reason is not None:
             return self._leave(reason, pipelined, keywords)
-        groups = process_groups(call)
         try:
             pipeline = self._pipeline(call, stages)
         except ValueError as refusal:  # such a world that our messages would stand still in it
             return self._leave(str(refusal), pipelined, keywords)
         batches = MicroBatches(call.one_iterator, call.num_microbatches)
+        try:
+            found = self._serve(call, pipeline, batches)
+        finally:
+            pipeline.waiting.enter(Elsewhere("what the loop does between two calls"))
+        if found is None:
+            return self._leave(
+                "micro-batches of several lengths that nobody tells (install_schedule(lengths=))",
+                pipelined,
+                {**keywords, "data_iterator": batches.from_the_start()},
+            )
+        return found
+
+    def _serve(
+        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches
+    ) -> list[Any] | None:
+        """What the loop is returned; None where the call cannot be planned."""
+        groups, config = process_groups(call), call.config
         sliced = attached(call.one_model)
+        work: _Work | None
         if sliced is not None and sliced.slicing:
             work = self._sliced(call, pipeline, batches, groups, sliced)
         else:
-            whole = self._whole(call, pipeline, batches, groups)
-            if whole is None:
-                return self._leave(
-                    "micro-batches of several lengths that nobody tells "
-                    "(install_schedule(lengths=))",
-                    pipelined,
-                    {**keywords, "data_iterator": batches.from_the_start()},
-                )
-            work = whole
-        config = call.config
+            work = self._whole(call, pipeline, batches, groups)
+        if work is None:
+            return None
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
@@ -156,7 +171,6 @@ class LoopSchedule:
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        pipeline.waiting.enter(Elsewhere("what the loop does between two calls"))
         return work.stage.in_callers_order()
 
     def _leave(self, reason: str, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
@@ -175,17 +189,27 @@ class LoopSchedule:
     # -------------------------------------------------------------- before the ops
 
     def _pipeline(self, call: LoopCall, stages: int) -> _Pipeline:
+        """What is known of the call's model. Collective where it is new."""
         group = None if stages == 1 else mpu.get_pipeline_model_parallel_group()
-        key = (id(call.one_model),) if group is None else (-1, *dist.get_process_group_ranks(group))
-        made = self._pipelines.get(key)
+        made = self._pipelines.get(call.one_model)
         if made is None or made.group is not group:
-            made = self._pipelines[key] = self._make_pipeline(call, group, stages)
+            made = self._pipelines[call.one_model] = self._make_pipeline(call, group, stages)
         return made
 
-    def _make_pipeline(self, call: LoopCall, group: Any, stages: int) -> _Pipeline:
-        groups = None
-        if group is not None:
+    def _groups_of(self, group: Any) -> tuple[Groups | None, Waiting]:
+        """Ours, made once for Megatron's pipeline ``group``; models share them."""
+        if group is None:
+            return None, Waiting(0)
+        if self._groups is None or self._groups[0] is not group:
             groups = make_replica_groups(this_device(), self.settings.timeout)
+            waiting = Waiting(groups.stage)
+            waiting.enter(BEFORE)
+            Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
+            self._groups = group, groups, waiting
+        return self._groups[1:]
+
+    def _make_pipeline(self, call: LoopCall, group: Any, stages: int) -> _Pipeline:
+        groups, waiting = self._groups_of(group)
         stage = 0 if groups is None else groups.stage
         (model,) = unwrap_model([call.one_model])
         decoder = getattr(model, "decoder", None)
@@ -196,11 +220,6 @@ class LoopSchedule:
         mine = (stage, layers, seconds.guess, refused)
         every = exchange(Told(mine), None if groups is None else groups.control)
         by_stage = {told.value[0]: told.value for told in reversed(every)}
-        waiting = Waiting(stage)
-        waiting.enter(BEFORE)
-        if groups is not None:
-            ranks = dist.get_process_group_ranks(group)
-            Watcher(waiting, ranks, dist.get_rank(), groups.timeout).start()
         return _Pipeline(
             group,
             groups,
@@ -421,7 +440,10 @@ class LoopSchedule:
         every = exchange(mine, pipeline.control)
         if error is not None and refusal is None:
             raise error
-        raise_what_others_met(every, pipeline.control)
+        try:
+            raise_what_others_met(every, pipeline.control)
+        except (ValueError, LoopFailed) as heard:
+            raise heard from error
         # The first rank of a stage speaks for it: all ranks reckon with the same numbers.
         by_stage = {told.value[0]: told.value[1] for told in reversed(every)}
         pipeline.rates_SK3 = np.stack([by_stage[s] for s in range(pipeline.stages)])
