@@ -39,7 +39,7 @@ def install_schedule(
     *,
     lengths: Any = None,
     reorder: bool = True,
-    split_backward: bool = True,
+    split_backward: bool | None = None,
     headroom: float = 0.0,
     timeout: Any = None,
     observe: Any = None,
@@ -58,7 +58,8 @@ def install_schedule(
                      Needed where ``variable_seq_lengths`` is on and micro-batches are no mappings
                      with ``tokens`` or ``input_ids``: else Megatron's schedule runs such calls
     reorder          micro-batches may run in another order (never with experts)
-    split_backward   backwards may be split into halves for input and weight gradients
+    split_backward   backwards may be split into halves for input and weight gradients; None: in
+                     Megatron's local layers, not in Transformer Engine's (no GPU has run those)
     headroom         hold so much more than Megatron's 1F1B would, as a share of that
     timeout          (datetime.timedelta) how long a rank waits for another; default 10 minutes
     observe          called behind every call with its plan, records and peak (loop_schedule.Ran)
@@ -70,9 +71,15 @@ def install_schedule(
     from megatron_epp.mcore.loops.loop_schedule import TIMEOUT, Settings
     from megatron_epp.mcore.loops.plans.call_plan import Freedom
 
-    freedom = Freedom(reorder, split_backward, headroom)
-    timeout = TIMEOUT if timeout is None else timeout
-    return Installed(Settings(lengths, freedom, timeout, observe))
+    return Installed(
+        Settings(
+            lengths=lengths,
+            freedom=Freedom(reorder, split_backward is not False, headroom),
+            split_engines=bool(split_backward),
+            timeout=TIMEOUT if timeout is None else timeout,
+            observe=observe,
+        )
+    )
 
 
 def attach(

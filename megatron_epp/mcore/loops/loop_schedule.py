@@ -37,7 +37,7 @@ from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, features,
 from megatron_epp.mcore.loops.replica_groups import make_replica_groups
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.split_backward import refuse_split
+from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import BEFORE, Elsewhere, Executor, Waiting
@@ -75,6 +75,7 @@ class Settings:
 
     lengths: Extents | None = None
     freedom: Freedom = field(default_factory=Freedom)
+    split_engines: bool = False  # split backwards of Transformer Engine's linears, too
     timeout: timedelta = TIMEOUT
     observe: Callable[[Ran], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
@@ -238,6 +239,8 @@ class LoopSchedule:
         if not self.settings.freedom.split:
             return "not wanted"
         try:
+            if not self.settings.split_engines and has_engines(model):
+                return "no GPU has run the split backward of Transformer Engine's linears yet"
             refuse_split(model)
             seams.install([seams.COLUMN_LINEAR, seams.ROW_LINEAR])
         except (PlanError, ValueError) as refusal:
