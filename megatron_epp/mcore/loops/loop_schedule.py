@@ -98,6 +98,7 @@ class _Pipeline:
     planning: Planning
     waiting: Waiting
     split_refused: str | None
+    measured: bool = False  # whether ``rates_SK3`` are, on all stages
 
     @property
     def control(self) -> Any:
@@ -289,7 +290,8 @@ class LoopSchedule:
         if extents is None:
             return None
         make, layers, rates = self.settings.make_plan, pipeline.layers, pipeline.rates_SK3
-        freedom = self._freedom(call, pipeline)
+        # What was never measured may be wrong about which order is better.
+        freedom = self._freedom(call, pipeline) if pipeline.measured else Freedom(False, False)
         key = (tuple(extents), call.forward_only, freedom, rates.tobytes())
         plan = pipeline.planning.plan(
             key, lambda: make(extents, layers, rates, freedom, call.forward_only)
@@ -439,7 +441,8 @@ class LoopSchedule:
         if failure is not None:
             error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
         words = None if error is None else f"{type(error).__name__}: {error}"
-        mine = Told((pipeline.stage, pipeline.seconds.rates), refusal, words)
+        learnt = pipeline.seconds
+        mine = Told((pipeline.stage, learnt.rates, learnt.measured), refusal, words)
         every = exchange(mine, pipeline.control)
         if error is not None and refusal is None:
             raise error
@@ -448,8 +451,9 @@ class LoopSchedule:
         except (ValueError, LoopFailed) as heard:
             raise heard from error
         # The first rank of a stage speaks for it: all ranks reckon with the same numbers.
-        by_stage = {told.value[0]: told.value[1] for told in reversed(every)}
-        pipeline.rates_SK3 = np.stack([by_stage[s] for s in range(pipeline.stages)])
+        by_stage = {told.value[0]: told.value for told in reversed(every)}
+        pipeline.rates_SK3 = np.stack([by_stage[s][1] for s in range(pipeline.stages)])
+        pipeline.measured = all(by_stage[s][2] for s in range(pipeline.stages))
 
 
 @dataclass(frozen=True, slots=True)

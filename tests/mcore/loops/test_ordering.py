@@ -167,7 +167,8 @@ def test_seconds_are_learnt_from_calls() -> None:
 
     only_forward = tuple(record(Kind.FORWARD, c, 1e-3 * t) for c, t in enumerate(tokens))
     stage.saw(sizes, only_forward)
-    assert (stage.rates == stage.guess).all()  # of one kind alone nothing follows
+    assert not stage.measured  # of one kind alone nothing follows
+    assert (stage.rates == stage.guess).all()
     both = only_forward + tuple(record(Kind.BACKWARD, c, 3e-3 * t) for c, t in enumerate(tokens))
     stage.saw(sizes, both)
     forward, backward, halves = (stage.rates[k] @ sizes for k in (0, 1, 2))
