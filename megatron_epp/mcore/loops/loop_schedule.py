@@ -25,6 +25,7 @@ from megatron_epp.mcore.loops.agreement import (
     agreed,
     exchange,
     raise_what_others_met,
+    refused_by,
 )
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.calls import LoopCall, fixed_shape, not_ours, process_groups
@@ -269,8 +270,8 @@ class LoopSchedule:
                         measured(batches.item(number), self.settings.lengths, number)
                         for number in range(count)
                     ]
-            except ValueError as error:
-                refusal = str(error)
+            except Exception as error:
+                refusal = refused_by(error)
         found = self._agreed(call, pipeline, mine, refusal, "it has")
         if shape is not None and (found is None or None in found):
             config = call.config
@@ -347,8 +348,8 @@ class LoopSchedule:
                     lengths_of(model.adapter, batches.item(number), number, model.context)
                     for number in range(call.num_microbatches)
                 ]
-        except ValueError as error:
-            refusal = str(error)
+        except Exception as error:
+            refusal = refused_by(error)
         found = self._agreed(call, pipeline, mine, refusal, "documents of")
         if found is None:
             raise ValueError("no rank of the replica has a data iterator; slices need to read one")
