@@ -42,6 +42,15 @@ class Batch(dict):
         return {}
 
 
+class ProcessedMicroBatch(types.SimpleNamespace):
+    """As far as the loop asks one of NeMo-RL's; what only other models have is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 def stand_ins() -> None:
     """Modules of NeMo-RL that its loop imports, by name; everything in them is a mock, but for
     what runs here."""
@@ -97,16 +106,12 @@ def micro_batches() -> list[Any]:
         tokens = torch.randint(rl_loop.WORDS, (2, length + 1))
         inputs = tokens[:, :-1]
         made.append(
-            types.SimpleNamespace(
+            ProcessedMicroBatch(
                 data_dict=Batch(targets=tokens[:, 1:], input_ids=inputs),
                 input_ids=inputs,
                 input_ids_cp_sharded=inputs,
                 attention_mask=torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
                 position_ids=torch.arange(length).expand(2, length),
-                packed_seq_params=None,
-                cu_seqlens_padded=None,
-                mtp_loss_mask=None,
-                routed_experts_cp_sharded=None,
             )
         )
     return made
