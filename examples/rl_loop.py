@@ -60,7 +60,7 @@ def make_batches() -> list[dict]:
         lengths = [PROMPT + tokens for tokens in answers]
         longest = max(lengths)
         tokens = torch.randint(WORDS, (len(answers), longest + 1))
-        tokens[:, :PROMPT] = tokens[0, :PROMPT]
+        tokens[:, :PROMPT] = tokens[0, :PROMPT].clone()
         places = torch.arange(longest)
         inside = places[None] < torch.tensor(lengths)[:, None]
         rewards = torch.randn(len(answers))

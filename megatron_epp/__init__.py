@@ -1,6 +1,5 @@
 """Elastic Pipeline Parallelism for Megatron-LM: plans made for the documents of every iteration."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -12,11 +11,7 @@ def add_arguments(parser: Any) -> Any:
     return add_arguments(parser)
 
 
-def install(
-    args: Any,
-    model_config: Any,
-    items: Callable[[Sequence[int]], Sequence[Any]] | None = None,
-) -> tuple[Any, Any]:
+def install(args: Any, model_config: Any) -> tuple[Any, Any]:
     """Put elastic pipelines into Megatron's trainer; for entry scripts of your own.
 
     Call it between reading the flags and ``pretrain``: ``args`` are Megatron's, with those of
@@ -24,18 +19,13 @@ def install(
     the forward step and the data provider to hand to ``pretrain``. On a host without a GPU call
     :func:`prepare_host` before the first import of Megatron. A ValueError says in one line what
     cannot run.
-
-    ``items`` gives documents of your own in the place of --data-path: called with the samples that
-    training, validation and test want, it returns a dataset for each, or None. A dataset has a
-    length, ``original_seq_lens`` (the length of every item, known ahead), and items that are
-    mappings of tokens, labels, loss_mask and original_seq_len; docs/data.md.
     """
     from megatron_epp.mcore import setup
     from megatron_epp.mcore.patching import seams
 
     seams.install(seams.ALWAYS_SEAMS)
     seams.install(seams.EPP_SEAMS)
-    return setup.setup(args, model_config, setup.Hooks(items=items))
+    return setup.setup(args, model_config)
 
 
 def prepare_host() -> bool:
@@ -49,7 +39,7 @@ def install_schedule(
     *,
     lengths: Any = None,
     reorder: bool = True,
-    split_backward: bool = True,
+    split_backward: bool | None = None,
     headroom: float = 0.0,
     timeout: Any = None,
     observe: Any = None,
@@ -68,7 +58,8 @@ def install_schedule(
                      Needed where ``variable_seq_lengths`` is on and micro-batches are no mappings
                      with ``tokens`` or ``input_ids``: else Megatron's schedule runs such calls
     reorder          micro-batches may run in another order (never with experts)
-    split_backward   backwards may be split into halves for input and weight gradients
+    split_backward   backwards may be split into halves for input and weight gradients; None: in
+                     Megatron's local layers, not in Transformer Engine's (no GPU has run those)
     headroom         hold so much more than Megatron's 1F1B would, as a share of that
     timeout          (datetime.timedelta) how long a rank waits for another; default 10 minutes
     observe          called behind every call with its plan, records and peak (loop_schedule.Ran)
@@ -76,13 +67,19 @@ def install_schedule(
     Returns an object whose ``remove()`` puts Megatron's schedules back; it is a context, too. A
     ValueError says what cannot be used. A loop that keeps the function must be built behind this.
     """
-    from megatron_epp.mcore.loops.call_plan import Freedom
     from megatron_epp.mcore.loops.install import Installed
     from megatron_epp.mcore.loops.loop_schedule import TIMEOUT, Settings
+    from megatron_epp.mcore.loops.plans.call_plan import Freedom
 
-    freedom = Freedom(reorder, split_backward, headroom)
-    timeout = TIMEOUT if timeout is None else timeout
-    return Installed(Settings(lengths, freedom, timeout, observe))
+    return Installed(
+        Settings(
+            lengths=lengths,
+            freedom=Freedom(reorder, split_backward is not False, headroom),
+            split_engines=bool(split_backward),
+            timeout=TIMEOUT if timeout is None else timeout,
+            observe=observe,
+        )
+    )
 
 
 def attach(
@@ -95,7 +92,7 @@ def attach(
     ``install_schedule`` is called with its defaults where it was not.
 
     model_chunks   the loop's model, or its list of one
-    adapter        lengths, rows and loss of micro-batches (mcore/loops/sliced/adapter.py);
+    adapter        lengths, rows and loss of micro-batches (mcore/loops/adapter.py);
                    mcore/loops/adapters has two for common forms
     attention      as --epp-attention
     head_again     the output layer of slices runs again in the backward; else logits are kept
@@ -103,8 +100,8 @@ def attach(
     Returns an object with ``adapter``, which another pass may replace, and ``slicing``, which False
     turns off: whole micro-batches then. A ValueError says in one line what cannot be cut.
     """
+    from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import installed
-    from megatron_epp.mcore.loops.sliced.attached import attach_to
 
     made = attach_to(model_chunks, adapter, attention, head_again)
     if installed() is None:

@@ -69,9 +69,9 @@ def work(rank: int, case: str, batches: int, stages: int, folder: str) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_epp.mcore.loops.adapters.packed import Packed
+    from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import Installed
     from megatron_epp.mcore.loops.loop_schedule import Settings
-    from megatron_epp.mcore.loops.sliced.attached import attach_to
     from megatron_epp.runtime.kv_store import Store
     from megatron_epp.runtime.memory_meter import SavedBytesMeter
 

@@ -24,6 +24,12 @@ class Told:
     error: str | None = None
 
 
+def refused_by(error: Exception) -> str:
+    """Why micro-batches cannot be read: a refusal's own words, or what a function of the loop's
+    (lengths, an adapter) ended in."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
 def exchange(mine: Told, control: dist.ProcessGroup | None) -> list[Told]:
     """Every rank's word, by its place in ``control``. Collective; None: this rank is alone."""
     if control is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -17,25 +18,27 @@ from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
 from megatron_epp.ir import Plan, PlanError, Timed, lower_stage
+from megatron_epp.mcore.loops.adapter import lengths_of
 from megatron_epp.mcore.loops.agreement import (
+    LoopFailed,
     Told,
     agreed,
     exchange,
     raise_what_others_met,
+    refused_by,
 )
-from megatron_epp.mcore.loops.call_plan import Freedom, Planning, whole_plan
+from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.calls import LoopCall, fixed_shape, not_ours, process_groups
 from megatron_epp.mcore.loops.draws import MicroBatches
 from megatron_epp.mcore.loops.extents import Extent, Extents, measured
 from megatron_epp.mcore.loops.guarded import Guarded
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, Planning, whole_plan
+from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, features, guessed_rates
 from megatron_epp.mcore.loops.replica_groups import make_replica_groups
-from megatron_epp.mcore.loops.sliced.adapter import lengths_of
-from megatron_epp.mcore.loops.sliced.attached import AttachedModel, attached
-from megatron_epp.mcore.loops.sliced.slice_stage import SliceStage
-from megatron_epp.mcore.loops.stage_seconds import StageSeconds, features, guessed_rates
+from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.split_backward import refuse_split
+from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import BEFORE, Elsewhere, Executor, Waiting
@@ -62,7 +65,7 @@ class Ran:
 
 def _sliced_plan(*arguments: Any) -> Plan:
     # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.mcore.loops.sliced.slicing import sliced_plan
+    from megatron_epp.mcore.loops.plans.slicing import sliced_plan
 
     return sliced_plan(*arguments)
 
@@ -73,6 +76,7 @@ class Settings:
 
     lengths: Extents | None = None
     freedom: Freedom = field(default_factory=Freedom)
+    split_engines: bool = False  # split backwards of Transformer Engine's linears, too
     timeout: timedelta = TIMEOUT
     observe: Callable[[Ran], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
@@ -83,7 +87,7 @@ class Settings:
 
 @dataclass
 class _Pipeline:
-    """This rank's pipeline: made at the first call that has its groups, and kept."""
+    """A model's pipeline as this rank knows it, from the model's first call on."""
 
     group: Any  # Megatron's, of which it was made; Megatron may make its groups anew
     groups: Groups | None  # None: one stage, alone
@@ -95,6 +99,7 @@ class _Pipeline:
     planning: Planning
     waiting: Waiting
     split_refused: str | None
+    measured: bool = False  # whether ``rates_SK3`` are, on all stages
 
     @property
     def control(self) -> Any:
@@ -106,7 +111,8 @@ class LoopSchedule:
 
     def __init__(self, settings: Settings, stock: dict[bool, Callable[..., Any]]):
         self.settings, self.stock = settings, stock
-        self._pipelines: dict[tuple[int, ...], _Pipeline] = {}
+        self._pipelines: WeakKeyDictionary[Any, _Pipeline] = WeakKeyDictionary()
+        self._groups: tuple[Any, Groups, Waiting] | None = None
         self._said: set[str] = set()
         self._calls = 0
         self._clock: HostClock | CudaClock | None = None
@@ -116,32 +122,44 @@ class LoopSchedule:
 
     def __call__(self, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
         call = LoopCall.of(keywords)
+        if pipelined and not mpu.model_parallel_is_initialized():
+            return self._leave("pipelines without Megatron's global groups", pipelined, keywords)
         stages = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
         reason = not_ours(call, stages)
         if reason is None and pipelined and call.pg_collection is not None:
             reason = self._other_pipeline(call.pg_collection)
         if reason is not None:
             return self._leave(reason, pipelined, keywords)
-        groups = process_groups(call)
         try:
             pipeline = self._pipeline(call, stages)
         except ValueError as refusal:  # such a world that our messages would stand still in it
             return self._leave(str(refusal), pipelined, keywords)
         batches = MicroBatches(call.one_iterator, call.num_microbatches)
+        try:
+            found = self._serve(call, pipeline, batches)
+        finally:
+            pipeline.waiting.enter(Elsewhere("what the loop does between two calls"))
+        if found is None:
+            return self._leave(
+                "micro-batches of several lengths that nobody tells (install_schedule(lengths=))",
+                pipelined,
+                {**keywords, "data_iterator": batches.from_the_start()},
+            )
+        return found
+
+    def _serve(
+        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches
+    ) -> list[Any] | None:
+        """What the loop is returned; None where the call cannot be planned."""
+        groups, config = process_groups(call), call.config
         sliced = attached(call.one_model)
+        work: _Work | None
         if sliced is not None and sliced.slicing:
             work = self._sliced(call, pipeline, batches, groups, sliced)
         else:
-            whole = self._whole(call, pipeline, batches, groups)
-            if whole is None:
-                return self._leave(
-                    "micro-batches of several lengths that nobody tells "
-                    "(install_schedule(lengths=))",
-                    pipelined,
-                    {**keywords, "data_iterator": batches.from_the_start()},
-                )
-            work = whole
-        config = call.config
+            work = self._whole(call, pipeline, batches, groups)
+        if work is None:
+            return None
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
@@ -156,7 +174,6 @@ class LoopSchedule:
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        pipeline.waiting.enter(Elsewhere("what the loop does between two calls"))
         return work.stage.in_callers_order()
 
     def _leave(self, reason: str, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
@@ -175,17 +192,27 @@ class LoopSchedule:
     # -------------------------------------------------------------- before the ops
 
     def _pipeline(self, call: LoopCall, stages: int) -> _Pipeline:
+        """What is known of the call's model. Collective where it is new."""
         group = None if stages == 1 else mpu.get_pipeline_model_parallel_group()
-        key = (id(call.one_model),) if group is None else (-1, *dist.get_process_group_ranks(group))
-        made = self._pipelines.get(key)
+        made = self._pipelines.get(call.one_model)
         if made is None or made.group is not group:
-            made = self._pipelines[key] = self._make_pipeline(call, group, stages)
+            made = self._pipelines[call.one_model] = self._make_pipeline(call, group, stages)
         return made
 
-    def _make_pipeline(self, call: LoopCall, group: Any, stages: int) -> _Pipeline:
-        groups = None
-        if group is not None:
+    def _groups_of(self, group: Any) -> tuple[Groups | None, Waiting]:
+        """Ours, made once for Megatron's pipeline ``group``; models share them."""
+        if group is None:
+            return None, Waiting(0)
+        if self._groups is None or self._groups[0] is not group:
             groups = make_replica_groups(this_device(), self.settings.timeout)
+            waiting = Waiting(groups.stage)
+            waiting.enter(BEFORE)
+            Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
+            self._groups = group, groups, waiting
+        return self._groups[1:]
+
+    def _make_pipeline(self, call: LoopCall, group: Any, stages: int) -> _Pipeline:
+        groups, waiting = self._groups_of(group)
         stage = 0 if groups is None else groups.stage
         (model,) = unwrap_model([call.one_model])
         decoder = getattr(model, "decoder", None)
@@ -196,11 +223,6 @@ class LoopSchedule:
         mine = (stage, layers, seconds.guess, refused)
         every = exchange(Told(mine), None if groups is None else groups.control)
         by_stage = {told.value[0]: told.value for told in reversed(every)}
-        waiting = Waiting(stage)
-        waiting.enter(BEFORE)
-        if groups is not None:
-            ranks = dist.get_process_group_ranks(group)
-            Watcher(waiting, ranks, dist.get_rank(), groups.timeout).start()
         return _Pipeline(
             group,
             groups,
@@ -219,6 +241,8 @@ class LoopSchedule:
         if not self.settings.freedom.split:
             return "not wanted"
         try:
+            if not self.settings.split_engines and has_engines(model):
+                return "no GPU has run the split backward of Transformer Engine's linears yet"
             refuse_split(model)
             seams.install([seams.COLUMN_LINEAR, seams.ROW_LINEAR])
         except (PlanError, ValueError) as refusal:
@@ -246,8 +270,8 @@ class LoopSchedule:
                         measured(batches.item(number), self.settings.lengths, number)
                         for number in range(count)
                     ]
-            except ValueError as error:
-                refusal = str(error)
+            except Exception as error:
+                refusal = refused_by(error)
         found = self._agreed(call, pipeline, mine, refusal, "it has")
         if shape is not None and (found is None or None in found):
             config = call.config
@@ -267,7 +291,8 @@ class LoopSchedule:
         if extents is None:
             return None
         make, layers, rates = self.settings.make_plan, pipeline.layers, pipeline.rates_SK3
-        freedom = self._freedom(call, pipeline)
+        # What was never measured may be wrong about which order is better.
+        freedom = self._freedom(call, pipeline) if pipeline.measured else Freedom(False, False)
         key = (tuple(extents), call.forward_only, freedom, rates.tobytes())
         plan = pipeline.planning.plan(
             key, lambda: make(extents, layers, rates, freedom, call.forward_only)
@@ -323,8 +348,8 @@ class LoopSchedule:
                     lengths_of(model.adapter, batches.item(number), number, model.context)
                     for number in range(call.num_microbatches)
                 ]
-        except ValueError as error:
-            refusal = str(error)
+        except Exception as error:
+            refusal = refused_by(error)
         found = self._agreed(call, pipeline, mine, refusal, "documents of")
         if found is None:
             raise ValueError("no rank of the replica has a data iterator; slices need to read one")
@@ -417,14 +442,19 @@ class LoopSchedule:
         if failure is not None:
             error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
         words = None if error is None else f"{type(error).__name__}: {error}"
-        mine = Told((pipeline.stage, pipeline.seconds.rates), refusal, words)
+        learnt = pipeline.seconds
+        mine = Told((pipeline.stage, learnt.rates, learnt.measured), refusal, words)
         every = exchange(mine, pipeline.control)
         if error is not None and refusal is None:
             raise error
-        raise_what_others_met(every, pipeline.control)
+        try:
+            raise_what_others_met(every, pipeline.control)
+        except (ValueError, LoopFailed) as heard:
+            raise heard from error
         # The first rank of a stage speaks for it: all ranks reckon with the same numbers.
-        by_stage = {told.value[0]: told.value[1] for told in reversed(every)}
-        pipeline.rates_SK3 = np.stack([by_stage[s] for s in range(pipeline.stages)])
+        by_stage = {told.value[0]: told.value for told in reversed(every)}
+        pipeline.rates_SK3 = np.stack([by_stage[s][1] for s in range(pipeline.stages)])
+        pipeline.measured = all(by_stage[s][2] for s in range(pipeline.stages))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,11 @@ def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
             )
 
 
+def has_engines(model: nn.Module) -> bool:
+    """Whether a linear layer of ``model`` is Transformer Engine's."""
+    return any(map(_is_engines, model.modules()))
+
+
 def _is_engines(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer of Transformer Engine's, of whichever kind."""
     return type(module).__module__.startswith(

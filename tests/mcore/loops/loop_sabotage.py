@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_epp.mcore.loops.sliced.slice_stage import SliceStage
+from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.runtime.kv_store import Store
 
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_epp.mcore.loops.adapter import lengths_of, rows_of, side_by_side
 from megatron_epp.mcore.loops.adapters.packed import Packed, documents_of
 from megatron_epp.mcore.loops.adapters.samples import Samples, masked_sum
-from megatron_epp.mcore.loops.sliced.adapter import lengths_of, rows_of, side_by_side
 
 
 def samples() -> dict:

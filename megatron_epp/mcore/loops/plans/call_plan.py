@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span, check
 from megatron_epp.mcore.loops.extents import Extent
-from megatron_epp.mcore.loops.stage_seconds import features
+from megatron_epp.mcore.loops.plans.stage_seconds import features
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
 
@@ -52,7 +52,7 @@ def whole_plan(
         )
         return uncut(extents, layers, (orders,), 0.0)
     # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.mcore.loops import ordering
+    from megatron_epp.mcore.loops.plans import ordering
 
     tokens, pairs = [e.tokens for e in extents], [e.pairs for e in extents]
     seconds = np.einsum("skf,fc->ksc", rates_SK3, features(tokens, pairs))

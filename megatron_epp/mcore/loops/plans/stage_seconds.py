@@ -55,11 +55,12 @@ def guessed_rates(config: Any, layers: int, vocabulary: int) -> np.ndarray:
 
 
 class StageSeconds:
-    """This rank's stage. ``rates`` [kinds, 3] are the latest."""
+    """This rank's stage. ``rates`` [kinds, 3] are the latest, ``measured`` or guessed."""
 
     def __init__(self, guess: np.ndarray):
         self.guess = guess
         self.rates = guess
+        self.measured = False
         self._calls = 0
         self._seen: deque[tuple[np.ndarray, tuple[Timed, ...]]] = deque(maxlen=CALLS)
 
@@ -91,4 +92,5 @@ class StageSeconds:
             rates[B] = rates[I] + rates[W]
         if F not in measured or not (B in measured or I in measured):
             return self.guess  # of one kind alone the two could not be compared
+        self.measured = True
         return rates

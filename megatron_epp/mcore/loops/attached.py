@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megatron_epp.mcore.loops.sliced.adapter import Adapter
+from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.model.attention import attention_for, this_device
 from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, install_in_model
 
@@ -110,7 +110,7 @@ def attach_to(
         if not callable(getattr(adapter, name, None)):
             raise ValueError(
                 f"attach: the adapter has no function {name!r}; expected lengths, rows and loss "
-                "(megatron_epp/mcore/loops/sliced/adapter.py)"
+                "(megatron_epp/mcore/loops/adapter.py)"
             )
     (model,) = unwrap_model(list(chunks))
     if attached(model) is not None:
@@ -171,7 +171,8 @@ class _RotaryOfEither(PositionedRotary):
         if args and isinstance(args[-1], ChunkParams):
             return super().get_rotary_seq_len(*args)
         self._positions = None
-        return self.rotary.get_rotary_seq_len(*args)
+        plain: Any = self.rotary
+        return plain.get_rotary_seq_len(*args)
 
     def forward(self, length: int, *args: Any, **named: Any) -> Any:
         if self._positions is None:

@@ -13,9 +13,9 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span
-from megatron_epp.mcore.loops import ordering
-from megatron_epp.mcore.loops.call_plan import NAME, Freedom
-from megatron_epp.mcore.loops.stage_seconds import features
+from megatron_epp.mcore.loops.plans import ordering
+from megatron_epp.mcore.loops.plans.call_plan import NAME, Freedom
+from megatron_epp.mcore.loops.plans.stage_seconds import features
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
 
 # Slices of the longest micro-batch that are tried; sizes in between follow from the others.

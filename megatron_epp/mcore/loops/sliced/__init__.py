@@ -1,1 +1,0 @@
-"""Level 1: slices of documents in loops of others."""
