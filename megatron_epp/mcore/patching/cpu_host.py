@@ -90,13 +90,14 @@ def install_cpu_host() -> bool:
     """Make Megatron run without a GPU; returns whether the stand-ins are in place.
 
     Call it before the first import of megatron: it keeps Transformer Engine and apex out, and
-    torch.compile from compiling. A second call changes nothing, and on a machine with a CUDA GPU no
-    call does. ValueError: megatron was imported before and uses Transformer Engine; or there are
+    torch.compile from compiling. A second call changes nothing but the environment, and on a machine
+    with a CUDA GPU no call does anything. ValueError: megatron was imported before and uses Transformer Engine; or there are
     GPUs that torch cannot use, where nobody said that they are not to be used.
     """
     if has_gpu():
         return False
     if is_cpu_host():
+        _prepare_environment()  # a forked process may have another than its server
         return True
     _refuse_unseen_gpus()
     if "megatron.core" in sys.modules and sys.modules.get("transformer_engine") is not None:
