@@ -74,7 +74,7 @@ class ModelStage:
         self._deferral = Deferral(model, besides) if self._aside else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
-        self._ledger = ledger_for(model, plan, self._loss_scale()) if self.training else None
+        self._ledger = ledger_for(model, plan, self._loss_scale) if self.training else None
 
     # -------------------------------------------------------------- an iteration
 
@@ -172,11 +172,11 @@ class ModelStage:
             return loss_mask_1T
         return loss_mask_1T * self.config.grad_scale_func(loss_mask_1T.new_ones(()))
 
-    def _loss_scale(self) -> Tensor | float:
+    def _loss_scale(self, device: torch.device) -> Tensor | float:
         """What the optimizer wants the loss multiplied with, for what adds gradients besides."""
         if self.config.grad_scale_func is None:
             return 1.0
-        return self.config.grad_scale_func(torch.ones((), device=self.feed.device))
+        return self.config.grad_scale_func(torch.ones((), device=device))
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         self._reduce_from(Op(Kind.BACKWARD, chunk))

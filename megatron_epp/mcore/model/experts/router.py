@@ -12,9 +12,10 @@ experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
 Outside of an iteration, as in calibration and evaluation, a router adds no loss and counts nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
@@ -97,12 +98,17 @@ def install_in_experts(layer: MoELayer, index: int, passing: Passing, dropped: D
 # ------------------------------------------------------------------ an iteration
 
 
-def ledger_for(model: Any, plan: Plan, scale: Tensor | float) -> Ledger | None:
-    """An iteration's ledger of this rank's stage, for ``plan``; None where it has no experts."""
+def ledger_for(
+    model: Any, plan: Plan, scale: Callable[[torch.device], Tensor | float]
+) -> Ledger | None:
+    """An iteration's ledger of this rank's stage, for ``plan``; None where no router asks for one:
+    without experts, and in loops of others, whose routers are Megatron's own."""
     model = unwrap_model(model)
-    if not any(True for _ in expert_layers(model)):
+    routers = [layer.router for _, layer in expert_layers(model)]
+    if not any("apply_z_loss" in vars(router) for router in routers):
         return None
-    return Ledger(balancing_of(model.config), plan.documents, len(model.decoder.layers), scale)
+    layers, device = len(model.decoder.layers), routers[0].weight.device
+    return Ledger(balancing_of(model.config), plan.documents, layers, scale(device))
 
 
 def balancing_of(config: Any) -> Balancing:
