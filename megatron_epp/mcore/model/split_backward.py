@@ -126,6 +126,7 @@ class Deferral:
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         gtp_remat_size: int = 1,
+        output_dtype: torch.dtype | None = None,  # since 0.20
         **others: Any,
     ) -> Any:
         """The output, or NotImplemented where ``module`` is to multiply by itself."""
@@ -135,6 +136,7 @@ class Deferral:
             and weight.requires_grad
             and input.requires_grad
             and gtp_remat_size == 1
+            and output_dtype in (None, input.dtype)
         )
         if not deferred:
             return NotImplemented

@@ -28,7 +28,7 @@ class PlainLoop(Plain):
         self, flags: Sequence[str], degrees: Degrees, overlap: bool, per_token: bool, sliced: bool
     ) -> Prepared:
         """As ``prepare``; the arguments of the ranks' model are those of a loop."""
-        made = self.prepare(flags, degrees, overlap)
+        made = self.prepare(flags, degrees, overlap, lora_rank=0)
         args = pickle.loads(made.args)
         args.calculate_per_token_loss = per_token
         frame = made.frame
