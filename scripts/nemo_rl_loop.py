@@ -166,14 +166,15 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
         )
         from megatron_epp.mcore.loops.extents import Extent
 
-        ours = train(loop, model)
+        for _ in range(3):  # seconds are measured in the first; later ones run by them
+            ours = train(loop, model)
     errors = [
         float((p.grad - expected[name]).abs().max() / expected[name].abs().max())
         for name, p in model.named_parameters()
     ]
-    assert len(ran) == 1, "the loop did not come by our schedule"
+    assert len(ran) == 3, "the loop did not come by our schedule"
     print(f"stage {rank}: {len(errors)} gradients, worst difference {max(errors):.1e}; ran "
-          f"{' '.join(map(str, ran[0].plan.orders[rank]))}", flush=True)  # fmt: skip
+          f"{' '.join(map(str, ran[-1].plan.orders[rank]))}", flush=True)  # fmt: skip
     if rank == rl_loop.STAGES - 1:
         for number, (a, b) in enumerate(zip(stock, ours, strict=True)):
             print(f"loss of micro-batch {number}: {a['loss']:.15f} stock, {b['loss']:.15f} ours")

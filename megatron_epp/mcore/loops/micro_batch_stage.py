@@ -7,12 +7,14 @@ and collected as its schedules do; only when they are called is planned.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from megatron_epp.ir import Kind, Plan
 from megatron_epp.mcore.loops.calls import LoopCall
 from megatron_epp.mcore.loops.draws import MicroBatches
+from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.runtime.kv_store import Store
 
@@ -20,8 +22,8 @@ from megatron_epp.runtime.kv_store import Store
 class NoFeed:
     """A stage whose data come from the loop itself."""
 
-    def __init__(self, stage: int):
-        self.stage = stage
+    def __init__(self, stage: int, device: torch.device):
+        self.stage, self.device = stage, device
 
     def prepare(self, chunk: int) -> None:
         """Nothing is read ahead."""
@@ -42,8 +44,9 @@ class MicroBatchStage(ModelStage):
         cp_size: int,
         shape: Callable[[int], tuple[int, ...]],
     ):
-        feed: Any = NoFeed(stage)
+        feed: Any = NoFeed(stage, this_device())
         super().__init__(call.one_model, call.config, call.forward_step_func, feed, plan, Store({}))
+        self._ledger = None  # experts' losses are Megatron's own, by micro-batch
         self.call, self.batches, self.cp_size, self.shape = call, batches, cp_size, shape
         self.data: dict[int, list[Any]] = {}
         forwards = [op.chunk for op in plan.orders[stage] if op.kind is Kind.FORWARD]

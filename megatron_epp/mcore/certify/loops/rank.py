@@ -13,7 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron_epp.ir import Plan
+from megatron_epp.ir import OFFLOAD, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.allowed_collectives import name_of
 from megatron_epp.mcore.certify.batches import letters_drawn
@@ -138,7 +138,7 @@ class LoopRank(Rank):
         freedom: Freedom,
         forward_only: bool,
     ) -> Plan:
-        letters, random = letters_drawn(EXECUTABLE), self._random(forward_only)
+        letters, random = letters_drawn(EXECUTABLE.replace(OFFLOAD, "")), self._random(forward_only)
         return arbitrary_sliced_plan(lengths, layers, random, freedom.split, forward_only, letters)
 
     def _random(self, forward_only: bool) -> Random:
