@@ -15,10 +15,12 @@ B or I runs, a layer at a time, both ways at once:
 
 which wants the offloaded layers spread among the others (ir.recompute.offload_among). Two of them
 at most are on the device at a time, one in use and one under way, as in Transformer Engine's
-CPU offloading: all the op long, since a copy back begins before its layer's turn. The host's memory
-is taken to suffice, and a copy that an op has to wait for counts as communication.
+CPU offloading: all the op long, since a copy back begins before its layer's turn. What the host's
+memory holds is counted apart (cost.host_memory), and a copy that an op has to wait for counts as
+communication.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,6 +64,7 @@ class Cost:
     tp, cp, dp     tensor- and context-parallel degrees of a stage, and replicas
     zero           1: weights stay on every device (Megatron's distributed optimizer);
                    3: states are spread over the stage's devices, layers gathered for every chunk
+    host_budget_bytes   of the host's memory, for what one device offloads
     """
 
     profile: Profile
@@ -71,6 +74,7 @@ class Cost:
     cp: int = 1
     dp: int = 1
     zero: int = 1
+    host_budget_bytes: float = math.inf
 
     def __post_init__(self):
         if not self.layers or min(self.layers) < 0:
@@ -432,12 +436,16 @@ class Cost:
         offloaded = counts.get(OFFLOAD)
         if offloaded is not None and not forward_only:
             copies = offloaded * self.copy_seconds(loads)
-            there = np.minimum(offloaded, IN_FLIGHT) * self.saved_bytes(KEEP, loads)
+            layer = self.saved_bytes(KEEP, loads)
+            # Of what I leaves for W, counted from its start, theirs is still to be made.
+            besides = {Kind.INPUT: self._bytes(self.profile.weight_input_bytes, loads)}
             for kind in (Kind.FORWARD, *BACKWARDS):
                 work = seconds[kind] + (recompute if kind in BACKWARDS else 0.0)
                 exposed = np.maximum(copies - work, 0.0)
                 seconds[kind] = seconds[kind] + exposed
                 comm[kind] = comm[kind] + exposed
+                more = np.maximum(layer - besides.get(kind, 0.0), 0.0)
+                there = np.minimum(offloaded, IN_FLIGHT) * more
                 workspace[kind] = workspace[kind] + np.ceil(there)
         return Table(
             seconds=seconds,

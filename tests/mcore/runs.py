@@ -61,14 +61,17 @@ def flags(corpus: Path, **changes: object) -> list[str]:
     return words
 
 
-def write_corpus(prefix: Path, lengths: list[int], seed: int = 0) -> Path:
-    """Documents of ``lengths`` tokens drawn at random; returns the prefix."""
+def write_corpus(
+    prefix: Path, lengths: list[int], seed: int = 0, documents_of: int | None = None
+) -> Path:
+    """Documents of ``lengths`` tokens drawn at random, or of one token; returns the prefix."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     random = numpy.random.RandomState(seed)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     for length in lengths:
-        builder.add_item(torch.from_numpy(random.randint(0, VOCABULARY, length)))
+        tokens = torch.from_numpy(random.randint(0, VOCABULARY, length))
+        builder.add_item(tokens if documents_of is None else torch.full_like(tokens, documents_of))
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
     return prefix

@@ -32,6 +32,13 @@ EVERY_DEGREE = {
         batches=6,
         overlap=True,
     ),
+    # Frozen linears of Megatron's, trained ones of its and of torch's around them.
+    "adapters": Trial(
+        Degrees(pp=2, tp=2, dp=1),
+        models(f"{LLAMA} --num-layers 4 --sequence-parallel", f"{GPT} --num-layers 4"),
+        batches=4,
+        lora_rank=4,
+    ),
     # Few heads shared by the ranks, normed queries and keys, a stage without any layer.
     "uneven stages": Trial(
         Degrees(pp=4, tp=1, dp=1),
@@ -57,6 +64,12 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     assert sum(batch.coverage.hybrid for batch in judged) > 0
     assert sum(batch.coverage.packed for batch in judged) > 0
     assert sum(batch.coverage.recomputed for batch in judged) > 0
+    assert sum(batch.coverage.offloaded for batch in judged) > 0
+    # What computes no loss has no gradient, and still sends, receives and reduces.
+    assert sum(batch.untargeted.slices for batch in judged) > 0
+    if trial.degrees.dp > 1:
+        assert sum(batch.untargeted.chunks for batch in judged) > 0
+        assert sum(batch.untargeted.replicas for batch in judged) > 0
     for batch in judged:
         # Every link carries each chunk once forward and once back.
         assert batch.messages == 2 * (trial.degrees.pp - 1) * trial.degrees.tp * (
@@ -64,8 +77,22 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
         )
         assert {"plan digest", "gradient reduction", "token count"} <= set(batch.collectives)
     tied = [batch for batch in judged if batch.collectives["tied embeddings"]]
-    assert bool(tied) == (trial.degrees.pp > 1)
+    assert bool(tied) == (trial.degrees.pp > 1 and not trial.lora_rank)
     assert "certified: " in verdict(judged)
+
+
+def test_adapters_without_a_graph_to_hang_on_are_noticed() -> None:
+    """A frozen embedding's output takes no part in autograd: a first layer that is recomputed whole
+    then has no gradients, which a certificate must not miss."""
+    trial = Trial(
+        Degrees(pp=1, tp=1, dp=1),
+        models(f"{LLAMA} --num-layers 2"),
+        batches=4,
+        lora_rank=4,
+        interfere=Path(__file__).with_name("without_graph.py"),
+    )
+    judged = certify(trial)
+    assert not all(batch.passed for batch in judged), verdict(judged)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -104,6 +131,7 @@ def test_without_model_flags_it_certifies_two_models(capsys) -> None:
         ),
         ("--pp two", "argument --pp: invalid int value: 'two'"),
         ("--timeout 0", "--timeout 0.0: expected at least 1"),
+        ("--lora-rank -1", "--lora-rank -1: expected at least 0"),
     ],
 )
 def test_what_the_command_line_refuses(arguments, says) -> None:

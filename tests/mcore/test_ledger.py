@@ -9,10 +9,14 @@ from tests.mcore.runs import train
 def test_a_stage_holds_what_was_promised(attention: str) -> None:
     done = train([attention], processes=1, program=("-m", "tests.mcore.ledger"))
     assert done.status == 0, done.output
-    (slices, recomputed, beside, hybrid) = (
-        tuple(map(float, line.split())) for line in done.output.splitlines()[-4:]
+    (slices, recomputed, beside, hybrid, *offloaded) = (
+        tuple(map(float, line.split())) for line in done.output.splitlines()[-8:]
     )
-    for promised, measured in (slices, beside, hybrid):
+    for promised, measured, *on_host in (slices, beside, hybrid):
         assert promised == pytest.approx(measured, rel=0.001)
+        assert on_host == [0, 0]
+    for promised, measured, there, found in offloaded:
+        assert promised == pytest.approx(measured, rel=0.05)
+        assert there == pytest.approx(found, rel=0.05) and there > 0
     # The layer that lives again is charged as if its slice's K and V were made again, too.
     assert recomputed[1] <= recomputed[0] <= 1.05 * recomputed[1]

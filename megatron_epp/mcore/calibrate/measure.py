@@ -20,7 +20,8 @@ from megatron_epp.cost.fit import Sample, fit_profile, line_above
 from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.layers.recompute.wrap import ON_DEVICE
+from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
 from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
 from megatron_epp.runtime.consensus import share
@@ -143,6 +144,7 @@ class Readings:
     module_seconds  by name of a selective set's module: of one layer, per token
     link            (tokens of a message, seconds)
     split           backwards whole and in halves
+    host_rate       bytes per second to the host's memory
     """
 
     forward: list[Sample] = dataclasses.field(default_factory=list)
@@ -153,6 +155,7 @@ class Readings:
     module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     split: list[Split] = dataclasses.field(default_factory=list)
+    host_rate: float = 0.0
 
 
 def calibrate(
@@ -181,6 +184,7 @@ def calibrate(
         large = max(shape.tokens for shape, _ in shapes) // 2
         readings.split += measure_split(probe, large, _sizes(probe, context)[-2:])
     _measure_links(probe, groups, readings)
+    readings.host_rate = host_rate(probe, groups)
     every: list = [None] * groups.control.size()
     dist.all_gather_object(every, readings, group=groups.control)
     text = error = None
@@ -195,7 +199,7 @@ def calibrate(
 def _measure_bytes(probe: Probe, readings: Readings, context: int):
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
-        for letter in EXECUTABLE:
+        for letter in ON_DEVICE:
             for cut in (False, True):
                 shape = Shape(tokens, cut=cut)
                 measured = _weighed(probe, shape, letter)
@@ -363,7 +367,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
         recompute_seconds=_recompute_seconds(every, profile),
         saved_bytes={
-            letter: profile.saved_bytes[letter if letter in EXECUTABLE else KEEP]
+            letter: profile.saved_bytes[letter if letter in ON_DEVICE else KEEP]
             for letter in profile.saved_bytes
         },
         first_bytes=_alike(profile.first_bytes),
@@ -375,7 +379,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         last_workspace_bytes=last_workspace,
         last_workspace_tokens=float(probe.head_tokens),
         recompute_workspace_bytes=again,
-        host_bytes_per_second=0.0,  # nothing was copied to the host, and training offloads nothing
+        host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
     )

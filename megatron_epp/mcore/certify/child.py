@@ -68,6 +68,11 @@ def _server(role: Role, until_the_end: ExitStack) -> Any:
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     until_the_end.enter_context(cpu_host.double_precision())
+    if role.loop:
+        from megatron_epp.mcore.certify.loops.plain import PlainLoop
+        from megatron_epp.mcore.certify.loops.rank import LoopRank
+
+        return PlainLoop(role) if role.rank == PLAIN else LoopRank(role)
     if role.rank == PLAIN:
         from megatron_epp.mcore.certify.reference import Plain
 

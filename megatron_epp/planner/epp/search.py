@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL, OFFLOAD
+from megatron_epp.ir import FULL, KEEP, OFFLOAD
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import ideal_chunks
@@ -111,6 +111,7 @@ class Search:
     room_bytes   per stage beside residents, if less than all of it
     tables       those that another search made of the same batch, machine, levers but wsplit, and
                  room: taken at the price of making them, so that nothing else changes
+    host         for what is offloaded, if less than all of it
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class Search:
         options: Options,
         room_bytes: np.ndarray | None = None,
         tables: PreparedChunkings | None = None,
+        host: offload.HostRoom | None = None,
     ):
+        self.host = offload.HostRoom(cost.host_budget_bytes) if host is None else host
         self.batch, self.cost, self.options = batch, cost, options
         self.levers = options.levers
         self.rates = rates_of(cost)
@@ -184,7 +187,12 @@ class Search:
 
         if "offload" in self.levers and not _within(kept, least).all():
             layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
-            aside = offload.hidden_layers(self.cost, loads)
+            aside = self.host.fitting(
+                offload.hidden_layers(self.cost, loads),
+                self.cost.saved_bytes(KEEP, loads),
+                least,
+                kept.backward_order,
+            )
             # Where even recomputing the rest leaves no room for what is on its way to or from the
             # host, the stage keeps off it; the last one does at times, for its logits.
             smallest = self.work(chunking, loads, {OFFLOAD: aside, FULL: layers - aside})
