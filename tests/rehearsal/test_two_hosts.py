@@ -99,6 +99,14 @@ def start(host: str, namespace: str, words: list[str], log: Path) -> subprocess.
         )
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether it has not ended; its torchrun may be too busy with a lost store to notice."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_ranks_on_two_hosts_train_and_end_when_the_link_is_cut(hosts, tmp_path) -> None:
     words = flags(
         write_corpus(tmp_path / "corpus", [90, 20, 40, 128, 9, 60] * 20),
@@ -122,8 +130,10 @@ def test_ranks_on_two_hosts_train_and_end_when_the_link_is_cut(hosts, tmp_path) 
     (tmp_path / "cut").touch()
     ranks = [child for job in running.values() for child in psutil.Process(job.pid).children()]
     assert len(ranks) == 2, ranks
-    _, alive = psutil.wait_procs(ranks, TIMEOUT_SECONDS + LEAVE_SECONDS)
-    assert not alive, "\n".join(["still there:", *map(told, hosts)])
+    end = time.monotonic() + TIMEOUT_SECONDS + LEAVE_SECONDS
+    while alive := [rank for rank in ranks if lives(rank)]:
+        assert time.monotonic() < end, "\n".join([f"still there: {alive}", *map(told, hosts)])
+        time.sleep(0.1)
     # torchrun itself has its own patience with the store that host a keeps: b's may take a minute.
     assert running["a"].wait(LEAVE_SECONDS) != 0, told("a")
     for rank, host in enumerate(hosts):

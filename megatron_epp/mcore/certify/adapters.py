@@ -24,7 +24,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 
-class Adapter(MegatronModule):
+class LowRankAdapter(MegatronModule):
     """In the place of ``linear``, which keeps its keys in checkpoints; ``rank``: r above."""
 
     def __init__(self, linear: Any, rank: int, gated: bool):
@@ -95,10 +95,10 @@ def adapt(model: Any, rank: int) -> Any:
         parameter.requires_grad = False
     for layer in model.decoder.layers:
         around, mlp = layer.self_attention, layer.mlp
-        around.linear_qkv = Adapter(around.linear_qkv, rank, gated=False)
-        around.linear_proj = Adapter(around.linear_proj, rank, gated=False)
-        mlp.linear_fc1 = Adapter(mlp.linear_fc1, rank, mlp.config.gated_linear_unit)
-        mlp.linear_fc2 = Adapter(mlp.linear_fc2, rank, gated=False)
+        around.linear_qkv = LowRankAdapter(around.linear_qkv, rank, gated=False)
+        around.linear_proj = LowRankAdapter(around.linear_proj, rank, gated=False)
+        mlp.linear_fc1 = LowRankAdapter(mlp.linear_fc1, rank, mlp.config.gated_linear_unit)
+        mlp.linear_fc2 = LowRankAdapter(mlp.linear_fc2, rank, gated=False)
     return model
 
 
