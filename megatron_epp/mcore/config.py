@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.devices import MOST_GIB
+from megatron_epp.mcore import replaced
 from megatron_epp.planner.options import MOST_EFFORT
 
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
@@ -115,7 +116,8 @@ class Config:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags of :class:`Config`, as a group of Megatron's parser."""
+    """The flags of :class:`Config`, as a group of Megatron's parser, which with --epp takes out
+    those of its own whose job a plan does (replaced.py)."""
     group = parser.add_argument_group("elastic pipeline parallelism")
     for field in dataclasses.fields(Config):
         how = dict(field.metadata)
@@ -125,6 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             how.setdefault("type", field.type)
         group.add_argument("--" + field.name.replace("_", "-"), default=field.default, **how)
     _mend_help(parser)
+    replaced.watch(parser)
     return parser
 
 

@@ -127,7 +127,7 @@ def model_shape(args: Any) -> Model:
         name="megatron",
         layers=args.num_layers,
         hidden=args.hidden_size,
-        ffn_hidden=args.ffn_hidden_size,
+        ffn_hidden=_ffn_hidden(args),
         heads=args.num_attention_heads,
         kv_heads=args.num_query_groups or args.num_attention_heads,
         head_size=args.kv_channels,
@@ -135,6 +135,23 @@ def model_shape(args: Any) -> Model:
         gated=bool(args.swiglu),
         tied=not args.untie_embeddings_and_output_weights,
     )
+
+
+def _ffn_hidden(args: Any) -> int:
+    """Channels that a token passes between the MLP's linears, on average over the layers: of
+    experts those that it chooses, and the shared ones."""
+    if not args.num_experts:
+        return int(args.ffn_hidden_size)
+    every = args.moe_layer_freq
+    pattern = (
+        [layer % every == 0 for layer in range(args.num_layers)]
+        if isinstance(every, int)
+        else every
+    )
+    experts = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    experts += args.moe_shared_expert_intermediate_size or 0
+    layers = [experts if has_experts else args.ffn_hidden_size for has_experts in pattern]
+    return round(sum(layers) / len(layers))
 
 
 def analytic(args: Any) -> Profile:

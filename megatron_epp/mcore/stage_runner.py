@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_epp.ir import Plan, Step, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore.data.chunk_batches import Feed
-from megatron_epp.mcore.data.global_batches import Batch, Documents
+from megatron_epp.mcore.data.global_batches import Batch, DocumentSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
 from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
@@ -72,7 +72,7 @@ class StageRunner:
         self,
         step: Step,
         batch: Batch,
-        documents: Documents,
+        documents: DocumentSource,
         model: Any,
         config: Any,
         forward_step: ForwardStep,

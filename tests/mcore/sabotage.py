@@ -72,6 +72,16 @@ def mistake_border_labels() -> AbstractContextManager:
     return _changed_batch(mistake)
 
 
+def shift_masks() -> AbstractContextManager:
+    """Every row's label counts as the next row's should."""
+
+    def shift(batch: ChunkBatch) -> None:
+        if batch.loss_mask is not None:
+            batch.loss_mask[0] = batch.loss_mask[0].roll(1)
+
+    return _changed_batch(shift)
+
+
 def append_again() -> AbstractContextManager:
     """A recomputed layer appends its K and V a second time."""
     plain = Store.append
@@ -126,9 +136,10 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     meet_in_between,
     forget_to_free,
     reuse_host_memory,
+    shift_masks,
     nullcontext,
 )
 
 
 def around(number: int) -> AbstractContextManager:
-    return WAYS[number]()
+    return WAYS[number % len(WAYS)]()

@@ -1,27 +1,16 @@
 """What the cost model promises a chunk holds is what running it holds, for both kinds of store."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-PROGRAM = Path(__file__).with_name("ledger.py")
-ROOT = Path(__file__).parents[2]
+from tests.mcore.runs import train
 
 
 @pytest.mark.parametrize("attention", ["parts", "varlen"])
 def test_a_stage_holds_what_was_promised(attention: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.mcore.ledger", attention],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
+    done = train([attention], processes=1, program=("-m", "tests.mcore.ledger"))
+    assert done.status == 0, done.output
     (slices, recomputed, beside, hybrid, *offloaded) = (
-        tuple(map(float, line.split())) for line in done.stdout.splitlines()[-8:]
+        tuple(map(float, line.split())) for line in done.output.splitlines()[-8:]
     )
     for promised, measured, *on_host in (slices, beside, hybrid):
         assert promised == pytest.approx(measured, rel=0.001)

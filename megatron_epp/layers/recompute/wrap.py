@@ -38,7 +38,9 @@ def wrap_layer(
     @wraps(forward)
     def wrapped(hidden_states: Tensor, **others):
         state = state_of(others)
-        choice = KEEP if state is None or not state.training else state.recompute[index]
+        if state is None or not state.training:
+            return forward(hidden_states=hidden_states, **others)
+        choice = state.recompute[index]
         if choice == FULL:
             hidden = checkpoint(lambda x: forward(hidden_states=x, **others)[0], hidden_states)
             return hidden, None
@@ -88,12 +90,13 @@ def wrap_mlp(mlp: nn.Module, dropped: Dropped):
     mlp.forward = wrapped
 
 
-def wrap_consumer(linear: nn.Module, dropped: Dropped):
-    """A linear that would save what a module in front of it has dropped."""
+def wrap_consumer(linear: nn.Module, dropped: Dropped, last: bool = True):
+    """A linear that would save what a module in front of it has dropped; ``last``: the last one
+    that reads it."""
     forward = linear.forward
 
     @wraps(forward)
     def wrapped(x: Tensor, *args, **others):
-        return without(x, dropped.take(x), lambda: forward(x, *args, **others))
+        return without(x, dropped.take(x, last), lambda: forward(x, *args, **others))
 
     linear.forward = wrapped

@@ -137,7 +137,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.initialize import initialize_megatron
 
-    from megatron_epp.mcore import megatron_gpt, refusals
+    from megatron_epp.mcore import megatron_gpt, refusals, replaced
     from megatron_epp.mcore.data.row_share import RowShare
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
@@ -152,6 +152,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     read_flags()
     args = get_args()
     refusals.refuse(args)
+    replaced.warn(args)
     with refusals_as_value_errors():
         model_config = gpt_config_from_args(args)
     seams.install(seams.EPP_SEAMS)

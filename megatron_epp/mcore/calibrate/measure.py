@@ -26,6 +26,7 @@ from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
 from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.link import receive_now, send_now
 
 logger = logging.getLogger(__name__)
 
@@ -320,11 +321,11 @@ def _measure_links(probe: Probe, groups: Groups, readings: Readings):
             began = probe.now()
             there, back = groups.payload[Payload.ACTIVATION], groups.payload[Payload.GRADIENT]
             if groups.stage == 0:
-                dist.send(tensor, group=there, group_dst=second)
-                dist.recv(tensor, group=back, group_src=second)
+                send_now(tensor, there, second)
+                receive_now(tensor, back, second)
             else:
-                dist.recv(tensor, group=there, group_src=first)
-                dist.send(tensor, group=back, group_dst=first)
+                receive_now(tensor, there, first)
+                send_now(tensor, back, first)
             if repeat:
                 readings.link.append((tokens, (probe.now() - began) / 2))
 

@@ -20,6 +20,7 @@ from megatron_epp.layers.recompute.offload import entrance
 from megatron_epp.layers.wgrad.linear import Aside
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
+from megatron_epp.mcore.model.experts.router import drop_routing, ledger_for, report
 from megatron_epp.mcore.model.split_backward import Deferral, early_modules
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
@@ -73,6 +74,7 @@ class ModelStage:
         self._deferral = Deferral(model, besides) if self._aside else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
+        self._ledger = ledger_for(model, plan, self._loss_scale()) if self.training else None
 
     # -------------------------------------------------------------- an iteration
 
@@ -90,6 +92,10 @@ class ModelStage:
         self._patched.close()
         if self._abandoned and self.training:
             self._reduce_anyway()
+        if self._ledger is not None:
+            drop_routing(self.model)
+            if error[0] is None and not self._abandoned:
+                report(self._ledger, self.model)
         if error[0] is None and self.training:
             assert not self._saved, "a chunk's forward has no backward"
             assert not self._aside, "a chunk's I has no W"
@@ -110,7 +116,11 @@ class ModelStage:
     def _reduce_anyway(self):
         """Start the reductions that the abandoned ops' hooks would have started: the replicas wait
         in theirs. What the hooks had counted is forgotten; no iteration may learn from it."""
-        for group in getattr(self.model, "bucket_groups", ()):
+        groups = (
+            *getattr(self.model, "bucket_groups", ()),
+            *getattr(self.model, "expert_parallel_bucket_groups", ()),
+        )
+        for group in groups:
             group.per_param_grad_ready_counts = {}
             overlaps = group.ddp_config.overlap_grad_reduce and self._hooks_reduce
             if overlaps and not group.is_first_batch and group.grad_reduce_handle is None:
@@ -135,6 +145,7 @@ class ModelStage:
         get_attr_wrapped_model(self.model, "set_input_tensor")([hidden])
         batch = self.feed.batch(chunk, self.store, self.training)
         batch.params.state.host = self.host if offloads else None
+        batch.params.state.ledger = self._ledger
         if self._early_head:
             batch = replace(batch, known_gradient=self._loss_gradient(batch.loss_mask))
         with self._deferring(chunk):
@@ -160,6 +171,12 @@ class ModelStage:
         if self.config.grad_scale_func is None:
             return loss_mask_1T
         return loss_mask_1T * self.config.grad_scale_func(loss_mask_1T.new_ones(()))
+
+    def _loss_scale(self) -> Tensor | float:
+        """What the optimizer wants the loss multiplied with, for what adds gradients besides."""
+        if self.config.grad_scale_func is None:
+            return 1.0
+        return self.config.grad_scale_func(torch.ones((), device=self.feed.device))
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         self._reduce_from(Op(Kind.BACKWARD, chunk))
