@@ -347,7 +347,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         link_seconds=sorted(best_link.items()),
     )
     profile = fitted.profile
-    workspace, last_workspace, again = _workspaces(
+    workspace, last_workspace, again, forward = _workspaces(
         [peak for readings in every for peak in readings.peaks], probe.head_tokens
     )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
@@ -374,6 +374,7 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         last_workspace_bytes=last_workspace,
         last_workspace_tokens=float(probe.head_tokens),
         recompute_workspace_bytes=again,
+        forward_workspace_bytes=forward,
         host_bytes_per_second=0.0,  # nothing was copied to the host, and training offloads nothing
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
@@ -388,9 +389,10 @@ def _alike(figure: Bytes) -> Bytes:
 
 def _workspaces(
     peaks: Sequence[Peak], head_tokens: int
-) -> tuple[dict[Kind, Workspace], dict[Kind, Workspace], dict[str, Bytes]]:
-    """Bytes beyond what is held: while F, B, I or W runs, besides on the last stage, and of the
-    layer that lives again, by letter. No measured peak lies above what these promise.
+) -> tuple[dict[Kind, Workspace], dict[Kind, Workspace], dict[str, Bytes], dict[str, Workspace]]:
+    """Bytes beyond what is held: while F, B, I or W runs, besides on the last stage, of the layer
+    that lives again, by letter, and while F runs of a layer that is recomputed, by letter, where
+    that is not what a kept one needs. No measured peak lies above what these promise.
 
     ``head_tokens``: of the chunk at most, that the last stage's end works on; 0: all.
     """
@@ -427,11 +429,19 @@ def _workspaces(
         points = sorted(of(Kind.BACKWARD, letter, False), key=lambda p: p.tokens)[-2:]
         alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in points), default=0.0)
         again[letter] = _alike(Bytes(max(0.0, alive)))
+    forward = {}
+    for letter in EXECUTABLE:
+        # What a recomputed layer does not hold from F to B lives as long as its F runs.
+        points = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, letter, False)]
+        slope, constant = line_above(points, goes_on=True)
+        figure = Workspace(slope, slope, layer[Kind.FORWARD].per_context_token, constant)
+        if points and figure != layer[Kind.FORWARD]:
+            forward[letter] = figure
     for of_kind in (layer, last):
         of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
         # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
         of_kind[Kind.WEIGHT] = Workspace(per_op=of_kind[Kind.BACKWARD].per_op)
-    return layer, last, again
+    return layer, last, again, forward
 
 
 def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str, Seconds]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_epp.control.files import BestEffort, write_whole
-from megatron_epp.cost.profile import Profile, Provenance
+from megatron_epp.cost.profile import MEASURED, Profile, Provenance
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ def provenance_of(args: Any) -> Provenance:
         device=device_text(),
         dtype=str(args.params_dtype).removeprefix("torch."),
         date=datetime.date.today().isoformat(),
-        source="measured",
+        source=MEASURED,
+        kind=MEASURED,
     )
 
 
@@ -86,7 +87,7 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
     An analytic profile was measured on nothing: whoever names one knows what he does.
     """
     made = profile.provenance
-    if not made.source.startswith("measured"):
+    if made.kind != MEASURED:
         return profile
     for what in ("model", "device", "dtype"):
         mine, theirs = getattr(wanted, what), getattr(made, what)
