@@ -241,8 +241,8 @@ def report(folder: Path, budget: str) -> None:
     headers += ["peak MiB by stage", "chunks", "how"]
     rows = []
     for run in (same, less):
-        measured, promised = times_faster(run, packed)
-        rows.append(run.row(measured, f"{promised:.2f}"))
+        measured, predicted = times_faster(run, packed)
+        rows.append(run.row(measured, f"{predicted:.2f}"))
     rows.append(packed.row(1.0, "1.00"))
     beside = statistics.median(ours_short.rates) / statistics.median(theirs.rates)
     rows += [ours_short.row(beside, "-"), theirs.row(1.0, "-")]
@@ -250,10 +250,10 @@ def report(folder: Path, budget: str) -> None:
     print(_DIFFERENCES)
     print(f"\nran on: {host()}; two processes of one thread, gloo, float32; no GPU was used\n")
     for run in (same, less):
-        measured, promised = times_faster(run, packed)
+        measured, predicted = times_faster(run, packed)
         share = max(a / b for a, b in zip(run.worst_peaks, packed.worst_peaks, strict=True))
         print(
-            f"{run.name}: {measured:.2f} times as fast as packing (predicted {promised:.2f}) "
+            f"{run.name}: {measured:.2f} times as fast as packing (predicted {predicted:.2f}) "
             f"in {share:.0%} of its activation memory"
         )
     _pictures(folder, trained, budget)
@@ -271,7 +271,7 @@ tokens/s    medians over iterations after the first, schedules alone (no plannin
             tokens of documents, no padding counted
 ratio       of the first two lines against packing, batch by batch and in turn; of elastic pipelines
             at the short context against Megatron's own schedule: another run on the same corpus
-predicted   the ratio that the cost model promised, before anything of it ran
+predicted   the ratio that the cost model gives, before anything of it ran
 peak        bytes that autograd saved and K/V buffers, worst iteration; no weights, no optimizer
 What differs: elastic pipeline and packing run in one executor with the same kernels on the same
 documents, each of which attends to itself alone. Packing fills micro-batches of one context each

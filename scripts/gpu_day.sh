@@ -133,7 +133,7 @@ add first-iteration 1 150 "no gradient is lost in an iteration's first backward"
 add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
 add training 1 400 "a training's losses against Megatron's own" "$tests" "${test[@]}" tests/gpu/test_training.py
 # Are the predictions right? Calibration's bytes and seconds against other chunks than it measured.
-add stage-llama3-8b 1 300 "bytes and seconds promised against measured, key heads in groups, vocabulary of 128K" '^ *[0-9]+ |median|\||rror' \
+add stage-llama3-8b 1 300 "bytes and seconds predicted against measured, key heads in groups, vocabulary of 128K" '^ *[0-9]+ |median|\||rror' \
     "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 8192 --contexts 0 32768 98304 --lengths 32768 \
     -o "$results/stage-llama3-8b.md"
 add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ |median|\||rror' \
@@ -152,7 +152,7 @@ add overlaps 1 200 "measured calibration under the example scripts' overlaps, se
     --ddp-bucket-size 4000000
 printf '%s\n' 32768 24000 9000 6000 5000 4000 3000 2500 2000 2000 1500 1500 1000 1000 800 800 >"${lengths:=${TMPDIR:-/tmp}/gpu-day-$$.lengths}"
 trap 'rm -f "$lengths"' EXIT
-add replay 1 400 "whole iterations stage by stage: planners against each other, promised against replayed" '^\||epp|packing|rror' \
+add replay 1 400 "whole iterations stage by stage: planners against each other, predicted against replayed" '^\||epp|packing|rror' \
     "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768 \
     --budget-gib 40 --repeats 1 -o "$results/replay.md"
 # More than one GPU: first what a wait costs, then whether it ends, then how fast.

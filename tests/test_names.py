@@ -5,8 +5,6 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "megatron_epp"
-# Names that rooms still share, to be settled one by one. Nothing may be added.
-STILL_SHARED = frozenset({"Refused"})  # cli.options, mcore.certify.child
 
 
 def public_classes(root: Path) -> dict[str, list[str]]:
@@ -24,9 +22,7 @@ def shared(root: Path) -> dict[str, list[str]]:
 
 
 def test_no_class_name_is_used_twice() -> None:
-    found = shared(PACKAGE)
-    assert {name: paths for name, paths in found.items() if name not in STILL_SHARED} == {}
-    assert set(found) >= STILL_SHARED, "settled: take it off the list"
+    assert shared(PACKAGE) == {}
 
 
 def test_the_guard_sees_a_second_class(tmp_path: Path) -> None:

@@ -1,5 +1,12 @@
-"""The planners by name."""
+"""The planners by name.
 
+A pipeline planner is a function ``draft(batch, cost, options)``; what is alike for all of them is
+here: the batch is sorted, a document that fits no plan is refused, the draft is checked, played
+and timed.
+"""
+
+import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_epp.cost.cost import Cost
@@ -7,24 +14,59 @@ from megatron_epp.cost.did_you_mean import unknown_name
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.device_groups import flexsp, hybrid_cp
 from megatron_epp.planner.epp import planner as epp
+from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch, emit
+from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import Planned, PlannedGroups
 
+DraftFunction = Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
 PlanFunction = Callable[[Sequence[int], Cost, Options], Planned]
+GroupFunction = Callable[[Sequence[int], Cost, Options], PlannedGroups]
 
+
+def _pipeline(name: str, draft: DraftFunction) -> PlanFunction:
+    """The planner ``name``, which plans by ``draft``; a PlanError where a document fits no plan."""
+
+    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+        began = time.perf_counter()
+        batch = SortedBatch.of(lengths)
+        require_fit(cost, batch.documents)
+        made = draft(batch, cost, options)
+        assert made is not None, "nothing was excluded, so there is a draft"
+        planned = emit(name, batch, made.draft, made.cost, options)
+        return dataclasses.replace(planned, plan_seconds=time.perf_counter() - began)
+
+    return plan
+
+
+def _groups(group: GroupFunction) -> GroupFunction:
+    """``group``, timed."""
+
+    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedGroups:
+        began = time.perf_counter()
+        planned = group(lengths, cost, options)
+        return dataclasses.replace(planned, plan_seconds=time.perf_counter() - began)
+
+    return plan
+
+
+_DRAFTS: Mapping[str, DraftFunction] = {
+    "epp": epp.draft,
+    "infinipipe": infinipipe.draft,
+    "seq1f1b": seq1f1b.draft,
+    "chunkflow": chunkflow.draft,
+    "packing": packing.draft,
+}
 # Planners whose plans a pipeline can run: plan(lengths, cost, options) for one replica.
 PIPELINES: Mapping[str, PlanFunction] = {
-    "epp": epp.plan,
-    "infinipipe": infinipipe.plan,
-    "seq1f1b": seq1f1b.plan,
-    "chunkflow": chunkflow.plan,
-    "packing": packing.plan,
+    name: _pipeline(name, draft) for name, draft in _DRAFTS.items()
 }
 # Methods without a pipeline, for comparison.
-GROUPS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedGroups]] = {
-    "flexsp": flexsp.plan,
-    "megatron-hybrid-cp": hybrid_cp.plan,
+GROUPS: Mapping[str, GroupFunction] = {
+    "flexsp": _groups(flexsp.plan),
+    "megatron-hybrid-cp": _groups(hybrid_cp.plan),
 }
 PLANNERS: Mapping[str, Callable[[Sequence[int], Cost, Options], Planned | PlannedGroups]] = {
     **PIPELINES,

@@ -14,9 +14,10 @@ class Planned:
     *_ratio               of stages x seconds: idle; recomputing; exposed communication
     peak_bytes            per stage, everything on the device
     chunks, pipelines     how many; a pipeline ends where all stages have drained
-    plan_seconds          wall time of planning, for reports alone: it influences nothing
     levers                those that the planner was allowed to use
     note                  how the planner came to it: the chosen slice count, bins, order
+    plan_seconds          wall time of planning, for reports alone: it influences nothing; 0
+                          before the registry has timed it
     """
 
     planner: str
@@ -30,9 +31,9 @@ class Planned:
     chunks: int
     pipelines: int
     fits: bool
-    plan_seconds: float
     levers: tuple[str, ...]
     note: str = ""
+    plan_seconds: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -65,9 +66,9 @@ class PlannedGroups:
     comm_ratio: float
     peak_bytes: tuple[int, ...]
     fits: bool
-    plan_seconds: float
     levers: tuple[str, ...] = ()
     note: str = ""
+    plan_seconds: float = 0.0
     plan: None = None
     pipelines: int = 0
 

@@ -116,7 +116,7 @@ def repeated(times: int, warm_up: int, first: int) -> type:
 class VariantSteps:
     """Plans on rank 0 as the iteration's variant says; the trainer's cost model, another budget."""
 
-    whole: tuple[float, ...] = ()  # what packing holds without recompute, promised, in bytes
+    whole: tuple[float, ...] = ()  # what packing holds without recompute, predicted, in bytes
 
     def __init__(self, variant_at, place, model):
         from megatron_epp.mcore.calibrate.profile_file import obtain
@@ -277,7 +277,7 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
             for b in by_batch
         ]
         errors = [m["predicted"] / m["seconds"] - 1 for m in mine]
-        foretold = [b[against]["predicted"] / b[number]["predicted"] for b in by_batch]
+        predicted = [b[against]["predicted"] / b[number]["predicted"] for b in by_batch]
         made.append(
             [
                 f"{int(context) // 1024}K",
@@ -286,7 +286,7 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
                 variant.name,
                 f"{statistics.median(m['tokens'] / m['seconds'] for m in mine):.0f}",
                 f"{statistics.median(ratios):.2f}",
-                f"{statistics.median(foretold):.2f}",
+                f"{statistics.median(predicted):.2f}",
                 f"{statistics.median(m['bubble'] for m in mine):.1%}",
                 f"{statistics.median(m['recomputed'] for m in mine):.1%}",
                 f"{max(peak_shares):.0%}",
@@ -300,16 +300,16 @@ def rows(case: str, variants: Sequence[Variant], entries: list[dict]) -> list[li
 
 
 HEADERS = [
-    *("context", "documents", "budget", "planner", "tokens/s", "ratio", "foretold", "bubble"),
-    *("recomputed", "peak", "chunks", "predicted", "split", "executor"),
+    *("context", "documents", "budget", "planner", "tokens/s", "ratio", "predicted", "bubble"),
+    *("recomputed", "peak", "chunks", "off by", "split", "executor"),
 ]
 LEGEND = """\
-ratio: packing's seconds over this line's, same batch and budget, median. foretold: the same of the
-seconds that the cost model promised. recomputed: layers run again whole, of all. peak: the worst
-stage of the worst batch, measured, over packing's without recompute (where --lines 60 leaves that
-line out: over what is promised of it; a budget is a promise on the predicted peak). predicted:
-predicted over measured seconds, less one. split: backwards run as I and W, of all. executor: its
-own time between ops, neither compute nor waiting, worst stage and iteration."""
+ratio: packing's seconds over this line's, same batch and budget, median. predicted: the same of
+the cost model's seconds. recomputed: layers run again whole, of all. peak: the worst stage of the
+worst batch, measured, over packing's without recompute (where --lines 60 leaves that line out:
+over what is predicted of it; a budget bounds the predicted peak). off by: predicted over measured
+seconds, less one. split: backwards run as I and W, of all. executor: its own time between ops,
+neither compute nor waiting, worst stage and iteration."""
 
 
 def stock(arguments: argparse.Namespace, corpus: Path, folder: Path) -> str:

@@ -133,7 +133,7 @@ def told(variant_of: Callable, iteration: int, step, report, *others) -> str:
         "seconds": report.seconds,
         "bubble": report.bubble_ratio,
         "peaks": list(report.peak_bytes),
-        "promised": [peak * 2**30 for peak in plan.predicted.peak_gib],
+        "expected": [peak * 2**30 for peak in plan.predicted.peak_gib],
         "chunks": len(plan.chunks),
         "split": sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order) / backwards,
         "predicted": plan.predicted.seconds,
@@ -174,7 +174,7 @@ def price_rows(entries: list[dict]) -> list[list[str]]:
 
 HEADERS = [
     *("context", "documents", "plan", "seconds", "against epp", "bubble", "split", "chunks"),
-    *("peak", "seconds promised", "peak promised"),
+    *("peak", "seconds off by", "peak off by"),
 ]
 
 
@@ -199,7 +199,7 @@ def rows(case: str, entries: list[dict], batches: int) -> list[list[str]]:
                 f"{statistics.median(m['chunks'] for m in mine):.0f}",
                 f"{statistics.median(max(m['peaks']) for m in mine) / 2**20:.0f} MiB",
                 f"{statistics.median(m['predicted'] / m['seconds'] for m in mine) - 1:+.1%}",
-                f"{statistics.median(max(m['promised']) / max(m['peaks']) for m in mine) - 1:+.1%}",
+                f"{statistics.median(max(m['expected']) / max(m['peaks']) for m in mine) - 1:+.1%}",
             ]
         )
     return made

@@ -8,8 +8,8 @@
 For each planner one plan of the same batch, made with the cost model that training would measure
 here. Then stage after stage, each with its own layers and ends: the executor runs the stage's
 program in the plan's order; what neighbours would send is random. The seconds of every op, the
-median of the runs, go into the simulator in the place of the cost model's. *promised* is what the
-planner foretold, *replayed* what came of it; peaks are the allocator's, for chunks, on the worst
+median of the runs, go into the simulator in the place of the cost model's. *predicted* is what the
+cost model said, *replayed* what came of it; peaks are the allocator's, for chunks, on the worst
 stage. Links cannot be measured with one GPU: --link-gb-per-second and --link-latency-us hold for
 both.
 """
@@ -26,8 +26,8 @@ from headline import heading, write
 
 PLANNERS = ("packing", "seq1f1b", "infinipipe", "epp")
 HEADERS = [
-    *("planner", "chunks", "replayed s", "promised s", "off", "against packing", "bubble"),
-    *("recomputed", "peak GiB", "promised GiB", "off by"),
+    *("planner", "chunks", "replayed s", "predicted s", "off", "against packing", "bubble"),
+    *("recomputed", "peak GiB", "predicted GiB", "off by"),
 ]
 
 
@@ -130,7 +130,7 @@ def keep(folder: str | None, planned: dict[str, Any], records: dict[str, list[An
         Path(folder, f"{name}.plan").write_text(str(made.plan), encoding="utf-8")
         everything = [record for stage in records[name] for record in stage]
         Path(folder, f"{name}.timed").write_text(format_records(everything), encoding="utf-8")
-    Path(folder, "promised.json").write_text(
+    Path(folder, "predicted.json").write_text(
         json.dumps({name: made.seconds for name, made in planned.items()}, indent=1)
     )
 

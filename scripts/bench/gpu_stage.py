@@ -87,7 +87,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
 
 
 def most_workspace(profile: Any, tokens: int, context: int) -> float:
-    """What the cost model promises beyond what is held, while F or B runs."""
+    """What the cost model predicts beyond what is held, while F or B runs."""
     return max(
         figure.per_op + figure.per_token * tokens + figure.per_context_token * context
         for kind, figure in profile.workspace_bytes.items()

@@ -75,8 +75,10 @@ def begin(arguments: argparse.Namespace, layers: int, context: int, others: Sequ
     if on_gpu and not torch.cuda.is_available():
         refuse("--device cuda: this host has no CUDA GPU; --device cpu tries the script")
     sys.path.insert(0, str(ROOT))
-    from megatron_epp.mcore.patching import cpu_host
+    from megatron_epp.mcore.patching import cpu_host, cuda_host
 
+    if on_gpu:
+        cuda_host.prepare(["--epp"])  # as training has it: hardware queues, modules, allocator
     cpu_host.install_cpu_host()
     from megatron_epp.mcore.calibrate import single_stage
 

@@ -9,11 +9,10 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
-from megatron_epp.planner import ALL, Options
+from megatron_epp.planner import ALL, PIPELINES, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.device_groups import flexsp
 from megatron_epp.planner.device_groups.costs import group_costs
-from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
 from megatron_epp.planner.order.list_scheduler import list_schedule
@@ -293,8 +292,8 @@ def test_uneven_layers_pay_where_the_last_stage_carries_the_head() -> None:
     """And are left alone where the user fixed them."""
     cost = machine(pp=4, head_seconds=True)
     lengths = [20_000, 9_000] + [3_000] * 40
-    even = epp.plan(lengths, cost, Options(levers=ALL))
-    moved = epp.plan(lengths, cost, Options(levers=ALL, open_layers=True))
+    even = PIPELINES["epp"](lengths, cost, Options(levers=ALL))
+    moved = PIPELINES["epp"](lengths, cost, Options(levers=ALL, open_layers=True))
     assert even.plan.layers == cost.layers
     assert sum(moved.plan.layers) == sum(cost.layers)
     assert moved.plan.layers[-1] < cost.layers[-1]
@@ -357,12 +356,12 @@ def test_no_uniform_recompute_beats_the_plan_on_its_own_orders() -> None:
     """One letter for so many layers of every stage and chunk, within the same budget."""
     lengths = [2_676, 16_384, 3_507, 16_384]
     ample = machine(pp=4, room_gib=1e6)
-    kept = epp.plan(lengths, ample, Options())
+    kept = PIPELINES["epp"](lengths, ample, Options())
     states = np.array(ample.states_bytes)
     for share in (0.75, 0.5):
         budget = states + share * (np.array(kept.peak_bytes) - states)
         cost = dataclasses.replace(ample, budget_bytes=tuple(budget.tolist()))
-        ours = epp.plan(lengths, cost, Options())
+        ours = PIPELINES["epp"](lengths, cost, Options())
         assert ours.fits and ours.recompute_ratio > 0
         for letter, layers in itertools.product("nbf", range(1, max(cost.layers) + 1)):
             choice = letter * layers + KEEP * (cost.layers[0] - layers)

@@ -128,7 +128,7 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
         style = random.choice(list(policies(split, many=True)))
         schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
         draft = Draft(chunking, {FULL: grid}, schedule.kinds, schedule.chunks)
-        planned = emit("test", batch, draft, cost, Options(), 0.0)
+        planned = emit("test", batch, draft, cost, Options())
         assert planned.seconds == pytest.approx(schedule.seconds, rel=1e-12)
         room = np.array(planned.peak_bytes) - np.array(cost.states_bytes)
         assert room == pytest.approx(schedule.peak_bytes, rel=1e-9, abs=4)
@@ -148,7 +148,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
     kinds = merge_iw(schedule.kinds, schedule.chunks, work)
     apart, merged = (
-        emit("test", batch, draft, cost, Options(), 0.0)
+        emit("test", batch, draft, cost, Options())
         for draft in (halves, dataclasses.replace(halves, kinds=kinds))
     )
     assert (merged.plan.orders == apart.plan.orders) == (not (kinds == B).any())

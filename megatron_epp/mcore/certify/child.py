@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.mcore.certify.protocol import PLAIN, Failed, Refused, Role
+from megatron_epp.mcore.certify.protocol import PLAIN, Failed, InputRefused, Role
 
 
 def serve(requests: Connection, role: Role) -> None:
@@ -76,11 +76,11 @@ def _server(role: Role, until_the_end: ExitStack) -> Any:
     return Rank(role)
 
 
-def _failure(error: Exception, role: Role) -> Refused | Failed:
+def _failure(error: Exception, role: Role) -> InputRefused | Failed:
     from megatron_epp.mcore.job_exit import is_users_mistake
 
     if role.rank == PLAIN and is_users_mistake(error):
-        return Refused(str(error))
+        return InputRefused(str(error))
     traceback.print_exc()
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -22,9 +22,9 @@ from megatron_epp.mcore.certify.protocol import (
     PLAIN,
     Computed,
     Failed,
+    InputRefused,
     Prepared,
     Reference,
-    Refused,
     Role,
 )
 from megatron_epp.mcore.certify.scale_down import Degrees
@@ -129,7 +129,7 @@ def certify(trial: Trial, show: Callable[[str], None] = lambda line: None) -> li
 
 def _prepare(children: Children, flags: tuple[str, ...], trial: Trial) -> Prepared:
     prepared = children.ask([PLAIN], "prepare", flags, trial.degrees, trial.overlap)[PLAIN]
-    if isinstance(prepared, Refused):
+    if isinstance(prepared, InputRefused):
         raise ValueError(prepared.reason)
     if isinstance(prepared, Failed):
         raise ChildLost(f"{prepared.reason}\n{prepared.traceback}")

@@ -50,7 +50,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class InputRefused:
     """The user's input cannot be used."""
 
     reason: str

@@ -5,40 +5,28 @@ layers, here with every layer's input kept. Size and K come from a small grid, a
 search one, here by simulation and batch by batch: in hindsight, so the baseline is a strong one.
 """
 
-import time
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
-from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Draft, SortedBatch, emit
+from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.problem import Counts, loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking
-from megatron_epp.planner.recompute.uniform import ScoredDraft, any_draft, better, strict
-from megatron_epp.planner.result import Planned
+from megatron_epp.planner.recompute.uniform import ScoredDraft, better, strict
 
 KEPT = (1, 2, 4, 8, 16)  # K
-
-
-def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
-    """The fastest of a grid of chunk sizes and K."""
-    began = time.perf_counter()
-    batch = SortedBatch.of(lengths)
-    require_fit(cost, batch.documents)
-    return emit("chunkflow", batch, any_draft(draft(batch, cost, options)), cost, options, began)
 
 
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
+    """The fastest of a grid of chunk sizes and K; None if surely not under ``below``
+    seconds."""
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None
     for size in sizes(context, options.multiple):
@@ -54,7 +42,7 @@ def draft(
             schedule = list_schedule(problem_of(cost, chunking, loads, counts), strict(law))
             note = f"size {size}, K {kept}"
             made = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note)
-            played = ScoredDraft(schedule.seconds, schedule.over_bytes, made)
+            played = ScoredDraft(schedule.seconds, schedule.over_bytes, made, cost)
             best = played if best is None else min(best, played, key=lambda made: made.rank)
     return best
 

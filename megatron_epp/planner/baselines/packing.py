@@ -4,37 +4,27 @@ What a trainer does that packs without letting documents see each other: the pla
 and the fallback where another planner failed.
 """
 
-import time
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.chunks.bin_packing import first_fit
 from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_at
-from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import SortedBatch, emit
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of
 from megatron_epp.planner.order.warmup import constant
-from megatron_epp.planner.recompute.uniform import ScoredDraft, any_draft, uniform_draft
-from megatron_epp.planner.result import Planned
-
-
-def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
-    """First fit by falling length into chunks of the context; the window of plain 1F1B."""
-    began = time.perf_counter()
-    batch = SortedBatch.of(lengths)
-    require_fit(cost, batch.documents)
-    return emit("packing", batch, any_draft(draft(batch, cost, options)), cost, options, began)
+from megatron_epp.planner.recompute.uniform import ScoredDraft, uniform_draft
 
 
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
+    """First fit by falling length into chunks of the context; the window of plain 1F1B.
+
+    None if surely not under ``below`` seconds.
+    """
     longest = int(batch.lengths[0])
     context = max(options.context, longest)
     whole = cut_at(batch.lengths, np.array([0, longest]))

@@ -5,35 +5,25 @@ vary; the baseline splits and packs to a fixed size instead. Which size is best 
 simulation, batch by batch: in hindsight, so the baseline is a strong one.
 """
 
-import time
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
-from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import SortedBatch, emit
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of
 from megatron_epp.planner.order.warmup import constant
-from megatron_epp.planner.recompute.uniform import ScoredDraft, any_draft, better, uniform_draft
-from megatron_epp.planner.result import Planned
-
-
-def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
-    """The fastest of several chunk sizes, each with the fewest recomputed layers that fit."""
-    began = time.perf_counter()
-    batch = SortedBatch.of(lengths)
-    require_fit(cost, batch.documents)
-    return emit("seq1f1b", batch, any_draft(draft(batch, cost, options)), cost, options, began)
+from megatron_epp.planner.recompute.uniform import ScoredDraft, better, uniform_draft
 
 
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """As :func:`plan`, before it is checked and played; None if surely not under ``below``."""
+    """The fastest of several chunk sizes, each with the fewest recomputed layers that fit.
+
+    None if surely not under ``below`` seconds.
+    """
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None
     for size in sizes(context, options.multiple):

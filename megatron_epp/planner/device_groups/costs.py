@@ -4,7 +4,6 @@ All layers lie on every group; states are spread over all devices of the replica
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +166,6 @@ def planned_groups(
     names: Sequence[int],
     costs: GroupCosts,
     cost: Cost,
-    began: float,
     note: str,
 ) -> PlannedGroups:
     """The result of micro-batches, each (degree number of every group, its documents)."""
@@ -214,7 +212,6 @@ def planned_groups(
         comm_ratio=comm / whole,
         peak_bytes=tuple(peaks),
         fits=bool(fits),
-        plan_seconds=time.perf_counter() - began,
         note=note,
     )
 

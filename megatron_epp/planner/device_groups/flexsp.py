@@ -9,7 +9,6 @@ switching of groups are assumed, so it is an optimistic baseline.
 """
 
 import functools
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +37,6 @@ def plan(
     lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
 ) -> PlannedGroups:
     """The best of several micro-batch counts and static recompute shares."""
-    began = time.perf_counter()
     batch = SortedBatch.of(lengths)
     best = None
     layers = sum(cost.layers)
@@ -63,7 +61,7 @@ def plan(
             "together with everything recomputed: raise the memory budget or use more devices"
         )
     _, batches, costs, note = best
-    return planned_groups("flexsp", batches, batch.lengths, batch.names, costs, cost, began, note)
+    return planned_groups("flexsp", batches, batch.lengths, batch.names, costs, cost, note)
 
 
 def _batch_counts(lengths: np.ndarray, costs: GroupCosts) -> range:

@@ -4,7 +4,6 @@ The devices form equal groups; whole documents are packed to what a group holds,
 the group that is done first, micro-batch after micro-batch. No pipeline.
 """
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,7 +33,6 @@ def plan(
     gather_factor: float | None = None,
 ) -> PlannedGroups:
     """Groups of ``degree`` devices; ``recompute_layers`` of the model are recomputed in full."""
-    began = time.perf_counter()
     batch = SortedBatch.of(lengths)
     costs = group_costs(cost, recompute_layers, gather_factor)
     which = int(np.log2(degree))
@@ -60,7 +58,7 @@ def plan(
         count += 1
     note = f"groups of {degree}, {len(batches)} micro-batches"
     note += f", recompute {recompute_layers} layers" if recompute_layers else ""
-    return planned_groups(name, batches, batch.lengths, batch.names, costs, cost, began, note)
+    return planned_groups(name, batches, batch.lengths, batch.names, costs, cost, note)
 
 
 def _assign(

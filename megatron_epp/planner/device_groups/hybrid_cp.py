@@ -7,7 +7,6 @@ least work, and a micro-batch ends when its groups are even or full; groups left
 onto idle devices. No pipeline. Source: the description in Megatron-LM's scheduler of its rules.
 """
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,7 +34,6 @@ def plan(
     lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
 ) -> PlannedGroups:
     """The best of a few limits of tokens per device, with just enough static recompute."""
-    began = time.perf_counter()
     batch = SortedBatch.of(lengths)
     layers = sum(cost.layers)
     results = []
@@ -56,7 +54,6 @@ def plan(
                     batch.names,
                     costs,
                     cost,
-                    began,
                     note,
                 )
             )

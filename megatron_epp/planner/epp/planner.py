@@ -1,9 +1,8 @@
 """Ours: chunks, order and recompute chosen by exact simulation, never slower than the others."""
 
 import dataclasses
-import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,12 +10,11 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.layer_balance import balanced
 from megatron_epp.planner.epp.search import PreparedChunkings, Search
-from megatron_epp.planner.feasibility import no_plan_fits, require_fit
+from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import SortedBatch, emit, exact_peaks
+from megatron_epp.planner.order.emit import SortedBatch, exact_peaks
 from megatron_epp.planner.recompute.uniform import ScoredDraft
-from megatron_epp.planner.result import Planned
 
 # Baselines that try many plans, and skip those that cannot win.
 HINDSIGHT = (seq1f1b, chunkflow, packing)
@@ -33,33 +31,28 @@ LIKELY_CHUNKS = 8
 SharedChunkings = defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...]], PreparedChunkings]
 
 
-def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     """The fastest plan found within the budget; see the levers in :mod:`.options`.
 
-    A PlanError where a document, or the batch as a whole, fits no plan.
+    A PlanError where the batch as a whole fits no plan.
     """
-    began = time.perf_counter()
-    batch = SortedBatch.of(lengths)
-    require_fit(cost, batch.documents)
     candidates = list(_searched(batch, cost, options))
-    faithful = infinipipe.draft(batch, cost, options)
-    candidates.append((faithful, cost))
+    candidates.append(infinipipe.draft(batch, cost, options))
     for module in HINDSIGHT:
-        fitting = [made.seconds for made, _ in candidates if made.over_bytes <= 0]
+        fitting = [made.seconds for made in candidates if made.over_bytes <= 0]
         other = module.draft(batch, cost, options, min(fitting, default=np.inf))
         if other is not None:
-            candidates.append((other, cost))
-    played, machine = min(candidates, key=lambda candidate: candidate[0].rank)
-    planned = emit("epp", batch, played.draft, machine, options, began)
-    if not planned.fits:
-        raise no_plan_fits(machine, batch.documents, planned.peak_bytes)
-    return planned
+            candidates.append(other)
+    best = min(candidates, key=lambda candidate: candidate.rank)
+    if best.over_bytes > 0:
+        peaks = exact_peaks(batch, best.draft, best.cost, options).astype(np.int64)
+        if (peaks > np.array(best.cost.budget_bytes)).any():
+            raise no_plan_fits(best.cost, batch.documents, tuple(peaks.tolist()))
+    return best
 
 
-def _searched(
-    batch: SortedBatch, cost: Cost, options: Options
-) -> Iterator[tuple[ScoredDraft, Cost]]:
-    """What our own searches find, each with the machine that it is for.
+def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[ScoredDraft]:
+    """What our own searches find.
 
     Whole backwards are searched first and for themselves, so that a plan that splits them has a
     whole one to beat: I and W take longer than B on some machines, and hold more on all. So has a
@@ -78,7 +71,7 @@ def _searched(
         best = _own(batch, cost, chosen, tables)
         tight = tight or best is None or bool(best.draft.counts)
         if best is not None:
-            yield best, cost
+            yield best
         if options.open_layers and "uneven" in levers:
             # As many chunks as the plan with even layers turned out to have.
             chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.stages
@@ -86,7 +79,7 @@ def _searched(
             if moved.layers != cost.layers:
                 other = _own(batch, moved, chosen, tables)
                 if other is not None:
-                    yield other, moved
+                    yield other
 
 
 def _own(
@@ -97,12 +90,12 @@ def _own(
     for _ in range(EXACT_TRIES):
         shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist())]
         found = Search(batch, cost, options, room, shared).run()
-        draft = found.draft()
+        made = found.draft()
         if "exact" in options.levers:
-            return ScoredDraft(found.seconds, found.over_bytes, draft)
-        exact = exact_peaks(batch, draft, cost, options)
+            return ScoredDraft(found.seconds, found.over_bytes, made, cost)
+        exact = exact_peaks(batch, made, cost, options)
         over = exact - np.array(cost.budget_bytes)
         if (over <= 0).all():
-            return ScoredDraft(found.seconds, 0.0, draft)
+            return ScoredDraft(found.seconds, 0.0, made, cost)
         room = room - np.maximum(over, 0.0) * SLACK
     return None

@@ -7,8 +7,7 @@ nothing is simulated before the choice is made. In the search the program is rel
 up; the chosen pipelines are solved as integer programs with the paper's gap of 2%.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +17,15 @@ from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.bin_packing import alg1
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Rates, cut_at, equal_points
-from megatron_epp.planner.feasibility import most_tokens, require_fit
+from megatron_epp.planner.feasibility import most_tokens
 from megatron_epp.planner.infinipipe.grouping import Programs, group
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Draft, SortedBatch, emit
+from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.problem import Counts, loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import pipelines
 from megatron_epp.planner.recompute.ilp import Solver
 from megatron_epp.planner.recompute.uniform import ScoredDraft, strict
-from megatron_epp.planner.result import Planned
 
 SLICE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)  # K; the paper names no grid, this is by hand
 # Slices of fewer tokens are not tried, unless the longest document itself has few.
@@ -65,18 +63,10 @@ class GroupedChunking:
     note: str
 
 
-def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
-    """The paper's plan for one replica."""
-    began = time.perf_counter()
-    batch = SortedBatch.of(lengths)
-    require_fit(cost, batch.documents)
-    return emit("infinipipe", batch, draft(batch, cost, options).draft, cost, options, began)
-
-
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, method: Method | None = None
 ) -> ScoredDraft:
-    """As :func:`plan`, before it is checked and played."""
+    """The paper's plan for one replica, or that of ``method``."""
     method = method or Method(chunkings)
     whole = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     room, solver = whole, Solver()
@@ -195,4 +185,4 @@ def _play(
     made = Draft(
         chunking, counts, schedule.kinds, schedule.chunks, pipelines=len(cuts) + 1, note=note
     )
-    return ScoredDraft(schedule.seconds, schedule.over_bytes, made), schedule.peak_bytes
+    return ScoredDraft(schedule.seconds, schedule.over_bytes, made, cost), schedule.peak_bytes

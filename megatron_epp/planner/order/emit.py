@@ -1,7 +1,6 @@
 """Emit a plan, checked and played, from arrays: the one way out of every pipeline planner."""
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -111,13 +110,8 @@ def exact_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) 
     return np.array(played_as(batch, draft, plan, cost, options).peak_bytes)
 
 
-def emit(
-    planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options, began: float
-) -> Planned:
-    """The plan of ``draft``, checked and played.
-
-    began   time.perf_counter() when planning began; reported, and nothing else
-    """
+def emit(planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> Planned:
+    """The plan of ``draft``, checked and played."""
     plan = plan_of(batch, draft, cost)
     check(plan)
     played = played_as(batch, draft, plan, cost, options)
@@ -136,7 +130,6 @@ def emit(
         chunks=draft.chunking.count,
         pipelines=draft.pipelines,
         fits=all(p <= b for p, b in zip(peaks, cost.budget_bytes, strict=True)),
-        plan_seconds=time.perf_counter() - began,
         levers=tuple(sorted(options.levers)),
         note=draft.note,
     )

@@ -15,11 +15,16 @@ from megatron_epp.planner.order.problem import Counts, loads_of, problem_of
 
 @dataclass(frozen=True, slots=True)
 class ScoredDraft:
-    """A draft and what playing it takes; over_bytes: above the budget, 0 where it fits."""
+    """A draft and what playing it takes.
+
+    over_bytes   above the budget, 0 where it fits
+    cost         of the machine it was played on: its layers may be moved (lever `uneven`)
+    """
 
     seconds: float
     over_bytes: float
     draft: Draft
+    cost: Cost
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -32,11 +37,6 @@ def better(best: ScoredDraft | None, bound_seconds: float, below: float) -> bool
     return bound_seconds < below and (
         best is None or best.over_bytes > 0 or bound_seconds < best.seconds
     )
-
-
-def any_draft(played: ScoredDraft | None) -> Draft:
-    assert played is not None, "nothing was excluded, so there is one"
-    return played.draft
 
 
 def strict(least: np.ndarray) -> Policy:
@@ -76,4 +76,4 @@ def uniform_draft(
         counts, schedule = play(low)
     said = f"{note}, recompute {low} layers" if low else note
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=said)
-    return ScoredDraft(schedule.seconds, schedule.over_bytes, draft)
+    return ScoredDraft(schedule.seconds, schedule.over_bytes, draft, cost)
