@@ -688,7 +688,13 @@ class Cost:
             copies = sum(
                 count * self.copy_seconds(loads, kind) for kind, count in offloaded.items()
             )
-            largest = np.max([self.saved_bytes((kind, KEEP), loads) for kind in offloaded], axis=0)
+            largest = np.max(
+                [
+                    np.where(count > 0, self.saved_bytes((kind, KEEP), loads), 0.0)
+                    for kind, count in offloaded.items()
+                ],
+                axis=0,
+            )
             there = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT) * largest
             for kind in (Kind.FORWARD, *BACKWARDS):
                 work = seconds[kind] + (recompute if kind in BACKWARDS else 0.0)
