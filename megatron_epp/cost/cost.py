@@ -575,7 +575,7 @@ class Cost:
     def _offloaded(self, counts: Counts) -> Iterator["_Layers"]:
         """Offloaded layers come first and together, wherever they stand: they hold nothing, and the
         gradients and weight inputs that they make count from the start."""
-        for choice, count in counts.items():
+        for choice, count in sorted(counts.items(), key=lambda item: split_choice(item[0])):
             kind, letter = split_choice(choice)
             if letter == OFFLOAD:
                 nothing = np.zeros(count.shape)
@@ -662,6 +662,8 @@ class Cost:
         """A plan of forwards only keeps nothing: one layer's activations at a time, and the ends'
         while they run.
         """
+        if self.kinds.number > 1:  # sums come out alike, whoever counted
+            counts = dict(sorted(counts.items(), key=lambda item: split_choice(item[0])))
         features = self.features(loads)
         recompute = np.zeros((self.stages, loads.chunks))
         for choice, count in counts.items():
