@@ -119,6 +119,13 @@ def model_shape(args: Any) -> Model:
     )
 
 
+def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
+    """Of the layers of ``model``, this stage's, as ``shape`` names them; none where it names
+    none."""
+    word = shape.layer_kinds
+    return tuple(word[layer.layer_number - 1] for layer in model.decoder.layers) if word else ()
+
+
 def analytic(args: Any) -> Profile:
     """What --epp-cost-model analytic stands for: the model's shape on the device's name."""
     early = early_head(args)
@@ -145,6 +152,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
         zero=1,
+        layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
     )
 
 

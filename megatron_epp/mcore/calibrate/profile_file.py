@@ -115,7 +115,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         return analytic(args)
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
-    from megatron_epp.mcore.job_cost import model_shape, training_levers
+    from megatron_epp.mcore.job_cost import kinds_of_stage, model_shape, training_levers
     from megatron_epp.runtime.consensus import share
 
     wanted = provenance_of(args)
@@ -130,13 +130,15 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         return Profile.from_json(text)
     began = time.perf_counter()
     with undisturbed(model):
+        probe, shape = probe_of(args, model, rows), model_shape(args)
         profile = calibrate(
-            probe_of(args, model, rows),
+            probe,
             groups,
-            model_shape(args),
+            shape,
             args.seq_length,
             wanted,
             "wsplit" in training_levers(config.epp_levers, args),
+            kinds_of_stage(shape, probe.model),
         )
     if groups.control.rank() == 0:
         places = [folder for folder in (args.save, config.epp_record) if folder]
