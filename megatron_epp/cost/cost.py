@@ -157,6 +157,12 @@ class Cost:
         known = self.profile.kinds
         return tuple(known[name] for name in self.kinds.names)
 
+    @property
+    def kinds_text(self) -> str:
+        """The kinds of all layers, first to last, as in ``3*dense 58*experts``; nothing where all
+        are alike."""
+        return format_kinds(self.layer_kinds) if self.kinds.number > 1 else ""
+
     def _of(self, choice: Choice) -> tuple[LayerFigures, str]:
         """Whose figures a choice speaks of, and its letter."""
         kind, letter = split_choice(choice)

@@ -70,6 +70,14 @@ class StageKinds:
                 places[stage, last - at] = (word[:at] == kind).sum()
         return kinds, places
 
+    def stage_text(self, stage: int) -> str:
+        """``15`` layers; ``3 dense, 12 experts`` where there are several kinds in the model."""
+        word = self.words[stage]
+        if self.number == 1:
+            return str(len(word))
+        counts = ((int((word == kind).sum()), name) for kind, name in enumerate(self.names))
+        return ", ".join(f"{count} {name}" for count, name in counts if count) or "0"
+
     def from_front(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """[K, stages, chunks]: layers of each kind among those of a stage from ``start`` to
         ``stop``, both [stages, chunks]."""
