@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -612,3 +613,15 @@ def test_a_recomputed_layers_forward_is_promised_what_it_needs() -> None:
         assert found[0].tolist() == [3 * 500 + 10, in_full]
         assert found[1].tolist() == [3 * 500 + 10, 3 * 100 + 10]
     assert Profile.from_json(known.to_json()) == known
+
+
+def test_the_model_file_of_the_docs(tmp_path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cost_model.md").read_text()
+    start = text.index('    {"name": "mine"')
+    path = tmp_path / "mine.json"
+    path.write_text(text[start : text.index("\n\n", start)])
+    found = model(str(path))
+    assert format_kinds(found.layer_kinds) == "3*local far local far 2*experts"
+    assert named_cost(str(path), "h100-80g", pp=2, tp=4).ep == 4
+    fields = {field.name for field in dataclasses.fields(LayerShape)}
+    assert all(f"`{name}`" in text for name in fields), fields
