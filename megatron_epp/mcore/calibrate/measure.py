@@ -505,12 +505,12 @@ def _workspaces(
         alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in points), default=0.0)
         again[letter] = _alike(Bytes(max(0.0, alive)))
     forward = {}
-    for letter in EXECUTABLE:
+    for letter in (FULL, *SELECTIVE):
         # What a recomputed layer does not hold from F to B lives as long as its F runs.
-        points = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, letter, False)]
-        slope, constant = line_above(points, goes_on=True)
+        passing = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, letter, False)]
+        slope, constant = line_above(passing, goes_on=True)
         figure = Workspace(slope, slope, layer[Kind.FORWARD].per_context_token, constant)
-        if points and figure != layer[Kind.FORWARD]:
+        if passing and figure != layer[Kind.FORWARD]:
             forward[letter] = figure
     for of_kind in (layer, last):
         of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
