@@ -1,5 +1,6 @@
 """Elastic Pipeline Parallelism for Megatron-LM: plans made for the documents of every iteration."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -11,7 +12,11 @@ def add_arguments(parser: Any) -> Any:
     return add_arguments(parser)
 
 
-def install(args: Any, model_config: Any) -> tuple[Any, Any]:
+def install(
+    args: Any,
+    model_config: Any,
+    items: Callable[[Sequence[int]], Sequence[Any]] | None = None,
+) -> tuple[Any, Any]:
     """Put elastic pipelines into Megatron's trainer; for entry scripts of your own.
 
     Call it between reading the flags and ``pretrain``: ``args`` are Megatron's, with those of
@@ -19,13 +24,18 @@ def install(args: Any, model_config: Any) -> tuple[Any, Any]:
     the forward step and the data provider to hand to ``pretrain``. On a host without a GPU call
     :func:`prepare_host` before the first import of Megatron. A ValueError says in one line what
     cannot run.
+
+    ``items`` gives documents of your own in the place of --data-path: called with the samples that
+    training, validation and test want, it returns a dataset for each, or None. A dataset has a
+    length, ``original_seq_lens`` (the length of every item, known ahead), and items that are
+    mappings of tokens, labels, loss_mask and original_seq_len; docs/data.md.
     """
     from megatron_epp.mcore import setup
     from megatron_epp.mcore.patching import seams
 
     seams.install(seams.ALWAYS_SEAMS)
     seams.install(seams.EPP_SEAMS)
-    return setup.setup(args, model_config)
+    return setup.setup(args, model_config, setup.Hooks(items=items))
 
 
 def prepare_host() -> bool:
@@ -33,3 +43,77 @@ def prepare_host() -> bool:
     from megatron_epp.mcore.patching import cpu_host
 
     return cpu_host.install_cpu_host()
+
+
+def install_schedule(
+    *,
+    lengths: Any = None,
+    reorder: bool = True,
+    split_backward: bool | None = None,
+    headroom: float = 0.0,
+    timeout: Any = None,
+    observe: Any = None,
+) -> Any:
+    """Run the micro-batches of any training loop as plans: wherever it calls what
+    ``megatron.core.pipeline_parallel.get_forward_backward_func`` returns.
+
+    The loop stays as it is: forward step, iterator, model, losses, order of what is returned. Each
+    micro-batch is a chunk; seconds that were measured in earlier calls choose the order of
+    micro-batches and where backwards are split, within the memory that Megatron's 1F1B holds.
+    Where nothing is gained the order is Megatron's; calls that ask for what plans cannot do
+    (interleaving, CUDA graphs, ...) are left to Megatron, which is logged once.
+
+    lengths          (micro-batch as the iterator gives it) -> rows of its hidden states, padding
+                     included, or an Extent (mcore/loops/extents.py), or None where it cannot tell.
+                     Needed where ``variable_seq_lengths`` is on and micro-batches are no mappings
+                     with ``tokens`` or ``input_ids``: else Megatron's schedule runs such calls
+    reorder          micro-batches may run in another order (never with experts)
+    split_backward   backwards may be split into halves for input and weight gradients; None: in
+                     Megatron's local layers, not in Transformer Engine's (no GPU has run those)
+    headroom         hold so much more than Megatron's 1F1B would, as a share of that
+    timeout          (datetime.timedelta) how long a rank waits for another; default 10 minutes
+    observe          called behind every call with its plan, records and peak (loop_schedule.Ran)
+
+    Returns an object whose ``remove()`` puts Megatron's schedules back; it is a context, too. A
+    ValueError says what cannot be used. A loop that keeps the function must be built behind this.
+    """
+    from megatron_epp.mcore.loops.install import Installed
+    from megatron_epp.mcore.loops.loop_schedule import TIMEOUT, Settings
+    from megatron_epp.mcore.loops.plans.call_plan import Freedom
+
+    return Installed(
+        Settings(
+            lengths=lengths,
+            freedom=Freedom(reorder, split_backward is not False, headroom),
+            split_engines=bool(split_backward),
+            timeout=TIMEOUT if timeout is None else timeout,
+            observe=observe,
+        )
+    )
+
+
+def attach(
+    model_chunks: Any, adapter: Any, *, attention: str = "auto", head_again: bool = True
+) -> Any:
+    """Cut the documents of a training loop's micro-batches: slices in any loop.
+
+    Call it once the model is built (and wrapped): every pass of the loop over this model through
+    ``get_forward_backward_func`` is then run in slices, losses that need whole documents included.
+    ``install_schedule`` is called with its defaults where it was not.
+
+    model_chunks   the loop's model, or its list of one
+    adapter        lengths, rows and loss of micro-batches (mcore/loops/adapter.py);
+                   mcore/loops/adapters has two for common forms
+    attention      as --epp-attention
+    head_again     the output layer of slices runs again in the backward; else logits are kept
+
+    Returns an object with ``adapter``, which another pass may replace, and ``slicing``, which False
+    turns off: whole micro-batches then. A ValueError says in one line what cannot be cut.
+    """
+    from megatron_epp.mcore.loops.attached import attach_to
+    from megatron_epp.mcore.loops.install import installed
+
+    made = attach_to(model_chunks, adapter, attention, head_again)
+    if installed() is None:
+        install_schedule()
+    return made

@@ -2,16 +2,17 @@
 
     python scripts/compare_upstream.py --megatron PATH [flags of Megatron's, after --]
 
-PATH is a Megatron-LM checkout at tag core_v0.19.0. Its pretrain_gpt.py and ours each train a tiny
-model with the same flags and the same seed, dropout included, with mock data and with a .bin/.idx
-corpus, over one and over two pipeline stages. Compared are every iteration's loss and gradient norm
-as the trainer hands them to its log, in full precision, and every tensor of the checkpoint that the
-run saves: weights, optimizer, random states. Exit status 1 where anything differs.
+PATH is a Megatron-LM checkout, at tag core_v0.19.0 for any 0.19. Its pretrain_gpt.py and ours each
+train a tiny model with the same flags and the same seed, dropout included, with mock data and with
+a .bin/.idx corpus, over one and over two pipeline stages. Compared are every iteration's loss and
+gradient norm as the trainer hands them to its log, in full precision, and every tensor of the
+checkpoint that the run saves: weights, optimizer, random states. Exit status 1 where anything
+differs.
 
 Both sides import megatron.core and megatron.training from the installed wheel, because what is
-compared is the script: the tag's trainer and the wheel's are the same sources, which this script
-checks file by file and says. From PATH come pretrain_gpt.py and the modules beside it. Both run
-under the same CPU host where there is no GPU; with GPUs, both use them.
+compared is the script; how far the checkout's trainer is the wheel's is checked file by file and
+said. From PATH come pretrain_gpt.py and the modules beside it. Both run under the same CPU host
+where there is no GPU; with GPUs, both use them.
 """
 
 from __future__ import annotations

@@ -131,7 +131,10 @@ add kernels 1 240 "attention's kernels, te and torch: against plain attention" "
 add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
 add first-iteration 1 150 "no gradient is lost in an iteration's first backward" "$tests" "${test[@]}" tests/gpu/test_first_iteration.py
 add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
+add offload 1 200 "layers in pinned host memory (letter o): gradients, memory, speed of the copies" "$tests" "${test[@]}" tests/gpu/test_offload.py
 add training 1 400 "a training's losses against Megatron's own" "$tests" "${test[@]}" tests/gpu/test_training.py
+add shared-gpu 1 600 "pipelines of several ranks on one GPU, over gloo: losses of one rank" "$tests" \
+    "${test[@]}" tests/gpu/test_shared_gpu.py
 # Are the predictions right? Calibration's bytes and seconds against other chunks than it measured.
 add stage-llama3-8b 1 300 "bytes and seconds predicted against measured, key heads in groups, vocabulary of 128K" '^ *[0-9]+ |median|\||rror' \
     "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 8192 --contexts 0 32768 98304 --lengths 32768 \
@@ -158,6 +161,10 @@ add replay 1 400 "whole iterations stage by stage: planners against each other, 
 # More than one GPU: first what a wait costs, then whether it ends, then how fast.
 add waiting-receive 2 150 "how much slower products are beside a receive that waits, by NCCL's thread blocks" 'max_ctas|rror' \
     "${torchrun[@]}" 2 scripts/gpu/waiting_receive.py
+add certify 2 400 "random plans over NCCL, in float64: gradients of the plain model to 1e-12" 'certified|PP |^ +[0-9]+ |rror' \
+    "$python" -m megatron_epp certify --device cuda --pp 2 --batches 10
+add certify-tp 4 500 "the same with two-way tensor parallelism, reductions overlapped" 'certified|PP |^ +[0-9]+ |rror' \
+    "$python" -m megatron_epp certify --device cuda --pp 2 --tp 2 --overlap --batches 10
 add multi-gpu 2 900 "pipelines and tensor parallelism over NCCL: losses of one GPU, with the example's flags" "$tests" \
     "${test[@]}" -rs tests/gpu/test_multi_gpu.py
 add lazy-loading 2 300 "the same pipeline with lazily loaded kernels: does it end?" "$lines" \

@@ -4,15 +4,21 @@
     prepare_corpus.py texts/ --glob '*.txt' --glob '*.md' -o data/texts
     prepare_corpus.py pages.jsonl --json-key text --append-eod -o data/pages
     prepare_corpus.py --standard-library -o data/stdlib      the source text of this Python
+    prepare_corpus.py --chat chats.jsonl -o data/chats       conversations, with their loss masks
 
 A file, or a line of the .jsonl, is a document, and a document is one sequence of the index, in the
 order of the paths or lines. Train on it with --data-path PREFIX --tokenizer-type
 SentencePieceTokenizer --tokenizer-model PREFIX.model.
 
-The tokenizer (byte-pair encoding, sentencepiece) keeps the text as it is: no normalisation, no
-added or removed blanks, bytes for what it has no piece for. So decode(encode(text)) == text; every
-document is checked, and exceptions are counted (the one known: U+2581, which sentencepiece uses
-for a blank and decodes to one).
+A line of --chat is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
+a conversation is a document. Megatron's SFTTokenizer says what its tokens are, and which of them
+are targets: those stand in PREFIX_mask.bin/.idx, which training finds by itself. Train on it with
+--tokenizer-type SFTTokenizer --tokenizer-model PREFIX.tokenizer.
+
+The tokenizer of texts (byte-pair encoding, sentencepiece) keeps them as they are: no normalisation,
+no added or removed blanks, bytes for what it has no piece for. So decode(encode(text)) == text;
+every document is checked, and exceptions are counted (the one known: U+2581, which sentencepiece
+uses for a blank and decodes to one).
 """
 
 import argparse
@@ -25,8 +31,10 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import sys
 import sysconfig
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +50,8 @@ from tqdm import tqdm
 SPECIAL_IDS: dict[str, Any] = {"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": 3}
 TRAINING_LINE = 4000  # characters: sentencepiece skips longer lines than it is told to expect
 BAR = 40
+# Of Megatron's SFTTokenizer, as megatron_epp/mcore/data/conversations.py has them.
+CHAT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +331,8 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             model_path.write_bytes(model)
         partial_bin.replace(f"{options.output}.bin")
         partial_idx.replace(f"{options.output}.idx")
+        for suffix in ("bin", "idx"):  # of conversations that stood under this name
+            Path(f"{options.output}_mask.{suffix}").unlink(missing_ok=True)
     finally:
         partial_bin.unlink(missing_ok=True)
         partial_idx.unlink(missing_ok=True)
@@ -329,6 +341,140 @@ def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     say(f"wrote {options.output}.bin and .idx; train with")
     say(f"  --data-path {options.output} --tokenizer-type SentencePieceTokenizer")
     say(f"  --tokenizer-model {model_path}      ({processor.get_piece_size()} pieces)")
+
+
+# ------------------------------------------------------------------ conversations
+
+# What Megatron's chat formats put between the turns, and name in Python, is one token each.
+CHAT_TOKENS = ["<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>"]
+CHAT_ROLES = "System\nUser\nAssistant\n"
+
+
+def prepare_chat(options: argparse.Namespace, say: Callable[[str], None]) -> None:
+    """Trains a tokenizer where none is given, writes the conversations and their masks."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    with quiet():
+        try:
+            import transformers  # noqa: F401  it says that it is missing before the work
+        except ImportError:
+            raise ValueError("--chat needs the package transformers: pip install it") from None
+        from megatron_epp.mcore.data.conversations import read_lines, write_encoded
+
+    path: Path = options.chat
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; expected a .jsonl of conversations")
+    lines = sum(1 for _ in read_lines(path))  # whatever is wrong with one is said at once
+    if not lines:
+        raise ValueError(f"{path}: holds no line; expected one conversation per line")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    folder = options.tokenizer_model
+    with tempfile.TemporaryDirectory(dir=options.output.parent, prefix=".tokenizer-") as scratch:
+        if folder is None:
+            if options.chat_format == "default":
+                raise ValueError(
+                    "--chat-format default is the tokenizer's own: give a --tokenizer-model that "
+                    "has a chat template"
+                )
+            folder = Path(f"{options.output}.tokenizer")
+            trained = Path(scratch, "tokenizer")
+            train_chat_tokenizer(path, options, trained)
+        elif not folder.exists():
+            raise ValueError(f"{folder}: no such folder; expected the files of a tokenizer")
+        else:
+            trained = folder
+        encoded = encode_chat(path, trained, options)
+        vocabulary = _chat_tokenizer(trained, options.chat_format).vocab_size
+        with show(options, encoded, total=lines, unit="line", desc="conversations") as bar:
+            written = write_encoded(bar, path, vocabulary, options.output)
+        if trained is not folder:
+            shutil.rmtree(folder, ignore_errors=True)
+            trained.replace(folder)
+    say(f"{histogram(written.lengths)}\n\n{written}")
+    say(f"wrote {options.output}.bin and .idx, and the loss masks beside them; train with")
+    say(f"  --data-path {options.output} --tokenizer-type SFTTokenizer")
+    say(f"  --tokenizer-model {folder} --sft-tokenizer-prompt-format {options.chat_format}")
+
+
+def train_chat_tokenizer(path: Path, options: argparse.Namespace, folder: Path) -> None:
+    """A byte-level BPE tokenizer of the conversations' texts, as a folder of transformers'."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from megatron_epp.mcore.data.conversations import read_lines
+
+    def texts() -> Iterator[str]:
+        taken = 0
+        for _, messages in read_lines(path):
+            for message in messages:
+                yield CHAT_ROLES + message["content"]
+                taken += len(message["content"])
+            if taken >= options.sample_mb * 1e6:
+                return
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=CHAT_TOKENS[0]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts(),
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=options.vocab_size,
+            special_tokens=CHAT_TOKENS,
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=CHAT_TOKENS[0], eos_token=CHAT_TOKENS[1]
+    ).save_pretrained(folder)
+
+
+def _chat_tokenizer(folder: Path, chat_format: str) -> Any:
+    with quiet():
+        from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+    try:
+        return SFTTokenizer(str(folder), chat_format)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder}: cannot be read as a tokenizer: {reason[:200]}") from error
+
+
+class _ChatWorker:
+    """What a worker process keeps between lines."""
+
+    encode: Callable[[Any], Any]
+
+    @staticmethod
+    def start(path: Path, folder: Path, chat_format: str, package: str) -> None:
+        if package not in sys.path:
+            sys.path.insert(0, package)
+        with quiet():
+            from megatron_epp.mcore.data.conversations import encode_line
+        tokenizer = _chat_tokenizer(folder, chat_format)
+        _ChatWorker.encode = partial(
+            encode_line, path=path, tokenizer=tokenizer, chat_format=chat_format
+        )
+
+    @staticmethod
+    def work(numbered: Any) -> Any:
+        return _ChatWorker.encode(numbered)
+
+
+def encode_chat(path: Path, folder: Path, options: argparse.Namespace) -> Iterator[Any]:
+    """Every line's conversations as tokens and masks, in order, from ``options.workers``."""
+    from megatron_epp.mcore.data.conversations import read_lines
+
+    package = str(Path(__file__).resolve().parents[1])
+    arguments = (path, folder, options.chat_format, package)
+    if options.workers == 1:
+        _ChatWorker.start(*arguments)
+        yield from map(_ChatWorker.work, read_lines(path))
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(options.workers, _ChatWorker.start, arguments) as pool:
+        yield from pool.imap(_ChatWorker.work, read_lines(path), chunksize=16)
+
+
+# ------------------------------------------------------------------ texts
 
 
 def write_corpus(
@@ -421,6 +567,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("input", nargs="?", type=Path, help="a folder of text files, or a .jsonl")
     add("--standard-library", action="store_true", help="instead: the *.py files of this Python")
+    add("--chat", type=Path, metavar="FILE", help="instead: a .jsonl of conversations")
+    add("--chat-format", default="nemotron-h-aligned", choices=CHAT_FORMATS, help="of the turns")
     add("-o", "--output", type=Path, required=True, metavar="PREFIX", help="of what is written")
     add("--glob", action="append", help="file names to take from the folder (default *.txt)")
     add("--exclude", action="append", default=[], help="relative paths to leave out (pattern)")
@@ -428,13 +576,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--shuffle", type=int, metavar="SEED", help="order the documents at random, not by path")
     add("--append-eod", action="store_true", help="end every document with the eod token")
     add("--vocab-size", type=int, default=8192, help="pieces of the tokenizer (default 8192)")
-    add("--tokenizer-model", type=Path, help="use this sentencepiece model and train none")
+    add(
+        "--tokenizer-model",
+        type=Path,
+        help="use this sentencepiece model (with --chat: folder of transformers'), train none",
+    )
     add("--sample-mb", type=float, default=10.0, help="text to train it on, MB (default 10)")
     add("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     add("--quiet", action="store_true", help="no progress bars")
     options = parser.parse_args(arguments)
-    if (options.input is None) == (not options.standard_library):
-        parser.error("give a folder or a .jsonl, or --standard-library, and not both")
+    if sum((options.input is not None, options.standard_library, options.chat is not None)) != 1:
+        parser.error(
+            "give a folder or a .jsonl, or --standard-library, or --chat FILE: one of them"
+        )
     if options.workers < 1 or not 0 < options.sample_mb < math.inf:
         parser.error("--workers and --sample-mb must be positive")
     if not 0 < options.vocab_size < 2**31:
@@ -447,7 +601,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        prepare(options, say=print)
+        (prepare if options.chat is None else prepare_chat)(options, say=print)
     except (ValueError, OSError) as error:
         print(f"prepare_corpus: {error}", file=sys.stderr)
         return 2

@@ -1,11 +1,31 @@
 """GPU tests are skipped, and counted, where there is none; properties are tested unhurried."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 NO_GPU = "needs a GPU"
+# Files that take more than about 20 s of two busy cores, longest first (pytest --durations=60 says
+# which); the first of them mostly stands and waits.
+LONGEST = (
+    "rehearsal/test_two_hosts.py",
+    "mcore/test_out_of_memory.py",
+    "mcore/test_training.py",
+    "planner/test_golden.py",
+    "mcore/test_deferred.py",
+    "mcore/test_certify.py",
+    "mcore/test_refusals.py",
+    "mcore/test_fallbacks.py",
+    "rehearsal/test_fake_gpu.py",
+    "mcore/test_host.py",
+    "mcore/test_stock.py",
+    "mcore/test_profile.py",
+    "planner/test_laws.py",
+    "planner/test_planners.py",
+)
+assert all((Path(__file__).parent / name).exists() for name in LONGEST), "a slow test has moved"
 
 # A shared host has slow moments; a property is not a benchmark.
 settings.register_profile("shared host", deadline=None)
@@ -23,8 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
-    # Training runs take longest: with several processes they come first.
-    items.sort(key=lambda item: "mcore" not in item.path.parts)
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    """With several processes what takes longest comes first: LONGEST, then training runs."""
+    name = "/".join(item.path.parts[-2:])
+    place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+    return place, "mcore" not in item.path.parts
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

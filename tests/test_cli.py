@@ -105,6 +105,14 @@ def test_plan_offloads_where_memory_is_tight(capsys, lengths, tmp_path):
     assert f"offloaded   {share} of what layers save" in text
     assert f", offloaded {share}" in printed(capsys, "draw", path, *MACHINE).out
     assert "ok: 7 documents" in printed(capsys, "check", path).out
+    little = [*tight, "--host-memory-gib", 1]
+    told = printed(capsys, "plan", *little, "--levers", "default,offload", "-o", other).out
+    offloaded = next(line for line in told.splitlines() if line.startswith("offloaded "))
+    assert float(offloaded.split()[1].rstrip("%")) < float(share.rstrip("%"))
+    assert max(map(float, re.findall(r" (\d+\.\d\d)(?= )", offloaded.split("host")[1]))) <= 1
+    assert "--host-memory-gib has no effect without the lever offload" in refused(
+        capsys, "plan", *little
+    )
     for levers in ("default", "all,-offload"):
         shown = printed(capsys, "plan", *tight, "--levers", levers, "-o", other).out
         letters = "".join(c for stage in Plan.parse(other.read_text()).recompute for c in stage)

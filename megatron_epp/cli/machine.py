@@ -81,6 +81,8 @@ def cost_of(
             )
     if budgets is not None and len(budgets) > 1:
         cost = dataclasses.replace(cost, budget_bytes=tuple(gib * GIB for gib in budgets))
+    if (host := getattr(arguments, "host_memory_gib", None)) is not None:  # where plans are made
+        cost = dataclasses.replace(cost, host_budget_bytes=host * GIB)
     cost.require_states_fit()
     return cost
 

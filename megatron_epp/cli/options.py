@@ -384,8 +384,15 @@ def _planner(command: argparse.ArgumentParser, *, names: str | None) -> None:
         "--levers",
         default="default",
         metavar="LIST",
-        help="what the epp planner may use: default (what training can run), all (also what can "
-        "only be simulated), none, or names joined by commas; default,-NAME takes one away",
+        help="what the epp planner may use: default (what training does by default), all (also "
+        "what can only be simulated), none, or names joined by commas; default,-NAME takes one "
+        "away",
+    )
+    group.add_argument(
+        "--host-memory-gib",
+        type=positive("GiB"),
+        metavar="X",
+        help="of the host's memory, for what one device offloads (lever offload; default: any)",
     )
     group.add_argument(
         "--effort",

@@ -13,6 +13,7 @@ from megatron_epp.cli.options import Refused
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
 from megatron_epp.show.timeline import offloaded_ratio
@@ -74,6 +75,11 @@ def options_of(arguments: argparse.Namespace) -> Options:
             "--layers names the layers of every stage and the lever uneven moves them; expected one"
             " of the two"
         )
+    if arguments.host_memory_gib is not None and "offload" not in levers:
+        raise Refused(
+            "--host-memory-gib has no effect without the lever offload; expected --levers "
+            "default,offload or all"
+        )
     options = Options(
         arguments.context,
         levers,
@@ -96,7 +102,11 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
     found = made.slowest
     peaks = " ".join(f"{peak / GIB:.2f}" for peak in made.peak_bytes)
     budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.budget_bytes))
-    offloaded = 0.0 if found.plan is None else offloaded_ratio(found.plan)
+    offloaded, host = 0.0, ""
+    if found.plan is not None:
+        offloaded = offloaded_ratio(found.plan)
+        taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, found.plan))
+        host = f"; on the host {' '.join(taken)} GiB of each device"
     lines = [
         f"lengths     {batches}",
         f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
@@ -111,7 +121,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"of the time bubbles {share_text(found.bubble_ratio)}, recompute "
         f"{share_text(found.recompute_ratio)}, communication within ops "
         f"{share_text(found.comm_ratio)}",
-        *([f"offloaded   {share_text(offloaded)} of what layers save"] if offloaded else []),
+        *([f"offloaded   {share_text(offloaded)} of what layers save{host}"] if offloaded else []),
         f"chunks      {found.chunks}"
         + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
         f"peak GiB    {peaks} of {budgets}" + ("" if made.fits else "  OVER THE BUDGET"),

@@ -23,6 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 
 from megatron_epp.cli import machine
@@ -48,10 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise Refused("--devices: a job that runs has its degrees; expected --pp and --cp alone")
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    _warm_up(cost, options)
-    serve(sys.stdin, replies, lambda request: answer(request, cost, options))
+    # Nobody need read the last reply: closing may find the pipe broken too.
+    with (
+        suppress(BrokenPipeError),
+        os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as replies,
+    ):
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        _warm_up(cost, options)
+        serve(sys.stdin, replies, lambda request: answer(request, cost, options))
     return 0
 
 

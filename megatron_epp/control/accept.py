@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron_epp.control.step_source import SourcedStep, StepSource
 from megatron_epp.ir import PlanError, Step, check
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.runtime.consensus import agree
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.groups import Groups
@@ -78,13 +77,6 @@ def accept(
     if plan.forward_only != forward_only:
         kind = "evaluation" if plan.forward_only else "training"
         raise PlanError(f"{source} is for {kind} only")
-    odd_letters = {x for stage in plan.recompute for c in stage for x in c} - set(EXECUTABLE)
-    if odd_letters:
-        raise PlanError(
-            f"{source} has layers of choice {' '.join(sorted(odd_letters))} (o: offloaded), "
-            "which only simulation can do; plan without the lever offload, or write one of "
-            f"{' '.join(EXECUTABLE)} instead"
-        )
     try:
         check(plan)
     except PlanError as error:

@@ -24,7 +24,7 @@ from megatron_epp.cost.fit import Sample
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.refit import refit
 from megatron_epp.cost.residuals import Residual, residuals
-from megatron_epp.ir import Kind, Plan, Step, Timed
+from megatron_epp.ir import KEEP, OFFLOAD, Kind, Plan, Step, Timed
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
 
@@ -54,7 +54,8 @@ class CostMonitor:
         return sum(one.predicted for one in found)
 
     def _sample(self, plan: Plan, one: Residual) -> Sample:
-        choice = plan.recompute[one.stage][one.chunk]
+        # An offloaded layer computes what a kept one does; its copies are beside that.
+        choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         ends = (one.stage == 0, one.stage == plan.stages - 1)
         return Sample(choice, *ends, one.tokens, plan.chunks[one.chunk].pairs, 0, one.measured)
 

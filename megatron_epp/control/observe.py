@@ -75,14 +75,19 @@ class Observer:
                 self.steps.narrow()
 
     def gather(
-        self, step: Step, records: tuple[Timed, ...], failure: Failure | None
+        self,
+        step: Step,
+        records: tuple[Timed, ...],
+        failure: Failure | None,
+        host_bytes: int = 0,
     ) -> IterationReport:
-        """What became of ``step`` on all ranks; this rank's ``records`` of it. Collective."""
+        """What became of ``step`` on all ranks; this rank's ``records`` of it, and the most that it
+        held in its host's memory. Collective."""
         groups, predicted = self.groups, 0.0
         plan = step.plans[groups.replica]
         if isinstance(self.steps, Predicting) and failure is None and not plan.forward_only:
             predicted = self.monitor.busy(self.steps.cost, plan, records)
-        mine = StageReport.of(groups.replica, groups.stage, records, predicted, failure)
+        mine = StageReport.of(groups.replica, groups.stage, records, predicted, failure, host_bytes)
         return gather_report(mine, groups.leads, groups.control)
 
     def after(self, iteration: int, done: Attempt, waited_seconds: float) -> None:
@@ -143,6 +148,7 @@ def summary(iteration: int, step: Step, report: IterationReport, waited_seconds:
     predictions = [plan.predicted for plan in step.plans if plan.predicted is not None]
     seconds = f"{report.seconds:.3f} s"
     peaks = [f"{peak / MIB:.1f}" for peak in report.peak_bytes]
+    hosts = [f"{peak / MIB:.1f}" for peak in report.host_bytes]
     if predictions:
         predicted = max(prediction.seconds for prediction in predictions)
         seconds += f", predicted {predicted:.3f} s ({report.seconds / predicted - 1:+.1%})"
@@ -155,6 +161,7 @@ def summary(iteration: int, step: Step, report: IterationReport, waited_seconds:
             f"{tokens / report.seconds:.0f} tokens/s",
             f"bubble {report.bubble_ratio:.1%}",
             f"peak {' '.join(peaks)} MiB",
+            *([f"on the host {' '.join(hosts)} MiB"] if any(report.host_bytes) else []),
             f"waited {waited_seconds * 1e3:.0f} ms for the plan",
         ]
     )

@@ -8,6 +8,7 @@ module, and a process with a command line of its own can be run, fed and watched
 import atexit
 import json
 import logging
+import math
 import os
 import selectors
 import subprocess
@@ -72,6 +73,8 @@ class PlannerProcess:
             *("--levers", ",".join(sorted(options.levers)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),
         ]
+        if math.isfinite(cost.host_budget_bytes):
+            self._command += ["--host-memory-gib", repr(cost.host_budget_bytes / GIB)]
         self._process: subprocess.Popen[bytes] | None = None
         self._asked: set[str] = set()
         self._replies: dict[str, dict[str, Any]] = {}

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One stage's iteration in five numbers; seconds and bytes.
+    """One stage's iteration in a few numbers; seconds and bytes.
 
     start, stop   of its first and last op
     busy          in F, B, I, W
@@ -28,6 +28,7 @@ class StageReport:
     peak_bytes    the most held for chunks
     predicted_busy   what the cost model predicted for ``busy``; 0 where there is none
     failure       the op that ran out of memory, if one did; ``held_bytes``, how much was held
+    host_bytes    the most that offloaded layers took of the host's memory
     """
 
     replica: int
@@ -40,6 +41,7 @@ class StageReport:
     predicted_busy: float = 0.0
     failure: Op | None = None
     held_bytes: int = 0
+    host_bytes: int = 0
 
     @classmethod
     def of(
@@ -49,6 +51,7 @@ class StageReport:
         records: tuple[Timed, ...],
         predicted_busy: float = 0.0,
         failure: Failure | None = None,
+        host_bytes: int = 0,
     ) -> "StageReport":
         return cls(
             replica,
@@ -61,6 +64,7 @@ class StageReport:
             predicted_busy=predicted_busy,
             failure=None if failure is None else failure.op,
             held_bytes=0 if failure is None else failure.held_bytes,
+            host_bytes=host_bytes,
         )
 
     def row(self) -> list[float]:
@@ -72,12 +76,12 @@ class StageReport:
         )
         seconds = (self.start, self.stop, self.busy, self.waiting)
         bytes_ = (self.peak_bytes, self.predicted_busy)
-        numbers = (self.replica, self.stage, *seconds, *bytes_, *failed, self.held_bytes)
-        return [*map(float, numbers)]
+        where, held = (self.replica, self.stage), (self.held_bytes, self.host_bytes)
+        return [*map(float, (*where, *seconds, *bytes_, *failed, *held))]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "StageReport":
-        replica, stage, start, stop, busy, waiting, peak, predicted, kind, chunk, held = row
+        replica, stage, start, stop, busy, waiting, peak, predicted, kind, chunk, held, host = row
         return cls(
             int(replica),
             int(stage),
@@ -89,6 +93,7 @@ class StageReport:
             predicted,
             None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk)),
             int(held),
+            int(host),
         )
 
     @property
@@ -131,9 +136,17 @@ class IterationReport:
             max(s.peak_bytes for s in self.stages if s.stage == stage) for stage in range(count)
         )
 
+    @property
+    def host_bytes(self) -> tuple[int, ...]:
+        """Per stage, the worst replica's."""
+        count = 1 + max(s.stage for s in self.stages)
+        return tuple(
+            max(s.host_bytes for s in self.stages if s.stage == stage) for stage in range(count)
+        )
+
 
 def gather_report(mine: StageReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
-    """All stages' reports on every rank: one all-gather of twelve doubles on the host."""
+    """All stages' reports on every rank: one all-gather of thirteen doubles on the host."""
     row = torch.tensor([float(leads), *mine.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)

@@ -5,7 +5,9 @@ than the context. Batches are drawn from it as training draws them: batch i hold
 [i x size, (i + 1) x size) of an endless sequence of epochs, each a permutation by (seed, epoch).
 
     lengths.txt, lengths.txt.gz   inputs of a document, one a line
-    corpus.idx                    every sequence of L tokens is a document of L - 1 inputs
+    corpus.idx                    every sequence of L tokens is a document of L - 1 inputs; with
+                                  corpus_mask.bin/.idx beside it (loss_mask.py): those of them that
+                                  a target needs
     wikipedia, prolong, wlb       distributions.json: quantiles of inputs, with their source
 """
 
@@ -20,7 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_epp.corpus.idx_file import read_index
+from megatron_epp.corpus.idx_file import CorpusFiles, read_index
+from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
 
 # A named distribution stands for this many documents, at evenly spaced quantiles.
@@ -100,10 +103,12 @@ def open_corpus(text: str, context: int = 0, overlong: str = "truncate") -> Corp
     require_policy(overlong)
     if context < 0:
         raise ValueError(f"context {context}: expected a positive number of tokens")
-    path = Path(text)
-    if path.is_file():
-        source = text
-        inputs = index_inputs(path) if path.suffix == ".idx" else read_lengths(path)
+    path, masks = Path(text), None
+    if path.is_file() and path.suffix == ".idx":
+        source, files = text, read_index(path)
+        inputs, masks = index_inputs(path, files), examine_masks(files)
+    elif path.is_file():
+        source, inputs = text, read_lengths(path)
     elif text in distribution_names():
         source, inputs = named_lengths(text)
     else:
@@ -115,7 +120,15 @@ def open_corpus(text: str, context: int = 0, overlong: str = "truncate") -> Corp
                 f"{text}: --overlong split at a context of {context} makes {pieces:.3g} documents; "
                 f"expected at most {_MOST_PIECES}; use a larger --context, or truncate or drop"
             )
-    index = apply_context(inputs, context, overlong)
+    if masks is None:
+        index = apply_context(inputs, context, overlong)
+    else:
+        index = masks.index(context, overlong)
+        if not index.counts.documents and not index.counts.dropped:
+            raise ValueError(
+                f"{masks.prefix}.bin: no target in any of the {len(inputs)} documents, as far as "
+                "the context reaches; expected at least one token with a 1"
+            )
     if not index.counts.documents:
         raise ValueError(
             f"{text}: all {len(inputs)} documents are longer than the context of {context} tokens "
@@ -124,12 +137,12 @@ def open_corpus(text: str, context: int = 0, overlong: str = "truncate") -> Corp
     return Corpus(text, source, index.inputs, index.counts)
 
 
-def index_inputs(path: Path) -> np.ndarray:
+def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
     """Inputs of every sequence of a Megatron ``.idx``: [sequences] int64; below 1 there are none.
 
     The ``.bin`` need not be there.
     """
-    inputs = read_index(path).lengths.astype(np.int64) - 1
+    inputs = files.lengths.astype(np.int64) - 1
     if inputs.max() < 1:
         raise ValueError(
             f"{path}: none of its {len(inputs)} sequences has 2 tokens or more; "

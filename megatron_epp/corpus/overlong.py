@@ -24,6 +24,8 @@ class Counts:
     dropped: int = 0
     split: int = 0  # sequences that became several documents
     lost_tokens: int = 0  # cut off or dropped
+    untargeted: int = 0  # without a token that counts (loss_mask.py), left out; parts of one, too
+    behind_targets: int = 0  # inputs that no target needs, left out
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -40,6 +42,10 @@ class Counts:
             parts.append(f"{self.dropped} overlong dropped")
         if self.split:
             parts.append(f"{self.split} split")
+        if self.untargeted:
+            parts.append(f"{self.untargeted} without a target dropped")
+        if self.behind_targets:
+            parts.append(f"{self.behind_targets} tokens that no target needs left out")
         if self.lost_tokens:
             share = self.lost_tokens / (self.tokens + self.lost_tokens)
             parts.append(f"{self.lost_tokens} tokens ({share:.1%}) lost to the context")
@@ -57,6 +63,7 @@ class DocumentIndex:
     starts: np.ndarray  # [documents] dtype of the lengths: first input within the sequence
     inputs: np.ndarray  # [documents] dtype of the lengths
     counts: Counts
+    masks: str | None = None  # prefix of the corpus that says which tokens count; None: all do
 
 
 def require_policy(overlong: str) -> None:

@@ -18,10 +18,12 @@ B or I runs, a layer at a time, both ways at once:
 
 which wants the offloaded layers spread among the others (ir.recompute.offload_among). Two of them
 at most are on the device at a time, one in use and one under way, as in Transformer Engine's
-CPU offloading: all the op long, since a copy back begins before its layer's turn. The host's memory
-is taken to suffice, and a copy that an op has to wait for counts as communication.
+CPU offloading: all the op long, since a copy back begins before its layer's turn. What the host's
+memory holds is counted apart (cost.host_memory), and a copy that an op has to wait for counts as
+communication.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -77,6 +79,7 @@ class Cost:
     ep             devices that share the experts of a layer, inside the replica
     layer_kinds    of all layers of the model, first to last, as the profile calls them; none: all
                    are of the profile's only kind
+    host_budget_bytes   of the host's memory, for what one device offloads
     """
 
     profile: Profile
@@ -88,6 +91,7 @@ class Cost:
     zero: int = 1
     ep: int = 1
     layer_kinds: tuple[str, ...] = ()
+    host_budget_bytes: float = math.inf
 
     def __post_init__(self):
         if not self.layers or min(self.layers) < 0:
@@ -696,19 +700,13 @@ class Cost:
             copies = sum(
                 count * self.copy_seconds(loads, kind) for kind, count in offloaded.items()
             )
-            largest = np.max(
-                [
-                    np.where(count > 0, self.saved_bytes((kind, KEEP), loads), 0.0)
-                    for kind, count in offloaded.items()
-                ],
-                axis=0,
-            )
-            there = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT) * largest
+            in_flight = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT)
             for kind in (Kind.FORWARD, *BACKWARDS):
                 work = seconds[kind] + (recompute if kind in BACKWARDS else 0.0)
                 exposed = np.maximum(copies - work, 0.0)
                 seconds[kind] = seconds[kind] + exposed
                 comm[kind] = comm[kind] + exposed
+                there = in_flight * self._largest_offloaded(kind, loads, offloaded)
                 workspace[kind] = workspace[kind] + np.ceil(there)
         return Table(
             seconds=seconds,
@@ -725,6 +723,23 @@ class Cost:
             workspace_bytes=workspace,
             resident_bytes=self.states_bytes,
         )
+
+    def _largest_offloaded(
+        self, op: Kind, loads: Loads, offloaded: Mapping[int, np.ndarray]
+    ) -> np.ndarray:
+        """[stages, chunks]: of one layer that is offloaded, of any kind that a chunk offloads.
+
+        ``offloaded``   by kind, [stages, chunks] layers
+        """
+        most = []
+        for kind, count in offloaded.items():
+            layer = self.saved_bytes((kind, KEEP), loads)
+            if op is Kind.INPUT:
+                # Of what I leaves for W, counted from its start, theirs is still to be made.
+                left = self._bytes(self.figures[kind].weight_input_bytes, loads)
+                layer = np.maximum(layer - left, 0.0)
+            most.append(np.where(count > 0, layer, 0.0))
+        return np.max(most, axis=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,9 +1,11 @@
 """What a layer must know of the chunk that passes through it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_epp.ir import Plan, Slices, Span
+from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
 
@@ -29,6 +31,9 @@ class ChunkState:
     rows        where each span lies; ``tokens`` counts all rows, padding behind the spans included
     recompute   one letter per layer of this stage
     store       the K/V of cut documents
+    host        what offloaded layers saved; None where there is none
+    ledger      what routers have seen of its documents, in training with experts
+                (experts.ledger.Ledger, which reads this)
     """
 
     chunk: int
@@ -37,6 +42,8 @@ class ChunkState:
     recompute: str
     store: Store
     training: bool = True
+    host: HostStore | None = None
+    ledger: Any = None
     scratch: dict = field(default_factory=dict)
 
 
@@ -64,4 +71,15 @@ def context_tokens(plan: Plan, slices: Slices) -> dict[int, int]:
 def store_for(plan: Plan, slices: Slices, keeps_last: bool) -> Store:
     """An empty store for an iteration; ``keeps_last``: with room for last slices, too."""
     contexts = context_tokens(plan, slices)
-    return Store(contexts, {d: plan.documents[d] for d in contexts} if keeps_last else contexts)
+    kept = {d: plan.documents[d] for d in contexts} if keeps_last else contexts
+    return Store(contexts, kept, borders_of(plan, contexts))
+
+
+def borders_of(plan: Plan, documents: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Where the slices but the last of each of the cut ``documents`` end."""
+    stops: dict[int, list[int]] = {document: [] for document in documents}
+    for chunk in plan.chunks:
+        for span in chunk.spans:
+            if span.document in stops and span.stop < plan.documents[span.document]:
+                stops[span.document].append(span.stop)
+    return {document: tuple(sorted(found)) for document, found in stops.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.devices import MOST_GIB
+from megatron_epp.mcore import replaced
 from megatron_epp.planner.options import MOST_EFFORT
 
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
@@ -29,8 +30,8 @@ class Config:
     epp_planner: str = _flag("epp", "Planner: epp, infinipipe, seq1f1b, packing, ...")
     epp_levers: str = _flag(
         "default",
-        "What the epp planner may use: default (all that this job's layers can run), all, none, "
-        "or names joined by commas; default,-name takes one away.",
+        "What the epp planner may use: default (all that this job's layers can run, but offload), "
+        "all, none, or names joined by commas; default,-name takes one away.",
     )
     epp_plan: str | None = _flag(
         None,
@@ -51,6 +52,14 @@ class Config:
         None,
         "On a host without a GPU: GiB at which a rank's chunks run out of memory, as on a device "
         "of that size; training then goes on with plans that need less (default: none).",
+        metavar="GIB",
+        type=float,
+    )
+    epp_host_memory_gib: float | None = _flag(
+        None,
+        "GiB of its host's memory that a rank may take for what its layers offload (the lever "
+        "offload, or letter o of a plan), pinned where there is a GPU (default: half of what is "
+        "available, without a GPU 0.15 of it, shared by the local ranks).",
         metavar="GIB",
         type=float,
     )
@@ -89,7 +98,7 @@ class Config:
     )
 
     def __post_init__(self):
-        for name in ("epp_memory_budget_gib", "epp_memory_limit_gib"):
+        for name in ("epp_memory_budget_gib", "epp_memory_limit_gib", "epp_host_memory_gib"):
             value = getattr(self, name)
             if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
                 flag = "--" + name.replace("_", "-")
@@ -107,7 +116,8 @@ class Config:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The flags of :class:`Config`, as a group of Megatron's parser."""
+    """The flags of :class:`Config`, as a group of Megatron's parser, which with --epp takes out
+    those of its own whose job a plan does (replaced.py)."""
     group = parser.add_argument_group("elastic pipeline parallelism")
     for field in dataclasses.fields(Config):
         how = dict(field.metadata)
@@ -117,6 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             how.setdefault("type", field.type)
         group.add_argument("--" + field.name.replace("_", "-"), default=field.default, **how)
     _mend_help(parser)
+    replaced.watch(parser)
     return parser
 
 

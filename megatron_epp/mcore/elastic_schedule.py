@@ -17,6 +17,7 @@ from megatron_epp.control.accept import AcceptedSteps
 from megatron_epp.control.observe import Observer
 from megatron_epp.control.retry import Attempt, Retry
 from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
+from megatron_epp.mcore.model.experts.router import restore_routing, routing_state
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
 from megatron_epp.mcore.stage_runner import StageRun, StageRunner
@@ -79,7 +80,7 @@ class ElasticSchedule:
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
-        random = random_states()
+        random, routing = random_states(), routing_state(model)
         ran: StageRun | None = None
 
         def attempt() -> Attempt:
@@ -97,7 +98,9 @@ class ElasticSchedule:
                     pg_collection=pg_collection,
                     force_all_reduce=force_all_reduce,
                 )
-            report = self.observer.gather(step, ran.records, ran.failure)
+            report = self.observer.gather(
+                step, ran.records, ran.failure, self.runner.host_peak_bytes
+            )
             between = "optimizer and what else Megatron does between iterations"
             self.runner.waiting.enter(Elsewhere(between))
             return Attempt(step, ran.records, report)
@@ -105,6 +108,7 @@ class ElasticSchedule:
         def undo() -> None:
             """Nothing of the attempt counts; the next one draws what it drew."""
             restore_random_states(random)
+            restore_routing(routing)
             if not forward_only:
                 for parameter in model.parameters():
                     parameter.grad = None

@@ -25,7 +25,7 @@ def read_flags() -> Namespace:
     """
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
-    from megatron_epp.mcore import megatron_gpt
+    from megatron_epp.mcore import megatron_gpt, refusals
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
@@ -33,6 +33,7 @@ def read_flags() -> Namespace:
         if cpu_host.is_cpu_host():
             cpu_host.refuse_gpu_flags(wanted)
         megatron_gpt.refuse_unsupported(wanted)
+        refusals.require_whole_experts(wanted)
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)

@@ -31,7 +31,12 @@ from megatron_epp.runtime.groups import Groups
 logger = logging.getLogger(__name__)
 
 DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, beside the checkpoint
+DEFAULT_HOST_BUDGET = "epp-default-host-budget.json"  # bytes, there, too
 CPU_SHARE = 0.8  # of the available memory, for chunks
+# Of the available memory, for what is offloaded: pinned memory cannot be swapped out, and data,
+# planner and checkpoints need theirs. Without a GPU it comes out of the memory of chunks' own host.
+HOST_SHARE, CPU_HOST_SHARE = 0.5, 0.15
+HOST_PLANNED = 0.95  # of the budget; copies lie in blocks, and predictions are a little off
 
 
 def make_planning(
@@ -52,23 +57,36 @@ def make_planning(
         effort=config.epp_effort,
         multiple=multiple,
     )
+    if "offload" in {word.strip() for word in config.epp_levers.split(",")}:
+        _require_rate(profile, config)
+    elif config.epp_host_memory_gib is not None and "offload" not in options.levers:
+        logger.warning("--epp-host-memory-gib has no effect without the lever offload")
     cost = training_cost(args, config, layers, profile)
     # What is available differs between hosts and moments: rank 0's is everybody's.
     folders = [folder for folder in (args.save, config.epp_record) if folder]
-    budgets, error, fallbacks = json.dumps(cost.budget_bytes), None, None
+    host = HOST_PLANNED * host_budget_bytes(config)
+    budgets, error, fallbacks = json.dumps([cost.budget_bytes, host]), None, None
     if groups.control.rank() == 0:
         try:
+            stages = cost.budget_bytes
             if config.epp_memory_budget_gib is None:
-                budgets = _kept_budgets(args, cost.stages) or budgets
+                stages = _kept_budgets(args, cost.stages) or stages
                 if args.save:
-                    write_whole(Path(args.save) / DEFAULT_BUDGETS, budgets)
+                    write_whole(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
+            if "offload" in options.levers and config.epp_host_memory_gib is None:
+                (host,) = _kept_bytes(args, DEFAULT_HOST_BUDGET) or (host,)
+                if args.save:
+                    write_whole(Path(args.save) / DEFAULT_HOST_BUDGET, json.dumps([host]))
+            budgets = json.dumps([stages, host])
             fallbacks = Fallbacks(folders, None if args.finetune else args.load)
         except ValueError as refusal:
             error = str(refusal)
         except OSError as failure:
             error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
-    budgets = share(budgets, error, groups.control)
-    cost = replace(cost, budget_bytes=tuple(json.loads(budgets)))
+    stages, host = json.loads(share(budgets, error, groups.control))
+    cost = replace(cost, budget_bytes=tuple(stages))
+    if "offload" in options.levers:
+        cost = replace(cost, host_budget_bytes=host)
     ahead = config.epp_plan_ahead
     return PlannedSteps(cost, options, config.epp_planner, groups, ahead, fallbacks, folders)
 
@@ -77,8 +95,8 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
     """The levers that --epp-levers ``text`` stands for in this job.
 
     What the job cannot run is left out of default and all; a ValueError where it is named itself.
-    Left out, too, but run where it is named: the split backward of Transformer Engine's linears,
-    which no GPU has run yet.
+    Left out of both, too, but run where it is named: the split backward of Transformer Engine's
+    linears, which no GPU has run yet.
     """
     from megatron_epp.planner.options import SIMULATION_ONLY, parse_levers
 
@@ -109,7 +127,7 @@ def model_shape(args: Any) -> Model:
         name="megatron",
         layers=args.num_layers,
         hidden=args.hidden_size,
-        ffn_hidden=args.ffn_hidden_size,
+        ffn_hidden=_ffn_hidden(args),
         heads=args.num_attention_heads,
         kv_heads=args.num_query_groups or args.num_attention_heads,
         head_size=args.kv_channels,
@@ -124,6 +142,23 @@ def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
     none."""
     word = shape.layer_kinds
     return tuple(word[layer.layer_number - 1] for layer in model.decoder.layers) if word else ()
+
+
+def _ffn_hidden(args: Any) -> int:
+    """Channels that a token passes between the MLP's linears, on average over the layers: of
+    experts those that it chooses, and the shared ones."""
+    if not args.num_experts:
+        return int(args.ffn_hidden_size)
+    every = args.moe_layer_freq
+    pattern = (
+        [layer % every == 0 for layer in range(args.num_layers)]
+        if isinstance(every, int)
+        else every
+    )
+    experts = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    experts += args.moe_shared_expert_intermediate_size or 0
+    layers = [experts if has_experts else args.ffn_hidden_size for has_experts in pattern]
+    return round(sum(layers) / len(layers))
 
 
 def analytic(args: Any) -> Profile:
@@ -172,19 +207,62 @@ def default_budget_bytes(args: Any) -> float:
     """On a GPU what its name's budget is; on a CPU a share of the memory, for a rank's chunks."""
     if cpu_host.has_gpu():
         return device(device_name()).budget_bytes
-    available = psutil.virtual_memory().available
+    return CPU_SHARE * _available_bytes()
+
+
+def host_budget_bytes(config: Config) -> float:
+    """Of the host's memory, for what this rank offloads: --epp-host-memory-gib, or a share of what
+    is available now. ValueError: the host has not as much for each of its ranks."""
+    wanted = config.epp_host_memory_gib
+    if wanted is None:
+        return (HOST_SHARE if cpu_host.has_gpu() else CPU_HOST_SHARE) * _available_bytes()
+    whole = _of_each_rank(psutil.virtual_memory().total)
+    if wanted * GIB > whole:
+        raise ValueError(
+            f"--epp-host-memory-gib {wanted:g}: this host has {whole / GIB:.4g} GiB for each of "
+            f"its {_local_ranks()} ranks; expected less"
+        )
+    return wanted * GIB
+
+
+def _available_bytes() -> float:
+    """Of the host's memory, for each local rank."""
+    return _of_each_rank(psutil.virtual_memory().available)
+
+
+def _of_each_rank(bytes_: float) -> float:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        available = min(available, int(text))
-    return CPU_SHARE * available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        bytes_ = min(bytes_, int(text))
+    return bytes_ / _local_ranks()
 
 
-def _kept_budgets(args: Any, stages: int) -> str | None:
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _require_rate(profile: Profile, config: Config) -> None:
+    """A ValueError where the lever offload was asked for and could never be used."""
+    if not profile.host_bytes_per_second:
+        raise ValueError(
+            f"--epp-levers {config.epp_levers}: the cost model of {profile.provenance.device} has "
+            "no rate to the host's memory, so nothing would be offloaded; measure one with "
+            "`python -m megatron_epp profile`, or leave offload out"
+        )
+
+
+def _kept_budgets(args: Any, stages: int) -> tuple[float, ...] | None:
     """The default budgets of the run that is resumed: its plans were made within them.
 
     ValueError: the file is damaged.
     """
-    path = Path(args.load or "") / DEFAULT_BUDGETS
+    budgets = _kept_bytes(args, DEFAULT_BUDGETS)
+    return budgets if budgets is not None and len(budgets) == stages else None
+
+
+def _kept_bytes(args: Any, name: str) -> tuple[float, ...] | None:
+    """The list of bytes in the file ``name`` beside the checkpoint that is loaded, if any."""
+    path = Path(args.load or "") / name
     if not args.load or not path.exists():
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -200,4 +278,4 @@ def _kept_budgets(args: Any, stages: int) -> str | None:
             f"{path}: no memory budgets ({error}); delete the file: budgets then follow from the "
             "memory that is available now, or give --epp-memory-budget-gib"
         ) from error
-    return text if len(budgets) == stages else None
+    return tuple(budgets)

@@ -1,6 +1,6 @@
 """Megatron's own way of training a GPT: its datasets, batches, forward step and loss.
 
-This is the path without ``--epp``. The wheel of megatron-core 0.19.0 has the trainer but not the
+This is the path without ``--epp``. The wheel of megatron-core has the trainer but not the
 script that defines these four, so they are here, and compute what Megatron-LM's script computes to
 the last bit.
 
@@ -183,7 +183,7 @@ def packed_sequences(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeq
     """Where the documents of a packed batch begin and end; None if it is not packed.
 
     The true borders go to the count of floating-point operations. The attention gets the padded
-    ones where there are any: 0.19.0 does not tell padded from true borders there.
+    ones where there are any: 0.19 does not tell padded from true borders there.
     """
     if batch["cu_seqlens"] is None:
         return None

@@ -29,11 +29,12 @@ def make_groups(device: torch.device) -> Groups:
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     payload: dict[Payload, dist.ProcessGroup] = {}
+    over_nccl = dist.get_backend() == "nccl"  # not where ranks share a GPU
     if len(pipeline) > 1:
         for direction in Payload:
             payload[direction] = dist.new_group(
                 timeout=timeout,
-                pg_options=message_options(device, timeout),
+                pg_options=message_options(device, timeout) if over_nccl else None,
                 group_desc=f"epp_{direction.name.lower()}",
             )
     together = mpu.get_tensor_and_context_parallel_group()

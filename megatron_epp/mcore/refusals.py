@@ -1,4 +1,8 @@
-"""What of Megatron's features cannot run through elastic pipelines: refused at start, by name."""
+"""What of Megatron's features cannot run through elastic pipelines: refused at start, by name.
+
+Flags whose job a plan does are taken out on the command line before (replaced.py). Where they come
+another way, as from a checkpoint's arguments or from a script's own, they are refused here.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -26,6 +30,26 @@ def _given(name: str, *harmless: object) -> Callable[[argparse.Namespace], bool]
     return asked
 
 
+def _experts(args: argparse.Namespace) -> bool:
+    return bool(getattr(args, "num_experts", None))
+
+
+def _experts_leave_the_replica(args: argparse.Namespace) -> bool:
+    """Whether ranks of several replicas hold one layer's experts together."""
+    if not _experts(args):
+        return False
+    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    return bool(args.tensor_model_parallel_size * args.context_parallel_size % experts)
+
+
+_PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", "none"})
+
+
+def _balancing(args: argparse.Namespace) -> list[str]:
+    kinds = args.moe_router_load_balancing_type
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
 REFUSALS = (
     Refusal(
         "interleaved pipelines (--virtual-pipeline-model-parallel-size and its kin)",
@@ -37,9 +61,84 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        "mixture of experts (--num-experts)",
-        "train a dense model, or run without --epp: expert groups span replicas, plans do not",
-        _given("num_experts"),
+        "experts spread over several replicas (--expert-model-parallel-size times "
+        "--expert-tensor-parallel-size does not divide the tensor times the context ranks)",
+        "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
+        "--tensor-model-parallel-size times --context-parallel-size",
+        _experts_leave_the_replica,
+    ),
+    Refusal(
+        "experts over tensor-parallel ranks that all hold the same rows",
+        "give --sequence-parallel, as Megatron asks in training",
+        lambda args: bool(
+            _experts(args) and args.tensor_model_parallel_size > 1 and not args.sequence_parallel
+        ),
+    ),
+    Refusal(
+        "balancing that depends on what is computed together (--moe-router-load-balancing-type "
+        "global_aux_loss, sinkhorn, quantile_balancing)",
+        "give aux_loss or seq_aux_loss, which are per document here, or none and "
+        "--moe-router-enable-expert-bias",
+        lambda args: _experts(args) and not set(_balancing(args)) <= _PER_DOCUMENT,
+    ),
+    Refusal(
+        "experts of limited capacity (--moe-expert-capacity-factor, "
+        "--moe-pad-expert-input-to-capacity)",
+        "leave them out: which tokens are dropped would depend on the plan; "
+        "--moe-aux-loss-coeff or --moe-router-enable-expert-bias keep experts balanced",
+        lambda args: bool(
+            _experts(args)
+            and (
+                (getattr(args, "moe_expert_capacity_factor", None) or -1) >= 0
+                or getattr(args, "moe_pad_expert_input_to_capacity", False)
+                or getattr(args, "moe_token_dropping", False)
+                or getattr(args, "moe_expert_rank_capacity_factor", None) is not None
+            )
+        ),
+    ),
+    Refusal(
+        "routing at random (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
+        "--moe-router-force-biased)",
+        "leave it out: a recomputed layer would choose other experts",
+        lambda args: bool(
+            getattr(args, "moe_input_jitter_eps", None) is not None
+            or getattr(args, "moe_router_force_load_balancing", False)
+            or getattr(args, "moe_router_force_biased", None) is not None
+        ),
+    ),
+    Refusal(
+        "routing replay (--moe-enable-routing-replay)",
+        "leave it out: it replays first in, first out, and slices run backward in reverse",
+        _given("moe_enable_routing_replay"),
+    ),
+    Refusal(
+        "other exchanges of tokens (--moe-token-dispatcher-type flex)",
+        "give --moe-token-dispatcher-type alltoall or allgather",
+        lambda args: bool(
+            _experts(args)
+            and getattr(args, "moe_token_dispatcher_type", None) not in ("allgather", "alltoall")
+        ),
+    ),
+    Refusal(
+        "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
+        "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
+        "leave them out: chunks of other documents keep the device busy",
+        lambda args: bool(
+            getattr(args, "moe_shared_expert_overlap", False)
+            or getattr(args, "overlap_moe_expert_parallel_comm", False)
+            or getattr(args, "delay_wgrad_compute", False)
+            or getattr(args, "overlap_dispatch_backward_with_experts_wgrad", False)
+        ),
+    ),
+    Refusal(
+        "experts on latents (--moe-latent-size)",
+        "leave it out: experts then take the hidden states",
+        _given("moe_latent_size"),
+    ),
+    Refusal(
+        "a dense model made one of experts at start (--moe-use-upcycling)",
+        "upcycle once without --epp, and load the checkpoint that it saves",
+        _given("moe_use_upcycling"),
     ),
     Refusal(
         "multi-token prediction (--mtp-num-layers)",
@@ -52,16 +151,23 @@ REFUSALS = (
         _given("multi_latent_attention"),
     ),
     Refusal(
-        "sliding-window attention (--window-size)",
-        "leave it out: a slice attends to its whole context",
-        _given("window_size"),
+        "windows that are not W inputs in front of each, fewer than the context (--window-size)",
+        "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
+        lambda args: bool(
+            getattr(args, "window_size", None)
+            and not (1 <= args.window_size[0] < args.seq_length and args.window_size[1] == 0)
+        ),
     ),
     Refusal(
-        "other attention variants (--experimental-attention-variant, --softmax-type)",
+        "other attention variants (--experimental-attention-variant)",
         "use plain softmax attention, or run without --epp",
+        _given("experimental_attention_variant"),
+    ),
+    Refusal(
+        "clipping and logging of attention logits (--qk-clip, --log-max-attention-logit)",
+        "leave them out: the attention of slices keeps no largest logit",
         lambda args: (
-            _given("experimental_attention_variant")(args)
-            or getattr(args, "softmax_type", "vanilla") != "vanilla"
+            _given("qk_clip")(args) or bool(getattr(args, "log_max_attention_logit", False))
         ),
     ),
     Refusal(
@@ -136,16 +242,15 @@ REFUSALS = (
         lambda args: args.micro_batch_size not in (None, 1),
     ),
     Refusal(
-        "loss averaged per micro-batch (--no-calculate-per-token-loss)",
+        "loss averaged per micro-batch (--no-calculate-per-token-loss, with --eod-mask-loss)",
         "leave it out: chunks of different sizes must weigh by their tokens",
         lambda args: not args.calculate_per_token_loss,
     ),
     Refusal(
-        "data paths with a layout of their own (--sft, --fim-data, --mock-data, ...)",
+        "data paths with a layout of their own (--fim-data, --mock-data, ...)",
         "give --data-path with a .bin/.idx corpus (scripts/prepare_corpus.py makes one)",
         lambda args: bool(
-            args.sft
-            or getattr(args, "fim_data", False)
+            getattr(args, "fim_data", False)
             or args.mock_data
             or getattr(args, "dataloader_inter_document_masking", False)
             or getattr(args, "reset_position_ids", False)
@@ -177,8 +282,35 @@ REFUSALS = (
 )
 
 
+def require_whole_experts(args: argparse.Namespace) -> None:
+    """Raise a ValueError unless every rank can hold as many of the experts as any other, and a
+    token can choose as many as it is to; of flags as they are given."""
+    experts = getattr(args, "num_experts", None)
+    if not experts:
+        return
+    ranks, chosen = args.expert_model_parallel_size, args.moe_router_topk
+    if experts % ranks:
+        raise ValueError(
+            f"--num-experts {experts}: does not divide over --expert-model-parallel-size {ranks}; "
+            "expected a multiple of it"
+        )
+    if not 1 <= chosen <= experts:
+        raise ValueError(
+            f"--moe-router-topk {chosen}: expected 1 to {experts}, the number of --num-experts"
+        )
+    groups = getattr(args, "moe_router_num_groups", None)
+    if groups and experts % groups:
+        raise ValueError(
+            f"--num-experts {experts}: does not divide into --moe-router-num-groups {groups}; "
+            "expected a multiple of it"
+        )
+
+
 def refuse(args: argparse.Namespace) -> None:
     """Raise a ValueError that names the first feature ``args`` ask for and EPP cannot run."""
+    context = getattr(args, "seq_length", None)
+    if context is not None and context < 1:
+        raise ValueError(f"--seq-length {context}: expected a context of at least 1 token")
     for refusal in REFUSALS:
         if refusal.asked(args):
             raise ValueError(f"--epp does not run {refusal.what}: {refusal.instead}")

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -21,14 +21,20 @@ from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Step
-from megatron_epp.mcore import megatron_gpt, refusals, telemetry
+from megatron_epp.mcore import megatron_gpt, refusals, replaced, telemetry
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
+from megatron_epp.mcore.data.chat_cache import check_chat_flags, converted_chats
 from megatron_epp.mcore.data.documents import config_from_args
-from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
+from megatron_epp.mcore.data.global_batches import (
+    DocumentSource,
+    GlobalBatches,
+    build_documents,
+)
+from megatron_epp.mcore.data.item_documents import ItemDocuments, VarlenItems
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
-from megatron_epp.mcore.job_cost import make_planning
+from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
 from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.forward import forward_step
@@ -75,8 +81,20 @@ def make_steps(place: Place, model: Any) -> StepSource:
     if place.config.epp_plan is not None:
         return GivenSteps(place.config.epp_plan)
     args, config, groups = place.args, place.config, place.groups
+    if config.epp_cost_model is None and groups.control.rank() == 0 and _several_kinds(args):
+        logger.warning(
+            "layers of several kinds: the first of every stage is measured, and their average "
+            "stands for all; give --epp-cost-model where that misleads the planner"
+        )
     profile = obtain(args, config, model, groups, place.share)
     return make_planning(args, config, place.layers, place.share.multiple, groups, profile)
+
+
+def _several_kinds(args: Any) -> bool:
+    """Whether some layers have experts or windows, and others have not."""
+    experts = args.num_experts and args.moe_layer_freq != 1
+    windows = args.window_size and args.window_attn_skip_freq is not None
+    return bool(experts or windows)
 
 
 def limit_bytes(config: Config) -> float:
@@ -89,7 +107,11 @@ def limit_bytes(config: Config) -> float:
 class Hooks:
     """What a benchmark, an example or a test may put in the place of the trainer's own parts.
 
+    pre_wrap           (parts of the model): the parts with adapters or the like, before the trainer
+                       wraps them; or None
     make_steps         where steps come from
+    items              (samples wanted of training, validation, test): three datasets of items in
+                       the place of the corpora of --data-path (data/item_documents.py), or None
     make_batches       (documents, size of a batch, samples consumed): the global batches
     summary            the line that is logged of an iteration
     attention_for      (--epp-attention, model's configuration, device): the attention
@@ -98,8 +120,10 @@ class Hooks:
     limit_bytes        (configuration): what chunks may hold on a host
     """
 
+    pre_wrap: Callable[[list[Any]], list[Any]] | None = None
     make_steps: Callable[[Place, Any], StepSource] = make_steps
-    make_batches: Callable[[Documents, int, int], GlobalBatches] = GlobalBatches
+    items: Callable[[Sequence[int]], Sequence[VarlenItems | None]] | None = None
+    make_batches: Callable[[DocumentSource, int, int], GlobalBatches] = GlobalBatches
     summary: Summary = summary
     attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
     install_in_model: Callable[[Any, int, Attention], None] = install_in_model
@@ -120,12 +144,19 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
     """
     config = Config.of(args)
     refusals.refuse(args)
+    replaced.warn(args)
+    host_budget_bytes(config)  # refused before anything is slow
+    if args.sft:
+        check_chat_flags(args)
     if args.num_layers is not None and args.pipeline_model_parallel_size > args.num_layers:
         raise ValueError(
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "
             f"than the {args.num_layers} layers; expected at most one stage per layer"
         )
-    job = Job(args, config, hooks or Hooks())
+    hooks = hooks or Hooks()
+    if hooks.pre_wrap is not None:
+        model_config.pre_wrap_hooks.append(hooks.pre_wrap)
+    job = Job(args, config, hooks)
     if args.context_parallel_size > 1:
         allow_context_parallelism(model_config)
     job.install(model_config)
@@ -146,6 +177,9 @@ class Job:
         self.args, self.config, self.hooks = args, config, hooks
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
         self.truncated_documents = 0  # of the training set
+        # Megatron's evaluation takes another mean of the losses where it sees the flag.
+        self._reads_chats, args.sft = getattr(args, "sft", False), False
+        self._chats: Mapping[str, str] = {}  # the corpora of chat files
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open as long as the job
         self._waiting = Waiting(0)  # its stage is known when the model is built
@@ -174,6 +208,8 @@ class Job:
         groups = make_groups(device)
         self._waiting.stage = groups.stage
         self._claim_folders(groups)
+        if self._reads_chats:
+            self._chats = converted_chats(self.args, groups.control)
         mine = torch.tensor([len(model.decoder.layers)])
         every = torch.empty(groups.control.size(), dtype=mine.dtype)
         dist.all_gather_into_tensor(every, mine, group=groups.control)
@@ -215,6 +251,7 @@ class Job:
             early_head=early_head(args),
             keeps_last=place.attention.keeps_last,
             make_stage=self.hooks.make_stage,
+            host_bytes=host_budget_bytes(config),
         )
         may_refit = config.epp_cost_model is None and config.epp_plan is None
         observer = Observer(
@@ -256,11 +293,7 @@ class Job:
         """Global batches of training, validation and test, from where the checkpoint stopped."""
         args = get_args()
         print_rank_0("> building the documents of training, validation and test ...")
-        overlong = self.config.epp_overlong
-        documents = build_documents(
-            config_from_args(args, build_tokenizer(args), overlong, args.padded_vocab_size),
-            samples,
-        )
+        documents = self._documents(args, samples)
         sizes = (args.global_batch_size, args.eval_global_batch_size, args.eval_global_batch_size)
         consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
         made: list[GlobalBatches | None] = []
@@ -269,7 +302,25 @@ class Job:
                 raise ValueError("--epp evaluates on one validation set; leave --multiple-... out")
             made.append(None if docs is None else self.hooks.make_batches(docs, size, start))
         training = documents[0]
-        if isinstance(training, Documents):
+        if training is not None and not isinstance(training, list):
             print_rank_0(f"> {training.counts}")
             self.truncated_documents = training.counts.truncated
         return tuple(made)
+
+    def _documents(
+        self, args: Any, samples: Sequence[int]
+    ) -> Sequence[DocumentSource | list | None]:
+        """Of training, validation and test."""
+        context, overlong = args.seq_length, self.config.epp_overlong
+        if self.hooks.items is not None:
+            return [
+                None
+                if items is None
+                else ItemDocuments(items, context, overlong, wanted, args.padded_vocab_size)
+                for items, wanted in zip(self.hooks.items(samples), samples, strict=True)
+            ]
+        tokenizer = build_tokenizer(args)
+        return build_documents(
+            config_from_args(args, tokenizer, overlong, args.padded_vocab_size, self._chats),
+            samples,
+        )

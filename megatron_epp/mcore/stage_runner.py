@@ -1,5 +1,6 @@
 """Runs this rank's part of a step: puts data, store, links, model and executor together."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,14 @@ from torch import Tensor
 from megatron_epp.ir import Plan, Step, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore.data.chunk_batches import Feed
-from megatron_epp.mcore.data.global_batches import Batch, Documents
+from megatron_epp.mcore.data.global_batches import Batch, DocumentSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
 from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Failure, Waiting
 from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.malloc_trim import HostHeap
 from megatron_epp.runtime.memory_meter import Meter
@@ -44,6 +46,8 @@ class StageRunner:
     """What every step of a job is run with on this rank.
 
     make_stage   the model's side of the executor (model/stage.py)
+    host_bytes   that offloaded layers may take of the host's memory
+    host_peak_bytes   that those of the latest step took
     """
 
     groups: Groups
@@ -54,8 +58,10 @@ class StageRunner:
     early_head: bool
     keeps_last: bool
     make_stage: Callable[..., ModelStage] = ModelStage
+    host_bytes: float = math.inf
     clock: HostClock | CudaClock = field(init=False)
     heap: HostHeap | None = field(init=False)
+    host_peak_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -66,7 +72,7 @@ class StageRunner:
         self,
         step: Step,
         batch: Batch,
-        documents: Documents,
+        documents: DocumentSource,
         model: Any,
         config: Any,
         forward_step: ForwardStep,
@@ -82,6 +88,7 @@ class StageRunner:
         store = store_for(plan, slices, self.keeps_last)
         feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
         self.clock.start()
+        host = HostStore(self.device, self.meter, model.parameters(), self.host_bytes)
         links = Links(
             self.groups.payload,
             lambda chunk: (self.share.message(feed.rows(chunk)), 1, config.hidden_size),
@@ -90,7 +97,7 @@ class StageRunner:
             self.groups.pipeline_ranks,
         )
         with self.make_stage(
-            model, config, forward_step, feed, plan, store, self.early_head
+            model, config, forward_step, feed, plan, store, self.early_head, host
         ) as compute:
             executor = Executor(
                 program,
@@ -104,6 +111,7 @@ class StageRunner:
                 self.heap,
             )
             records = executor.run()
+        self.host_peak_bytes = host.peak_bytes
         return StageRun(
             plan, records, sum_reports(compute.reports), compute.tokens, executor.failure
         )

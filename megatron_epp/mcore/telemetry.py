@@ -6,7 +6,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.devices import GIB
-from megatron_epp.ir import FULL, KEEP, Step
+from megatron_epp.ir import FULL, KEEP, OFFLOAD, Step
 
 
 def scalars(
@@ -24,7 +24,7 @@ def scalars(
         "seconds": report.seconds,
         "bubble-ratio": report.bubble_ratio,
         "recomputed-layers-ratio": letters.count(FULL) / max(1, len(letters)),
-        "recomputed-in-part-ratio": sum(x not in (KEEP, FULL) for x in letters)
+        "recomputed-in-part-ratio": sum(x not in (KEEP, FULL, OFFLOAD) for x in letters)
         / max(1, len(letters)),
         "chunks": sum(len(plan.chunks) for plan in step.plans),
         "planner-wait-seconds": planning_seconds,

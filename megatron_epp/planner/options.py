@@ -14,18 +14,19 @@ LEVERS = MappingProxyType(
         "wsplit": "split backward into I and W where that pays; the W fill bubbles",
         "trim": "give back recompute, stage by stage and chunk by chunk, where memory has slack",
         "selective": "recompute named modules of a layer, not only whole layers",
-        "offload": "lay what layers saved in host memory where memory is tight (simulation only)",
+        "offload": "lay what layers saved in host memory where memory is tight (not by default)",
         "exact": "charge K/V and their gradients only to what needs them",
         "uneven": "move layers between stages where the user left that open (simulation only)",
         "search": "a bounded local search over chunks, recompute and order",
     }
 )
 MOST_EFFORT = 1_000_000
-SIMULATION_ONLY = frozenset({"offload", "uneven"})
+SIMULATION_ONLY = frozenset({"uneven"})
 ALL = frozenset(LEVERS)
-# What the executor can run. Layers that cannot split a backward do without `wsplit`, which
-# training finds out from its flags (mcore.job_cost.unusable_levers).
-TRAINING_LEVERS = ALL - SIMULATION_ONLY
+# What the executor can run; `offload` where it is asked for, as copies have run on no GPU yet and
+# free nothing on a host without one. Layers that cannot split a backward do without `wsplit`,
+# which training finds out from its flags (mcore.job_cost.unusable_levers).
+TRAINING_LEVERS = ALL - SIMULATION_ONLY - {"offload"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,19 @@ class Store:
     Gradients of K and V add up in float32 (float64 for float64 tensors): a document of n slices
     adds n contributions, and the plain model rounds their sum once. Everything of a layer is freed
     when the first slice's backward has taken its gradients, or, in evaluation, by ``release``.
+
+    A layer that sees only a window keeps less, at places of its own (layers/attention/tails.py):
+    ``rows`` of the buffer are then its, and ``borders[d]``, where the slices of document ``d`` but
+    the last end, say which.
     """
 
     def __init__(
-        self, context_tokens: Mapping[int, int], kept_tokens: Mapping[int, int] | None = None
+        self,
+        context_tokens: Mapping[int, int],
+        kept_tokens: Mapping[int, int] | None = None,
+        borders: Mapping[int, tuple[int, ...]] | None = None,
     ):
+        self.borders = {} if borders is None else dict(borders)
         self.context_tokens = dict(context_tokens)
         self.kept_tokens = self.context_tokens if kept_tokens is None else dict(kept_tokens)
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -47,7 +55,15 @@ class Store:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def append(self, layer: int, document: int, start: int, key_TGD: Tensor, value_TGD: Tensor):
+    def append(
+        self,
+        layer: int,
+        document: int,
+        start: int,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        rows: int | None = None,
+    ):
         """Keep the K and V of inputs [start, start + T); what is there already is not written.
 
         A recomputed forward produces the same K and V again: the buffer then stays as it is.
@@ -55,7 +71,8 @@ class Store:
         kept = self._kept.get((layer, document))
         if kept is None:
             assert start == 0, f"layer {layer}: document {document} begins at {start}"
-            shape = (self.kept_tokens[document], *key_TGD.shape[1:])
+            kept_rows = self.kept_tokens[document] if rows is None else rows
+            shape = (kept_rows, *key_TGD.shape[1:])
             kept = _Kept(key_TGD.new_empty(shape), value_TGD.new_empty(shape))
             self._kept[layer, document] = kept
             self._grew(kept.bytes)
@@ -80,6 +97,20 @@ class Store:
         for (layer, document), kept in self._kept.items():
             yield layer, document, kept.key_CGD[: self.context_tokens[document]]
 
+    def add_window_gradient(
+        self, layer: int, document: int, start: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor
+    ):
+        """Add what a slice contributes to the gradients of the buffer's rows from ``start`` on."""
+        kept = self._kept[layer, document]
+        if kept.key_grad_CGD is None:
+            dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
+            kept.key_grad_CGD = torch.zeros_like(kept.key_CGD, dtype=dtype)
+            kept.value_grad_CGD = torch.zeros_like(kept.value_CGD, dtype=dtype)
+            self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
+        assert kept.value_grad_CGD is not None, "both gradients come together"
+        kept.key_grad_CGD[start : start + len(key_grad_PGD)] += key_grad_PGD
+        kept.value_grad_CGD[start : start + len(value_grad_PGD)] += value_grad_PGD
+
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
         """Add what a slice with P inputs before it contributes to their gradients."""
         kept = self._kept[layer, document]
@@ -102,6 +133,15 @@ class Store:
         kept = self._kept[layer, document]
         assert kept.key_grad_CGD is not None and kept.value_grad_CGD is not None
         return kept.key_grad_CGD[start:stop], kept.value_grad_CGD[start:stop]
+
+    def holds(self, layer: int, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in a buffer of the layer's K and V."""
+        where = tensor.untyped_storage()._cdata
+        return any(
+            where in (k.key_CGD.untyped_storage()._cdata, k.value_CGD.untyped_storage()._cdata)
+            for (kept_layer, _), k in self._kept.items()
+            if kept_layer == layer
+        )
 
     def release(self, layer: int, document: int):
         """Free a layer's K/V of a document and their gradients."""

@@ -11,6 +11,30 @@ from torch import Tensor
 from megatron_epp.ir import Message, Payload
 
 
+def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a tensor of ``device`` must lie to go over ``group``.
+
+    gloo carries what is in the host's memory. It is slow for GPUs, and what lets several ranks
+    share one: NCCL wants a GPU for each.
+    """
+    if device.type != "cpu" and group._get_backend(device).name() == "gloo":
+        return torch.device("cpu")
+    return device
+
+
+def send_now(tensor: Tensor, group: dist.ProcessGroup, target: int):
+    """Send to rank ``target`` of the group; returns when ``tensor`` may be used again."""
+    dist.send(tensor.to(message_device(group, tensor.device)), group=group, group_dst=target)
+
+
+def receive_now(tensor: Tensor, group: dist.ProcessGroup, source: int):
+    """Receive into ``tensor`` from rank ``source`` of the group."""
+    here = tensor.to(message_device(group, tensor.device))
+    dist.recv(here, group=group, group_src=source)
+    if here is not tensor:
+        tensor.copy_(here)
+
+
 def connect(
     groups: dict[Payload, dist.ProcessGroup],
     stage: int,
@@ -38,9 +62,9 @@ def connect(
             tensor = torch.zeros(1, device=device)
             source, target = ends if ranks is None else (ranks[ends[0]], ranks[ends[1]])
             if stage == ends[0]:
-                dist.send(tensor, group=group, group_dst=target)
+                send_now(tensor, group, target)
             elif stage == ends[1]:
-                dist.recv(tensor, group=group, group_src=source)
+                receive_now(tensor, group, source)
 
 
 @dataclass(slots=True)
@@ -56,6 +80,7 @@ class Links:
     Forward and backward traffic have a group each, so that neither waits behind the other.
     Messages of a link are posted, sent and received in one planned order, so they need no tag;
     every receive is posted with the shape that the plan says. When is the program's business.
+    Where a group carries only what the host holds, its messages are copied there and back.
     """
 
     def __init__(
@@ -69,6 +94,7 @@ class Links:
         """``ranks``: every stage's rank in the groups; None where they hold this pipeline alone."""
         self.groups, self.shape, self.dtype, self.device = groups, shape, dtype, device
         self.ranks = ranks
+        self._place = {name: message_device(group, device) for name, group in groups.items()}
         self.sent = self.received = 0
         self._sending: deque[tuple[Message, Tensor, dist.Work]] = deque()
         self._posted: dict[tuple[int, int], deque[_Posted]] = {}
@@ -77,7 +103,12 @@ class Links:
 
     def post(self, message: Message):
         """Take ``message`` in as soon as it comes; the next of its link."""
-        tensor = torch.empty(tuple(self.shape(message.chunk)), dtype=self.dtype, device=self.device)
+        tensor = torch.empty(
+            tuple(self.shape(message.chunk)),
+            dtype=self.dtype,
+            device=self._place[message.payload],
+            pin_memory=self._staged(message) and self.device.type == "cuda",
+        )
         source = message.source if self.ranks is None else self.ranks[message.source]
         work = dist.irecv(tensor, group=self.groups[message.payload], group_src=source)
         assert work is not None, "only a rank of the group receives"
@@ -88,23 +119,33 @@ class Links:
         posted = self._posted[message.link].popleft()
         assert posted.message == message, f"{message} expected, {posted.message} comes next"
         posted.work.wait()
-        if self.device.type == "cuda":  # the stream waits, not the host
+        tensor = posted.tensor
+        if self._staged(message):
+            tensor = torch.empty_like(tensor, device=self.device, pin_memory=False)
+            tensor.copy_(posted.tensor, non_blocking=True)
+        elif self.device.type == "cuda":  # the stream waits, not the host
             self._arriving.append((message, posted.work))
         self._let_go()
         self.received += 1
-        return posted.tensor
+        return tensor
 
     def send(self, message: Message, tensor: Tensor):
         """Hand ``tensor`` over; it stays alive until its message has left."""
         expected = tuple(self.shape(message.chunk))
         assert tuple(tensor.shape) == expected, f"{message}: {tuple(tensor.shape)}, not {expected}"
         tensor = tensor.contiguous()
+        if self._staged(message):  # the host waits for what makes it, and for the copy
+            tensor = torch.empty_like(tensor, device=self._place[message.payload]).copy_(tensor)
         target = message.target if self.ranks is None else self.ranks[message.target]
         work = dist.isend(tensor, group=self.groups[message.payload], group_dst=target)
         assert work is not None, "only a rank of the group sends"
         self._sending.append((message, tensor, work))
         self.sent += 1
         self._let_go()
+
+    def _staged(self, message: Message) -> bool:
+        """Whether ``message`` goes through the host's memory."""
+        return self._place[message.payload] != self.device
 
     def _let_go(self):
         """Of what has left, and of what is here."""

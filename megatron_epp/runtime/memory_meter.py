@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ class NoMeter:
 
     def op_peak(self) -> int:
         return 0
+
+    def hold(self, tensor: Tensor) -> Any:
+        """What stands for ``tensor`` and counts it for as long as it lives."""
+        return tensor
+
+    def held(self, token: Any) -> Tensor:
+        """The tensor that ``hold`` gave ``token`` for."""
+        return token
 
 
 class LimitReached(MemoryError):
@@ -71,7 +80,7 @@ class SavedBytesMeter:
         """A context in which what autograd saves is counted, beside ``store``'s bytes."""
         self._store = store
         self.peak_bytes = self._op_peak = self.now
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.hold, self.held)
 
     @property
     def now(self) -> int:
@@ -95,7 +104,8 @@ class SavedBytesMeter:
         self._op_peak = self.now
         return peak
 
-    def _pack(self, tensor: Tensor) -> "_Saved | Tensor":
+    def hold(self, tensor: Tensor) -> "_Saved | Tensor":
+        """What stands for ``tensor`` and counts its storage for as long as it lives."""
         storage = tensor.untyped_storage()
         where = storage.data_ptr()
         if where in self._ignored or where == 0:
@@ -118,7 +128,8 @@ class SavedBytesMeter:
             self.saved_bytes -= nbytes
 
     @staticmethod
-    def _unpack(saved: "_Saved | Tensor") -> Tensor:
+    def held(saved: "_Saved | Tensor") -> Tensor:
+        """The tensor that :meth:`hold` gave ``saved`` for."""
         return saved.tensor if isinstance(saved, _Saved) else saved
 
 
@@ -161,6 +172,12 @@ class AllocatorMeter:
             torch.cuda.reset_peak_memory_stats()
         self.peak_bytes = max(self.peak_bytes, peak)
         return peak
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        return tensor  # the allocator counts
+
+    def held(self, tensor: Tensor) -> Tensor:
+        return tensor
 
 
 Meter = NoMeter | SavedBytesMeter | AllocatorMeter

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Memory and time, predicted and measured, on real documents and this host's CPU.
 
-    scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform failure] [-o RESULT.md]
+    scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform offload failure]
+                                [-o RESULT.md]
 
 8 layers, 8 heads in 4 groups, context 16K, by default hidden 128 and 4 documents a batch: the
 source text of this Python's standard library, or --data-path. Processes of one thread (gloo). The
@@ -14,6 +15,10 @@ cost model is measured at the start of every run, as in training.
                      each stage, and with 75%, 50% and 35% of it; and with far too little
     uniform          the same budgets: what epp recomputes, against the least uniform setting, the
                      same layers on every stage and for every chunk, on the same chunks and orders
+    offload          layers in the host's memory, 2 stages: planned for 80% to 40% of what keeping
+                     everything needs, and random plans of all letters; bytes on the device and on
+                     the host, predicted and measured. Copies are taken to cost nothing, so that
+                     plans offload: on a CPU they take time, and bytes alone are compared
     failure          a run that hits a memory limit it did not know of, against one that knew
 """
 
@@ -35,7 +40,7 @@ from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
 
-SECTIONS = ("truth2", "truth4", "budgets", "uniform", "failure")
+SECTIONS = ("truth2", "truth4", "budgets", "uniform", "offload", "failure")
 SHARES = (1.0, 0.75, 0.5, 0.35)
 LINE = "cpu_memory: "
 MIB = 2**20
@@ -73,6 +78,8 @@ def work(tasks: list[dict]) -> None:
 class Tasks:
     """Plans on rank 0 as the iteration's task says, with the trainer's measured cost model."""
 
+    host_bytes: tuple[int, ...] = ()  # that the latest plan promises, of every stage
+
     def __init__(self, tasks, place, model):
         from megatron_epp.mcore.calibrate.profile_file import obtain
         from megatron_epp.mcore.job_cost import training_cost
@@ -88,9 +95,11 @@ class Tasks:
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
         from megatron_epp.control.planned_steps import shared
         from megatron_epp.control.step_source import SourcedStep
+        from megatron_epp.cost.host_memory import host_peak_bytes
 
         def planned() -> SourcedStep:
             made = plan(self.tasks[iteration - 1], lengths, self.cost, self.options)
+            Tasks.host_bytes = host_peak_bytes(self.cost, made.plans[0])
             return SourcedStep(made, str(made))
 
         return shared(planned, self.groups.control)
@@ -108,9 +117,8 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
     from megatron_epp.sim.play import play
 
     if task["planner"] == "random":
-        drawn = arbitrary_plan(
-            lengths, ample.layers, random.Random(task["seed"]), letters=EXECUTABLE
-        )
+        letters = task.get("letters", EXECUTABLE)
+        drawn = arbitrary_plan(lengths, ample.layers, random.Random(task["seed"]), letters=letters)
         played = play(drawn, ample.table(drawn))
         prediction = Prediction(played.seconds, tuple(p / GIB for p in played.peak_bytes), "random")
         return Step(
@@ -121,11 +129,17 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
         return Step((tuple(range(len(lengths))),), (kept.plan,))
     budget = tuple(task["share"] * peak for peak in kept.peak_bytes)
     within = dataclasses.replace(ample, budget_bytes=budget)
+    if task.get("offload"):
+        free = dataclasses.replace(ample.profile, host_bytes_per_second=1e15)
+        within = dataclasses.replace(within, profile=free)
+        options = dataclasses.replace(options, levers=options.levers | {"offload"})
     return plan_step(lengths, within, options, task["planner"]).step
 
 
 def told(iteration: int, step, report, *others) -> str:
     """What the trainer logs of an iteration, here as JSON."""
+    from megatron_epp.show.timeline import offloaded_ratio
+
     plan = step.plans[0]
     entry = {
         "iteration": iteration,
@@ -135,6 +149,9 @@ def told(iteration: int, step, report, *others) -> str:
         "predicted_seconds": plan.predicted.seconds,
         "peaks": list(report.peak_bytes),
         "predicted_peaks": [gib * GIB for gib in plan.predicted.peak_gib],
+        "host": list(report.host_bytes),
+        "predicted_host": list(Tasks.host_bytes),
+        "offloaded": offloaded_ratio(plan),
     }
     return LINE + json.dumps(entry)
 
@@ -388,6 +405,52 @@ def uniform_settings(plan, cost):
                 break
 
 
+def offload(iterations: int, place: Place) -> str:
+    """Bytes on the device and on the host where layers are offloaded."""
+    sorts = (
+        {"planner": "epp", "share": 0.8, "offload": True},
+        {"planner": "random", "share": None},
+        {"planner": "epp", "share": 0.6, "offload": True},
+        {"planner": "random", "share": None, "letters": "o"},
+        {"planner": "epp", "share": 0.4, "offload": True},
+        {"planner": "random", "share": None, "letters": "kof"},
+    )
+    tasks = [{"batch": i, "seed": i, **sorts[i % len(sorts)]} for i in range(iterations)]
+    rows, errors = [], ([], [])
+    for entry in run(tasks, 2, place, "offload"):
+        pairs = [
+            list(zip(entry[f"predicted_{what}"], entry[what], strict=True))
+            for what in ("peaks", "host")
+        ]
+        cells = []
+        for found, of_kind in zip(errors, pairs, strict=True):
+            found += [abs(p / m - 1) if m else float(p > 0) for p, m in of_kind]
+            cells += [
+                " ".join(f"{predicted / MIB:.1f}" for predicted, _ in of_kind),
+                " ".join(f"{measured / MIB:.1f}" for _, measured in of_kind),
+                f"{max(found[-len(of_kind) :]):.2%}",
+            ]
+        share = "" if entry["share"] is None else f"{entry['share']:.0%}"
+        letters = entry.get("letters", "all" if entry["planner"] == "random" else "")
+        rows.append(
+            [str(entry["iteration"]), entry["planner"], share or letters, str(entry["chunks"]),
+             f"{entry['offloaded']:.0%}", *cells]
+        )  # fmt: skip
+    headers = [
+        *("iteration", "planner", "budget or letters", "chunks", "offloaded"),
+        *("predicted peak MiB", "measured MiB", "worst"),
+        *("predicted on the host MiB", "measured MiB", "worst"),
+    ]
+    return "\n".join(
+        [
+            "### Layers in the host's memory, 2 stages\n",
+            table(headers, rows),
+            f"Worst error of any stage and iteration: on the device {max(errors[0]):.2%}, on the "
+            f"host {max(errors[1]):.2%}.\n",
+        ]
+    )
+
+
 def failure(place: Place) -> str:
     """A limit that the plans do not know of, against plans that do."""
     small = {"seq_length": 4096, "max_position_embeddings": 4096, "lr": 1e-3}
@@ -440,7 +503,7 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--hidden", type=int, default=128, help="size of the model")
     parser.add_argument("--documents", type=int, default=4, help="of a batch")
-    parser.add_argument("--iterations", type=int, default=24, help="of truth2 and truth4")
+    parser.add_argument("--iterations", type=int, default=24, help="of truth2, truth4, offload")
     parser.add_argument("--batches", type=int, default=3, help="of budgets and uniform")
     parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
@@ -456,6 +519,8 @@ def main() -> None:
             text = truth(int(section[-1]), arguments.iterations, place)
         elif section == "budgets":
             text = budgets(arguments.batches, place)
+        elif section == "offload":
+            text = offload(arguments.iterations, place)
         elif section == "uniform":
             text = uniform(arguments.batches, place)
         else:

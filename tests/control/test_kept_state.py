@@ -72,6 +72,6 @@ def test_damaged_default_budgets_name_the_way_out(tmp_path, text, says) -> None:
         _kept_budgets(SimpleNamespace(load=str(tmp_path)), 2)
     assert "; delete the file: " in str(no.value)
     (tmp_path / DEFAULT_BUDGETS).write_text("[3.5, 4]")
-    assert _kept_budgets(SimpleNamespace(load=str(tmp_path)), 2) == "[3.5, 4]"
+    assert _kept_budgets(SimpleNamespace(load=str(tmp_path)), 2) == (3.5, 4)
     assert _kept_budgets(SimpleNamespace(load=str(tmp_path)), 3) is None
     assert _kept_budgets(SimpleNamespace(load=str(Path(tmp_path) / "no")), 2) is None

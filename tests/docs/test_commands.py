@@ -55,8 +55,10 @@ def require(words: list[str], folder: Path) -> None:
     command, *rest = words[3:]
     if command in DOING:
         from megatron_epp.mcore.certify import command as certify
+        from megatron_epp.mcore.certify.loops import command as loops
 
-        source = Path(certify.__file__).read_text() + _megatron_flags()
+        own = (Path(module.__file__).read_text() for module in (certify, loops))
+        source = "".join(own) + _megatron_flags()
         for flag in (word for word in rest if word.startswith("--")):
             assert f'"{flag}"' in source, f"{line}: there is no flag {flag}"
         return

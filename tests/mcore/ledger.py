@@ -1,6 +1,7 @@
 """Bytes that the cost model promises of a stage of its own measuring, and that running it holds.
 
-python -m tests.mcore.ledger parts|varlen      a line per plan: promised bytes, measured bytes
+python -m tests.mcore.ledger parts|varlen      a line per plan: promised bytes, measured bytes,
+                                               and the same two of the host's memory
 
 ``varlen`` is the attention of GPUs with plain kernels: its store has room for last slices.
 """
@@ -15,6 +16,7 @@ cpu_host.install_cpu_host()
 import torch  # noqa: E402
 
 from megatron_epp.cost.cost import Cost  # noqa: E402
+from megatron_epp.cost.host_memory import host_peak_bytes  # noqa: E402
 from megatron_epp.ir import Chunk, Op, Plan  # noqa: E402
 from megatron_epp.layers.attention.reference import PlainKernel  # noqa: E402
 from megatron_epp.layers.attention.varlen import VarlenAttention  # noqa: E402
@@ -25,6 +27,7 @@ from megatron_epp.mcore.calibrate.single_stage import (  # noqa: E402
     profile_of,
     run_stage,
 )
+from megatron_epp.runtime.host_store import HostStore  # noqa: E402
 from megatron_epp.sim.play import play  # noqa: E402
 
 FLAGS = """
@@ -41,6 +44,16 @@ PLANS = (
     ((500,), ("0[0:400]", "0[400:500]"), "ff", "F0 F1 B1 B0"),
     ((400, 400), ("0[0:200]", "0[200:400]", "1[0:400]"), "kkk", "F0 F2 B2 F1 B1 B0"),
     ((400, 60), ("0[0:250]", "0[250:400] 1[0:60]"), "kf", "F0 F1 B1 B0"),
+    # Layers in the host's memory: all, some beside kept and recomputed ones, halves of backwards.
+    ((500, 300), ("0[0:200]", "0[200:350]", "0[350:500] 1[0:300]"), "ooo", "F0 F1 F2 B2 B1 B0"),
+    ((500, 300), ("0[0:200]", "0[200:500]", "1[0:300]"), ("ok", "ko", "oo"), "F0 F1 F2 B2 B1 B0"),
+    ((400, 300), ("0[0:250]", "0[250:400]", "1[0:300]"), ("of", "oa", "ok"), "F0 F2 B2 F1 B1 B0"),
+    (
+        (400, 300),
+        ("0[0:250]", "0[250:400]", "1[0:300]"),
+        ("oo", "ko", "oo"),
+        "F0 F2 I2 F1 I1 W2 W1 I0 W0",
+    ),
 )
 
 
@@ -58,7 +71,7 @@ def plan_of(documents, chunks, letters, order) -> Plan:
         documents=documents,
         layers=(2,),
         chunks=tuple(Chunk.parse(chunk.split()) for chunk in chunks),
-        recompute=(tuple(letter * 2 for letter in letters),),
+        recompute=(tuple((letter * 2)[:2] for letter in letters),),
         orders=(tuple(map(Op.parse, order.split())),),
     )
 
@@ -73,7 +86,10 @@ def main(which: str) -> None:
     for words in PLANS:
         plan = plan_of(*words)
         table = replace(cost.table(plan), resident_bytes=(0.0,))
-        print(play(plan, table).peak_bytes[0], peak_bytes(run_stage(alone, model, plan, 0)))
+        host = HostStore(alone.device, parameters=model.parameters())
+        measured = peak_bytes(run_stage(alone, model, plan, 0, host))
+        on_host = host_peak_bytes(cost, plan)[0], host.peak_bytes
+        print(play(plan, table).peak_bytes[0], measured, *on_host)
 
 
 if __name__ == "__main__":

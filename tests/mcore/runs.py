@@ -1,18 +1,29 @@
-"""Training runs for tests: a small corpus, a small model, one torchrun, what came out of it."""
+"""Training runs for tests: a small corpus, a small model, one run, what came out of it."""
 
+import atexit
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 
+from megatron_epp.mcore.certify.processes import PRELOADED, start_context
+from tests.forks import become
+
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 127
+# torchrun's: how often it looks at its ranks, and how long it waits for those it told to end.
+POLL_SECONDS, GRACE_SECONDS = 0.1, 30.0
 
 MODEL = """
     --num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention
@@ -50,14 +61,17 @@ def flags(corpus: Path, **changes: object) -> list[str]:
     return words
 
 
-def write_corpus(prefix: Path, lengths: list[int], seed: int = 0) -> Path:
-    """Documents of ``lengths`` tokens drawn at random; returns the prefix."""
+def write_corpus(
+    prefix: Path, lengths: list[int], seed: int = 0, documents_of: int | None = None
+) -> Path:
+    """Documents of ``lengths`` tokens drawn at random, or of one token; returns the prefix."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     random = numpy.random.RandomState(seed)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     for length in lengths:
-        builder.add_item(torch.from_numpy(random.randint(0, VOCABULARY, length)))
+        tokens = torch.from_numpy(random.randint(0, VOCABULARY, length))
+        builder.add_item(tokens if documents_of is None else torch.full_like(tokens, documents_of))
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
     return prefix
@@ -65,8 +79,11 @@ def write_corpus(prefix: Path, lengths: list[int], seed: int = 0) -> Path:
 
 @dataclass(frozen=True)
 class Run:
+    """status: of the launcher, 1 where a rank failed; statuses: of the ranks."""
+
     status: int
     output: str
+    statuses: tuple[int, ...]
 
     @property
     def losses(self) -> list[float]:
@@ -81,9 +98,34 @@ class Run:
         return [x for x in self.output.splitlines() if x.startswith("megatron_epp: error:")]
 
 
+PROGRAM = ("-m", "megatron_epp.pretrain_gpt")
+
+
+def train(
+    words: list[str],
+    processes: int = 2,
+    program: tuple[str, ...] = PROGRAM,
+    seconds: float = 240,
+    afresh: bool = False,
+) -> Run:
+    """Run the program on ``processes`` ranks; 0: by itself, as without torchrun.
+
+    Ranks are forked from a process that has Megatron imported (tests/forks.py), in the environment
+    that torchrun would give them: the program itself runs from its first line, as ``__main__``.
+    ``afresh``, or where there is a GPU: new processes, started by torchrun itself where they are
+    several.
+    """
+    if afresh or torch.cuda.is_available():
+        return _started(words, processes, program, seconds)
+    return _forked(words, processes, program, seconds)
+
+
+# ------------------------------------------------------------------ new processes
+
+
 def environment(processes: int) -> dict[str, str]:
     """``processes`` of 1 is a world of its own without torchrun, which takes seconds to start."""
-    alone = {}
+    alone: dict[str, Any] = {}
     if processes == 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -101,13 +143,7 @@ def command(words: list[str], processes: int, program: tuple[str, ...]) -> list[
     return [*start, *program, *words]
 
 
-def train(
-    words: list[str],
-    processes: int = 2,
-    program: tuple[str, ...] = ("-m", "megatron_epp.pretrain_gpt"),
-    seconds: float = 240,
-) -> Run:
-    """Run the program; ``processes`` of 1 goes without torchrun."""
+def _started(words: list[str], processes: int, program: tuple[str, ...], seconds: float) -> Run:
     done = subprocess.run(
         command(words, processes, program),
         cwd=ROOT,
@@ -118,4 +154,80 @@ def train(
         text=True,
         timeout=seconds,
     )
-    return Run(done.returncode, done.stdout)
+    statuses = re.findall(r"exitcode +: (-?\d+)", done.stdout)  # torchrun names those that failed
+    if processes <= 1 or not done.returncode:
+        statuses = [done.returncode] * max(1, processes)
+    return Run(done.returncode, done.stdout, tuple(map(int, statuses)))
+
+
+# ------------------------------------------------------------------ forked ones
+
+
+def _forked(words: list[str], processes: int, program: tuple[str, ...], seconds: float) -> Run:
+    """As torchrun does on one host: it keeps the store at which ranks meet, and where one fails the
+    others are told to end."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = start_context()
+    context.set_forkserver_preload([*PRELOADED, "megatron_epp.planner.registry"])
+    ranks: list[Any] = []
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "output")
+        for rank in range(max(1, processes)):
+            place = _as_torchrun(rank, processes, store.port) if processes else environment(0)
+            ranks.append(context.Process(target=_run, args=(place, str(output), program, words)))
+            ranks[-1].start()
+        try:
+            end = time.monotonic() + seconds
+            while any(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
+                wait([rank.sentinel for rank in ranks if rank.exitcode is None], 0.5)
+                if any(rank.exitcode for rank in ranks):
+                    time.sleep(POLL_SECONDS)
+                    break
+            for rank in ranks:
+                rank.terminate()
+            for rank in ranks:
+                rank.join(GRACE_SECONDS)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        said = output.read_text(errors="replace")
+    if time.monotonic() > end:
+        raise subprocess.TimeoutExpired(words, seconds, said)
+    statuses = tuple(rank.exitcode for rank in ranks)
+    failed = next((status for status in statuses if status), 0)
+    return Run(failed if processes <= 1 else int(failed != 0), said, statuses)
+
+
+def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment in which torchrun starts a rank."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_RUN_ID": "forked",
+    }
+    return {**environment(2), **{key: str(value) for key, value in place.items()}}
+
+
+def _run(place: dict[str, str], output: str, program: tuple[str, ...], words: list[str]) -> None:
+    """In the forked process: ``program`` with ``words``, as Python's command line would run it."""
+    become(place, str(ROOT), output)
+    assert "megatron.training" in sys.modules, "the fork server has nothing imported"
+    try:
+        if program[0] == "-m":
+            sys.argv = [program[1], *program[2:], *words]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [*program, *words]
+            sys.path.insert(0, str(Path(program[0]).parent))
+            runpy.run_path(program[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()

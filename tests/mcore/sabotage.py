@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_epp.layers.attention import cpu
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
+from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
 
@@ -71,6 +72,16 @@ def mistake_border_labels() -> AbstractContextManager:
     return _changed_batch(mistake)
 
 
+def shift_masks() -> AbstractContextManager:
+    """Every row's label counts as the next row's should."""
+
+    def shift(batch: ChunkBatch) -> None:
+        if batch.loss_mask is not None:
+            batch.loss_mask[0] = batch.loss_mask[0].roll(1)
+
+    return _changed_batch(shift)
+
+
 def append_again() -> AbstractContextManager:
     """A recomputed layer appends its K and V a second time."""
     plain = Store.append
@@ -99,6 +110,16 @@ def meet_in_between() -> AbstractContextManager:
     return _changed_batch(lambda batch: dist.barrier())
 
 
+def reuse_host_memory() -> AbstractContextManager:
+    """A layer is laid where another one still lies that has not come back."""
+    plain, block = HostStore.take, torch.empty(2**22, dtype=torch.uint8)
+
+    def take(self: HostStore, nbytes: int) -> list[torch.Tensor] | None:
+        return [block] if plain(self, nbytes) else None
+
+    return patch.object(HostStore, "take", take)
+
+
 def forget_to_free() -> AbstractContextManager:
     """What an iteration kept is still there when it ends."""
     return patch.object(Store, "release", lambda self, layer, document: None)
@@ -114,9 +135,11 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     scale_wrongly,
     meet_in_between,
     forget_to_free,
+    reuse_host_memory,
+    shift_masks,
     nullcontext,
 )
 
 
 def around(number: int) -> AbstractContextManager:
-    return WAYS[number]()
+    return WAYS[number % len(WAYS)]()

@@ -13,6 +13,7 @@ import torch  # noqa: E402
 from megatron_epp.mcore import entry  # noqa: E402
 from megatron_epp.mcore.data.documents import config_from_args  # noqa: E402
 from megatron_epp.mcore.data.global_batches import Documents, build_documents  # noqa: E402
+from megatron_epp.mcore.patching import seams  # noqa: E402
 
 
 class Samples(torch.utils.data.Dataset):
@@ -46,4 +47,6 @@ def datasets(samples, vp_stage=None):
 datasets.is_distributed = True
 
 if __name__ == "__main__":
+    # It draws from the generator from which routers then draw their weights; --epp leaves it out.
+    seams.install((seams.FUSION_WARM_UP,))
     entry.main(datasets=datasets)

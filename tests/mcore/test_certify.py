@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from megatron_epp.mcore.certify import command as certify_module
 from megatron_epp.mcore.certify.command import GPT, LLAMA, Trial, certify, main, read, verdict
@@ -30,6 +31,13 @@ EVERY_DEGREE = {
         models(f"{LLAMA} --num-layers 4", f"{GPT} --num-layers 4"),
         batches=6,
         overlap=True,
+    ),
+    # Frozen linears of Megatron's, trained ones of its and of torch's around them.
+    "adapters": Trial(
+        Degrees(pp=2, tp=2, dp=1),
+        models(f"{LLAMA} --num-layers 4 --sequence-parallel", f"{GPT} --num-layers 4"),
+        batches=4,
+        lora_rank=4,
     ),
     # Few heads shared by the ranks, normed queries and keys, a stage without any layer.
     "uneven stages": Trial(
@@ -56,6 +64,12 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     assert sum(batch.coverage.hybrid for batch in judged) > 0
     assert sum(batch.coverage.packed for batch in judged) > 0
     assert sum(batch.coverage.recomputed for batch in judged) > 0
+    assert sum(batch.coverage.offloaded for batch in judged) > 0
+    # What computes no loss has no gradient, and still sends, receives and reduces.
+    assert sum(batch.untargeted.slices for batch in judged) > 0
+    if trial.degrees.dp > 1:
+        assert sum(batch.untargeted.chunks for batch in judged) > 0
+        assert sum(batch.untargeted.replicas for batch in judged) > 0
     for batch in judged:
         # Every link carries each chunk once forward and once back.
         assert batch.messages == 2 * (trial.degrees.pp - 1) * trial.degrees.tp * (
@@ -63,8 +77,22 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
         )
         assert {"plan digest", "gradient reduction", "token count"} <= set(batch.collectives)
     tied = [batch for batch in judged if batch.collectives["tied embeddings"]]
-    assert bool(tied) == (trial.degrees.pp > 1)
+    assert bool(tied) == (trial.degrees.pp > 1 and not trial.lora_rank)
     assert "certified: " in verdict(judged)
+
+
+def test_adapters_without_a_graph_to_hang_on_are_noticed() -> None:
+    """A frozen embedding's output takes no part in autograd: a first layer that is recomputed whole
+    then has no gradients, which a certificate must not miss."""
+    trial = Trial(
+        Degrees(pp=1, tp=1, dp=1),
+        models(f"{LLAMA} --num-layers 2"),
+        batches=4,
+        lora_rank=4,
+        interfere=Path(__file__).with_name("without_graph.py"),
+    )
+    judged = certify(trial)
+    assert not all(batch.passed for batch in judged), verdict(judged)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -103,6 +131,7 @@ def test_without_model_flags_it_certifies_two_models(capsys) -> None:
         ),
         ("--pp two", "argument --pp: invalid int value: 'two'"),
         ("--timeout 0", "--timeout 0.0: expected at least 1"),
+        ("--lora-rank -1", "--lora-rank -1: expected at least 0"),
     ],
 )
 def test_what_the_command_line_refuses(arguments, says) -> None:
@@ -129,6 +158,28 @@ def test_degrees_come_from_the_model_flags_too() -> None:
     assert read(flags.split()).models == (tuple(flags.split()),)
 
 
+EXACT = """
+from megatron_epp.mcore.certify.rank import exact_attention
+from megatron_epp.mcore.setup import Hooks
+HOOKS = Hooks(attention_for=exact_attention)
+"""
+
+
+def test_the_attention_of_gpus_in_float64_and_a_host_without_any(tmp_path) -> None:
+    """What --device cuda computes with passes here too; without a GPU that is refused by name."""
+    exact = tmp_path / "exact.py"
+    exact.write_text(EXACT)
+    llama = models(f"{LLAMA} --num-layers 2")
+    judged = certify(Trial(Degrees(1, 1, 1), llama, batches=3, interfere=exact))
+    assert all(batch.passed for batch in judged)
+    assert sum(batch.coverage.hybrid + batch.coverage.split for batch in judged) > 0
+    assert read(["--device", "cuda"]).device == "cuda"
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(ValueError, match=r"--device cuda: every rank needs a GPU.* has 0"):
+        certify(Trial(Degrees(1, 1, 1), llama, batches=1, device="cuda"))
+
+
 def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
     """And all of its processes: the parent names the rank, and nobody is left behind."""
     deadly = tmp_path / "deadly.py"
@@ -146,7 +197,9 @@ def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
     with pytest.raises(ChildLost, match="rank 1 ended with status -9"):
         certify(trial, lines.append)
     assert lines[-1].split()[0] == "0"  # the batch before was judged
-    assert not [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    mine = psutil.Process()
+    servers = mine.children()
+    assert [p for p in mine.children(recursive=True) if p not in servers] == []
 
 
 def test_killing_the_command_ends_its_processes() -> None:

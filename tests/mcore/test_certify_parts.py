@@ -59,6 +59,25 @@ def test_twenty_batches_cover_every_kind_of_chunk_for_every_model(models) -> Non
 _KINDS = ("packed", "split", "hybrid", "cut", "recomputed")
 
 
+@pytest.mark.parametrize("models", [1, 2])
+def test_twenty_batches_leave_slices_chunks_and_replicas_without_a_target(models) -> None:
+    for first in range(models):
+        drawn = [draw(1234, number, FRAME) for number in range(first, 20, models)]
+        for kind in ("slices", "chunks", "replicas"):
+            assert sum(getattr(one.untargeted, kind) for one in drawn) >= 2, kind
+        assert all(one.loss_tokens for one in drawn)
+
+
+def test_what_has_no_target_counts_by_hand() -> None:
+    drawn = draw(7, 1, FRAME)
+    assert drawn.untargeted.replicas == 0
+    masks = [numpy.zeros_like(mask) for mask in drawn.loss_masks]
+    masks[drawn.step.deals[0][0]][0] = 1
+    blank = replace(drawn, loss_masks=tuple(masks)).untargeted
+    chunks = sum(len(plan.chunks) for plan in drawn.step.plans)
+    assert (blank.chunks, blank.replicas) == (chunks - 1, FRAME.replicas - 1)
+
+
 def test_coverage_counts_by_hand() -> None:
     drawn = draw(7, 1, FRAME)
     coverage = Coverage.of(drawn.step)
@@ -92,6 +111,10 @@ def megatron(**changes: object) -> Namespace:
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
+        "num_experts": None,
+        "moe_layer_freq": 1,
+        "window_size": None,
+        "window_attn_skip_freq": None,
     }
     return Namespace(**flags | changes)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import re
 from pathlib import Path
 
 import numpy
@@ -19,6 +20,7 @@ from megatron_epp.mcore.data.documents import (
     config_from_args,
 )
 from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
+from megatron_epp.mcore.data.item_documents import ItemDocuments
 
 EOD, PAD, VOCABULARY = 3, 0, 100
 
@@ -251,12 +253,199 @@ def test_megatrons_flags_become_the_configuration(tmp_path: Path) -> None:
     documents = train(config, 3)
     assert documents.lengths(range(3)).tolist() == [4, 4, 4]
     assert documents.counts.dropped == 1
+    # Chat files are read as the corpora they were converted to; weights and splits stay theirs.
+    flags.data_path, chats = ["3", "x.jsonl", "1", corpus], {"x.jsonl": "cache/x"}
+    config = config_from_args(flags, Tokenizer(), "drop", VOCABULARY, chats)
+    assert config.blend == (["cache/x", corpus], [3.0, 1.0])
+    flags.data_path, flags.train_data_path, flags.valid_data_path = None, ["x.jsonl"], [corpus]
+    flags.split = None
+    config = config_from_args(flags, Tokenizer(), "drop", VOCABULARY, chats)
+    assert config.blend_per_split == [(["cache/x"], None), ([corpus], None), None]
     flags.mock_data = True
     with pytest.raises(ValueError, match="--mock-data makes its own samples"):
         config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
     flags.mock_data, flags.dataloader_fast_cache_load = False, True
     with pytest.raises(ValueError, match="--dataloader-fast-cache-load skips the reading"):
         config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
+
+
+# --- loss masks
+
+
+MASKS = [[0, 0, 1, 1, 0], [0, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0], [0, 0, 0], [1, 1]]
+
+
+def masked(folder: Path, masks: list[list[int]] = MASKS) -> str:
+    """A corpus of as many tokens as ``masks`` have, and these beside it."""
+    corpus = write_corpus(folder / "a", numbered([len(mask) for mask in masks]))
+    write_corpus(folder / "a_mask", masks, dtype=numpy.uint8)
+    return corpus
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "drop", "split"])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_only_targets_count_and_nothing_lies_behind_them(
+    tmp_path: Path, overlong: str, mapped: bool
+) -> None:
+    config = configure(
+        [masked(tmp_path)], sequence_length=4, overlong=overlong, mmap_bin_files=mapped
+    )
+    texts = numbered([len(mask) for mask in MASKS])
+    documents = train(config, None)
+    expected = {
+        "truncate": [(0, 0, 3), (1, 0, 3), (3, 0, 1)],
+        "drop": [(0, 0, 3), (3, 0, 1)],
+        "split": [(0, 0, 3), (1, 0, 3), (1, 4, 4), (3, 0, 1)],
+    }[overlong]
+    found = []
+    for sample in range(len(documents)):
+        (length,) = documents.lengths([sample]).tolist()
+        labels, mask = documents.targets(sample, 0, length)
+        text, start, _ = next(
+            (number, start, inputs)
+            for number, start, inputs in expected
+            if texts[number][start + 1 : start + inputs + 1] == labels.tolist()
+        )
+        found.append((text, start, length))
+        assert mask.dtype == numpy.float32 and mask[-1] == 1
+        assert mask.tolist() == MASKS[text][start + 1 : start + length + 1]
+        for cut in range(length):  # a span reads what the whole holds
+            assert documents.targets(sample, cut, length)[1].tolist() == mask[cut:].tolist()
+    assert sorted(found) == expected
+    item = documents.dataset[0]
+    assert item["loss_mask"].tolist() == documents.targets(0, 0, len(item["tokens"]))[1].tolist()
+    planned = open_corpus(f"{tmp_path}/a.idx", context=4, overlong=overlong)
+    assert sorted(planned.in_order()) == sorted(length for _, _, length in expected)
+
+
+def test_masks_meet_the_rules_of_gpt_dataset(tmp_path: Path) -> None:
+    """--eod-mask-loss and the padding token take targets away that the masks name."""
+    corpus = write_corpus(tmp_path / "a", [[9, EOD, 9, PAD, 9, 9]])
+    write_corpus(tmp_path / "a_mask", [[1, 1, 1, 1, 0, 1]], dtype=numpy.uint8)
+    documents = train(configure([corpus], eod_mask_loss=True, allow_ambiguous_pad_tokens=True), 1)
+    assert documents.targets(0, 0, 5)[1].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_split_reads_its_own_masks(tmp_path: Path) -> None:
+    """And one without a target is refused by name."""
+    masks = [[0, 1]] * 8 + [[0, 0]] * 2
+    corpus = masked(tmp_path, masks)
+    training, _, _ = build_documents(configure([corpus], split="80,20,0"), [None, 0, 0])
+    assert (training.counts.documents, training.counts.untargeted) == (8, 0)
+    with pytest.raises(ValueError, match=r"valid: 2 sequences fall to it, 2 have no target"):
+        build_documents(configure([corpus], split="80,20,0"), [None, 2, 0])
+
+
+def test_masks_of_a_blend(tmp_path: Path) -> None:
+    """Of which one corpus has some and the other none."""
+    (tmp_path / "b").mkdir()
+    plain = write_corpus(tmp_path / "b" / "a", numbered([6] * 5))
+    documents = train(configure([masked(tmp_path), plain], [0.5, 0.5]), 8)
+    corpora, _ = documents.locate(range(8))
+    assert set(corpora) == {0, 1}
+    for sample, corpus in enumerate(corpora):
+        length = int(documents.lengths([sample])[0])
+        mask = documents.targets(sample, 0, length)[1]
+        assert (length == 5 and mask.all()) if corpus else mask[-1] == 1 and length < 9
+
+
+def test_masks_that_do_not_fit_are_refused_at_start(tmp_path: Path) -> None:
+    corpus = masked(tmp_path)
+    write_corpus(tmp_path / "a_mask", [[0, 1]] * 4, dtype=numpy.uint8)
+    with pytest.raises(ValueError, match=r"a_mask\.idx: the mask of sequence 0 has 2 entries"):
+        check_corpora(configure([corpus]), [1, 0, 0])
+
+
+def test_chats_without_their_flag_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"x\.jsonl: no corpus; .* give --sft as well"):
+        check_corpora(configure([str(tmp_path / "x.jsonl")]), [1, 0, 0])
+
+
+# --- documents from Python
+
+
+class Listed:
+    """Items as of a variable-length dataset: two rows of padding behind each."""
+
+    def __init__(self, lengths: list[int], **changes: object):
+        self.original_seq_lens, self.changes, self.read = lengths, changes, 0
+
+    def __len__(self) -> int:
+        return len(self.original_seq_lens)
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        self.read += 1
+        length = self.original_seq_lens[index]
+        tokens = torch.arange(length + 3) % 90 + 10 * index
+        mask = torch.arange(length + 2) % 3 != 0
+        item = {
+            "tokens": tokens[:-1],
+            "labels": torch.where(mask, tokens[1:], -100),
+            "loss_mask": mask.float(),
+            "original_seq_len": torch.tensor([length]),
+        }
+        return {key: value for key, value in {**item, **self.changes}.items() if value is not None}
+
+
+def from_items(items: Listed, overlong: str = "truncate", wanted: int | None = None):
+    return ItemDocuments(items, 8, overlong, wanted, 200)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "expected"),
+    [
+        ("truncate", [(0, 0, 5), (2, 0, 8), (3, 0, 2)]),
+        ("drop", [(0, 0, 5), (3, 0, 2)]),
+        ("split", [(0, 0, 5), (2, 0, 8), (2, 8, 8), (2, 16, 4), (3, 0, 2)]),
+    ],
+)
+def test_items_are_documents_in_their_order(overlong, expected) -> None:
+    items = Listed([5, 0, 20, 2])
+    documents = from_items(items, overlong, wanted=7)
+    batches = GlobalBatches(documents, 7, 0)
+    lengths = [inputs for _, _, inputs in expected]
+    assert next(batches).lengths.tolist() == list(itertools.islice(itertools.cycle(lengths), 7))
+    assert items.read == 0, "lengths are known ahead"
+    assert batches.peek() is None and len(documents) == 7
+    for sample in range(7):
+        item, start, length = expected[sample % len(expected)]
+        whole = Listed([5, 0, 20, 2])[item]
+        rows = slice(start, start + length)
+        assert documents.inputs(sample, 0, length).tolist() == whole["tokens"][rows].tolist()
+        labels, mask = documents.targets(sample, 0, length)
+        assert mask.tolist() == whole["loss_mask"][rows].tolist()
+        assert labels[mask == 1].tolist() == whole["labels"][rows][mask == 1].tolist()
+        assert labels.min() >= 0
+    assert items.read <= len(items), "a document's slices read it once"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"original_seq_len": 4}, r"original_seq_len \[4\], but original_seq_lens said 5"),
+        ({"tokens": torch.arange(3)}, r"{'tokens': 3} rows; expected the 5"),
+        ({"labels": None}, "has no 'labels'; expected tokens, labels, loss_mask and"),
+        ({"loss_mask": torch.full((9,), 0.5)}, "loss_mask holds other numbers than 0 and 1"),
+        ({"tokens": torch.full((9,), 200)}, "holds token 200, but the vocabulary has 200"),
+    ],
+)
+def test_items_that_lie_are_named(changes, said) -> None:
+    with pytest.raises(ValueError, match=rf"^item 0 of Listed: {said}"):
+        from_items(Listed([5], **changes)).targets(0, 0, 5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([[1, 2], [3, 4]], "int64 of shape (2, 2); expected 2 whole numbers"),
+        ([1.5, 2.0], "float64 of shape (2,); expected 2 whole numbers"),
+        ([5, -1], "from -1 to 5; expected from 0 to"),
+        ([0, 0], "no usable document"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(lengths, said) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_items(Listed(lengths))
 
 
 # --- batches

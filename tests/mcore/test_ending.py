@@ -1,16 +1,12 @@
 """Refused jobs end together: status 2 on every rank that is refused, one line from one of them."""
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_epp.mcore import job_exit
+from tests.mcore.runs import Run, train
 
-ROOT = Path(__file__).parents[2]
 REFUSE = """
 import os, sys, time
 import torch
@@ -25,30 +21,13 @@ time.sleep(60)
 """
 
 
-def start(tmp_path: Path, program: str) -> str:
-    """Run ``program`` on two ranks under torchrun; returns what was said."""
+def start(tmp_path: Path, program: str, afresh: bool = False) -> Run:
+    """Run ``program`` on two ranks; ``afresh``: under torchrun itself."""
     file = tmp_path / "program.py"
     file.write_text(program)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            file,
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode != 0
-    return done.stdout
+    done = train([], processes=2, program=(str(file),), seconds=50, afresh=afresh)
+    assert done.status != 0
+    return done
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, False)])
@@ -76,16 +55,13 @@ def test_rank_0_has_the_word_before_another_can_count_it(monkeypatch, rank, spea
 
 @pytest.mark.parametrize("group", [False, True])
 def test_refused_ranks_all_leave_with_status_2_and_rank_0_speaks(tmp_path, group):
-    said = start(tmp_path, REFUSE.format(group=group, late=(1, 0), refused=(0, 1)))
-    assert re.findall("megatron_epp: error: .*", said) == [
-        "megatron_epp: error: rank 0 was given a bad plan"
-    ]
-    assert re.findall(r"exitcode +: (-?\d+)", said) == ["2", "2"]
+    program = REFUSE.format(group=group, late=(1, 0), refused=(0, 1))
+    done = start(tmp_path, program, afresh=not group)
+    assert done.errors == ["megatron_epp: error: rank 0 was given a bad plan"]
+    assert done.statuses == (2, 2)
 
 
 def test_a_rank_that_is_refused_alone_speaks_for_itself(tmp_path):
-    said = start(tmp_path, REFUSE.format(group=True, late=(0, 0), refused=(1,)))
-    assert re.findall("megatron_epp: error: .*", said) == [
-        "megatron_epp: error: rank 1 was given a bad plan"
-    ]
-    assert "2" in re.findall(r"exitcode +: (-?\d+)", said)
+    done = start(tmp_path, REFUSE.format(group=True, late=(0, 0), refused=(1,)))
+    assert done.errors == ["megatron_epp: error: rank 1 was given a bad plan"]
+    assert 2 in done.statuses

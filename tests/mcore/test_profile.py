@@ -116,6 +116,8 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     out = tmp_path / "model.json"
     # A context in which query-key pairs take a time that can be seen.
     words = [*MODEL.split(), "--ffn-hidden-size", str(FFN), "--seq-length", "4096"]
+    # Flags of the training's layout say nothing of a stage of one layer.
+    words += ["--decoder-first-pipeline-num-layers", "1", "--decoder-last-pipeline-num-layers=1"]
     main(["--pp", "1", "-o", str(out), *words, "--vocab-size", "127"])
     said = capsys.readouterr().out
     assert "errors" in said
@@ -140,6 +142,9 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     # No logits are kept: a hidden state's gradient, and what the last norm saves.
     assert made.last_bytes.per_token < 6 * HIDDEN * element
     assert made.last_workspace_bytes[Kind.FORWARD].per_token > 128 * element
+    # Memory to memory: neither nothing nor more than any host copies.
+    assert 1e8 < made.host_bytes_per_second < 1e12
+    assert f"host    {made.host_bytes_per_second / 1e9:.3g} GB/s" in said
     for letter in (FULL, *SELECTIVE):
         assert made.recompute_seconds[letter](1000, 500_500) > 0
 

@@ -1,16 +1,14 @@
 """Without --epp: Megatron's own training, from the wheel and without a GPU, saved and resumed."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-ROOT = Path(__file__).parents[2]
+from tests.mcore import runs
+
 # Dropout, so that the random states have to be resumed too; no flag names the CPU, gloo or an
 # evaluation interval. Every parameter is a multiple of 64 elements: between others Megatron saves
 # padding that nobody has written, and it differs from run to run.
@@ -24,18 +22,10 @@ FLAGS = """
 
 
 def train(*more: str | Path) -> str:
-    """Train in one process; returns what was said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_epp.pretrain_gpt", *FLAGS.split(), *map(str, more)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    """Train in one process that no launcher started; returns what was said."""
+    done = runs.train([*FLAGS.split(), *map(str, more)], processes=0)
+    assert done.status == 0, done.output[-4000:]
+    return done.output
 
 
 def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:

@@ -35,7 +35,8 @@ def six(corpus, tmp_path_factory) -> tuple[Path, Run]:
             **OPTIMIZER,
             epp=True,
             epp_record=folder / "plans",
-        )
+        ),
+        afresh=True,  # torchrun's own, all the way
     )
     assert run.status == 0, run.output
     return folder, run

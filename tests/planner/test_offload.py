@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
 from megatron_epp.planner import ALL, PIPELINES, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
@@ -190,3 +192,40 @@ def test_recompute_fills_what_offloading_leaves() -> None:
     planned = PIPELINES["epp"](LONG, cost, ON)
     proves(planned, LONG, cost)
     assert OFFLOAD in letters(planned.plan) and letters(planned.plan) - {"k", OFFLOAD}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 1e-6])
+def test_plans_stay_within_the_hosts_memory(share) -> None:
+    """The less of it, the less is offloaded and the longer it takes; none, and it is a plan
+    without the lever."""
+    cost = machine(pp=4, room_gib=3)
+    free, without = (PIPELINES["epp"](LONG, cost, options) for options in (ON, OFF))
+    budget = share * max(host_peak_bytes(cost, free.plan))
+    planned = PIPELINES["epp"](LONG, dataclasses.replace(cost, host_budget_bytes=budget), ON)
+    proves(planned, LONG, cost)
+    assert max(host_peak_bytes(cost, planned.plan)) <= budget
+    assert free.seconds <= planned.seconds <= without.seconds
+    assert (OFFLOAD in letters(planned.plan)) == (share > 1e-3)
+
+
+@given(LENGTHS, st.integers(1, 4), st.sampled_from((0.05, 0.5, 2.0)), st.integers(0, 2))
+@settings(QUICK, max_examples=15)
+def test_no_plan_takes_more_of_the_host_than_there_is(lengths, pp, host_gib, effort) -> None:
+    cost = dataclasses.replace(
+        at_rate(machine(pp=pp, room_gib=3.0), 1e12), host_budget_bytes=host_gib * GIB
+    )
+    planned = planned_or_refused("epp", lengths, cost, Options(levers=ALL, effort=effort))
+    if planned is not None:
+        assert max(host_peak_bytes(cost, planned.plan)) <= host_gib * GIB
+
+
+def test_the_hosts_memory_is_counted_by_hand() -> None:
+    cost = machine(pp=1)
+    text = "plan v1\ndocuments 100 50\nlayers 32\nchunk 0: 0[0:100]\nchunk 1: 1[0:50]\n"
+    text += "recompute 0: 2o30k 30f2o\nstage 0: F0 F1 I1 B0 W1\n"
+    layer = cost.profile.saved_bytes["k"].per_token / cost.spread
+    (peak,) = host_peak_bytes(cost, Plan.parse(text))
+    assert peak == pytest.approx(2 * layer * 150, abs=1)
+    (peak,) = host_peak_bytes(cost, Plan.parse(text.replace("F0 F1 I1 B0 W1", "F0 B0 F1 B1")))
+    assert peak == pytest.approx(2 * layer * 100, abs=1)
+    assert host_peak_bytes(cost, Plan.parse(text.replace("F0 F1 I1 B0 W1", "F0 F1"))) == (0,)

@@ -24,7 +24,8 @@ def test_levers_are_sets_names_and_exceptions() -> None:
     assert "wsplit" in TRAINING_LEVERS
     assert "uneven" not in TRAINING_LEVERS
     assert "offload" in ALL - TRAINING_LEVERS
-    assert "simulation only" in LEVERS["offload"]
+    assert "not by default" in LEVERS["offload"]
+    assert "simulation only" in LEVERS["uneven"]
 
 
 def test_unknown_levers_are_named_with_the_nearest() -> None:

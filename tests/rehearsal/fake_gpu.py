@@ -76,6 +76,10 @@ class FakeGpu(TorchDispatchMode):
             elif isinstance(leaf, Tensor):
                 real = True
         if not made_there:
+            if kwargs.get("pin_memory"):  # torch asks for a real GPU
+                made = func(*args, **{**kwargs, "pin_memory": False})
+                _pinned[made] = True
+                return made
             return func(*args, **kwargs)
         self.calls[func._schema.name.removeprefix("aten::")] += 1
         self._check(func, args, kwargs)
@@ -125,7 +129,11 @@ def _check_waiting(func: Any, args: Any, kwargs: Any) -> None:
     if func in _COPIES:
         _check_copy(args[0], kwargs.get("device"))
     elif func is aten.copy_.default:
-        _check_copy(args[1], args[0].device)
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        if args[0].device.type != "cpu" or not _is_pinned(args[0]):
+            _check_copy(args[1], args[0].device)
+        if waits and args[0].device.type != args[1].device.type and args[1].dim() > 0:
+            raise DeviceError("a copy between host and device, for which the host waits")
     elif func in _INDEXES:
         # One value where a mask says so is a masked fill, which asks nothing.
         fills = func is not aten.index.Tensor and args[2].numel() == 1
@@ -136,11 +144,15 @@ def _check_waiting(func: Any, args: Any, kwargs: Any) -> None:
                 raise DeviceError(f"{func}: the host waits for a mask, or copies an index")
 
 
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor in _pinned or (tensor._base is not None and tensor._base in _pinned)
+
+
 def _check_copy(source: Tensor, device: torch.device | None) -> None:
     here, there = source.device.type, (device or source.device).type
     if (here, there) == ("cuda", "cpu"):
         raise DeviceError("a copy to the host, for which it waits")
-    if (here, there) == ("cpu", "cuda") and source.dim() > 0 and source not in _pinned:
+    if (here, there) == ("cpu", "cuda") and source.dim() > 0 and not _is_pinned(source):
         raise DeviceError(f"a copy of {tuple(source.shape)} to the device from unpinned memory")
 
 

@@ -44,6 +44,7 @@ from megatron_epp.mcore.model import (  # noqa: E402
 )
 from megatron_epp.mcore.model.early_head import block_tokens  # noqa: E402
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism  # noqa: E402
+from megatron_epp.runtime import host_store  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
 
 LAYERS, HIDDEN, HEADS, GROUPS, CONTEXT = 2, 64, 8, 2, 8192
@@ -85,7 +86,11 @@ PLANS = {
         "1c1m 1b1n 1f1a 1k1c",
         "F0 F1 F2 B2 I1 F3 W1 B0 I3 W3",
     ),
-    "evaluation": ("2k 2k 2k 2k", "F0 F1 F2 F3"),
+    "offloaded": (
+        "2o 1o1f 1k1o 1c1o",
+        "F0 F1 F2 B2 I1 F3 W1 B0 I3 W3",
+    ),
+    "evaluation": ("2k 2o 2k 2k", "F0 F1 F2 F3"),
 }
 
 
@@ -175,10 +180,10 @@ def run(alone: single_stage.Alone, model: Any, plan: Plan, stage: int) -> Counte
     ("world", "stage", "kinds"),
     [
         (ALONE, 0, ("both",)),
-        (ALONE, 1, ("whole backwards", "split backwards")),
+        (ALONE, 1, ("whole backwards", "split backwards", "offloaded")),
         (ALONE, 2, ("both", "evaluation")),
         (SPREAD, 0, ("both",)),
-        (SPREAD, 2, ("split backwards",)),
+        (SPREAD, 2, ("split backwards", "offloaded")),
     ],
     indirect=["world"],
 )
@@ -219,7 +224,7 @@ documents 30 9
 layers 2
 chunk 0: 0[0:20]
 chunk 1: 0[20:30] 1[0:9]
-recompute 0: 2k 1n1k
+recompute 0: 1k1o 1n1k
 stage 0: F0 F1 B1 B0
 """
 
@@ -304,6 +309,15 @@ def _mask_to_host(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(forward, "loss", lambda mask, losses: plain(mask.cpu().to(DEVICE), losses))
 
 
+def _aside_unpinned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(host_store._Streams, "pinned", False)
+
+
+def _aside_in_turn(patch: pytest.MonkeyPatch) -> None:
+    plain = Tensor.copy_
+    patch.setattr(Tensor, "copy_", lambda self, source, non_blocking=False: plain(self, source))
+
+
 def _rotary_in_float32(patch: pytest.MonkeyPatch) -> None:
     plain = hooks.ElasticAttention.__call__
     patch.setattr(
@@ -326,6 +340,8 @@ BREAKS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     _loss_is_read: "_local_scalar_dense",
     _mask_as_index: "the host waits for a mask",
     _mask_to_host: "a copy to the host, for which it waits",
+    _aside_unpinned: "a copy to the host, for which it waits",
+    _aside_in_turn: "a copy between host and device, for which the host waits",
 }
 
 

@@ -1,11 +1,14 @@
 """How stages come to speak with each other before the first plan."""
 
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 
-from megatron_epp.ir import Payload
+from megatron_epp.ir import Message, Payload
+from megatron_epp.runtime import link
 from megatron_epp.runtime.comm_recorder import Traffic
-from megatron_epp.runtime.link import connect
+from megatron_epp.runtime.link import Links, connect, message_device
 from tests.runtime import world
 
 STAGES = 3
@@ -44,3 +47,47 @@ def test_every_link_is_used_once_in_an_order_without_a_circle(tmp_path) -> None:
 
 def test_one_stage_has_nobody_to_speak_with() -> None:
     connect({}, 0, 1, CPU)
+
+
+# ------------------------------------------------------------------ ranks that share a GPU
+
+
+def through_the_host(rank: int, staged: bool) -> tuple[list[str], list[list[float]], int]:
+    """Two messages each way, of tensors that their sender overwrites as soon as they are sent; this
+    device stands for a GPU where ``staged``."""
+    groups = {payload: dist.new_group() for payload in Payload}
+    places = [str(message_device(groups[Payload.ACTIVATION], torch.device(d))) for d in _DEVICES]
+    here = torch.device("cpu", 0)  # another than the host's by its name
+    with patch.object(link, "message_device", lambda group, device: CPU if staged else device):
+        links = Links(groups, lambda chunk: (chunk + 2, 3), torch.float64, here)
+    way = (Payload.ACTIVATION, Payload.GRADIENT)[rank]
+    back = (Payload.GRADIENT, Payload.ACTIVATION)[rank]
+    coming = [Message(back, chunk, 1 - rank, rank) for chunk in range(2)]
+    buffers = []
+    for message in coming:
+        links.post(message)
+        buffers.append(links._posted[message.link][-1].tensor.data_ptr())
+    for chunk in range(2):
+        made = torch.full((chunk + 2, 3), 10.0 * rank + chunk, dtype=torch.float64)
+        links.send(Message(way, chunk, rank, 1 - rank), made)
+        if staged:
+            made.fill_(-1)
+    got = [links.receive(message) for message in coming]
+    same = sum(tensor.data_ptr() == buffer for tensor, buffer in zip(got, buffers, strict=True))
+    links.finish()
+    dist.barrier()
+    return places, [tensor.unique().tolist() for tensor in got], same
+
+
+_DEVICES = ("cuda:0", "cuda:1", "cpu")
+
+
+def test_gloo_carries_a_gpus_messages_through_the_hosts_memory(tmp_path) -> None:
+    for staged in (False, True):
+        folder = tmp_path / str(staged)
+        folder.mkdir()
+        results = world.run(2, through_the_host, folder, staged)
+        for rank, (places, values, same) in enumerate(results):
+            assert places == ["cpu"] * 3
+            assert values == [[10.0 * (1 - rank)], [10.0 * (1 - rank) + 1]]
+            assert same == (0 if staged else 2)  # buffers of the host are copied out of

@@ -1,4 +1,4 @@
-"""A small gloo world for tests: one spawned process per rank runs a function and reports."""
+"""A small gloo world for tests: one process per rank runs a function and reports."""
 
 import multiprocessing
 import traceback
@@ -7,6 +7,8 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from tests.forks import with_torch
 
 SECONDS = 60.0
 
@@ -22,17 +24,17 @@ def run(
     text. A rank that ended otherwise gives its exit status, as an int. ``seconds``: of silence
     until a rank is given up; more where it must import Megatron's trainer on a busy host.
     """
-    context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
-    for rank in range(ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_rank, args=(theirs, rank, ranks, folder / "meeting", function, arguments)
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+    with with_torch() as context:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank, args=(theirs, rank, ranks, folder / "meeting", function, arguments)
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
     try:
         pairs = zip(pipes, processes, strict=True)
         return [_result(pipe, process, seconds) for pipe, process in pairs]

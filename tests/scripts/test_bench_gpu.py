@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.ir import Plan, parse_records
+from tests.mcore.runs import train
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
-def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(BENCH / script), *words], capture_output=True, text=True, timeout=300
+        [sys.executable, str(BENCH / script)], capture_output=True, text=True, timeout=300
     )
 
 
@@ -29,12 +30,11 @@ def tables(text: str) -> list[list[list[str]]]:
 
 def test_a_stage_is_measured(tmp_path) -> None:
     output = tmp_path / "result.md"
-    done = run(
-        *("gpu_stage.py", "--device", "cpu", "--model", "tiny", "--repeats", "1"),
-        *("--slices", "64", "128", "--contexts", "0", "128", "--lengths", "256"),
-        *("-o", str(output)),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["--device", "cpu", "--model", "tiny", "--repeats", "1"]
+    words += ["--slices", "64", "128", "--contexts", "0", "128", "--lengths", "256"]
+    words += ["-o", str(output)]
+    done = train(words, processes=0, program=(str(BENCH / "gpu_stage.py"),))
+    assert done.status == 0, done.output
     text = output.read_text()
     assert re.match(r"## \d{4}-\d\d-\d\d, commit \w", text)
     assert "`scripts/bench/gpu_stage.py --device cpu --model tiny" in text
@@ -51,12 +51,11 @@ def test_a_stage_is_measured(tmp_path) -> None:
 
 def test_an_iteration_is_put_together(tmp_path) -> None:
     output, kept = tmp_path / "result.md", tmp_path / "kept"
-    done = run(
-        *("gpu_replay.py", "--device", "cpu", "--model", "tiny", "--layers", "4", "--pp", "2"),
-        *("--context", "256", "--documents", "6", "--budget-gib", "0.01", "--repeats", "1"),
-        *("--planners", "packing", "epp", "--keep", str(kept), "-o", str(output)),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["--device", "cpu", "--model", "tiny", "--layers", "4", "--pp", "2"]
+    words += ["--context", "256", "--documents", "6", "--budget-gib", "0.01", "--repeats", "1"]
+    words += ["--planners", "packing", "epp", "--keep", str(kept), "-o", str(output)]
+    done = train(words, processes=0, program=(str(BENCH / "gpu_replay.py"),))
+    assert done.status == 0, done.output
     ((packing, epp),) = tables(output.read_text())
     assert (packing[0], epp[0]) == ("packing", "epp") and packing[5] == "1.00"
     for row in (packing, epp):

@@ -10,16 +10,25 @@
 
 Nothing else is computed: no document sees another, no masked-out part of the context is touched.
 A slice's context part (no mask) and its own part (causal) are computed apart and merged by their
-log-sum-exp; their gradients follow from the merged one.
+log-sum-exp; their gradients follow from the merged one. In a layer with a window (window.py) only
+the tail of the context is seen, and kept (tails.py).
+
+A *sink* is a logit of every head beside those of the keys, that no value belongs to: it takes a
+part of the softmax. It needs no kernel, either: with lse' = log(exp(lse) + exp(sink)) the output
+is exp(lse - lse') times what it would be, and all gradients follow from lse' as they do from lse.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
-from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.attention.tails import Tails
+from megatron_epp.layers.attention.window import attend_window, attend_window_backward
+from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.outputs import AttendAgain
 
 
@@ -29,15 +38,26 @@ class PartsAttention:
     name = "torch"
     keeps_last = False
 
-    def __init__(self, scale: float):
-        self.scale = scale
+    def __init__(
+        self,
+        scale: float,
+        before: int | None = None,
+        sinks: Callable[[], Tensor | None] = lambda: None,
+    ):
+        self.scale, self.before, self.sinks = scale, before, sinks
+
+    def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "PartsAttention":
+        """The same of a layer in which queries see ``before`` inputs in front of them (None: all),
+        with ``sinks``: the logits of its heads' sinks, [H], or None."""
+        return PartsAttention(self.scale, before, sinks)
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
     ) -> tuple[Tensor, AttendAgain | None]:
         """The output [T, H, D]; where it is to be dropped, also the promise to make it again."""
         again = AttendAgain() if drop else None
-        return ChunkAttention.apply(q_THD, k_TGD, v_TGD, state, layer, self.scale, again), again
+        inputs = q_THD, k_TGD, v_TGD, state, layer, self.scale, again, self.before, self.sinks()
+        return ChunkAttention.apply(*inputs), again
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -58,21 +78,31 @@ class ChunkAttention(torch.autograd.Function):
         layer: int,
         scale: float,
         again: AttendAgain | None = None,
+        before: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         store = state.store
+        seeing = _Seeing(scale, before, None if sinks_H is None else sinks_H.detach())
         # The value arrives as a view of the fused QKV projection's output: saved as it is, it
         # would keep the queries and keys of before the rotary embedding alive with it.
         v_TGD = v_TGD.contiguous()
-        out_THD, lse_TH = _attend_rows(q_THD, k_TGD, v_TGD, state, layer, scale)
+        out_THD, lse_TH = _attend_rows(q_THD, k_TGD, v_TGD, state, layer, seeing)
         for rows in state.rows:
             mine = slice(rows.start, rows.stop)
-            if rows.cut and not rows.last:
+            if rows.cut and not rows.last and before is None:
                 store.append(layer, rows.span.document, rows.span.start, k_TGD[mine], v_TGD[mine])
+            elif rows.cut and not rows.last:
+                tails = seeing.tails(state, rows)
+                place, count = tails.kept(rows.span.start, rows.span.stop)
+                tail = slice(rows.stop - count, rows.stop)
+                document = rows.span.document
+                store.append(layer, document, place, k_TGD[tail], v_TGD[tail], tails.capacity)
             elif rows.cut and not state.training:
                 store.release(layer, rows.span.document)
-        ctx.state, ctx.layer, ctx.scale = state, layer, scale
+        ctx.state, ctx.layer, ctx.seeing = state, layer, seeing
         # The rows of a lone slice are in the store: what is there is not saved again.
-        ctx.kept = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
+        alone = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
+        ctx.kept = alone and before is None
         ctx.again = again
         result = (out_THD, lse_TH) if again is None else ()
         if again is not None:
@@ -92,8 +122,8 @@ class ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor):
-        state, layer, scale = ctx.state, ctx.layer, ctx.scale
-        store = state.store
+        state, layer, seeing = ctx.state, ctx.layer, ctx.seeing
+        store, scale = state.store, seeing.scale
         q_THD, k_TGD, v_TGD, saved = ChunkAttention.inputs(ctx)
         if ctx.again is None:
             out_THD, lse_TH = saved
@@ -109,6 +139,12 @@ class ChunkAttention(torch.autograd.Function):
             grad, q, out = grad_THD[mine], q_THD[mine], out_THD[mine]
             lse_HT = lse_TH[mine].transpose(0, 1)
             span = rows.span
+            if seeing.before is not None:
+                made = _window_backward(
+                    grad, q, k_TGD[mine], v_TGD[mine], out, lse_HT, state, layer, rows, seeing
+                )
+                dq_THD[mine], dk_TGD[mine], dv_TGD[mine] = made
+                continue
             dq, dk, dv = attend_backward(
                 grad, q, k_TGD[mine], v_TGD[mine], out, lse_HT, True, scale
             )
@@ -127,17 +163,92 @@ class ChunkAttention(torch.autograd.Function):
         used = state.rows[-1].stop
         for gradient in (dq_THD, dk_TGD, dv_TGD):
             gradient[used:] = 0
-        return dq_THD, dk_TGD, dv_TGD, None, None, None, None
+        dsinks_H = None
+        if seeing.sinks_H is not None and ctx.needs_input_grad[8]:
+            # Of every row the sink's share of its softmax, which nothing is gained by.
+            shares_TH = (seeing.sinks_H - lse_TH[:used]).exp()
+            gains_TH = (grad_THD[:used] * out_THD[:used]).sum(-1)
+            dsinks_H = -(shares_TH * gains_TH).sum(0).to(seeing.sinks_H.dtype)
+        return dq_THD, dk_TGD, dv_TGD, None, None, None, None, None, dsinks_H
 
 
 def _once_more(ctx: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a forward whose own were dropped."""
     q_THD, k_TGD, v_TGD, _ = ChunkAttention.inputs(ctx)
-    return _attend_rows(q_THD, k_TGD, v_TGD, ctx.state, ctx.layer, ctx.scale)
+    return _attend_rows(q_THD, k_TGD, v_TGD, ctx.state, ctx.layer, ctx.seeing)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seeing:
+    """What a query of a layer sees: ``before`` inputs in front of it, or all; a sink per head."""
+
+    scale: float
+    before: int | None
+    sinks_H: Tensor | None
+
+    def tails(self, state: ChunkState, rows: Rows) -> Tails:
+        assert self.before is not None, "a layer without a window keeps all rows"
+        return Tails(self.before, state.store.borders.get(rows.span.document))
+
+    def context(self, state: ChunkState, layer: int, rows: Rows) -> tuple[Tensor, Tensor] | None:
+        """K and V in the store that the slice's window reaches."""
+        if rows.span.start == 0:
+            return None
+        first, end = self.tails(state, rows).seen(rows.span.start)
+        return state.store.context(layer, rows.span.document, end, first)
+
+
+def _window(
+    q: Tensor, k: Tensor, v: Tensor, state: ChunkState, layer: int, rows: Rows, seeing: _Seeing
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a span in a layer with a window."""
+    assert seeing.before is not None
+    context = seeing.context(state, layer, rows)
+    if context is None and len(q) <= seeing.before + 1:
+        return attend(q, k, v, True, seeing.scale)  # all of it within one window
+    context = (k[:0], v[:0]) if context is None else context
+    return attend_window(q, k, v, context, seeing.before, seeing.scale)
+
+
+def _window_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse_HT: Tensor,
+    state: ChunkState,
+    layer: int,
+    rows: Rows,
+    seeing: _Seeing,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a span's q, k and v; its context's go to the store, and what later slices left
+    there for the span's tail comes from it."""
+    assert seeing.before is not None
+    store, span, scale = state.store, rows.span, seeing.scale
+    context = seeing.context(state, layer, rows)
+    if context is None and len(q) <= seeing.before + 1:
+        dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, True, scale)
+    else:
+        seen = (k[:0], v[:0]) if context is None else context
+        dq, dk, dv, *front = attend_window_backward(
+            grad, q, k, v, seen, out, lse_HT, seeing.before, scale
+        )
+    if rows.cut and not rows.last:
+        place, count = seeing.tails(state, rows).kept(span.start, span.stop)
+        dk_later, dv_later = store.gradient(layer, span.document, place, place + count)
+        dk[-count:] += dk_later
+        dv[-count:] += dv_later
+    if context is not None:
+        first, _ = seeing.tails(state, rows).seen(span.start)
+        store.add_window_gradient(layer, span.document, first, *front)
+    elif rows.cut:
+        store.release(layer, span.document)
+    return dq, dk, dv
 
 
 def _attend_rows(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, scale: float
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H] of every span over its own rows and its context."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -146,10 +257,17 @@ def _attend_rows(
     for rows in state.rows:
         mine = slice(rows.start, rows.stop)
         q, k, v = q_THD[mine], k_TGD[mine], v_TGD[mine]
-        out, lse = attend(q, k, v, True, scale)
-        if rows.span.start > 0:
-            context = state.store.context(layer, rows.span.document, rows.span.start)
-            out, lse = _merge(out, lse, *attend(q, *context, False, scale))
+        if seeing.before is not None:
+            out, lse = _window(q, k, v, state, layer, rows, seeing)
+        else:
+            out, lse = attend(q, k, v, True, seeing.scale)
+            if rows.span.start > 0:
+                context = state.store.context(layer, rows.span.document, rows.span.start)
+                out, lse = _merge(out, lse, *attend(q, *context, False, seeing.scale))
+        if seeing.sinks_H is not None:
+            total_HT = torch.logaddexp(lse, seeing.sinks_H.to(lse.dtype)[:, None])
+            out = (out * (lse - total_HT).exp().transpose(0, 1)[..., None]).to(out.dtype)
+            lse = total_HT
         out_THD[mine] = out
         lse_TH[mine] = lse.transpose(0, 1)
     out_THD[state.rows[-1].stop :] = 0  # padding

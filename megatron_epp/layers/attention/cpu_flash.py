@@ -41,6 +41,26 @@ def attend_backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, causal: bool
     return _apart(dq_THD, heads), dk_SGD, dv_SGD
 
 
+def attend_masked(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, mask_TS: Tensor, scale: float):
+    """As :func:`attend`; ``mask`` is added to the scores, and hides no row entirely."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_SGD, v_SGD))
+    out, lse = ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, False, attn_mask=mask_TS[None, None], scale=scale
+    )
+    return out[0].transpose(0, 1), lse[0]
+
+
+def attend_masked_backward(
+    grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, mask_TS: Tensor, scale: float
+):
+    """As :func:`attend_backward`, of :func:`attend_masked`."""
+    grad, q, k, v, out = (t.transpose(0, 1)[None] for t in (grad_THD, q_THD, k_SGD, v_SGD, out_THD))
+    gradients = ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse_HT[None], 0.0, False, attn_mask=mask_TS[None, None], scale=scale
+    )
+    return tuple(t[0].transpose(0, 1) for t in gradients)
+
+
 def _stacked(x_THD: Tensor, groups: int) -> Tensor:
     """[T, H, D] as [H / G * T, G, D]: the heads of a group one behind the other."""
     tokens, heads, size = x_THD.shape

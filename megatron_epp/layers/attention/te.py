@@ -10,7 +10,7 @@ What must be right for slices, and is easily wrong without a word (read in versi
   the whole attention (layers/attention/ulysses.py).
 
 Its autograd saves q, k and v. They are kept already, in the store or by ours, so a hook lets go of
-them and hands them back when backward runs.
+them and hands them back when backward runs. What else it saves goes through the hooks around.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.layers.attention.varlen import Borders, Operands
+from megatron_epp.layers.saved_tensors import HooksInForce
 
 MASK = "padding_causal_bottom_right"
 
@@ -130,15 +131,16 @@ class _Sources:
             self.now: list[Tensor] = [_Source.apply(nothing, x) for x in inputs]
         self._places = {x.data_ptr(): index for index, x in enumerate(self.now)}
         self._shapes = [x.shape for x in self.now]
+        self._hooks = HooksInForce()  # made before the graph's own are
 
     def pack(self, tensor: Tensor) -> Any:
         """An index in place of q, k or v."""
         index = self._places.get(tensor.data_ptr())
         whole = index is not None and tensor.shape == self._shapes[index]
-        return index if whole else tensor.detach()
+        return index if whole else self._hooks.pack(tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        return self.now[packed] if isinstance(packed, int) else packed
+        return self.now[packed] if isinstance(packed, int) else self._hooks.unpack(packed)
 
 
 class _Run:

@@ -20,7 +20,7 @@ T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, 
 """
 
 import builtins
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.outputs import AttendAgain
+from megatron_epp.layers.saved_tensors import HooksInForce
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,9 @@ class _Attend(torch.autograd.Function):
             for piece in pieces:
                 if piece.slice is not None and piece.slice.last:
                     store.release(layer, piece.slice.span.document)
-        ctx.call, ctx.kept, ctx.again = call, kept, again
+        hooks = HooksInForce()
+        ctx.call, ctx.hooks, ctx.again = call, hooks, again
+        ctx.kept = [_each_tensor(hooks.pack, needed) for needed in kept]
         if again is not None:
             again.of(ctx, _once_more)
         stored = all(piece.slice is not None for piece in pieces)
@@ -205,7 +208,7 @@ class _Attend(torch.autograd.Function):
         call: _Call = ctx.call
         q_THD, k_TGD, v_TGD = call.inputs(ctx)
         if ctx.again is None:
-            kept = ctx.kept
+            kept = [_each_tensor(ctx.hooks.unpack, needed) for needed in ctx.kept]
         else:
             _, kept = ctx.again.result()
             ctx.again.forget()
@@ -213,6 +216,11 @@ class _Attend(torch.autograd.Function):
         ctx.kept = None
         gradients = call.backward(grad_THD.contiguous(), q_THD, k_TGD, v_TGD, kept)
         return *gradients, None, None, None, None, None
+
+
+def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
+    """What a kernel needs of its forward, with ``change`` applied where that is plain tensors."""
+    return tuple(map(change, needed)) if isinstance(needed, tuple) else needed
 
 
 @dataclass(frozen=True, slots=True)

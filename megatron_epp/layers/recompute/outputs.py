@@ -73,12 +73,14 @@ class Dropped:
         """``output`` need not be kept; it is held until its consumer has taken the promise."""
         self._promises[output.data_ptr()] = output, promise
 
-    def take(self, tensor: Tensor) -> Promise | None:
-        """The promise for ``tensor`` or for the tensor that it is a view of, all of it."""
+    def take(self, tensor: Tensor, last: bool = True) -> Promise | None:
+        """The promise for ``tensor`` or for the tensor that it is a view of, all of it; ``last``:
+        nobody else in this pass will ask for it."""
         output, promise = self._promises.get(tensor.data_ptr(), (None, None))
         if output is None or output.numel() != tensor.numel():
             return None
-        del self._promises[tensor.data_ptr()]
+        if last:
+            del self._promises[tensor.data_ptr()]
         return promise
 
 

@@ -1,19 +1,23 @@
-"""Recompute chosen per chunk, stage and layer: a layer's forward, wrapped, and its modules'."""
+"""What becomes of what a layer saves, by chunk, stage and layer: its forward, wrapped, and its
+modules'."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_epp.ir import FULL, KEEP, SELECTIVE
+from megatron_epp.ir import FULL, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.recompute.offload import laid_aside
 from megatron_epp.layers.recompute.outputs import Dropped, remade, without
 
 # checkpoint(function, tensor) -> function(tensor), saving only the tensor for backward
 Checkpoint = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-EXECUTABLE = KEEP + FULL + "".join(SELECTIVE)
+ON_DEVICE = KEEP + FULL + "".join(SELECTIVE)  # choices whose bytes and seconds are a layer's own
+EXECUTABLE = ON_DEVICE + OFFLOAD
 MODULES = {letter: frozenset(modules) for letter, modules in SELECTIVE.items()}
 
 
@@ -24,9 +28,9 @@ def wrap_layer(
     checkpoint: Checkpoint,
     dropped: Dropped,
 ) -> Callable[..., tuple[Tensor, Any]]:
-    """``forward(hidden_states=..., **others)`` of layer ``index`` of the stage, recomputed where
-    the chunk's state says so. ``state_of`` finds the state among the keyword arguments; ``dropped``
-    is what the layer's wrapped modules read.
+    """``forward(hidden_states=..., **others)`` of layer ``index`` of the stage, recomputed or
+    offloaded where the chunk's state says so. ``state_of`` finds the state among the keyword
+    arguments; ``dropped`` is what the layer's wrapped modules read.
 
     The recomputation meets the chunk's K and V in the store, where they stay as they are.
     """
@@ -34,11 +38,16 @@ def wrap_layer(
     @wraps(forward)
     def wrapped(hidden_states: Tensor, **others):
         state = state_of(others)
-        choice = KEEP if state is None or not state.training else state.recompute[index]
+        if state is None or not state.training:
+            return forward(hidden_states=hidden_states, **others)
+        choice = state.recompute[index]
         if choice == FULL:
             hidden = checkpoint(lambda x: forward(hidden_states=x, **others)[0], hidden_states)
             return hidden, None
-        with dropped.by(MODULES.get(choice, frozenset())):
+        aside: AbstractContextManager[None] = nullcontext()
+        if state is not None and choice == OFFLOAD:
+            aside = laid_aside(state, index, others)
+        with aside, dropped.by(MODULES.get(choice, frozenset())):
             return forward(hidden_states=hidden_states, **others)
 
     return wrapped
@@ -81,12 +90,13 @@ def wrap_mlp(mlp: nn.Module, dropped: Dropped):
     mlp.forward = wrapped
 
 
-def wrap_consumer(linear: nn.Module, dropped: Dropped):
-    """A linear that would save what a module in front of it has dropped."""
+def wrap_consumer(linear: nn.Module, dropped: Dropped, last: bool = True):
+    """A linear that would save what a module in front of it has dropped; ``last``: the last one
+    that reads it."""
     forward = linear.forward
 
     @wraps(forward)
     def wrapped(x: Tensor, *args, **others):
-        return without(x, dropped.take(x), lambda: forward(x, *args, **others))
+        return without(x, dropped.take(x, last), lambda: forward(x, *args, **others))
 
     linear.forward = wrapped

@@ -110,6 +110,7 @@ def summary(profile: Profile) -> str:
         f"ends    output layer and loss hold {profile.last_bytes.per_token:.0f} bytes per token",
         f"link    {profile.link_latency_seconds * 1e6:.3g} us, "
         f"{profile.link_seconds_per_token * 1e9:.3g} ns per token",
+        f"host    {profile.host_bytes_per_second / 1e9:.3g} GB/s to its memory, and back",
         *(f"errors  {part}" for part in made.source.split("; ")[1:]),
     ]
     return "\n".join(lines)
@@ -136,20 +137,22 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.initialize import initialize_megatron
 
-    from megatron_epp.mcore import megatron_gpt, refusals
+    from megatron_epp.mcore import megatron_gpt, refusals, replaced
     from megatron_epp.mcore.data.row_share import RowShare
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
     from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
     from megatron_epp.mcore.process_groups import make_groups
 
-    sys.argv = ["profile", *_with_defaults(flags), "--epp", "--num-layers", str(pp),
+    flags = _with_defaults(_without_layout(flags))
+    sys.argv = ["profile", *flags, "--epp", "--num-layers", str(pp),
                 "--pipeline-model-parallel-size", str(pp),
                 "--tensor-model-parallel-size", str(tp),
                 "--context-parallel-size", str(cp)]  # fmt: skip
     read_flags()
     args = get_args()
     refusals.refuse(args)
+    replaced.warn(args)
     with refusals_as_value_errors():
         model_config = gpt_config_from_args(args)
     seams.install(seams.EPP_SEAMS)
@@ -176,6 +179,26 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     profile = obtain(args, config, model, groups, RowShare.of(args))
     if groups.control.rank() == 0:
         profile.save(output)
+
+
+# How a training lays its layers over the stages; here every stage has one.
+_LAYOUT = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+           "--pipeline-model-parallel-layout")  # fmt: skip
+
+
+def _without_layout(flags: Sequence[str]) -> list[str]:
+    """``flags`` without those that say which stage has which layers, and without their values."""
+    kept, skips = [], False
+    for word in flags:
+        name, _, value = word.partition("=")
+        if skips and not word.startswith("--"):
+            skips = False
+        elif name in _LAYOUT:
+            skips = not value
+        else:
+            kept.append(word)
+            skips = False
+    return kept
 
 
 def _with_defaults(flags: Sequence[str]) -> list[str]:

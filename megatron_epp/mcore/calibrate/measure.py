@@ -21,11 +21,13 @@ from megatron_epp.cost.fit import Sample, fit_profile, line_above
 from megatron_epp.cost.models import Layer, Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.layers.recompute.wrap import ON_DEVICE
+from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
 from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.link import receive_now, send_now
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,7 @@ class Readings:
     module_seconds  by name of a selective set's module: of one layer, per token
     link            (tokens of a message, seconds)
     split           backwards whole and in halves
+    host_rate       bytes per second to the host's memory
     """
 
     forward: list[Sample] = dataclasses.field(default_factory=list)
@@ -153,6 +156,7 @@ class Readings:
     module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     split: list[Split] = dataclasses.field(default_factory=list)
+    host_rate: float = 0.0
 
 
 def calibrate(
@@ -197,6 +201,7 @@ def calibrate(
             readings.split += measure_split(mine, large, _sizes(probe, context)[-2:])
         if first:
             _measure_links(probe, groups, readings)
+            readings.host_rate = host_rate(probe, groups)
         every: list = [None] * groups.control.size()
         dist.all_gather_object(every, readings, group=groups.control)
         of_kinds[kind] = every
@@ -243,7 +248,7 @@ def _measure_layer_bytes(
     probe: Probe, readings: Readings, tokens: int, fits_line: bool, window: int
 ):
     """``fits_line``: whether what is held from F to B is one of the fit's samples."""
-    for letter in EXECUTABLE:
+    for letter in ON_DEVICE:
         for cut in (False, True):
             shape = Shape(tokens, cut=cut)
             measured = _weighed(probe, shape, letter)
@@ -366,11 +371,11 @@ def _measure_links(probe: Probe, groups: Groups, readings: Readings):
             began = probe.now()
             there, back = groups.payload[Payload.ACTIVATION], groups.payload[Payload.GRADIENT]
             if groups.stage == 0:
-                dist.send(tensor, group=there, group_dst=second)
-                dist.recv(tensor, group=back, group_src=second)
+                send_now(tensor, there, second)
+                receive_now(tensor, back, second)
             else:
-                dist.recv(tensor, group=there, group_src=first)
-                dist.send(tensor, group=back, group_dst=first)
+                receive_now(tensor, there, first)
+                send_now(tensor, back, first)
             if repeat:
                 readings.link.append((tokens, (probe.now() - began) / 2))
 
@@ -428,7 +433,7 @@ def _fitted(
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
         recompute_seconds=_recompute_seconds(every, profile),
         saved_bytes={
-            letter: profile.saved_bytes[letter if letter in EXECUTABLE else KEEP]
+            letter: profile.saved_bytes[letter if letter in ON_DEVICE else KEEP]
             for letter in profile.saved_bytes
         },
         first_bytes=_alike(profile.first_bytes),
@@ -441,7 +446,7 @@ def _fitted(
         last_workspace_tokens=float(probe.head_tokens),
         recompute_workspace_bytes=again,
         forward_workspace_bytes=forward,
-        host_bytes_per_second=0.0,  # nothing was copied to the host, and training offloads nothing
+        host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
     )

@@ -239,7 +239,8 @@ class Probe:
             self._answer(store)
             kept = scale.held()
             again = self.now()
-            output.backward(gradient)
+            if output.requires_grad:  # a frozen embedding's does not
+                output.backward(gradient)
             stop = self.now()
             backward_peak, waiting = scale.peak(), scale.held()
             late = self.now()

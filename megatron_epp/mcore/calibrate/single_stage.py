@@ -33,6 +33,7 @@ from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, SavedBytesMeter
 
 
@@ -189,8 +190,13 @@ def replay(alone: Alone, model: Any, plan: Plan, stage: int, repeats: int) -> tu
     return tuple(records)
 
 
-def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, ...]:
-    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
+def run_stage(
+    alone: Alone, model: Any, plan: Plan, stage: int, host: HostStore | None = None
+) -> tuple[Timed, ...]:
+    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer.
+
+    ``host``: where offloaded layers lie, for those who ask it afterwards.
+    """
     from megatron_epp.mcore.model.early_head import early_head
 
     config = get_model_config(model)
@@ -210,7 +216,9 @@ def run_stage(alone: Alone, model: Any, plan: Plan, stage: int) -> tuple[Timed, 
     model.zero_grad_buffer()
     clock.start()
     early = early_head(alone.args)
-    with ModelStage(model, config, forward_step, feed, plan, store, early) as compute:
+    host = HostStore(alone.device, parameters=model.parameters()) if host is None else host
+    host.meter = meter
+    with ModelStage(model, config, forward_step, feed, plan, store, early, host) as compute:
         executor = Executor(
             lower_stage(plan, stage), compute, links, store, clock, meter, Waiting(stage)
         )  # fmt: skip

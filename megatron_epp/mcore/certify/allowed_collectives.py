@@ -110,6 +110,36 @@ SCHEDULE = (
         "around the attention of every layer run, recomputed ones again; as often in backward",
     ),
     Listed(
+        "expert exchange",
+        "EXPERT_(TENSOR_AND_MODEL|MODEL|TENSOR)_PARALLEL_GROUP",
+        r"megatron\.core\.(tensor_parallel|transformer\.moe)\..*",
+        "rows to their experts and back; once per layer run, recomputed ones again",
+    ),
+    Listed(
+        "expert gradient reduction",
+        "EXPERT_DATA_PARALLEL_GROUP.*",
+        _from(_BUCKETS + "start_grad_sync"),
+        "over the ranks that hold the same experts, as the gradient reduction",
+    ),
+    Listed(
+        "expert parameter gather",
+        "EXPERT_DATA_PARALLEL_GROUP.*",
+        _from(_BUCKETS + "start_param_sync"),
+        "what the distributed optimizer updated in parts",
+    ),
+    Listed(
+        "tokens of documents per expert",
+        "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+        _from("megatron_epp.layers.experts.ledger.Ledger"),
+        "for auxiliary losses, all layers at once: when a chunk's backward meets documents anew",
+    ),
+    Listed(
+        "expert bias",
+        "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+        _from("megatron.core.transformer.moe.moe_utils.get_updated_expert_bias"),
+        "tokens per expert over the whole batch, which move the biases",
+    ),
+    Listed(
         "tensor parallelism",
         "TENSOR_MODEL_PARALLEL_GROUP",
         r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.wgrad)\..*",
@@ -155,6 +185,12 @@ TRAINER = (
         "default_pg",
         _from(_MCORE + "rerun_state_machine"),
         "whether a rank wants the iteration again (--rerun-mode)",
+    ),
+    Listed(
+        "losses of routers for the log",
+        "PIPELINE_MODEL_PARALLEL_GROUP|TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+        _from(_MCORE + "transformer.moe.moe_logging.MoEMetricsTracker._sync_metrics"),
+        "over the stages, and over the ranks that share documents",
     ),
     Listed(
         "timers",

@@ -5,11 +5,12 @@ from random import Random
 
 import numpy
 
-from megatron_epp.ir import KEEP, SELECTIVE, Kind, Op, Plan, Step, slices_of
+from megatron_epp.ir import KEEP, OFFLOAD, SELECTIVE, Chunk, Kind, Op, Plan, Step, slices_of
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.scale_down import CONTEXT
 
 MASKED = 0.15  # share of tokens that carry no loss
+TURN = 8  # inputs of a turn, about, where a document is a conversation
 LONGEST = 60  # below the context: its end is not special
 
 
@@ -58,6 +59,36 @@ class Drawn:
     def loss_tokens(self) -> int:
         return int(sum(mask.sum() for mask in self.loss_masks))
 
+    @property
+    def untargeted(self) -> "Untargeted":
+        """What of the step holds no target: nothing of its loss, and gradients of zero."""
+        slices = chunks = replicas = 0
+        for plan, deal in zip(self.step.plans, self.step.deals, strict=True):
+            has_target = [
+                [self.loss_masks[deal[span.document]][span.start : span.stop].any()
+                 for span in chunk.spans]
+                for chunk in plan.chunks
+            ]  # fmt: skip
+            cut = slices_of(plan).document
+            slices += sum(
+                not found
+                for chunk, document, every in zip(plan.chunks, cut, has_target, strict=True)
+                for span, found in zip(chunk.spans, every, strict=True)
+                if span.document == document
+            )
+            chunks += sum(not any(every) for every in has_target)
+            replicas += not any(map(any, has_target))
+        return Untargeted(slices, chunks, replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Untargeted:
+    """Slices of cut documents, chunks and replicas without any target."""
+
+    slices: int = 0
+    chunks: int = 0
+    replicas: int = 0
+
 
 def draw(seed: int, number: int, frame: Frame) -> Drawn:
     """Batch ``number``: the same on every process that asks for it."""
@@ -65,10 +96,6 @@ def draw(seed: int, number: int, frame: Frame) -> Drawn:
     lengths = _lengths(number, random, frame.replicas)
     generator = numpy.random.default_rng([seed, number])
     tokens = tuple(generator.integers(0, frame.vocabulary, length + 1) for length in lengths)
-    loss_masks = tuple(
-        (generator.random(length) >= MASKED).astype(numpy.float32) for length in lengths
-    )
-    loss_masks[0][0] = 1  # a batch without a label has no loss
     # None, some or all backwards are split.
     share = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
     deals = _deals(len(lengths), frame.replicas, random)
@@ -84,9 +111,50 @@ def draw(seed: int, number: int, frame: Frame) -> Drawn:
         )
         for replica, deal in enumerate(deals)
     )
+    step = Step(deals, plans)
     return Drawn(
-        tokens, loss_masks, Step(deals, plans), Step(deals, tuple(map(forwards_of, plans)))
+        tokens,
+        _loss_masks(number, generator, step),
+        step,
+        Step(deals, tuple(map(forwards_of, plans))),
     )
+
+
+def _loss_masks(
+    number: int, generator: numpy.random.Generator, step: Step
+) -> tuple[numpy.ndarray, ...]:
+    """[inputs] float32 of every document. Half of the batches have scattered holes; a quarter has
+    turns, as conversations, so that slices and ranks' rows are left without any target; a quarter
+    has a whole chunk, and where there are several replicas a whole replica, without any.
+    """
+    lengths = step.lengths
+    holes = tuple((generator.random(length) >= MASKED).astype(numpy.float32) for length in lengths)
+    holes[0][0] = 1  # a batch without a label has no loss
+    kind = (number + number // 8) % 4  # every mixture of lengths meets every kind
+    if kind < 2:
+        return holes
+    if kind == 2:
+        for mask in holes:
+            # Borders of the turns; every second one, beginning with the first, is not learnt.
+            borders = numpy.flatnonzero(generator.random(len(mask)) < 1 / TURN)
+            asked = numpy.searchsorted(borders, numpy.arange(len(mask)), side="right") % 2 == 0
+            mask[asked] = 0
+        holes[0][-1] = 1
+        return holes
+    for plan, deal in zip(step.plans, step.deals, strict=True):
+        blank = [chunk for chunk in plan.chunks if not _first_input(chunk, deal)]
+        if 0 in deal:
+            blank = blank and [blank[generator.integers(len(blank))]]
+        # Else the whole replica: the one label that there must be is another's.
+        chosen = [span for chunk in blank for span in chunk.spans]
+        for span in chosen:
+            holes[deal[span.document]][span.start : span.stop] = 0
+    return holes
+
+
+def _first_input(chunk: Chunk, deal: tuple[int, ...]) -> bool:
+    """Whether it holds the first input of the batch's document 0."""
+    return any(deal[span.document] == 0 and span.start == 0 for span in chunk.spans)
 
 
 def _lengths(number: int, random: Random, replicas: int) -> list[int]:
@@ -129,6 +197,7 @@ class Coverage:
     """What a step makes the executor do, in numbers.
 
     cut         documents in several slices          window      most chunks in flight on a stage
+    offloaded   layers of all chunks and stages, which are not among those recomputed
     packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages,
     halved      backwards run as I and W             selective   those of them in part
     """
@@ -141,6 +210,7 @@ class Coverage:
     hybrid: int
     recomputed: int
     selective: int
+    offloaded: int
     layers: int
     halved: int
     window: int
@@ -156,8 +226,9 @@ class Coverage:
             packed=kinds.count("packed"),
             split=kinds.count("split"),
             hybrid=kinds.count("hybrid"),
-            recomputed=sum(letter != KEEP for letter in letters),
+            recomputed=sum(letter not in (KEEP, OFFLOAD) for letter in letters),
             selective=sum(letter in SELECTIVE for letter in letters),
+            offloaded=letters.count(OFFLOAD),
             layers=len(letters),
             halved=sum(
                 op.kind is Kind.WEIGHT

@@ -3,10 +3,10 @@
 Importing this must stay light: the environment is set before torch is imported.
 """
 
+import multiprocessing
 import os
 import sys
 import threading
-import time
 import traceback
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
@@ -19,18 +19,15 @@ from megatron_epp.mcore.certify.protocol import PLAIN, Failed, InputRefused, Rol
 def serve(requests: Connection, role: Role) -> None:
     """Answer ``(method, arguments)`` with the method's result, until the pipe is closed."""
     _redirect(role.log)
-    # A GPU of this host stays out of it: float64 on the CPU is what the comparison is made in.
-    os.environ.update(
-        OMP_NUM_THREADS="1",
-        CUDA_VISIBLE_DEVICES="",
-        RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_RANK="0",
-    )
+    os.environ.update(OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    if role.on_gpu:
+        # float64 is compared; what is compiled for it takes minutes and computes the same.
+        os.environ.update(LOCAL_RANK=str(role.rank), TORCHDYNAMO_DISABLE="1")
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    parent = os.getppid()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     server: Any = None
     with ExitStack() as until_the_end:
         while True:
@@ -43,7 +40,7 @@ def serve(requests: Connection, role: Role) -> None:
                     server = _server(role, until_the_end)
                 answer = getattr(server, method)(*arguments)
             except Exception as error:
-                answer = _failure(error, role)
+                answer = _failure(error, role.rank == PLAIN or server is None, role)
             requests.send(answer)
 
 
@@ -55,18 +52,27 @@ def _redirect(log: Path) -> None:
     sys.stdout = sys.stderr = stream
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "started by multiprocessing"
+    parent.join()
     os._exit(1)
 
 
 def _server(role: Role, until_the_end: ExitStack) -> Any:
-    from megatron_epp.mcore.patching import cpu_host, seams
+    from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
+    if role.on_gpu:
+        _require_gpu(role.rank)
+        cuda_host.prepare(["--epp", "--pipeline-model-parallel-size", str(role.ranks)])
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     until_the_end.enter_context(cpu_host.double_precision())
+    if role.loop:
+        from megatron_epp.mcore.certify.loops.plain import PlainLoop
+        from megatron_epp.mcore.certify.loops.rank import LoopRank
+
+        return PlainLoop(role) if role.rank == PLAIN else LoopRank(role)
     if role.rank == PLAIN:
         from megatron_epp.mcore.certify.reference import Plain
 
@@ -76,10 +82,20 @@ def _server(role: Role, until_the_end: ExitStack) -> Any:
     return Rank(role)
 
 
-def _failure(error: Exception, role: Role) -> InputRefused | Failed:
+def _require_gpu(rank: int) -> None:
+    from torch.cuda import device_count
+
+    if device_count() <= rank:
+        raise ValueError(
+            f"--device cuda: every rank needs a GPU, rank {rank} too; this host has "
+            f"{device_count()}: certify fewer ranks, or leave the flag out"
+        )
+
+
+def _failure(error: Exception, reads_input: bool, role: Role) -> InputRefused | Failed:
     from megatron_epp.mcore.job_exit import is_users_mistake
 
-    if role.rank == PLAIN and is_users_mistake(error):
+    if reads_input and is_users_mistake(error):
         return InputRefused(str(error))
     traceback.print_exc()
     place = traceback.extract_tb(error.__traceback__)[-1]

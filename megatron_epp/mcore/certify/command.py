@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_epp.control.files import scratch_folder
-from megatron_epp.mcore.certify.batches import Coverage, draw
+from megatron_epp.mcore.certify.batches import Coverage, Untargeted, draw
 from megatron_epp.mcore.certify.compare import worst_gradient
 from megatron_epp.mcore.certify.processes import ChildLost, Children
 from megatron_epp.mcore.certify.protocol import (
@@ -27,6 +27,7 @@ from megatron_epp.mcore.certify.protocol import (
     Reference,
     Role,
 )
+from megatron_epp.mcore.certify.routing import differences
 from megatron_epp.mcore.certify.scale_down import Degrees
 
 BOUND = 1e-12
@@ -42,21 +43,24 @@ GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type lea
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is to be certified. ``models``: Megatron's flags of each; batches go to them in turn."""
+    """What is to be certified. ``models``: Megatron's flags of each; batches go to them in turn.
+    ``lora_rank``: of adapters on the frozen model; 0: none."""
 
     degrees: Degrees
     models: tuple[tuple[str, ...], ...]
     batches: int = 20
     seed: int = 1234
     overlap: bool = False
+    lora_rank: int = 0
     patience_seconds: float = 300.0
     interfere: Path | None = None
+    device: str = "cpu"
 
     def __post_init__(self):
-        for name, least in (("batches", 1), ("seed", 0), ("patience_seconds", 1)):
+        for name, least in (("batches", 1), ("seed", 0), ("lora_rank", 0), ("patience_seconds", 1)):
             value = getattr(self, name)
             if value < least:
-                flag = "--timeout" if name == "patience_seconds" else f"--{name}"
+                flag = "--timeout" if name == "patience_seconds" else "--" + name.replace("_", "-")
                 raise ValueError(f"{flag} {value}: expected at least {least}")
         for name in ("pp", "tp", "dp", "cp"):
             if getattr(self.degrees, name) < 1:
@@ -70,20 +74,26 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One batch: what it made the executor do, and how far it is from the plain model."""
+    """One batch: what it made the executor do, and how far it is from the plain model.
+
+    problems   what went otherwise than planned        routing   how routers differ (routing.py)
+    """
 
     number: int
     coverage: Coverage
+    untargeted: Untargeted = field(default_factory=Untargeted)
     messages: int = 0
     loss_error: float = float("inf")
     gradient_error: float = float("inf")
     parameter: str = ""
     collectives: Counter[str] = field(default_factory=Counter)
     problems: tuple[str, ...] = ()
+    routing: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        return not self.problems and self.loss_error <= BOUND and self.gradient_error <= BOUND
+        fine = not self.problems and not self.routing
+        return fine and self.loss_error <= BOUND and self.gradient_error <= BOUND
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,7 +120,7 @@ def certify(trial: Trial, show: Callable[[str], None] = lambda line: None) -> li
         everybody = (PLAIN, *range(trial.degrees.ranks))
         roles = [
             Role(one, trial.degrees.ranks, trial.seed, folder, trial.patience_seconds,
-                 trial.interfere)
+                 trial.interfere, trial.device)
             for one in everybody
         ]  # fmt: skip
         children = until_the_end.enter_context(Children(roles))
@@ -128,14 +138,20 @@ def certify(trial: Trial, show: Callable[[str], None] = lambda line: None) -> li
 
 
 def _prepare(children: Children, flags: tuple[str, ...], trial: Trial) -> Prepared:
-    prepared = children.ask([PLAIN], "prepare", flags, trial.degrees, trial.overlap)[PLAIN]
+    prepared = children.ask(
+        [PLAIN], "prepare", flags, trial.degrees, trial.overlap, trial.lora_rank
+    )[PLAIN]
     if isinstance(prepared, InputRefused):
         raise ValueError(prepared.reason)
     if isinstance(prepared, Failed):
         raise ChildLost(f"{prepared.reason}\n{prepared.traceback}")
     ranks = range(trial.degrees.ranks)
-    answers = children.ask(ranks, "prepare", prepared.args, prepared.frame, prepared.weights)
+    answers = children.ask(
+        ranks, "prepare", prepared.args, prepared.frame, prepared.weights, trial.lora_rank
+    )
     for answer in answers.values():
+        if isinstance(answer, InputRefused):
+            raise ValueError(answer.reason)
         if isinstance(answer, Failed):
             raise ChildLost(f"{answer.reason}\n{answer.traceback}")
     return prepared
@@ -161,12 +177,16 @@ def _batch(children: Children, number: int, prepared: Prepared, trial: Trial) ->
     return Judged(
         number,
         coverage,
+        drawn.untargeted,
         messages=sum(one.messages for one in computed) // 2,
         loss_error=max(abs(loss - reference.loss) / abs(reference.loss) for loss in losses),
         gradient_error=worst.error,
         parameter=worst.name,
         collectives=sum((one.collectives for one in computed), Counter()),
         problems=tuple(problem for one in computed for problem in one.problems),
+        routing=tuple(
+            differences([one.routed for one in computed], reference.routed, trial.degrees.dp, BOUND)
+        ),
     )
 
 
@@ -189,6 +209,7 @@ _COLUMNS = (
     ("window", 6),
     ("I+W", 4),
     ("recomputed", 10),
+    ("offloaded", 9),
     ("messages", 8),
     ("loss error", 10),
     ("gradient", 8),
@@ -210,13 +231,16 @@ def row(judged: Judged) -> str:
         str(coverage.window),
         str(coverage.halved),
         f"{coverage.recomputed}/{coverage.layers}",
+        str(coverage.offloaded),
         str(judged.messages),
         f"{judged.loss_error:.1e}",
         f"{judged.gradient_error:.1e}",
     ]
     widths = (width for _, width in _COLUMNS)
     line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "\n        ".join([f"{line}  {judged.parameter}".rstrip(), *judged.problems])
+    return "\n        ".join(
+        [f"{line}  {judged.parameter}".rstrip(), *judged.problems, *judged.routing]
+    )
 
 
 def verdict(judged: Sequence[Judged]) -> str:
@@ -224,12 +248,16 @@ def verdict(judged: Sequence[Judged]) -> str:
     collectives = sum((batch.collectives for batch in judged), Counter())
     issued = ", ".join(f"{name} {count}" for name, count in sorted(collectives.items()))
     every = [batch.coverage for batch in judged]
+    blank = [batch.untargeted for batch in judged]
     lines = [
         f"chunks: {sum(c.packed for c in every)} packed, {sum(c.split for c in every)} split, "
         f"{sum(c.hybrid for c in every)} hybrid; up to {max(c.window for c in every)} in flight on "
         f"a stage; {sum(c.recomputed for c in every)} of {sum(c.layers for c in every)} layers "
-        f"recomputed, {sum(c.selective for c in every)} in part; {sum(c.halved for c in every)} "
-        "backwards in two halves",
+        f"recomputed, {sum(c.selective for c in every)} in part, "
+        f"{sum(c.offloaded for c in every)} offloaded; {sum(c.halved for c in every)} backwards in "
+        "two halves",
+        f"without any target: {sum(u.slices for u in blank)} slices, "
+        f"{sum(u.chunks for u in blank)} chunks, {sum(u.replicas for u in blank)} replicas",
         f"collectives: {issued or 'none'}",
     ]
     failed = [str(batch.number) for batch in judged if not batch.passed]
@@ -276,11 +304,25 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         help="reduce gradients while backward runs, sharded over the replicas",
     )
     parser.add_argument(
+        "--lora-rank",
+        type=int,
+        default=0,
+        metavar="R",
+        help="freeze the model and train low-rank adapters around its linears (default: 0, none)",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         default=300.0,
         metavar="SECONDS",
         help="the longest silence of a process before all are ended (default: 300)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: a GPU for each rank, messages over NCCL; the plain model stays on the CPU, and "
+        "attention is computed as it is written in books, in float64 (default: cpu)",
     )
     chosen, flags = parser.parse_known_args(arguments)
     own, _ = _degree_flags().parse_known_args(flags)
@@ -291,7 +333,16 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         _first(chosen.cp, own.context_parallel_size, 1),
     )
     models = (tuple(flags),) if flags else _defaults(degrees)
-    return Trial(degrees, models, chosen.batches, chosen.seed, chosen.overlap, chosen.timeout)
+    return Trial(
+        degrees,
+        models,
+        chosen.batches,
+        chosen.seed,
+        chosen.overlap,
+        chosen.lora_rank,
+        chosen.timeout,
+        device=chosen.device,
+    )
 
 
 def _first(*values: int | None) -> int:

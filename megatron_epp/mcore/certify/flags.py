@@ -76,6 +76,8 @@ _NOT_PLAIN: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
     "sequence_parallel": False,
     "use_distributed_optimizer": False,
     "overlap_grad_reduce": False,
@@ -89,8 +91,9 @@ _NOT_PLAIN: dict[str, Any] = {
 
 
 def parsed(flags: Sequence[str]) -> Namespace:
-    """``flags`` as Megatron's parser reads them. ValueError: one line."""
-    with refusals_as_value_errors(), _command_line(flags):
+    """``flags`` as Megatron's parser reads them, with --epp: those whose job a plan does are taken
+    out. ValueError: one line."""
+    with refusals_as_value_errors(), _command_line([*flags, "--epp"]):
         return parse_args(prepare_parser)
 
 
@@ -121,7 +124,7 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool) -> Scaled:
     return Scaled(tiny.layers, elastic, _validated(raw, tiny.values | _NOT_PLAIN, 1))
 
 
-def describe(layers: tuple[int, ...], args: Namespace) -> str:
+def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     """The small model in one line."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     words = [
@@ -135,10 +138,38 @@ def describe(layers: tuple[int, ...], args: Namespace) -> str:
         "untied" if args.untie_embeddings_and_output_weights else "tied",
     ]
     words += ["qk-layernorm"] * args.qk_layernorm
+    words += experts_in_words(args) + _window_in_words(args)
     words += ["sequence parallel"] * args.sequence_parallel
     words += ["distributed optimizer"] * args.use_distributed_optimizer
     words += ["overlapped reduction"] * args.overlap_grad_reduce
+    words += [f"frozen, with adapters of rank {lora_rank}"] * bool(lora_rank)
     return ", ".join(words)
+
+
+def experts_in_words(args: Namespace) -> list[str]:
+    if not args.num_experts:
+        return []
+    ranks = args.expert_model_parallel_size
+    kinds = args.moe_router_load_balancing_type
+    words = [f"{args.num_experts} experts, {args.moe_router_topk} of a token, over {ranks} ranks"]
+    words += [args.moe_router_score_function]
+    words += ["shared experts"] * bool(args.moe_shared_expert_intermediate_size)
+    words += [f"{args.moe_router_num_groups} groups"] * bool(args.moe_router_num_groups)
+    words += ["expert bias"] * args.moe_router_enable_expert_bias
+    words += [kinds if isinstance(kinds, str) else " and ".join(kinds)]
+    words += ["z-loss"] * bool(args.moe_z_loss_coeff)
+    if isinstance(args.moe_layer_freq, list):
+        words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]
+    return words
+
+
+def _window_in_words(args: Namespace) -> list[str]:
+    words = [f"{args.softmax_type} sinks"] * (args.softmax_type != "vanilla")
+    if args.window_size:
+        pattern = args.window_attn_skip_freq
+        layers = "" if pattern is None else f" in layers {''.join('fw'[kind] for kind in pattern)}"
+        words.append(f"windows of {args.window_size[0]} in front{layers}")
+    return words
 
 
 def _layout(raw: Namespace) -> list[list[str]] | None:

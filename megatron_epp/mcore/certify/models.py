@@ -19,13 +19,14 @@ from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
 
 from megatron_epp.mcore import megatron_gpt
+from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
 
 
-def join(meeting: Path, rank: int, ranks: int, patience: timedelta) -> None:
-    """Join a gloo world of ``ranks`` that meets at a file: no port to be taken by somebody else."""
+def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
+    """Join a world of ``ranks`` that meets at a file: no port to be taken by somebody else."""
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=meeting.as_uri(),
         rank=rank,
         world_size=ranks,
@@ -42,6 +43,8 @@ def begin(args: Namespace, seed: int) -> None:
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         get_embedding_ranks=megatron_gpt.embedding_ranks,
         create_gloo_process_groups=args.use_gloo_process_groups,
@@ -58,13 +61,15 @@ def plain_model(args: Namespace) -> GPTModel:
     )
 
 
-def elastic_model(args: Namespace, install: Callable[[Any], None]) -> Any:
+def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: int = 0) -> Any:
     """This rank's stage in Megatron's DDP, wired as ``train`` wires it (training/training.py:3530);
-    ``install`` hooks the job into the model's configuration.
+    ``install`` hooks the job into the model's configuration, after whoever puts adapters there.
     """
     description = gpt_config_from_args(args)
     if args.context_parallel_size > 1:
         allow_context_parallelism(description)
+    if lora_rank:
+        description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])
     install(description)
     (model,) = description.get_builder_cls()(description).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),

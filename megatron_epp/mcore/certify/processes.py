@@ -1,9 +1,11 @@
 """The certificate's processes: started, asked, and ended whatever happens."""
 
 import multiprocessing
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +15,11 @@ from megatron_epp.mcore.certify.protocol import Failed, Role
 # After one rank has failed, how long the others may still answer: they wait for its messages.
 GRACE_SECONDS = 5.0
 _SHOWN_LINES = 20
+PRELOADED = (
+    "megatron_epp.mcore.patching.preloaded",
+    "megatron_epp.mcore.certify.rank",
+    "megatron_epp.mcore.certify.reference",
+)
 
 
 class ChildLost(RuntimeError):
@@ -29,8 +36,8 @@ class Children:
         self._processes: dict[int, Any] = {}
 
     def __enter__(self) -> "Children":
-        # Spawned, not forked: a child must set its environment before it imports torch.
-        context = multiprocessing.get_context("spawn")
+        device = "cuda" if any(role.on_gpu for role in self.roles.values()) else "cpu"
+        context = start_context(device)
         for rank, role in self.roles.items():
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, role), daemon=True)
@@ -102,3 +109,17 @@ class Children:
             process.join(GRACE_SECONDS)
             first = f"{role.name} ended with status {process.exitcode}"
             raise ChildLost("\n".join([first, *self._said(rank)[-_SHOWN_LINES:]])) from error
+
+
+def start_context(device: str = "cpu") -> ForkServerContext | SpawnContext:
+    """How processes are started: forked from one that has imported Megatron already, on the CPU.
+
+    Importing it takes each process seconds of a core, and there are more processes than cores.
+    Elsewhere than on Linux a fork of a process with torch in it is not safe, and on a GPU each has
+    to make its own context: there each starts from nothing.
+    """
+    if sys.platform != "linux" or device == "cuda":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context

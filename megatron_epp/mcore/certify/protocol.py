@@ -3,7 +3,7 @@
 import runpy
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy
 
 from megatron_epp.mcore.certify.batches import Frame
 from megatron_epp.mcore.certify.compare import Shard
+from megatron_epp.mcore.certify.routing import Routed
 
 PLAIN = -1  # the rank of the process with the plain model
 
@@ -20,9 +21,11 @@ PLAIN = -1  # the rank of the process with the plain model
 class Role:
     """Which process this is. ``folder`` holds its log and the file at which ranks meet.
 
+    ``device``: cpu, or cuda where every rank has a GPU of its own.
+
     ``interfere``: a Python file for tests that break the executor or put parts in its place: its
     ``around(number)`` is a context for the computation of batch ``number``, its ``HOOKS``
-    (setup.py) are the job's. It may define either.
+    (setup.py) are the job's. It may define either. ``loop``: the ranks are a training loop's.
     """
 
     rank: int
@@ -31,6 +34,13 @@ class Role:
     folder: Path
     patience_seconds: float
     interfere: Path | None = None
+    device: str = "cpu"
+    loop: bool = False
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this process computes on a GPU: the plain model never does."""
+        return self.device == "cuda" and self.rank != PLAIN
 
     @property
     def patience(self) -> timedelta:
@@ -79,10 +89,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Loss per token, and the gradient of every weight of the whole model by its key."""
+    """Loss per token, and the gradient of every weight of the whole model by its key; buffers, such
+    as the experts' biases, as they are afterwards."""
 
     loss: float
     gradients: Mapping[str, numpy.ndarray]
+    routed: Routed = field(default_factory=Routed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +107,7 @@ class Computed:
     messages         sent and received in training
     collectives      issued in training, by their name on the list (allowed_collectives.py)
     problems         what went otherwise than planned, one line each
+    routed           what its routers left beside gradients
     """
 
     training_loss: tuple[float, float]
@@ -103,3 +116,4 @@ class Computed:
     messages: int
     collectives: Counter[str]
     problems: list[str]
+    routed: Routed = field(default_factory=Routed)

@@ -5,25 +5,37 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.utils import get_model_config
 
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.ir import Kind, Plan, Program, Step, Transfer, lower
+from megatron_epp.ir import OFFLOAD, Kind, Plan, Program, Step, Transfer, lower
+from megatron_epp.layers.attention.reference import PlainKernel
+from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
+from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.allowed_collectives import name_of
 from megatron_epp.mcore.certify.batches import Drawn, Frame, draw
 from megatron_epp.mcore.certify.models import begin, elastic_model, join
 from megatron_epp.mcore.certify.protocol import Computed, Role
+from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic, Transferred
+
+
+def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
+    """Attention of GPUs, whose own kernels do not know float64, by plain scores."""
+    return VarlenAttention(PlainKernel(Heads.of(config).scale))
 
 
 class DrawnSteps:
@@ -68,12 +80,17 @@ class Rank:
 
     def __init__(self, role: Role):
         self.seed = role.seed
-        join(role.folder / "meeting", role.rank, role.ranks, role.patience)
+        backend = "nccl" if role.on_gpu else "gloo"
+        join(role.folder / "meeting", role.rank, role.ranks, role.patience, backend)
         interference = role.interference()
         self.around = interference.get("around", lambda number: nullcontext())
         self.hooks = interference.get("HOOKS", setup.Hooks())
+        if role.on_gpu:
+            self.hooks = replace(self.hooks, attention_for=exact_attention)
 
-    def prepare(self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray]) -> None:
+    def prepare(
+        self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray], lora_rank: int
+    ) -> None:
         seams.install(seams.EPP_SEAMS)
         self.args, self.frame = pickle.loads(args), frame
         self.args.rank = dist.get_rank()
@@ -81,7 +98,9 @@ class Rank:
         hooks = replace(self.hooks, make_steps=lambda place, model: self.steps)
         job = setup.Job(self.args, Config.of(self.args), hooks)
         begin(self.args, self.seed)
-        self.model = elastic_model(self.args, job.install)
+        self.model = elastic_model(self.args, job.install, lora_rank)
+        self.routing, config = RoutingNotes(self.model), get_model_config(self.model)
+        config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
         self.groups, self.share = self.schedule.runner.groups, self.schedule.runner.share
         fill(self.model.module, weights)
@@ -103,14 +122,19 @@ class Rank:
         pairs = zip(traffic.collectives, names, strict=True)
         unlisted = sorted({f"not on the list: {one}" for one, name in pairs if name is None})
         self._gather_gradients()
-        gradients = shards(self.model.module, lambda parameter: parameter.main_grad)
+        gradients = shards(self.model.module, lambda one: gradient(one, "main_grad"))
         return Computed(
             training_loss,
             evaluation_loss,
             gradients,
             len(traffic.messages),
             Counter(name for name in names if name is not None),
-            [*self._unplanned(drawn.step, traffic.messages), *unlisted],
+            [
+                *self._unplanned(drawn.step, traffic.messages),
+                *unlisted,
+                *self._not_offloaded(drawn.step),
+            ],
+            self.routing.taken(),
         )
 
     def _run(self, drawn: Drawn, forward_only: bool) -> tuple[float, float]:
@@ -135,11 +159,23 @@ class Rank:
         """Make every rank's gradient buffer whole: sharded reduction leaves it a part of each."""
         if not self.args.use_distributed_optimizer:
             return
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-        for buffer in self.model.buffers:
-            for bucket in buffer.buckets:
+        sharded = (
+            (self.model.buffers, mpu.get_data_parallel_group(with_context_parallel=True)),
+            (self.model.expert_parallel_buffers, mpu.get_expert_data_parallel_group()),
+        )
+        for buffers, group in sharded:
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+    def _not_offloaded(self, step: Step) -> list[str]:
+        """Where the plan offloads layers and nothing has left the device."""
+        stage = self.groups.stage
+        choices = step.plans[self.groups.replica].recompute[stage]
+        wanted = any(OFFLOAD in choice for choice in choices)
+        if wanted == (self.schedule.runner.host_peak_bytes > 0):
+            return []
+        return [f"stage {stage}: {self.schedule.runner.host_peak_bytes} bytes were offloaded"]
 
     def _unplanned(self, step: Step, messages: list[Transferred]) -> list[str]:
         """How the messages differ from those of the plan."""

@@ -6,13 +6,21 @@ from typing import Any
 
 import numpy
 import torch
+from megatron.core.distributed.finalize_model_grads import (
+    _update_router_expert_bias,
+    reset_model_temporary_tensors,
+)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.utils import get_model_config
 
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.adapters import adapt, gradient
 from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.compare import whole
 from megatron_epp.mcore.certify.flags import describe, parsed, scaled
 from megatron_epp.mcore.certify.models import begin, join, plain_model
 from megatron_epp.mcore.certify.protocol import Prepared, Reference, Role
+from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.flags import refusals_as_value_errors
@@ -32,13 +40,18 @@ class Plain:
         self.model: Any = None
         self.frame: Frame | None = None
 
-    def prepare(self, flags: Sequence[str], degrees: Degrees, overlap: bool) -> Prepared:
+    def prepare(
+        self, flags: Sequence[str], degrees: Degrees, overlap: bool, lora_rank: int
+    ) -> Prepared:
         """Read the flags and build the model. ValueError: flags that cannot be used."""
         small = scaled(parsed(flags), degrees, overlap)
         args = small.plain
         begin(args, self.seed)
         with refusals_as_value_errors():
             self.model = plain_model(args)
+        if lora_rank:
+            adapt(self.model, lora_rank)
+        self.routing = RoutingNotes(self.model)
         weights = whole(shards(self.model, lambda parameter: parameter.data))
         generator = numpy.random.default_rng(self.seed)
         scale = JITTER * args.init_method_std
@@ -51,7 +64,7 @@ class Plain:
             pickle.dumps(small.elastic),
             self.frame,
             weights,
-            describe(small.layers, small.elastic),
+            describe(small.layers, small.elastic, lora_rank),
         )
 
     def compute(self, number: int) -> Reference:
@@ -63,9 +76,21 @@ class Plain:
         pairs = zip(drawn.tokens, drawn.loss_masks, strict=True)
         losses = [self._document(tokens, mask) for tokens, mask in pairs]
         loss = torch.stack(losses).sum() / drawn.loss_tokens
+        # Auxiliary losses are weighted by tokens, as the loss is, and divided with it.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / drawn.loss_tokens))
         loss.backward()
-        gradients = whole(shards(self.model, lambda parameter: parameter.grad))
-        return Reference(loss.item(), gradients)
+        self.routing.note_counts()
+        self._finish_routers()
+        gradients = whole(shards(self.model, lambda one: gradient(one, "grad")))
+        return Reference(loss.item(), gradients, self.routing.taken())
+
+    def _finish_routers(self) -> None:
+        """What Megatron's finalize_model_grads does to routers."""
+        config = get_model_config(self.model)
+        if config.moe_router_enable_expert_bias:
+            _update_router_expert_bias([self.model], config)
+        if config.num_moe_experts:
+            reset_model_temporary_tensors(config, [self.model])
 
     def _document(self, tokens: numpy.ndarray, loss_mask: numpy.ndarray) -> torch.Tensor:
         """The loss summed over one document."""

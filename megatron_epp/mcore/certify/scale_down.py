@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from megatron_epp.mcore.certify.scaled.experts import small_experts
+from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
+
 CONTEXT = 64  # inputs of the longest document
 HEAD_SIZE = 8
 VOCABULARY = 61  # about: every tensor-parallel rank gets the same share
@@ -127,7 +130,8 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is missing among the model flags; expected at least {flag} 1")
     tp = degrees.tp
-    counts = fewer(stage_layers(args, degrees.pp, layout))
+    stages = stage_layers(args, degrees.pp, layout)
+    counts = fewer(stages)
     wanted = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else wanted
     query, key = heads(wanted, groups, tp, degrees.cp)
@@ -156,14 +160,14 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "tensor_model_parallel_size": tp,
         "context_parallel_size": degrees.cp,
     }
+    changed |= small_experts(args, hidden, tp) | small_kinds(args, stages, counts)
     if args.decoder_first_pipeline_num_layers is not None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]
     if args.decoder_last_pipeline_num_layers is not None:
         changed["decoder_last_pipeline_num_layers"] = counts[-1]
     if layout is not None:
-        stages = zip(layout, counts, strict=True)
         changed["pipeline_model_parallel_layout"] = "|".join(
             "E" * list(stage).count("E") + "t" * count + "L" * list(stage).count("L")
-            for stage, count in stages
+            for stage, count in zip(layout, counts, strict=True)
         )
     return Small(tuple(counts), changed)

@@ -22,6 +22,14 @@ def _sharded(model: Any) -> Iterator[ShardedTensor]:
     return (value for value in nested_values(state) if isinstance(value, ShardedTensor))
 
 
+def _place(tensor: ShardedTensor) -> tuple[int | slice, ...]:
+    """Where the rank's part lies in the whole: layers by their number, then ranges. (0.19 has
+    ``global_slice`` for it; later ones do not.)"""
+    offsets, layers = tensor.global_offset, tensor.prepend_axis_num
+    starts = zip(offsets[layers:], tensor.local_shape, strict=True)
+    return *offsets[:layers], *(slice(start, start + size) for start, size in starts)
+
+
 def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
     """``tensor_of`` every parameter (itself, or its gradient), cut as the parameter is cut."""
     plain: dict[nn.Parameter, Tensor] = {p: p.data for p in model.parameters()}
@@ -34,8 +42,8 @@ def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
             Shard(
                 tensor.key,
                 tuple(tensor.global_shape),
-                tensor.global_slice(),
-                tensor.data.detach().clone().numpy(),
+                _place(tensor),
+                tensor.data.detach().clone().cpu().numpy(),
             )
             for tensor in _sharded(model)
         ]
@@ -48,5 +56,5 @@ def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
     """Write the whole model's ``weights`` (numpy, by key) into this rank's parameters."""
     with torch.no_grad():
         for tensor in _sharded(model):
-            part = weights[tensor.key][tensor.global_slice()]
+            part = weights[tensor.key][_place(tensor)]
             tensor.data.copy_(torch.from_numpy(part))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_epp.ir import Plan, Slices
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
-from megatron_epp.mcore.data.global_batches import Documents
+from megatron_epp.mcore.data.global_batches import DocumentSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.hooks import ChunkParams
 from megatron_epp.runtime.kv_store import Store
@@ -39,7 +39,7 @@ class Feed:
         plan: Plan,
         slices: Slices,
         samples: numpy.ndarray,
-        documents: Documents,
+        documents: DocumentSource,
         stage: int,
         share: RowShare,
         device: torch.device,

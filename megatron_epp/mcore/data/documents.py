@@ -11,6 +11,9 @@ by document. All lengths are known from the index, before any token is read.
     context 2, truncate            inputs a b
     context 2, split               inputs a b | c d | e      labels b c | d e | f: no label is lost
 
+Where ``PREFIX_mask.bin/.idx`` lie beside a corpus, only the tokens that they name count
+(corpus/loss_mask.py), and a document ends at the last of them.
+
 Order: item i of a dataset of n documents is document P[i % n], where P is the permutation of
 (seed, epoch i // n). So the order is a function of (seed, i) alone, and a resumed run needs to
 know only how many items were consumed.
@@ -18,7 +21,7 @@ know only how many items were consumed.
 
 import argparse
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +34,19 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
-from megatron_epp.corpus.idx_file import check_vocabulary, examine, examine_vocabulary
+from megatron_epp.corpus.idx_file import (
+    CorpusFiles,
+    check_vocabulary,
+    examine,
+    examine_vocabulary,
+)
 from megatron_epp.corpus.lengths import epoch_order
+from megatron_epp.corpus.loss_mask import LossMasks, examine_masks
 from megatron_epp.corpus.overlong import Counts, DocumentIndex, apply_context, require_policy
 
 logger = logging.getLogger(__name__)
+
+Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights where they have some
 
 
 @dataclass
@@ -83,6 +94,9 @@ class DocumentDataset(MegatronDataset):
             refuse_empty(found.counts, dataset_path, index_split, num_samples, config)
         assert found.counts.sequences == len(indices), "Megatron splits a corpus otherwise"
         self.index = found
+        self._masks = None
+        if found.masks is not None:
+            self._masks = IndexedDataset(found.masks, mmap=config.mmap_bin_files)
         self._orders: dict[int, numpy.ndarray] = {}
 
     @staticmethod
@@ -170,23 +184,45 @@ class DocumentDataset(MegatronDataset):
         mask[labels == self._pad_token_id] = 0.0
         return mask
 
+    def targets(self, item: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """(labels int64, loss mask float32) of an item's inputs [start, stop); only they are read.
+
+        Labels were made before any cut: the last label of a span is the first input of the next.
+        """
+        tokens = self.tokens(item, start, stop + 1)
+        mask = self.loss_mask(tokens[:-1], tokens[1:])
+        if self._masks is not None and start < stop:
+            document = int(self.documents([item])[0])
+            mask *= self._masks.get(
+                int(self.index.sequences[document]),
+                offset=int(self.index.starts[document]) + start + 1,
+                length=stop - start,
+            )
+        return tokens[1:], mask
+
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """The whole document under the keys of GPTDataset: for Megatron's own schedules."""
-        tokens = self.tokens(int(idx))
-        inputs, labels = tokens[:-1], tokens[1:]
+        length = self.length(int(idx))
+        labels, loss_mask = self.targets(int(idx), 0, length)
         return {
-            "tokens": torch.from_numpy(inputs),
+            "tokens": torch.from_numpy(self.tokens(int(idx), 0, length)),
             "labels": torch.from_numpy(labels),
-            "loss_mask": torch.from_numpy(self.loss_mask(inputs, labels)),
-            "position_ids": torch.arange(len(inputs), dtype=torch.int64),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.arange(length, dtype=torch.int64),
         }
 
 
 def index_share(
-    sequence_lengths: numpy.ndarray, sequences: numpy.ndarray, config: DocumentConfig
+    sequence_lengths: numpy.ndarray,
+    sequences: numpy.ndarray,
+    config: DocumentConfig,
+    masks: LossMasks | None = None,
 ) -> DocumentIndex:
-    """The documents of a split: of the consecutive ``sequences`` of a corpus, by their tokens."""
+    """The documents of a split: of the consecutive ``sequences`` of a corpus, by their tokens, and
+    by their targets where there are ``masks``."""
     first, count = (int(sequences[0]), len(sequences)) if len(sequences) else (0, 0)
+    if masks is not None:
+        return masks.index(config.sequence_length, config.overlong, first, count)
     inputs = sequence_lengths[first : first + count] - 1
     return apply_context(inputs, config.sequence_length, config.overlong, first)
 
@@ -204,6 +240,8 @@ def refuse_empty(
     why = f"{counts.sequences} sequences fall to it"
     if counts.skipped:
         why += f", {counts.skipped} have fewer than 2 tokens"
+    if counts.untargeted:
+        why += f", {counts.untargeted} have no target within {config.sequence_length} tokens"
     if counts.dropped:
         why += f", {counts.dropped} are dropped for exceeding {config.sequence_length} tokens"
     remedy = "use a larger corpus, or give this split more with --split"
@@ -213,7 +251,11 @@ def refuse_empty(
 
 
 def config_from_args(
-    args: argparse.Namespace, tokenizer: Any, overlong: str, vocabulary_size: int | None
+    args: argparse.Namespace,
+    tokenizer: Any,
+    overlong: str,
+    vocabulary_size: int | None,
+    chats: Mapping[str, str] | None = None,
 ) -> DocumentConfig:
     """The configuration that Megatron's data flags describe.
 
@@ -222,6 +264,7 @@ def config_from_args(
         tokenizer: a Megatron tokenizer
         overlong: truncate, drop or split
         vocabulary_size: rows of the embedding, or None for no check of the tokens
+        chats: the corpora to read in the place of chat files (chat_cache.py)
 
     Raises:
         ValueError: a flag asks for a data path that has no documents
@@ -229,7 +272,7 @@ def config_from_args(
     # Here and not above: to read documents, no trainer need be imported.
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    for flag in ("sft", "fim_data", "mock_data"):
+    for flag in ("fim_data", "mock_data"):
         if getattr(args, flag, False):
             raise ValueError(
                 f"--{flag.replace('_', '-')} makes its own samples; --epp trains on the documents "
@@ -246,6 +289,9 @@ def config_from_args(
                 "lengths are; remove it with --epp"
             )
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    if chats:
+        blend = _in_place_of(chats, blend)
+        blend_per_split = blend_per_split and [_in_place_of(chats, one) for one in blend_per_split]
     return DocumentConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -271,6 +317,10 @@ def config_from_args(
     )
 
 
+def _in_place_of(chats: Mapping[str, str], blend: Blend | None) -> Blend | None:
+    return blend and ([chats.get(path, path) for path in blend[0]], blend[1])
+
+
 def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
     """Everything that can be wrong with the corpora, found before Megatron builds on them.
 
@@ -285,12 +335,15 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
     """
     if config.mock:
         raise ValueError("no documents to train on: give --data-path, or --train-data-path")
-    examined = {}
+    examined: dict[str, tuple[CorpusFiles, LossMasks | None]] = {}
     for prefix, split, (begin, end), size in _shares(config, sizes):
         if is_object_storage_path(prefix):
             continue  # Megatron fetches the index when it opens the corpus
+        if prefix.endswith((".jsonl", ".json")):
+            raise ValueError(f"{prefix}: no corpus; to train on a file of chats give --sft as well")
         if prefix not in examined:
-            examined[prefix] = files = examine(prefix)
+            files = examine(prefix)
+            examined[prefix] = files, examine_masks(files)
             if config.vocabulary_size is not None:
                 examine_vocabulary(files, config.vocabulary_size)
             if files.is_split_into_sentences:
@@ -301,10 +354,11 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
                     "was split into sentences, and every sentence is a document here; prepare it "
                     "without --split-sentences",
                 )
-        lengths = examined[prefix].lengths
+        files, masks = examined[prefix]
+        lengths = files.lengths
         # The numbers that Megatron's builder gives to this split.
         sequences = numpy.arange(round(begin * len(lengths)), round(end * len(lengths)))
-        index = index_share(lengths, sequences, config)
+        index = index_share(lengths, sequences, config, masks)
         refuse_empty(index.counts, prefix, split, size, config)
         config.indices[prefix, split] = index
 

@@ -8,6 +8,7 @@ the parallel layout.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy
 import torch
@@ -16,6 +17,23 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 
 from megatron_epp.corpus.overlong import Counts
 from megatron_epp.mcore.data.documents import DocumentConfig, DocumentDataset, check_corpora
+
+
+class DocumentSource(Protocol):
+    """What batches and their tensors are made of; see :class:`Documents` for each method."""
+
+    @property
+    def counts(self) -> Counts: ...
+
+    def __len__(self) -> int: ...
+
+    def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray: ...
+
+    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray: ...
+
+    def targets(
+        self, sample: int, start: int, stop: int
+    ) -> tuple[numpy.ndarray, numpy.ndarray]: ...
 
 
 class Documents:
@@ -77,8 +95,7 @@ class Documents:
         Labels were made before any cut: the last label of a span is the first input of the next.
         """
         part, item = self._item(sample)
-        tokens = part.tokens(item, start, stop + 1)
-        return tokens[1:], part.loss_mask(tokens[:-1], tokens[1:])
+        return part.targets(item, start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +109,7 @@ class Batch:
 class GlobalBatches:
     """The global batches from ``consumed`` samples on; an iterator that can also look ahead."""
 
-    def __init__(self, documents: Documents, size: int, consumed: int) -> None:
+    def __init__(self, documents: DocumentSource, size: int, consumed: int) -> None:
         if size < 1 or consumed < 0:
             raise ValueError(f"a batch of {size} documents after {consumed}; expected 1 or more")
         self.documents = documents

@@ -39,6 +39,11 @@ class Attention(Protocol):
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
     ) -> tuple[Tensor, Promise | None]: ...
 
+    def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "Attention":
+        """The attention of a layer with a window (queries see ``before`` inputs in front of them)
+        or with sinks (logits of its heads, [H])."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -79,6 +84,11 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     rightly. ValueError: one line on why none does.
     """
     heads = Heads.of(config)
+    if device.type == "cuda" and (config.window_size or config.softmax_type != "vanilla"):
+        raise ValueError(
+            "--window-size and --softmax-type: --epp attends with windows and sinks on hosts "
+            "without a GPU only; leave them out, or train without --epp"
+        )
     if device.type != "cuda":
         if wanted == TE:
             raise ValueError(

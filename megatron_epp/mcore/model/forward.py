@@ -29,9 +29,12 @@ def loss(loss_mask_1T: Tensor, token_losses_1T: Tensor) -> tuple[Tensor, Tensor,
     """Loss summed over the chunk's unmasked tokens, their number, and both for the log.
 
     The divisor comes once per iteration, over the whole global batch (--calculate-per-token-loss).
+    Megatron's log divides without a look, so the number that it gets is never exactly zero: a batch
+    without any target has the loss 0, and no other number is changed by it.
     """
     mask = loss_mask_1T.view(-1)
     dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)
     total = torch.sum(token_losses_1T.view(-1).to(dtype) * mask)
     tokens = mask.sum().to(torch.int)
-    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+    divisor = tokens.to(total.dtype) + torch.finfo(total.dtype).tiny
+    return total, tokens, {"lm loss": torch.stack([total.detach(), divisor])}

@@ -1,22 +1,27 @@
 """A chunk's state on its way through Megatron's layers, and what takes it out again."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.experts.passing import Passing, note_in_layer, taken_along
 from megatron_epp.layers.recompute.outputs import Dropped
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.model.attention import Attention
+from megatron_epp.mcore.model.experts.router import install_in_experts, prepare_log
 
 
 @dataclass
@@ -130,23 +135,72 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
     if getattr(model, "rotary_pos_emb", None) is not None:
         fused = model.config.apply_rope_fusion
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
+    if model.config.num_moe_experts:
+        prepare_log(model.config)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
         around, dropped = layer.self_attention, Dropped()
         ranks = around.pg_collection.cp
         ulysses = Ulysses(ranks) if ranks.size() > 1 else None
-        around.core_attention.forward = ElasticAttention(attention, index, dropped, ulysses)
+        own = _of_layer(attention, model.config, layer.layer_number, around.core_attention, ranks)
+        around.core_attention.forward = ElasticAttention(own, index, dropped, ulysses)
         # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
         # positions from the table, which here holds them already.
         around.pg_collection = copy.copy(around.pg_collection)
         around.pg_collection.cp = _Alone()
+        if isinstance(layer.mlp, MoELayer):
+            passing = Passing()
+            install_in_experts(layer.mlp, index, passing, dropped)
+            layer.forward = note_in_layer(layer.forward, passing, _state_of)
+            with taken_along(layer.mlp, passing):
+                wrap_mlp(layer.mlp, dropped)
+            consumers = (around.linear_qkv, around.linear_proj)
+        else:
+            consumers = (around.linear_qkv, around.linear_proj, layer.mlp.linear_fc1)
         layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
+        if index == 0:
+            layer.forward = _from_here_on(layer.forward)
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
             if any(True for _ in norm.parameters()):  # else a linear has it inside
                 wrap_norm(norm, dropped)
-        for consumer in (around.linear_qkv, around.linear_proj, layer.mlp.linear_fc1):
+        for consumer in consumers:
             wrap_consumer(consumer, dropped)
-        wrap_mlp(layer.mlp, dropped)
+        if not isinstance(layer.mlp, MoELayer):
+            wrap_mlp(layer.mlp, dropped)
+
+
+def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` of a stage's first layer, whose input takes part in autograd.
+
+    A frozen embedding's does not, and with it neither the graph of what is recomputed, nor that of
+    K and V, whose gradients later slices return, would begin.
+    """
+
+    @wraps(forward)
+    def wrapped(hidden_states: Tensor, **others: Any) -> Any:
+        if torch.is_grad_enabled() and not hidden_states.requires_grad:
+            hidden_states = hidden_states.detach().requires_grad_()
+        return forward(hidden_states=hidden_states, **others)
+
+    return wrapped
+
+
+def _of_layer(
+    attention: Attention, config: Any, number: int, core_attention: nn.Module, ranks: Any
+) -> Attention:
+    """``attention`` as layer ``number`` of the model has it: with its window, and with the sinks of
+    the heads that this rank attends to. The sinks stay ``core_attention``'s."""
+    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
+    sinks_H = getattr(core_attention, "softmax_offset", None)
+    if not windowed and sinks_H is None:
+        return attention
+    before = config.window_size[0] if windowed else None
+    if sinks_H is None:
+        return attention.of_layer(before, lambda: None)
+    heads = len(sinks_H) // ranks.size()
+    mine = slice(ranks.rank() * heads, (ranks.rank() + 1) * heads)
+    # Looked up whenever it is used: DDP gives parameters other storage after this.
+    return attention.of_layer(before, lambda: core_attention.softmax_offset[mine])
 
 
 def add_every_gradient(model: nn.Module) -> None:

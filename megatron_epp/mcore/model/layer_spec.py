@@ -21,9 +21,11 @@ def allow_context_parallelism(description: Any) -> None:
             made = default_layer_spec(description, vp_stage)
         else:
             made = copy.deepcopy(wanted if isinstance(wanted, ModuleSpec) else wanted(description))
-        attention = made.submodules.self_attention.submodules
-        if attention.core_attention is DotProductAttention:
-            attention.core_attention = _as_for_one_rank
+        # Layers of one kind are one description; of several kinds, a list of them, by reference.
+        for layer in getattr(made, "layer_specs", None) or [made]:
+            attention = layer.submodules.self_attention.submodules
+            if attention.core_attention is DotProductAttention:
+                attention.core_attention = _as_for_one_rank
         return made
 
     description.transformer_layer_spec = spec

@@ -60,6 +60,11 @@ def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
             )
 
 
+def has_engines(model: nn.Module) -> bool:
+    """Whether a linear layer of ``model`` is Transformer Engine's."""
+    return any(map(_is_engines, model.modules()))
+
+
 def _is_engines(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer of Transformer Engine's, of whichever kind."""
     return type(module).__module__.startswith(
@@ -121,6 +126,7 @@ class Deferral:
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         gtp_remat_size: int = 1,
+        output_dtype: torch.dtype | None = None,  # since 0.20
         **others: Any,
     ) -> Any:
         """The output, or NotImplemented where ``module`` is to multiply by itself."""
@@ -130,6 +136,7 @@ class Deferral:
             and weight.requires_grad
             and input.requires_grad
             and gtp_remat_size == 1
+            and output_dtype in (None, input.dtype)
         )
         if not deferred:
             return NotImplemented

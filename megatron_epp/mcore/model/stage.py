@@ -15,11 +15,14 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_epp.ir import BACKWARDS, Kind, Op, Plan
+from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Op, Plan
+from megatron_epp.layers.recompute.offload import entrance
 from megatron_epp.layers.wgrad.linear import Aside
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
+from megatron_epp.mcore.model.experts.router import drop_routing, ledger_for, report
 from megatron_epp.mcore.model.split_backward import Deferral, early_modules
+from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
 # forward_step(iterator over one ChunkBatch, model) -> (output, loss_of(output)); the last stage's
@@ -33,6 +36,7 @@ class ModelStage:
     Gradients accumulate without reduction until the last op that makes some, whose hooks start the
     overlapped reduction; the loss is scaled as the optimizer wants it; outputs are freed as soon as
     they are sent. ``early_head``: the last stage's F runs the backward of its head at once.
+    ``host``: where what offloaded layers save lies meanwhile.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class ModelStage:
         plan: Plan,
         store: Store,
         early_head: bool = False,
+        host: HostStore | None = None,
     ):
         self.model, self.config, self.forward_step = model, config, forward_step
         self.feed, self.store = feed, store
@@ -51,6 +56,9 @@ class ModelStage:
         self.is_last = self.stage == plan.stages - 1
         self.training = not plan.forward_only
         self._early_head = early_head and self.is_last and self.training
+        self.host = HostStore(feed.device, None, model.parameters()) if host is None else host
+        self.host.begin()
+        self._recompute = plan.recompute[self.stage]
         self.tokens: Tensor | int = 0
         self.reports: list[dict[str, Tensor]] = []
         self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
@@ -66,6 +74,7 @@ class ModelStage:
         self._deferral = Deferral(model, besides) if self._aside else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
+        self._ledger = ledger_for(model, plan, self._loss_scale()) if self.training else None
 
     # -------------------------------------------------------------- an iteration
 
@@ -83,9 +92,14 @@ class ModelStage:
         self._patched.close()
         if self._abandoned and self.training:
             self._reduce_anyway()
+        if self._ledger is not None:
+            drop_routing(self.model)
+            if error[0] is None and not self._abandoned:
+                report(self._ledger, self.model)
         if error[0] is None and self.training:
             assert not self._saved, "a chunk's forward has no backward"
             assert not self._aside, "a chunk's I has no W"
+            assert not len(self.host), "a chunk's layers lie in the host's memory for nobody"
             # Megatron's overlapped reduction by hooks runs on the first stage only when gradient
             # reduction is aligned over the stages (schedules.py: grad_sync_func).
             if self.config.grad_sync_func is not None and self.stage > 0:
@@ -95,13 +109,18 @@ class ModelStage:
         """Free what is kept for later ops; this iteration's gradients will be dropped."""
         self._saved.clear()
         self._aside.clear()
+        self.host.clear()
         self._ready = None
         self._abandoned = True
 
     def _reduce_anyway(self):
         """Start the reductions that the abandoned ops' hooks would have started: the replicas wait
         in theirs. What the hooks had counted is forgotten; no iteration may learn from it."""
-        for group in getattr(self.model, "bucket_groups", ()):
+        groups = (
+            *getattr(self.model, "bucket_groups", ()),
+            *getattr(self.model, "expert_parallel_bucket_groups", ()),
+        )
+        for group in groups:
             group.per_param_grad_ready_counts = {}
             overlaps = group.ddp_config.overlap_grad_reduce and self._hooks_reduce
             if overlaps and not group.is_first_batch and group.grad_reduce_handle is None:
@@ -116,14 +135,23 @@ class ModelStage:
         return sent
 
     def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        if received is not None and self.training:
-            received.requires_grad_()
-        get_attr_wrapped_model(self.model, "set_input_tensor")([received])
+        offloads = OFFLOAD in self._recompute[chunk] and self.training
+        if received is None or not self.training:
+            hidden = received
+        elif self._recompute[chunk].startswith(OFFLOAD):
+            received, hidden = entrance(received)
+        else:
+            hidden = received.requires_grad_()
+        get_attr_wrapped_model(self.model, "set_input_tensor")([hidden])
         batch = self.feed.batch(chunk, self.store, self.training)
+        batch.params.state.host = self.host if offloads else None
+        batch.params.state.ledger = self._ledger
         if self._early_head:
             batch = replace(batch, known_gradient=self._loss_gradient(batch.loss_mask))
         with self._deferring(chunk):
             output, loss_of = self.forward_step(iter((batch,)), self.model)
+        if offloads:
+            self.host.settle()
         if self.is_last:
             loss, tokens, report = loss_of(output)
             self.tokens = self.tokens + tokens
@@ -144,6 +172,12 @@ class ModelStage:
             return loss_mask_1T
         return loss_mask_1T * self.config.grad_scale_func(loss_mask_1T.new_ones(()))
 
+    def _loss_scale(self) -> Tensor | float:
+        """What the optimizer wants the loss multiplied with, for what adds gradients besides."""
+        if self.config.grad_scale_func is None:
+            return 1.0
+        return self.config.grad_scale_func(torch.ones((), device=self.feed.device))
+
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         self._reduce_from(Op(Kind.BACKWARD, chunk))
         return self._run_backward(Op(Kind.BACKWARD, chunk), gradient)
@@ -161,6 +195,7 @@ class ModelStage:
 
     def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
         received, output = self._saved.pop(op.chunk)
+        self.host.recall(op.chunk)
         noting = self._ready is not None and op == self._last_backward
         # A recomputed forward runs in here: it defers as the forward did.
         with self._deferring(op.chunk), self._ready.noting() if noting else nullcontext():

@@ -1,6 +1,6 @@
 """A host without a GPU: ``megatron.training.pretrain`` runs on it with gloo and CPU tensors.
 
-Megatron-core 0.19.0 takes CUDA for granted in about a hundred places and has no CPU mode. Nearly
+Megatron-core 0.19 takes CUDA for granted in about a hundred places and has no CPU mode. Nearly
 all of them go through a handful of names in torch, so the stand-ins sit there and not in Megatron:
 
     device="cuda" given to a factory (torch.zeros ...)  becomes device="cpu"
@@ -224,6 +224,8 @@ def double_precision() -> Iterator[None]:
 
     ``Tensor.float()`` is the identity on float64 (Megatron's cross entropy and softmax cast with
     it: core/tensor_parallel/cross_entropy.py:25) and ``Tensor.to(torch.float32)`` is left alone.
+    A softmax of float64 that is asked for float32, as routers do, gives float64, too
+    (core/transformer/moe/moe_utils.py, topk_routing_with_score_function).
     With it, plans are compared to the last bits; training does not use it.
     """
     plain_float = torch.Tensor.float
@@ -233,6 +235,15 @@ def double_precision() -> Iterator[None]:
     def float_or_double(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if self.dtype == torch.float64 else plain_float(self, *args, **kwargs)
 
+    plain_softmax = torch.softmax
+
+    @functools.wraps(plain_softmax)
+    def softmax_or_double(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if input.dtype == torch.float64 and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
+        return plain_softmax(input, *args, **kwargs)
+
+    torch.softmax = softmax_or_double
     torch.Tensor.float = float_or_double  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
     try:
@@ -240,6 +251,7 @@ def double_precision() -> Iterator[None]:
     finally:
         torch.set_default_dtype(plain_dtype)
         torch.Tensor.float = plain_float  # type: ignore[method-assign]
+        torch.softmax = plain_softmax
 
 
 # ------------------------------------------------------------------ the stand-ins

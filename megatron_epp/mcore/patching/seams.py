@@ -1,9 +1,9 @@
-"""The list of places where Megatron is touched, with the reason and a fingerprint for each.
+"""The list of places where Megatron is touched, with the reason for each.
 
 A seam replaces one attribute of one module or class while the program runs. The replacement was
-written against the source that megatron-core 0.19.0 has there; when the source is another one,
-``check_seams`` stops the start and says which seam drifted, instead of letting a patch meet code
-that it was not made for.
+written against the source that a release of the table has there (releases.py); when the source is
+another one, ``check_seams`` stops the start and says which seam drifted, instead of letting a patch
+meet code that it was not made for.
 
     name                     when      target
     index builder            always    core.datasets.utils.compile_helpers
@@ -35,8 +35,8 @@ from typing import Any, Literal
 
 import torch
 
-# The wheel says 0.19.0; the tag core_v0.19.0 on GitHub holds the same sources and says 0.19.1.
-VERSIONS = ("0.19.0", "0.19.1")
+from megatron_epp.mcore.patching.releases import NEWEST, STABLE, release_of
+
 _MARK = "__megatron_epp_seam__"
 
 When = Literal["always", "cpu host", "epp"]
@@ -48,14 +48,13 @@ class Seam:
 
     ``replacement`` is given the original and returns what takes its place. ``relies_on`` names
     functions that stay as they are but whose way of using the target the replacement counts on;
-    they are part of the fingerprint.
+    they are part of the fingerprint, which is known for every release (releases.py).
     """
 
     name: str
     target: str
     when: When
     reason: str
-    fingerprint: str
     replacement: Callable[[Any], Any]
     relies_on: tuple[str, ...] = ()
 
@@ -67,29 +66,31 @@ class Seam:
 
 
 def check_seams(seams: Sequence[Seam] | None = None) -> None:
-    """Refuse a Megatron other than the one the seams were made for.
+    """Refuse a Megatron other than those that the seams were made for.
 
-    ValueError: the version of megatron-core is another one, or the source at a seam differs from
-    0.19.0's.
+    ValueError: the version of megatron-core is none of the table's (releases.py), or the source at
+    a seam differs from that release's.
     """
     import megatron.core
 
     version = megatron.core.__version__
-    if version.split("+")[0] not in VERSIONS:
+    release = release_of(version)
+    if release is None:
         raise ValueError(
             f"megatron-core {version} is installed; megatron_epp is made for the internals of "
-            f"{VERSIONS[0]}: pip install megatron-core=={VERSIONS[0]}"
+            f"{STABLE}: pip install megatron-core=={NEWEST}"
         )
     for seam in ALL_SEAMS if seams is None else seams:
         if is_patched(seam):
             continue
-        found = fingerprint_of(seam)
-        if found != seam.fingerprint:
+        found, known = fingerprint_of(seam), release.fingerprints.get(seam.name)
+        if found != known:
             raise ValueError(
                 f"seam '{seam.name}': the source of {' or '.join((seam.target, *seam.relies_on))} "
-                f"is not that of megatron-core {VERSIONS[0]} (fingerprint {found}, expected "
-                f"{seam.fingerprint}): undo the local change or reinstall it, "
-                f"pip install --force-reinstall --no-deps megatron-core=={VERSIONS[0]}"
+                f"is not that of megatron-core {release} (fingerprint {found}, expected "
+                f"{known}): undo the local change or reinstall it, pip install --force-reinstall "
+                f"--no-deps megatron-core=={NEWEST}; scripts/check_upstream.py shows a checkout's "
+                "difference"
             )
 
 
@@ -124,14 +125,18 @@ def is_installed(seam: Seam) -> bool:
     return hasattr(getattr(owner, attribute), _MARK) or is_patched(seam)
 
 
-def is_patched(seam: Seam) -> bool:
+def is_patched(seam: Seam, source: Callable[[str], str] | None = None) -> bool:
     """Whether the target's source says that the patch of this seam was applied (patches/)."""
-    return f"megatron_epp patch: {seam.name}" in _source(seam.target)
+    return f"megatron_epp patch: {seam.name}" in (source or _source)(seam.target)
 
 
-def fingerprint_of(seam: Seam) -> str:
-    """Sixteen hexadecimal digits over the sources of the target and of what the seam relies on."""
-    text = "\n".join(_source(name) for name in (seam.target, *seam.relies_on))
+def fingerprint_of(seam: Seam, source: Callable[[str], str] | None = None) -> str:
+    """Sixteen hexadecimal digits over the sources of the target and of what the seam relies on.
+
+    ``source`` gives that of a dotted name; the running program's, where none is given.
+    """
+    read = source or _source
+    text = "\n".join(read(name) for name in (seam.target, *seam.relies_on))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -141,9 +146,13 @@ def _source(dotted: str) -> str:
     found = getattr(owner, attribute)
     original = getattr(found, _MARK, found)
     try:
-        source = inspect.getsource(original)
+        return without_layout(inspect.getsource(original))
     except (OSError, TypeError):
         return ""
+
+
+def without_layout(source: str) -> str:
+    """``source`` without blanks at the ends of its lines and blank lines around it."""
     return "\n".join(line.rstrip() for line in source.strip().splitlines())
 
 
@@ -164,9 +173,7 @@ def _find(dotted: str) -> tuple[Any, str]:
         except AttributeError:
             break
         return owner, attribute
-    raise ValueError(
-        f"seam target {dotted} does not exist: megatron-core {VERSIONS[0]} was expected"
-    )
+    raise ValueError(f"seam target {dotted} does not exist: megatron-core {STABLE} was expected")
 
 
 # ------------------------------------------------------------------ the replacements
@@ -318,7 +325,6 @@ INDEX_BUILDER = Seam(
     target="megatron.core.datasets.utils.compile_helpers",
     when="always",
     reason="it runs make, and exits on failure; the wheel has the built library but no Makefile",
-    fingerprint="1ab33de687b7a229",
     replacement=_index_builder_is_there,
     relies_on=("megatron.training.initialize._compile_dependencies",),
 )
@@ -327,7 +333,6 @@ OPTIMIZER_STATE = Seam(
     target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
     when="always",
     reason="with torch's Adam it asserts a step, which an optimizer about to be loaded has not",
-    fingerprint="8881ca2f563866d6",
     replacement=_state_dict_before_the_first_step,
 )
 OPTIMIZER_LOAD = Seam(
@@ -335,7 +340,6 @@ OPTIMIZER_LOAD = Seam(
     target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
     when="always",
     reason="with torch's Adam the steps of all parameters become one tensor, which runs ahead",
-    fingerprint="5c2af1e56e0b8eec",
     replacement=_load_state_dict_with_own_steps,
 )
 OPTIMIZER_SHARD = Seam(
@@ -346,7 +350,6 @@ OPTIMIZER_SHARD = Seam(
     ),
     when="always",
     reason="with torch's Adam it sets the step back to 0; in float32 it fails under autograd",
-    fingerprint="abb463384d3f18b5",
     replacement=_set_shard_but_not_its_step,
 )
 NO_CUDA_ASSERTION = Seam(
@@ -354,7 +357,6 @@ NO_CUDA_ASSERTION = Seam(
     target="megatron.training.training.initialize_megatron",
     when="cpu host",
     reason="pretrain() cannot pass allow_no_cuda, and is_available() stays False (host.py)",
-    fingerprint="8a15fbb3181368b4",
     replacement=_without_cuda_assertion,
     relies_on=("megatron.training.training.pretrain",),
 )
@@ -363,7 +365,6 @@ RANDOM_STATE = Seam(
     target="megatron.core.tensor_parallel.random._set_cuda_rng_state",
     when="cpu host",
     reason="it queues the change until CUDA is initialised, which never happens",
-    fingerprint="ae5bcaa0a5784cd3",
     replacement=_random_state_of_the_cpu,
     relies_on=("megatron.core.tensor_parallel.random.CudaRNGStatesTracker",),
 )
@@ -372,7 +373,6 @@ SEQUENCE_PARALLEL_NORM = Seam(
     target="megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
     when="cpu host",
     reason="torch's norms are refused with sequence parallelism, but here there are no others",
-    fingerprint="1be52ff5a9990498",
     replacement=_norm_with_sequence_parallelism,
     relies_on=(
         "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads",
@@ -383,7 +383,6 @@ EXPERT_EXCHANGE = Seam(
     target="megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
     when="cpu host",
     reason="split sizes become lists only if on a GPU, and all-to-all takes no tensor",
-    fingerprint="47a1092f05bae7bf",
     replacement=_split_sizes_as_lists,
 )
 FUSION_WARM_UP = Seam(
@@ -391,7 +390,6 @@ FUSION_WARM_UP = Seam(
     target="megatron.training.initialize._warmup_jit_function",
     when="epp",
     reason="it allocates activations of --seq-length tokens, which no chunk need ever reach",
-    fingerprint="30490ca40d0b9299",
     replacement=_no_warm_up,
     relies_on=("megatron.training.initialize.set_jit_fusion_options",),
 )
@@ -401,7 +399,6 @@ COLUMN_LINEAR = Seam(
     target="megatron.core.tensor_parallel.layers.ColumnParallelLinear._forward_impl",
     when="epp",
     reason="its own deferred weight gradients do nothing (backward_dw is pass): W needs its inputs",
-    fingerprint="3b1ac5c4df57a0c4",
     replacement=_multiply_as_told,
     relies_on=("megatron.core.tensor_parallel.layers.ColumnParallelLinear.forward",),
 )
@@ -410,7 +407,6 @@ ROW_LINEAR = Seam(
     target="megatron.core.tensor_parallel.layers.RowParallelLinear._forward_impl",
     when="epp",
     reason="as the column linear's",
-    fingerprint="8007ed2c87e73988",
     replacement=_multiply_as_told,
     relies_on=("megatron.core.tensor_parallel.layers.RowParallelLinear.forward",),
 )
@@ -427,7 +423,6 @@ def schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -
         target="megatron.training.training.get_forward_backward_func",
         when="epp",
         reason="the trainer has no hook for its schedule; train() and evaluate() look up this name",
-        fingerprint="c80b46ffc27a0017",
         replacement=factory,
         relies_on=(
             "megatron.training.training.train_step",

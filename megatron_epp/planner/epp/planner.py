@@ -7,13 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.layer_balance import balanced
 from megatron_epp.planner.epp.search import PreparedChunkings, Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import SortedBatch, exact_peaks
+from megatron_epp.planner.order.emit import SortedBatch, exact_peaks, plan_of
+from megatron_epp.planner.order.problem import loads_of
+from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 # Baselines that try many plans, and skip those that cannot win.
@@ -28,7 +31,9 @@ LIKELY_CHUNKS = 8
 
 # By whether it offloads, layers of the stages and bytes of room: what tables of a search rest on,
 # within one batch.
-SharedChunkings = defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...]], PreparedChunkings]
+SharedChunkings = defaultdict[
+    tuple[bool, tuple[int, ...], tuple[float, ...], HostRoom], PreparedChunkings
+]
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
@@ -85,11 +90,28 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[Scor
 def _own(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> ScoredDraft | None:
-    """What our own search finds, None where nothing of it fits."""
+    """What our own search finds whose offloaded layers the host has room for; None where nothing of
+    it fits."""
+    host = HostRoom(cost.host_budget_bytes)
+    while True:
+        best = _on_devices(batch, cost, options, tables, host)
+        if best is None or not offload_of(best.draft.counts):
+            return best
+        loads = batch.named(loads_of(best.draft.chunking, batch.lengths, options.multiple))
+        taken = max(host_peak_bytes(cost, plan_of(batch, best.draft, cost), loads))
+        if taken <= cost.host_budget_bytes:
+            return best
+        assert not host.at_once, "all that is offloaded fits at once"
+        host = host.narrower(taken, cost.host_budget_bytes)
+
+
+def _on_devices(
+    batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings, host: HostRoom
+) -> ScoredDraft | None:
     room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     for _ in range(EXACT_TRIES):
-        shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist())]
-        found = Search(batch, cost, options, room, shared).run()
+        shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist()), host]
+        found = Search(batch, cost, options, room, shared, host).run()
         made = found.draft()
         if "exact" in options.levers:
             return ScoredDraft(found.seconds, found.over_bytes, made, cost)

@@ -118,6 +118,7 @@ class Search:
     room_bytes   per stage beside residents, if less than all of it
     tables       those that another search made of the same batch, machine, levers but wsplit, and
                  room: taken at the price of making them, so that nothing else changes
+    host         for what is offloaded, if less than all of it
     """
 
     def __init__(
@@ -127,7 +128,9 @@ class Search:
         options: Options,
         room_bytes: np.ndarray | None = None,
         tables: PreparedChunkings | None = None,
+        host: offload.HostRoom | None = None,
     ):
+        self.host = offload.HostRoom(cost.host_budget_bytes) if host is None else host
         self.batch, self.cost, self.options = batch, cost, options
         self.levers = options.levers
         self.rates = rates_of(cost)
@@ -196,7 +199,7 @@ class Search:
             )
 
         if "offload" in self.levers and not _within(kept, least).all():
-            aside = offload.hidden_layers(self.cost, loads)
+            aside = offload.layers_aside(self.cost, loads, self.host, least, kept.backward_order)
             left = left_layers(self.cost, aside, chunking.count)
             # Where even recomputing the rest leaves no room for what is on its way to or from the
             # host, the stage keeps off it; the last one does at times, for its logits.

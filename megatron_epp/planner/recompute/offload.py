@@ -1,11 +1,15 @@
-"""How many layers can lie in the host's memory at no cost in time."""
+"""How many layers can lie in the host's memory: at no cost in time, and where there is room."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Choice, Counts, split_choice
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind
+from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind
 from megatron_epp.planner.order.problem import choice_of
 
 
@@ -25,6 +29,68 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
         aside[choice_of(cost, kind, OFFLOAD)] = grid
         seconds = seconds - grid * copy
     return aside
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """``budget_bytes`` of the host's memory for each stage's offloaded layers. ``at_once``: those
+    of all chunks must fit together, so that no order of the ops is too much."""
+
+    budget_bytes: float = math.inf
+    at_once: bool = False
+
+    def fitting(
+        self, aside: np.ndarray, layer_bytes: np.ndarray, least: np.ndarray, backward: np.ndarray
+    ) -> np.ndarray:
+        """``aside`` [stages, chunks] with fewer layers on the stages where they do not fit.
+
+        layer_bytes   [chunks] of one layer
+        least         [stages, chunks] forwards before each backward (planner.order.warmup)
+        backward      chunks in the order of their backwards
+        """
+        if math.isinf(self.budget_bytes):
+            return aside
+        fits = np.zeros_like(aside)
+        for stage, layers in enumerate(aside):
+            before = np.full_like(least[stage], len(layers)) if self.at_once else least[stage]
+            for share in SHARES:
+                # Rounded along the chunks, so that a small share of few layers is not none.
+                some = np.diff(np.floor(share * np.cumsum(layers) + 1e-9), prepend=0.0)
+                if _host_peak(some * layer_bytes, before, backward) <= self.budget_bytes:
+                    fits[stage] = some
+                    break
+        return fits
+
+    def narrower(self, peak_bytes: float, budget_bytes: float) -> "HostRoom":
+        """After a plan that took ``peak_bytes``, as it does more forwards than it must: room for as
+        much less; and when that was too much again, room for all chunks at once."""
+        if self.budget_bytes == budget_bytes:
+            return HostRoom(0.98 * budget_bytes * budget_bytes / peak_bytes)
+        return HostRoom(budget_bytes, at_once=True)
+
+
+def layers_aside(
+    cost: Cost, loads: Loads, host: HostRoom, least: np.ndarray, backward: np.ndarray
+) -> dict[Choice, np.ndarray]:
+    """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it."""
+    hidden = hidden_layers(cost, loads)
+    part = dataclasses.replace(host, budget_bytes=host.budget_bytes / len(hidden))
+    return {
+        choice: part.fitting(
+            grid, cost.saved_bytes((split_choice(choice)[0], KEEP), loads), least, backward
+        )
+        for choice, grid in hidden.items()
+    }
+
+
+SHARES = tuple(k / 20 for k in range(20, -1, -1))  # of the layers that would hide
+
+
+def _host_peak(moved: np.ndarray, least: np.ndarray, backward: np.ndarray) -> float:
+    """Bytes of one stage under the window law ``least``; ``moved`` [chunks] out by F, back by B."""
+    out = np.concatenate(([0.0], np.cumsum(moved)))
+    back = np.concatenate(([0.0], np.cumsum(moved[backward])))[:-1]
+    return float((out[least] - back).max(initial=0.0))
 
 
 def without_offload(counts: Counts) -> Counts:

@@ -1,0 +1,180 @@
+"""Loss masks beside a corpus: ``PREFIX_mask.bin/.idx``, one byte for every token of ``PREFIX``.
+
+1 says that the token is a target: something to be predicted. The bytes stand in sequences of the
+same lengths as the tokens. What stands behind a document's last target is needed by nobody, so it
+is left out before anything is planned; a document without a target is left out whole.
+
+    tokens    a b c d e f g      of a sequence
+    mask      0 0 0 1 1 0 0      d and e are targets
+    inputs    a b c d            4 = what lengths count
+    labels    b c d e
+    weights   0 0 1 1            of the labels' losses
+
+Targets meet the context (overlong.py) like this: ``drop`` asks for the length up to the last
+target; ``truncate`` and ``split`` cut as without masks, and each part again ends at its last target
+or, having none, is left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megatron_epp.corpus.idx_file import BLOCK_ENTRIES, CorpusFiles, read_index
+from megatron_epp.corpus.overlong import Counts, DocumentIndex, require_policy
+
+SUFFIX = "_mask"
+# Of the masks that are looked at at once: positions of targets take eight times as much.
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LossMasks:
+    """The masks of a corpus, found sound: as many bytes for each sequence as it has tokens."""
+
+    prefix: str
+    lengths: np.ndarray = field(compare=False, repr=False)  # [sequences] int32 tokens
+
+    def last_targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """The last target within [start, stop), -1 where there is none: [windows] int64.
+
+        starts, stops   [windows] tokens from the beginning of the file, ascending, none overlapping
+
+        Reads the masks between the first window and the last once, block by block.
+
+        Raises:
+            ValueError: a byte is neither 0 nor 1
+        """
+        found = np.full(len(stops), -1, np.int64)
+        last, judged = -1, 0
+        for targets, end in self._targets(int(starts[0]), int(stops[-1])) if len(stops) else ():
+            ready = int(np.searchsorted(stops, end, side="right"))
+            place = np.searchsorted(targets, stops[judged:ready]) - 1
+            here = np.full(len(place), last, np.int64)
+            here[place >= 0] = targets[place[place >= 0]]
+            found[judged:ready] = np.where(here >= starts[judged:ready], here, -1)
+            last, judged = int(targets[-1]) if len(targets) else last, ready
+        return found
+
+    def _targets(self, start: int, stop: int) -> Iterator[tuple[np.ndarray, int]]:
+        """Positions of the targets of [start, stop), and the end of the block that held them."""
+        data = Path(self.prefix + ".bin")
+        if start == stop:
+            return
+        masks = np.memmap(data, np.uint8, mode="r")
+        for first in range(start, stop, _BLOCK_BYTES):
+            end = min(first + _BLOCK_BYTES, stop)
+            block = masks[first:end]
+            if block.max() > 1:
+                at = int((block > 1).argmax())
+                raise ValueError(
+                    f"{data}: byte {first + at} is {block[at]}; expected 1 for a token that is a "
+                    "target and 0 for any other"
+                )
+            yield np.flatnonzero(block.view(np.bool_)) + first, end
+
+    def index(
+        self, context: int, overlong: str, first_sequence: int = 0, count: int | None = None
+    ) -> DocumentIndex:
+        """The documents of ``count`` sequences from ``first_sequence`` on; see overlong.py.
+
+        context   the most inputs of a document; 0 for no limit
+        """
+        require_policy(overlong)
+        rest = len(self.lengths) - first_sequence
+        lengths = self.lengths[first_sequence : first_sequence + (rest if count is None else count)]
+        usable = lengths >= 2
+        whole = lengths[usable].astype(np.int64) - 1  # inputs of the untouched documents
+        before = int(self.lengths[:first_sequence].sum(dtype=np.int64))
+        begins = (before + np.cumsum(lengths, dtype=np.int64) - lengths)[usable]
+
+        # Parts of a document: those of the context's size, or the first of them and the rest.
+        limit = context or int(whole.max(initial=1))
+        parts = -(-whole // limit)
+        if overlong != "split":
+            parts = np.minimum(parts, 2)
+        document = np.repeat(np.arange(len(whole)), parts)  # of each part
+        first = np.cumsum(parts) - parts  # part of each document
+        starts = (np.arange(len(document)) - first[document]) * limit
+        ends = starts + limit
+        ends[first + parts - 1] = whole
+        # The labels of inputs [start, end) are the tokens [start + 1, end + 1).
+        origin = begins[document]
+        last = self.last_targets(origin + starts + 1, origin + ends + 1)
+        inputs = np.where(last < 0, 0, last - origin - starts)
+
+        needed = np.zeros(len(whole), np.int64)  # inputs of each document up to its last target
+        np.maximum.at(needed, document, np.where(inputs > 0, starts + inputs, 0))
+        over = needed > limit
+        if overlong == "split":
+            kept, changed = np.flatnonzero(inputs > 0), over
+            # Documents without a target, and parts without one in front of a target.
+            without = (needed == 0).sum() + ((inputs == 0) & (starts < needed[document])).sum()
+        elif overlong == "drop":
+            kept, changed = first[(needed > 0) & ~over], over
+            without = (needed == 0).sum()
+        else:
+            kept, changed = first[inputs[first] > 0], over & (inputs[first] > 0)
+            without = (inputs[first] == 0).sum()
+        tokens = int(inputs[kept].sum())
+        lost = 0 if overlong == "split" else int(needed.sum()) - tokens
+        done = {"truncate": "truncated", "drop": "dropped", "split": "split"}[overlong]
+        counts = Counts(
+            sequences=len(lengths),
+            documents=len(kept),
+            tokens=tokens,
+            skipped=len(lengths) - len(whole),
+            lost_tokens=lost,
+            untargeted=int(without),
+            behind_targets=int(whole.sum()) - tokens - lost,
+            **{done: int(changed.sum())},
+        )
+        wide = np.int64 if first_sequence + len(lengths) > np.iinfo(np.int32).max else np.int32
+        sequences = np.flatnonzero(usable)[document[kept]] + first_sequence
+        return DocumentIndex(
+            sequences.astype(wide),
+            starts[kept].astype(lengths.dtype),
+            inputs[kept].astype(lengths.dtype),
+            counts,
+            self.prefix,
+        )
+
+
+def examine_masks(files: CorpusFiles) -> LossMasks | None:
+    """The masks beside a corpus, or None where there are none. Reads their index, no mask.
+
+    Raises:
+        ValueError: one of the two files is missing, is damaged, or fits other tokens
+    """
+    prefix = files.prefix + SUFFIX
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    if not index.exists() and not data.exists():
+        return None
+    remedy = f"prepare the masks again, or rename them to train on every token of {files.prefix}"
+    for there, missing in ((index, data), (data, index)):
+        if there.exists() and not missing.is_file():
+            raise ValueError(
+                f"{missing}: no such file, but {there.name} is there; expected both files of the "
+                f"loss masks of {files.prefix}; {remedy}"
+            )
+    masks = read_index(index)
+    if masks.dtype is not np.uint8:
+        raise ValueError(
+            f"{index}: holds {masks.dtype.__name__}; loss masks are bytes (uint8); {remedy}"
+        )
+    if masks.sequences != files.sequences:
+        raise ValueError(
+            f"{index}: {masks.sequences} sequences of masks; {files.prefix}.idx has "
+            f"{files.sequences} sequences of tokens; {remedy}"
+        )
+    for first in range(0, files.sequences, BLOCK_ENTRIES):
+        mine = masks.lengths[first : first + BLOCK_ENTRIES]
+        theirs = files.lengths[first : first + BLOCK_ENTRIES]
+        if (unlike := mine != theirs).any():
+            at = int(unlike.argmax())
+            raise ValueError(
+                f"{index}: the mask of sequence {first + at} has {mine[at]} entries, the sequence "
+                f"in {files.prefix}.idx {theirs[at]} tokens; {remedy}"
+            )
+    return LossMasks(prefix, masks.lengths)

@@ -1,0 +1,99 @@
+"""Attention of whole documents and slices in which a query sees itself and the W inputs before it.
+
+Queries go in tiles, so that a tile's keys are few:
+
+    queries     keys, W = 2, tiles of 3        a tile behind a context of one slice
+    0 1 2       0 1 2                          (c c) 0 1 2
+    3 4 5       1 2 3 4 5
+    6           4 5 6
+
+and the band of each tile is a mask, the same for all of one shape. Work per query is at most a
+tile and a window.
+
+T queries, P context rows that are seen (at most W), H query heads, G key heads, D head size
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.attention.cpu_flash import attend_masked, attend_masked_backward
+
+LEAST_TILE = 128
+
+
+def attend_window(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: tuple[Tensor, Tensor], before: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output [T, H, D] and log-sum-exp [H, T] over the window's keys; ``context``: k and v
+    [P, G, D] of the rows right in front."""
+    outputs, sums = [], []
+    for tile in _tiles(len(q_THD), len(context[0]), before):
+        k, v = (_keys(x, c, tile) for x, c in zip((k_TGD, v_TGD), context, strict=True))
+        out, lse = attend_masked(q_THD[tile.queries], k, v, _band(tile, before, q_THD.dtype), scale)
+        outputs.append(out)
+        sums.append(lse)
+    return torch.cat(outputs), torch.cat(sums, 1)
+
+
+def attend_window_backward(
+    grad_THD: Tensor, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: tuple[Tensor, Tensor],
+    out_THD: Tensor, lse_HT: Tensor, before: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v and of the context's k and v, given the output and log-sum-exp over all
+    that the rows attended to."""
+    dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    own = [x.new_zeros(x.shape) for x in (k_TGD, v_TGD)]
+    front = [x.new_zeros(x.shape) for x in context]
+    for tile in _tiles(len(q_THD), len(context[0]), before):
+        k, v = (_keys(x, c, tile) for x, c in zip((k_TGD, v_TGD), context, strict=True))
+        rows = tile.queries
+        dq, *made = attend_masked_backward(
+            grad_THD[rows], q_THD[rows], k, v, out_THD[rows], lse_HT[:, rows],
+            _band(tile, before, q_THD.dtype), scale,
+        )  # fmt: skip
+        dq_THD[rows] = dq
+        for gradient, mine, theirs in zip(made, own, front, strict=True):
+            mine[tile.own] += gradient[tile.front :]
+            if tile.front:
+                theirs += gradient[: tile.front]
+    return dq_THD, own[0], own[1], front[0], front[1]
+
+
+class _Tile:
+    """``queries`` and the rows of their ``own`` keys, as slices; ``front`` context keys before."""
+
+    __slots__ = ("front", "own", "queries")
+
+    def __init__(self, queries: slice, own: slice, front: int):
+        self.queries, self.own, self.front = queries, own, front
+
+
+def _tiles(tokens: int, context: int, before: int) -> Iterator[_Tile]:
+    size = max(before, LEAST_TILE)
+    for start in range(0, tokens, size):
+        stop = min(start + size, tokens)
+        first = max(0, start - before)
+        yield _Tile(slice(start, stop), slice(first, stop), 0 if start else context)
+
+
+def _keys(x_TGD: Tensor, context_PGD: Tensor, tile: _Tile) -> Tensor:
+    own = x_TGD[tile.own]
+    return torch.cat((context_PGD, own)) if tile.front else own
+
+
+def _band(tile: _Tile, before: int, dtype: torch.dtype) -> Tensor:
+    queries = tile.queries.stop - tile.queries.start
+    keys = tile.front + tile.own.stop - tile.own.start
+    return _mask(queries, keys, before, dtype)
+
+
+@lru_cache(maxsize=8)
+def _mask(queries: int, keys: int, before: int, dtype: torch.dtype) -> Tensor:
+    """[queries, keys]: 0 where a query sees a key, the last query the last key; else -inf."""
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    seen = seen.tril(keys - queries).triu(keys - queries - before)
+    return torch.zeros(queries, keys, dtype=dtype).masked_fill_(~seen, -torch.inf)

@@ -1,0 +1,233 @@
+"""Losses that keep experts balanced, whatever the plan: of every document, once.
+
+The auxiliary loss of document d in one layer is what Megatron computes where d is a micro-batch:
+
+    coeff * E / (k * T_d^2) * sum_i count_i(d) * sum_t score_ti        weighted by its T_d tokens
+
+A slice sees some of the document's tokens, a pack those of several documents. But the gradient is
+linear in the counts, d/d score_ti = coeff * E / (k * T_d) * count_i(d), and they are complete when
+the document's last slice runs backward, which comes before those of its other slices. So forward
+counts, and an identity on the logits sends the gradient when backward comes by.
+
+    F   slice 0: count     F   slice 1: count     B   slice 1: sum over ranks, send     B   slice 0
+
+t rows of a rank, E experts, k experts of a token, T_d tokens of document d
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_epp.layers.attention.varlen import on_device
+from megatron_epp.layers.chunk_state import ChunkState
+
+_OWNERS = "rows of documents"  # in a state's scratch
+
+
+@dataclass(frozen=True, slots=True)
+class Balancing:
+    """How a model's experts are kept balanced.
+
+    experts, topk    E and k
+    auxiliary        the coefficients of auxiliary losses, by the name in the log
+    z_coefficient    of the squared log-sum-exp of a token's logits; 0: none
+    place, places    this rank's among those that share a chunk's rows in order
+    group            these ranks; None where there is one
+    """
+
+    experts: int
+    topk: int
+    auxiliary: tuple[tuple[str, float], ...] = ()
+    z_coefficient: float = 0.0
+    place: int = 0
+    places: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def coefficient(self) -> float:
+        """Of all auxiliary losses: of one document they are the same loss under several names."""
+        return sum(coefficient for _, coefficient in self.auxiliary)
+
+
+class Ledger:
+    """What a stage's routers have seen in one iteration.
+
+    ``documents[d]``: T_d. ``scale``: what the loss is multiplied with before backward. ``passed``
+    tells a layer's first run of a chunk from those that only make it again; tokens are counted in
+    the first.
+    """
+
+    def __init__(
+        self,
+        balancing: Balancing,
+        documents: Sequence[int],
+        layers: int,
+        scale: Tensor | float = 1.0,
+    ):
+        self.balancing, self.documents, self.layers = balancing, documents, layers
+        self.scale = scale
+        self._passed: set[tuple[int, int]] = set()
+        self._summed: set[int] = set()
+        self._counts_DLE: Tensor | None = None  # a row behind the documents for padding
+        self._scores_DLE: Tensor | None = None  # of this rank's rows
+        self._inverse_D: Tensor | None = None  # 1 / T_d; padding's is 0
+        self._auxiliary_L: Tensor | None = None
+        self._z_L: Tensor | None = None
+
+    def first_time(self, layer: int, chunk: int) -> bool:
+        """Whether layer ``layer`` of the stage has not run ``chunk`` before; it has from now on."""
+        first = (layer, chunk) not in self._passed
+        self._passed.add((layer, chunk))
+        return first
+
+    # -------------------------------------------------------------- rows
+
+    def owners(self, state: ChunkState, device: torch.device) -> Tensor:
+        """The document of each of this rank's rows, [t] int64; of padding: their number."""
+        found = state.scratch.get(_OWNERS)
+        if found is None:
+            found = state.scratch[_OWNERS] = on_device(self._owners(state), device)
+        return found
+
+    def _owners(self, state: ChunkState) -> Tensor:
+        rules = self.balancing
+        assert state.tokens % rules.places == 0, "rows are padded to a multiple of the ranks"
+        count = state.tokens // rules.places
+        mine = slice(rules.place * count, (rules.place + 1) * count)
+        owners = numpy.full(state.tokens, len(self.documents), dtype=numpy.int64)
+        for rows in state.rows:
+            owners[rows.start : rows.stop] = rows.span.document
+        return torch.from_numpy(owners[mine].copy())
+
+    def valid(self, state: ChunkState, device: torch.device) -> Tensor:
+        """Which of this rank's rows are no padding, [t] bool."""
+        return self.owners(state, device) < len(self.documents)
+
+    # -------------------------------------------------------------- auxiliary losses
+
+    def balanced(
+        self,
+        logits_tE: Tensor,
+        scored: Callable[[Tensor], tuple[Tensor, Tensor]],
+        layer: int,
+        state: ChunkState,
+        first: bool,
+    ) -> Tensor:
+        """``logits`` of ``layer``, whose backward adds the auxiliary losses' gradients.
+
+        ``scored(logits)``: which experts each token chooses, [t, E], and its scores of all, [t, E].
+        """
+        if not self.balancing.coefficient:
+            return logits_tE
+        owners_t = self.owners(state, logits_tE.device)
+        chosen_tE, scores_tE = scored(logits_tE)
+        if first:
+            counts_DLE, scores_DLE = self._sums(scores_tE)
+            counts_DLE[:, layer].index_add_(0, owners_t, chosen_tE.to(counts_DLE.dtype))
+            scores_DLE[:, layer].index_add_(0, owners_t, scores_tE.detach().to(scores_DLE.dtype))
+        if not torch.is_grad_enabled():
+            return logits_tE
+
+        def gradient() -> Tensor:
+            self._sum_over_ranks(state)
+            assert self._counts_DLE is not None
+            rules = self.balancing
+            factor = rules.coefficient * rules.experts / rules.topk * self.scale
+            per_document_DE = self._counts_DLE[:, layer] * self._inverse(scores_tE)[:, None]
+            return (per_document_DE * factor).index_select(0, owners_t).to(scores_tE.dtype)
+
+        return _Attached.apply(logits_tE, scores_tE, gradient)
+
+    def _sums(self, scores_tE: Tensor) -> tuple[Tensor, Tensor]:
+        if self._counts_DLE is None:
+            dtype = torch.promote_types(scores_tE.dtype, torch.float32)
+            shape = (len(self.documents) + 1, self.layers, self.balancing.experts)
+            self._counts_DLE = torch.zeros(shape, dtype=dtype, device=scores_tE.device)
+            self._scores_DLE = torch.zeros_like(self._counts_DLE)
+            self._auxiliary_L = torch.zeros(self.layers, dtype=dtype, device=scores_tE.device)
+        assert self._scores_DLE is not None
+        return self._counts_DLE, self._scores_DLE
+
+    def _sum_over_ranks(self, state: ChunkState) -> None:
+        """Complete the counts of the chunk's documents, all layers at once: in the backward of a
+        document's last slice, whichever layer comes first."""
+        mine = [rows.span.document for rows in state.rows]
+        new = [document for document in dict.fromkeys(mine) if document not in self._summed]
+        if not new:
+            return
+        self._summed.update(new)
+        assert self._counts_DLE is not None and self._scores_DLE is not None
+        which = on_device(torch.tensor(new), self._counts_DLE.device)
+        counts_DLE = self._counts_DLE.index_select(0, which)
+        if self.balancing.group is not None:
+            dist.all_reduce(counts_DLE, group=self.balancing.group)
+            self._counts_DLE.index_copy_(0, which, counts_DLE)
+        # This rank's share of the losses, for the log: the counts are everybody's, the scores its.
+        rules = self.balancing
+        shares_DL = (counts_DLE * self._scores_DLE.index_select(0, which)).sum(-1)
+        weights_D = self._inverse(counts_DLE).index_select(0, which) ** 2
+        assert self._auxiliary_L is not None
+        self._auxiliary_L += (shares_DL * weights_D[:, None]).sum(0) * (rules.experts / rules.topk)
+
+    def _inverse(self, like: Tensor) -> Tensor:
+        if self._inverse_D is None:
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            inverse = [*(1 / tokens for tokens in self.documents), 0.0]
+            self._inverse_D = on_device(torch.tensor(inverse, dtype=dtype), like.device)
+        return self._inverse_D
+
+    # -------------------------------------------------------------- z-loss
+
+    def restrained(self, logits_tE: Tensor, layer: int, state: ChunkState, first: bool) -> Tensor:
+        """``logits`` of ``layer``, whose backward adds the z-loss's gradient: of every token, so
+        it is the same in any chunk; padding has none."""
+        coefficient = self.balancing.z_coefficient
+        if not coefficient:
+            return logits_tE
+        owners_t = self.owners(state, logits_tE.device)
+        squares_t = torch.logsumexp(logits_tE, dim=-1).square()
+        if first:
+            if self._z_L is None:
+                dtype = torch.promote_types(squares_t.dtype, torch.float32)
+                self._z_L = torch.zeros(self.layers, dtype=dtype, device=squares_t.device)
+            weights_t = self._inverse(squares_t).index_select(0, owners_t)
+            self._z_L[layer] += (squares_t.detach() * weights_t).sum()
+        if not torch.is_grad_enabled():
+            return logits_tE
+
+        def gradient() -> Tensor:
+            valid_t = self.valid(state, squares_t.device).to(squares_t.dtype)
+            return valid_t * (coefficient * self.scale)
+
+        return _Attached.apply(logits_tE, squares_t, gradient)
+
+    # -------------------------------------------------------------- for the log
+
+    def losses(self) -> dict[str, Tensor]:
+        """This rank's share of every loss without its coefficient, summed over this replica's
+        documents, [layers], by its name in the log."""
+        found: dict[str, Tensor] = {}
+        if self._auxiliary_L is not None:
+            found |= {name: self._auxiliary_L for name, _ in self.balancing.auxiliary}
+        if self._z_L is not None:
+            found["z_loss"] = self._z_L
+        return found
+
+
+class _Attached(torch.autograd.Function):
+    """The identity on ``output``; backward sends ``other`` a gradient that is known only then."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, other: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor):
+        gradient, ctx.gradient = ctx.gradient, None
+        return grad_output, gradient(), None

@@ -1,0 +1,46 @@
+"""How fast a rank copies to its host's memory and back, while all ranks do."""
+
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron_epp.mcore.calibrate.probe import Probe
+from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.host_store import HostStore
+
+# More than caches hold; on a GPU enough that what a copy costs to launch does not show.
+CPU_BYTES, GPU_BYTES = 2**24, 2**28
+REPEATS = 5
+
+
+def host_rate(probe: Probe, groups: Groups) -> float:
+    """Bytes per second in one direction; on a GPU while the other one is as busy. Collective.
+
+    The host's memory is asked for once, as offloading does: what that takes is not in it.
+    """
+    on_gpu = probe.device.type == "cuda"
+    nbytes = GPU_BYTES if on_gpu else CPU_BYTES
+    host = HostStore(probe.device)
+    ends = [_ends(host, nbytes) for _ in range(2)]
+    seconds = []
+    for _ in range(REPEATS + 1):  # the first meets memory that nobody has touched
+        dist.barrier(groups.control)
+        began = probe.now()
+        done = (
+            host.copies.out([(there, here) for there, here in ends[0]]),
+            host.copies.back([(here, there) for there, here in ends[1]]),
+        )
+        for one in done:
+            host.copies.wait(one)
+        seconds.append(probe.now() - began)
+    at_once = 1 if on_gpu else 2  # one behind the other
+    return at_once * nbytes / median(seconds[1:])
+
+
+def _ends(host: HostStore, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(part of the host's memory, part of the device's), together ``nbytes``."""
+    blocks = host.take(nbytes)
+    assert blocks is not None, "no pinned memory to measure copies with"
+    here = torch.zeros(nbytes, dtype=torch.uint8, device=host.device)
+    return list(zip(blocks, here.split([block.numel() for block in blocks]), strict=True))

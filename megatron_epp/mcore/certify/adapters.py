@@ -1,0 +1,109 @@
+"""Low-rank adapters (LoRA) on a frozen model: what ``certify --lora-rank`` trains.
+
+    y = W x + U D x      W frozen; D [r, K] and U [N, r] are trained
+
+Megatron has no adapters of its own; these stand for those that others put around its linears. Per
+linear one half is a linear of Megatron's over the tensor-parallel ranks and the other torch's,
+whole on every rank, so that both kinds of layer are met frozen and trained, deferred and not:
+
+    W split over N (linear_qkv, linear_fc1)    D whole, on this rank's rows     U split over N
+    W split over K (linear_proj, linear_fc2)   D split over K, sums over ranks  U whole
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+
+
+class Adapter(MegatronModule):
+    """In the place of ``linear``, which keeps its keys in checkpoints; ``rank``: r above."""
+
+    def __init__(self, linear: Any, rank: int, gated: bool):
+        super().__init__(linear.config)
+        config, self.gated = linear.config, gated
+        self.linear = linear
+        how = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "skip_bias_add": False,
+            "tp_group": linear.tp_group,
+        }
+        dtype, device = linear.weight.dtype, linear.weight.device
+        if isinstance(linear, ColumnParallelLinear):
+            self.down: Any = nn.Linear(
+                linear.input_size, rank, bias=False, dtype=dtype, device=device
+            )
+            self.up: Any = ColumnParallelLinear(
+                rank, linear.output_size, gather_output=False, **how
+            )
+            whole: Any = self.down.weight
+        else:
+            self.down = RowParallelLinear(linear.input_size, rank, input_is_parallel=True, **how)
+            self.up = nn.Linear(rank, linear.output_size, bias=False, dtype=dtype, device=device)
+            whole = self.up.weight
+        config.init_method(whole)
+        # Each rank sees its own rows: finalize_model_grads adds the shares up.
+        setattr(whole, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = self.linear(x)
+        return output + _product(self.up, _product(self.down, x)), bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = self.linear.sharded_state_dict(prefix, sharded_offsets, metadata)
+        for name in ("down", "up"):
+            part = sharded_state_dict_default(
+                getattr(self, name), f"{prefix}adapter.{name}.", sharded_offsets, metadata
+            )
+            if self.gated and name == "up":
+                # As Megatron's MLP has it for the linear itself: gate and value on every rank.
+                key = f"{prefix}adapter.up.weight"
+                part[key] = apply_swiglu_sharded_factory(
+                    part[key],
+                    sharded_offsets,
+                    tp_group=self.linear.tp_group,
+                    dp_group=metadata["dp_cp_group"],
+                )
+            state.update(part)
+        return state
+
+
+def _product(half: nn.Module, x: Tensor) -> Tensor:
+    output = half(x)
+    return output[0] if isinstance(output, tuple) else output
+
+
+def adapt(model: Any, rank: int) -> Any:
+    """Freeze ``model`` (Megatron's, not wrapped) and put adapters around its layers' linears."""
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    for layer in model.decoder.layers:
+        around, mlp = layer.self_attention, layer.mlp
+        around.linear_qkv = Adapter(around.linear_qkv, rank, gated=False)
+        around.linear_proj = Adapter(around.linear_proj, rank, gated=False)
+        mlp.linear_fc1 = Adapter(mlp.linear_fc1, rank, mlp.config.gated_linear_unit)
+        mlp.linear_fc2 = Adapter(mlp.linear_fc2, rank, gated=False)
+    return model
+
+
+def gradient(parameter: Any, name: str) -> Tensor:
+    """The gradient that lies at ``parameter``'s attribute ``name``; zeros of a frozen one."""
+    if not parameter.requires_grad:
+        return torch.zeros_like(parameter.data)
+    return getattr(parameter, name)

@@ -1,0 +1,1 @@
+"""`certify --loop`: training loops of others against the plain model."""

@@ -1,0 +1,21 @@
+"""The collectives that a call of a loop may issue: those of a schedule, over a replica."""
+
+from megatron_epp.mcore.certify.allowed_collectives import SCHEDULE, Listed
+from megatron_epp.mcore.loops.replica_groups import CONTROL
+
+_OURS = (
+    Listed(
+        "call",
+        CONTROL,
+        r"megatron_epp\.mcore\.loops\.agreement\.exchange",
+        "what every rank of the replica has read, before the ops; what became of it, behind them",
+    ),
+    Listed(
+        "plan text",
+        CONTROL,
+        r"megatron_epp\.runtime\.consensus\.share",
+        "one rank plans, where no plan for such micro-batches is known",
+    ),
+)
+_NOT_OURS = ("plan text", "plan digest", "report", "records", "memory limit")
+LOOP = (*_OURS, *(entry for entry in SCHEDULE if entry.name not in _NOT_OURS))

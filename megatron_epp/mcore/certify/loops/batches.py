@@ -1,0 +1,280 @@
+"""Random micro-batches as loops of others make them, a loss for each, and an arbitrary plan.
+
+    loss       returned           scaled by Megatron to
+    tokens     sum, tokens, ...   sum / all tokens, or mean / micro-batches
+    mean       mean, ...          mean / micro-batches
+    sequence   mean over sequences of the mean of a clipped ratio and a divergence, ...
+               mean / micro-batches
+
+B samples of a micro-batch, S tokens of the longest, the others padded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from random import Random
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from megatron_epp.ir import KEEP, TRAINING, Chunk, Kind, Op, Plan, Span, needs_of, slices_of
+from megatron_epp.mcore.certify.scale_down import CONTEXT
+
+LOSSES = ("tokens", "mean", "sequence")
+MASKED = 0.15  # share of tokens that carry no loss
+CLIP, DIVERGENCE = 0.2, 0.1
+MULTIPLE = 4  # of rows, as loops pad them for tensor-parallel ranks
+MicroBatch = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFrame:
+    """What every batch of one model is drawn for.
+
+    per_token   Megatron's calculate_per_token_loss
+    layers      of each stage
+    sliced      documents are cut (level 1)
+    """
+
+    vocabulary: int
+    layers: tuple[int, ...]
+    replicas: int
+    per_token: bool
+    sliced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnMicroBatches:
+    """micro_batches[replica][number]; loss: of all of them, by name."""
+
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    loss: str
+
+
+def draw_micro_batches(seed: int, number: int, frame: LoopFrame) -> DrawnMicroBatches:
+    """Batch ``number``: the same on every process that asks for it."""
+    random = Random(f"loop {seed} {number}")
+    generator = numpy.random.default_rng([seed, number, 7])
+    loss = "tokens" if frame.per_token else LOSSES[number % len(LOSSES)]
+    made = []
+    for _ in range(frame.replicas):
+        count = random.randint(2, 6)
+        lengths = [_lengths(random) for _ in range(count)]
+        made.append(tuple(_micro_batch(one, loss, generator, frame) for one in lengths))
+    return DrawnMicroBatches(tuple(made), loss)
+
+
+def _lengths(random: Random) -> tuple[int, ...]:
+    """Of the samples of a micro-batch: one long one, or a few of any length."""
+    if random.random() < 0.4:
+        return (random.randint(CONTEXT // 2, CONTEXT - 1),)
+    return tuple(random.randint(2, CONTEXT // 2) for _ in range(random.randint(1, 3)))
+
+
+def _micro_batch(
+    lengths: tuple[int, ...], loss: str, generator: numpy.random.Generator, frame: LoopFrame
+) -> MicroBatch:
+    # Sequence parallelism shares out the rows.
+    samples, rows = len(lengths), -(-max(lengths) // MULTIPLE) * MULTIPLE
+    tokens = torch.from_numpy(generator.integers(0, frame.vocabulary, (samples, rows + 1)))
+    mask = torch.from_numpy((generator.random((samples, rows)) >= MASKED).astype(float))
+    mask[:, 0] = 1  # every sequence has a target
+    for sample, length in enumerate(lengths):
+        mask[sample, length:] = 0
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "position_ids": torch.arange(rows).repeat(samples, 1),
+        "attention_mask": torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1),
+        "loss_mask": mask,
+        "old_losses": torch.from_numpy(4.1 + 0.3 * generator.standard_normal((samples, rows))),
+        "advantages": torch.from_numpy(generator.standard_normal(samples)),
+        "lengths": lengths,
+        "loss": loss,
+    }
+
+
+# ------------------------------------------------------------------ the loop's own functions
+
+
+def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    """What a loop hands to ``forward_backward_func``."""
+    batch = next(data_iterator)
+    output = model(
+        batch["tokens"],
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch["labels"],
+        packed_seq_params=batch.get("packed_seq_params"),
+    )
+    return output, partial(loop_loss, batch)
+
+
+def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = False) -> Any:
+    """The loss of a micro-batch from its tokens' losses, as LOSSES says; the last of what is
+    returned is what the loop collects."""
+    mask_BS = batch["loss_mask"].to(token_losses_BS.dtype)
+    if non_loss_data:
+        return (token_losses_BS * mask_BS).sum().item()
+    if batch["loss"] == "tokens":
+        total = (token_losses_BS * mask_BS).sum()
+        return total, mask_BS.sum().to(torch.int), {"value": total.detach().item()}
+    if batch["loss"] == "mean":
+        value = (token_losses_BS * mask_BS).sum() / mask_BS.sum()
+    else:
+        value = clipped(batch, token_losses_BS, mask_BS)
+    return value, {"value": value.detach().item()}
+
+
+def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tensor:
+    """Over sequences, the mean of each one's mean clipped ratio and divergence."""
+    difference_BS = batch["old_losses"].to(token_losses_BS.dtype) - token_losses_BS
+    ratio_BS = difference_BS.exp()
+    advantage_B1 = batch["advantages"].to(token_losses_BS.dtype)[:, None]
+    gain_BS = torch.minimum(
+        ratio_BS * advantage_B1, ratio_BS.clamp(1 - CLIP, 1 + CLIP) * advantage_B1
+    )
+    divergence_BS = (-difference_BS).exp() + difference_BS - 1
+    each_BS = (DIVERGENCE * divergence_BS - gain_BS) * mask_BS
+    return (each_BS.sum(1) / mask_BS.sum(1)).mean()
+
+
+# ------------------------------------------------------------------ plans
+
+
+def arbitrary_orders(
+    bare: Plan, group_of: Sequence[int], random: Random, split: float
+) -> tuple[tuple[Op, ...], ...]:
+    """Orders of all stages, one random walk through what is ready.
+
+    group_of   of every chunk: the micro-batch whose loss it takes part in; on the last stage no
+               backward of a group comes before its last forward
+    """
+    needs = needs_of(bare, TRAINING)
+    last = bare.stages - 1
+    pending: list[set[Op]] = []
+    for _ in bare.layers:
+        ops = set()
+        for chunk in range(len(bare.chunks)):
+            ops.add(Op(Kind.FORWARD, chunk))
+            halves = random.random() < split
+            ops |= (
+                {Op(Kind.INPUT, chunk), Op(Kind.WEIGHT, chunk)}
+                if halves
+                else {Op(Kind.BACKWARD, chunk)}
+            )
+        pending.append(ops)
+    done: list[list[Op]] = [[] for _ in bare.layers]
+    finished: list[set[Op]] = [set() for _ in bare.layers]
+    mates = {g: [c for c, of in enumerate(group_of) if of == g] for g in set(group_of)}
+
+    def ready(stage: int, op: Op) -> bool:
+        if stage == last and op.kind in (Kind.BACKWARD, Kind.INPUT):
+            together = mates[group_of[op.chunk]]
+            if any(Op(Kind.FORWARD, c) not in finished[stage] for c in together):
+                return False
+        return all(
+            any(other in finished[where] for other in ops) for _, where, ops in needs(stage, op)
+        )
+
+    lean = random.random()
+    while any(pending):
+        stage = random.choice([s for s, ops in enumerate(pending) if ops])
+        able = sorted(
+            (op for op in pending[stage] if ready(stage, op)), key=lambda op: (op.chunk, str(op))
+        )
+        if not able:
+            continue
+        forwards = [op for op in able if op.kind is Kind.FORWARD]
+        others = [op for op in able if op.kind is not Kind.FORWARD]
+        op = random.choice((forwards if random.random() < lean else others) or able)
+        pending[stage].remove(op)
+        finished[stage].add(op)
+        done[stage].append(op)
+    return tuple(map(tuple, done))
+
+
+def forward_walk(chunks: int, earlier: Sequence[int], random: Random) -> tuple[Op, ...]:
+    """Forwards in a random order in which slices follow those before them."""
+    done: list[int] = []
+    while len(done) < chunks:
+        able = [
+            c for c in range(chunks) if c not in done and (earlier[c] in done or earlier[c] < 0)
+        ]
+        done.append(random.choice(able))
+    return tuple(Op(Kind.FORWARD, chunk) for chunk in done)
+
+
+def arbitrary_whole_plan(
+    tokens: Sequence[int], layers: Sequence[int], random: Random, split: bool, forward_only: bool
+) -> Plan:
+    """Micro-batches as chunks, in any order that computes the right thing."""
+    count = len(tokens)
+    bare = Plan(
+        documents=tuple(tokens),
+        layers=tuple(layers),
+        chunks=tuple(Chunk((Span(number, 0, size),)) for number, size in enumerate(tokens)),
+        recompute=tuple((KEEP * n,) * count for n in layers),
+        orders=tuple(() for _ in layers),
+    )
+    if forward_only:
+        orders = (forward_walk(count, [-1] * count, random),) * len(layers)
+    else:
+        share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
+        orders = arbitrary_orders(bare, range(count), random, share)
+    return Plan(bare.documents, bare.layers, bare.chunks, bare.recompute, orders)
+
+
+def arbitrary_sliced_plan(
+    lengths: Sequence[Sequence[int]],
+    layers: Sequence[int],
+    random: Random,
+    split: bool,
+    forward_only: bool,
+    letters: str,
+) -> Plan:
+    """Documents of micro-batches cut, packed, ordered and recomputed in any way; chunks of one
+    micro-batch each. lengths[micro-batch] of its documents."""
+    chunks: list[Chunk] = []
+    group_of: list[int] = []
+    first = 0
+    for number, of in enumerate(lengths):
+        made: list[list[Span]] = []
+        whole = []
+        for place, length in enumerate(of):
+            pieces = random.randint(2, 4) if length >= 8 and random.random() < 0.7 else 1
+            cuts = sorted(random.sample(range(1, length), pieces - 1))
+            spans = [Span(first + place, *border) for border in pairwise([0, *cuts, length])]
+            if pieces == 1:
+                whole += spans
+            else:
+                made += ([span] for span in spans)
+        for span in whole:
+            if made and random.random() < 0.6:
+                random.choice(made).append(span)
+            else:
+                made.append([span])
+        chunks += (Chunk(tuple(spans)) for spans in made)
+        group_of += [number] * len(made)
+        first += len(of)
+    mixed = random.sample(range(len(chunks)), len(chunks))
+    chunks, group_of = [chunks[c] for c in mixed], [group_of[c] for c in mixed]
+    bare = Plan(
+        documents=tuple(length for of in lengths for length in of),
+        layers=tuple(layers),
+        chunks=tuple(chunks),
+        recompute=tuple(
+            tuple("".join(random.choice(letters) for _ in range(count)) for _ in chunks)
+            for count in layers
+        ),
+        orders=tuple(() for _ in layers),
+    )
+    if forward_only:
+        orders = (forward_walk(len(chunks), slices_of(bare).earlier, random),) * len(layers)
+    else:
+        share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
+        orders = arbitrary_orders(bare, group_of, random, share)
+    return Plan(bare.documents, bare.layers, bare.chunks, bare.recompute, orders)

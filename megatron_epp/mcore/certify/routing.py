@@ -1,0 +1,100 @@
+"""What routers leave beside gradients, compared: tokens per expert, and losses for the log."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Of a model's part, or of the whole.
+
+    counts   by the layer's number: tokens that chose each expert, [experts], which move its bias
+    losses   by name: without its coefficient, summed over documents, by layer, [layers]
+    """
+
+    counts: Mapping[int, numpy.ndarray] = field(default_factory=dict)
+    losses: Mapping[str, numpy.ndarray] = field(default_factory=dict)
+
+
+class RoutingNotes:
+    """Notes what ``model``'s routers leave, one iteration after the other."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._counts: dict[int, numpy.ndarray] = {}
+
+    def before(self, finalize: Callable[..., None]) -> Callable[..., None]:
+        """``finalize``, Megatron's finalize_model_grads, with the counts noted that it resets."""
+
+        def noting(*args: Any, **others: Any) -> None:
+            self.note_counts()
+            finalize(*args, **others)
+
+        return noting
+
+    def note_counts(self) -> None:
+        """As they are now."""
+        from megatron_epp.mcore.model.experts.router import expert_layers
+
+        self._counts = {
+            layer.layer_number: layer.router.local_tokens_per_expert.numpy().copy()
+            for _, layer in expert_layers(self.model)
+            if layer.router.enable_expert_bias
+        }
+
+    def taken(self) -> Routed:
+        """What was left since the last time."""
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        tracker = get_moe_metrics_tracker()
+        losses = {
+            name: entry.values.numpy().copy()
+            for name, entry in tracker.metrics.items()
+            if entry.values.any()
+        }
+        tracker.clear()
+        counts, self._counts = self._counts, {}
+        return Routed(counts, losses)
+
+
+def differences(
+    parts: Sequence[Routed], reference: Routed, replicas: int, bound: float
+) -> list[str]:
+    """How the ranks' ``parts`` together differ from the plain model's, a line each.
+
+    Every rank counts its own rows, and adds its share of its replica's losses over ``replicas``.
+    """
+    counts = _sums(part.counts for part in parts)
+    losses = _sums(part.losses for part in parts)
+    found = []
+    for layer in sorted(counts.keys() | reference.counts.keys()):
+        ours, theirs = counts.get(layer), reference.counts.get(layer)
+        if ours is None or theirs is None:
+            found.append(f"layer {layer}: experts counted {'twice' if theirs is None else 'never'}")
+        elif differing := int((ours != theirs).sum()):
+            found.append(
+                f"layer {layer}: {differing} of {len(theirs)} experts counted other tokens: "
+                f"{ours.sum():g} in all where the plain model has {theirs.sum():g}"
+            )
+    for name in sorted(losses.keys() | reference.losses.keys()):
+        theirs = reference.losses.get(name, numpy.zeros(1))
+        ours = losses.get(name, numpy.zeros(1)) * replicas
+        difference = abs(ours - theirs)
+        if not (difference <= bound * abs(theirs).max()).all():
+            layer = int(difference.argmax())
+            found.append(
+                f"{name} of layer {layer + 1}: {ours[layer % len(ours)]:.12g} where the plain "
+                f"model has {theirs[layer % len(theirs)]:.12g}"
+            )
+    return found
+
+
+def _sums(parts: Any) -> dict[Any, numpy.ndarray]:
+    sums: dict[Any, numpy.ndarray] = {}
+    for part in parts:
+        for key, value in part.items():
+            sums[key] = sums[key] + value if key in sums else value
+    return sums

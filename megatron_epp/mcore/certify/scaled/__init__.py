@@ -1,0 +1,1 @@
+"""Parts of a model made small: its experts, and which of its layers are kept."""

@@ -1,0 +1,131 @@
+"""``--sft --data-path x.jsonl``: chat files are converted once, and kept in the data cache.
+
+Rank 0 converts, into files that are named after all that decides what is in them: the chat file's
+bytes, the tokenizer's files and the chat format. The other ranks wait for it, for as long as it
+shows that it is at work.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import print_rank_0
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_epp.mcore.data.conversations import (
+    FORMATS,
+    ChatTokenizer,
+    encode_line,
+    read_lines,
+    write_encoded,
+)
+from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
+
+# Raise it when the same conversations become other files.
+_VERSION = 1
+_BLOCK_BYTES = 1 << 20
+# A tokenizer's folder may hold a model's weights as well.
+_TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab"}
+
+
+def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
+    """The corpus of every chat file of the data flags, blends and splits included: the prefix of
+    its files by the path that was given. Collective.
+
+    Raises:
+        PlanError: on every rank alike, what is wrong with which line of which file
+    """
+    paths = _chat_files(args)
+    prefixes = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
+    return dict(zip(paths, prefixes.split("\n"), strict=True))
+
+
+def check_chat_flags(args: Any) -> None:
+    """Refuse with a ValueError what can be seen of ``--sft`` before anything is built or read."""
+    if args.tokenizer_type != "SFTTokenizer" or not args.tokenizer_model:
+        raise ValueError(
+            "--sft needs --tokenizer-type SFTTokenizer and --tokenizer-model FOLDER; or give a "
+            "corpus that scripts/prepare_corpus.py --chat made, without --sft"
+        )
+    if find_spec("transformers") is None:
+        raise ValueError("--sft needs the package transformers: pip install it")
+    if args.sft_tokenizer_prompt_format not in FORMATS:
+        raise ValueError(
+            f"--sft-tokenizer-prompt-format {args.sft_tokenizer_prompt_format}: expected one of "
+            f"{', '.join(FORMATS)}"
+        )
+    folder = Path(args.tokenizer_model)
+    if not folder.exists() and (folder.is_absolute() or len(folder.parts) > 2):
+        raise ValueError(f"--tokenizer-model {folder}: no such folder")
+    paths = _chat_files(args)
+    if not paths:
+        raise ValueError("--sft: no chats to train on: give --data-path FILE.jsonl")
+    for path in paths:
+        if not Path(path).is_file():
+            is_corpus = Path(path + ".idx").is_file()
+            remedy = "leave --sft out: it is a corpus already" if is_corpus else "check --data-path"
+            raise ValueError(f"{path}: no such file; --sft expects a .jsonl of chats; {remedy}")
+
+
+def _chat_files(args: Any) -> tuple[str, ...]:
+    """What the data flags name, weights and splits aside."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    blends = [one for one in (blend, *(blend_per_split or ())) if one is not None]
+    return tuple(dict.fromkeys(path for prefixes, _ in blends for path in prefixes))
+
+
+def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[str]:
+    """The prefixes of the corpora of ``paths``, written where the cache does not have them."""
+    tokenizer: ChatTokenizer | None = None
+    chat_format, prefixes = args.sft_tokenizer_prompt_format, []
+    files = _tokenizer_files(args.tokenizer_model)
+    made_of = _digest(files, beat) if files else args.tokenizer_model
+    for path in map(Path, paths):
+        digest = _digest([path], beat, f"{_VERSION} {chat_format} {made_of}")
+        folder = Path(args.data_cache_path) if args.data_cache_path else path.parent / "cache"
+        prefix = folder / f"{path.stem}-{digest[:24]}"
+        if not Path(f"{prefix}.idx").is_file():
+            print_rank_0(f"> --sft: converting {path} ...")
+            tokenizer = tokenizer or build_tokenizer(args)
+            encoded = map(
+                partial(encode_line, path=path, tokenizer=tokenizer, chat_format=chat_format),
+                read_lines(path),
+            )
+            try:
+                written = write_encoded(encoded, path, tokenizer.vocab_size, prefix, beat)
+            except OSError as error:
+                raise ValueError(
+                    f"{prefix}.bin: cannot be written ({error.strerror}); name a folder that all "
+                    "ranks share with --data-cache-path"
+                ) from error
+            print_rank_0(f"> {written}")
+        print_rank_0(f"> --sft: {path} is {prefix}")
+        prefixes.append(str(prefix))
+    return prefixes
+
+
+def _tokenizer_files(path: str) -> list[Path]:
+    """Files that a tokenizer is read from; none where ``path`` is a name on a hub."""
+    place = Path(path)
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        return []
+    return sorted(file for file in place.iterdir() if file.suffix in _TOKENIZER_SUFFIXES)
+
+
+def _digest(files: Sequence[Path], beat: Callable[[], None], text: str = "") -> str:
+    """Of ``text``, and of the names and bytes of ``files``; linear in them."""
+    digest = hashlib.sha256(text.encode())
+    for file in files:
+        digest.update(f"\0{file.name}\0".encode())
+        with file.open("rb") as opened:
+            while block := opened.read(_BLOCK_BYTES):
+                digest.update(block)
+                beat()
+    return digest.hexdigest()

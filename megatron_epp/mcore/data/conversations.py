@@ -1,0 +1,221 @@
+"""Conversations become documents with loss masks: a chat ``.jsonl`` is written as a corpus.
+
+A line is a JSON object whose ``messages`` are a list of {role, content}. As in Megatron's
+SFTDataset a line may hold several conversations, each of which begins with a message of the system;
+a conversation is a document. Its tokens, and which of them are targets, are what Megatron's
+SFTTokenizer makes of it in its chat format; its padding token is no target, as there.
+
+    messages   system  user  assistant  user  assistant
+    targets                  ^^^^^^^^^        ^^^^^^^^^     of a format that masks
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import numpy
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+from megatron_epp.corpus.loss_mask import SUFFIX
+
+# Chat formats of Megatron's SFTTokenizer, and those of them in which every token is a target.
+FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
+WITHOUT_MASKS = ("identity", "default")
+ROLES = ("system", "user", "tool", "assistant")
+_IGNORED = -100  # SFTTokenizer's mark of a token that is no target
+_SHOWN = 200  # characters of another program's reason
+
+Message = Mapping[str, Any]
+
+
+class ChatTokenizer(Protocol):
+    """What is asked of Megatron's SFTTokenizer, wrapped by its build_tokenizer or not."""
+
+    vocab_size: int
+    pad_id: int | None
+
+    def tokenize_conversation(
+        self, conversation: list[Message], return_target: bool, add_generation_prompt: bool
+    ) -> tuple[numpy.ndarray, numpy.ndarray]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a chat file was made into. ``lengths``: [conversations] int64 tokens of each."""
+
+    lines: int
+    lengths: numpy.ndarray
+    targets: int
+    untargeted: int  # conversations without any
+
+    def __str__(self) -> str:
+        tokens = int(self.lengths.sum())
+        text = (
+            f"{len(self.lengths)} conversations of {self.lines} lines, {tokens} tokens, "
+            f"{self.targets} of them targets ({self.targets / max(tokens, 1):.0%})"
+        )
+        if self.untargeted:
+            text += f"; {self.untargeted} conversations without a target, which training drops"
+        return text
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, list[Message]]]:
+    """(number from 1, messages) of every line that is not blank.
+
+    Raises:
+        ValueError: a line is no JSON, or has no messages with roles and texts; with its number
+    """
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                value = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where}: not a line of JSON: {_reason(error)}") from None
+            messages = value.get("messages") if isinstance(value, dict) else None
+            if not isinstance(messages, list) or not messages:
+                raise ValueError(
+                    f'{where}: no conversation; expected {{"messages": [{{"role": "user", '
+                    '"content": "..."}, {"role": "assistant", "content": "..."}]}'
+                )
+            for place, message in enumerate(messages):
+                for key in ("role", "content"):
+                    text = message.get(key) if isinstance(message, dict) else None
+                    if not isinstance(text, str):
+                        raise ValueError(
+                            f"{where}: message {place} has no text as its {key!r}; expected "
+                            f"a role (one of {', '.join(ROLES)}) and a content"
+                        )
+            yield number, messages
+
+
+def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
+    """The conversations of a line: each message of the system begins one."""
+    found: list[list[Message]] = []
+    for message in messages:
+        if not found or message["role"] == "system":
+            found.append([])
+        found[-1].append(message)
+    return found
+
+
+def encode(
+    conversation: list[Message], tokenizer: ChatTokenizer, chat_format: str
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """(tokens int64, mask uint8) of a conversation: two [tokens].
+
+    Raises:
+        ValueError: turns that the format does not know, or that the tokenizer refuses
+    """
+    if chat_format not in WITHOUT_MASKS:
+        _check_turns(conversation)
+    try:
+        tokens, targets = tokenizer.tokenize_conversation(
+            conversation, return_target=True, add_generation_prompt=False
+        )
+    except (
+        AssertionError,
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        jinja2.TemplateError,
+    ) as error:
+        raise ValueError(
+            f"SFTTokenizer refuses it in the format {chat_format}: {_reason(error)}"
+        ) from error
+    tokens = numpy.asarray(tokens, numpy.int64)
+    mask = numpy.asarray(targets) != _IGNORED
+    if tokenizer.pad_id is not None:
+        mask &= tokens != tokenizer.pad_id
+    mask[:1] = False  # nothing predicts the first token
+    return tokens, mask.astype(numpy.uint8)
+
+
+def _check_turns(conversation: Sequence[Message]) -> None:
+    """What SFTTokenizer would meet with an assertion."""
+    before = ""
+    for place, message in enumerate(conversation):
+        role = message["role"].lower()
+        if role not in ROLES:
+            raise ValueError(f"message {place}: role {role!r}; expected one of {', '.join(ROLES)}")
+        if role == "assistant" and before not in ("user", "tool"):
+            raise ValueError(
+                f"message {place}: the assistant speaks behind {before or 'nobody'}; expected the "
+                "user or a tool in front of it"
+            )
+        if role == "assistant" and not message["content"]:
+            raise ValueError(f"message {place}: the assistant says nothing; expected a text")
+        before = role
+
+
+def encode_line(
+    numbered: tuple[int, list[Message]], path: Path, tokenizer: ChatTokenizer, chat_format: str
+) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
+    """(tokens, mask) of every conversation of one of ``read_lines``; ValueError names the line."""
+    number, messages = numbered
+    try:
+        return [encode(one, tokenizer, chat_format) for one in conversations_of(messages)]
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def write_encoded(
+    lines: Iterable[list[tuple[numpy.ndarray, numpy.ndarray]]],
+    source: Path,
+    vocabulary: int,
+    prefix: Path,
+    beat: Callable[[], None] = lambda: None,
+) -> Written:
+    """Write ``prefix.bin/.idx`` and the masks beside it: all four files, or none.
+
+    lines        what ``encode_line`` made of each of ``source``
+    vocabulary   entries of the tokenizer
+    beat         is called behind every line
+
+    Raises:
+        ValueError: no line holds a target
+    """
+    lengths: list[int] = []
+    count = targets = untargeted = 0
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    # In a folder of their own until they are whole, and the index last: what can be opened is
+    # complete.
+    with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:
+        scratch = Path(folder, prefix.name)
+        dtype = DType.optimal_dtype(vocabulary)
+        tokens_to = IndexedDatasetBuilder(f"{scratch}.bin", dtype=dtype)
+        masks_to = IndexedDatasetBuilder(f"{scratch}{SUFFIX}.bin", dtype=numpy.uint8)
+        for conversations in lines:
+            for tokens, mask in conversations:
+                tokens_to.add_document(tokens, [len(tokens)])
+                masks_to.add_document(mask, [len(mask)])
+                here = int(mask.sum())
+                lengths.append(len(tokens))
+                targets += here
+                untargeted += here == 0
+            count += 1
+            beat()
+        tokens_to.finalize(f"{scratch}.idx")
+        masks_to.finalize(f"{scratch}{SUFFIX}.idx")
+        if not targets:
+            raise ValueError(
+                f"{source}: no token of its {count} lines is a target; expected at least one "
+                "answer of an assistant"
+            )
+        for name in (f"{SUFFIX}.bin", f"{SUFFIX}.idx", ".bin", ".idx"):
+            os.replace(f"{scratch}{name}", f"{prefix}{name}")
+    return Written(count, numpy.array(lengths, numpy.int64), targets, untargeted)
+
+
+def _reason(error: BaseException) -> str:
+    """One line of what another program says, not too long; its kind where it says nothing."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,134 @@
+"""Documents from a dataset of one's own: items whose lengths are known before they are read.
+
+An item is what the variable-length datasets of Megatron-LM's main branch give, a mapping of
+
+    tokens             [rows] int, the inputs
+    labels             [rows] int, already shifted: what each row predicts
+    loss_mask          [rows] 0 or 1: which of these predictions count
+    original_seq_len   how many of the rows are the document; what stands behind them is padding
+
+and item i of the dataset is document i, in its own order, epoch after epoch. A plan needs lengths
+first, so the dataset says the ``original_seq_len`` of all its items ahead.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy
+
+from megatron_epp.corpus.idx_file import check_vocabulary
+from megatron_epp.corpus.lengths import MOST_LENGTH
+from megatron_epp.corpus.overlong import Counts, apply_context
+
+# Items that are kept because a later slice of them will be asked for.
+_KEPT_ITEMS = 16
+
+
+class VarlenItems(Protocol):
+    """A dataset of variable-length items; ``original_seq_lens``: [items], of each of them."""
+
+    original_seq_lens: Sequence[int]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+class ItemDocuments:
+    """``items`` as training asks for documents: see global_batches.Documents, whose place it takes.
+
+    context      the most inputs of a document; ``overlong`` says what becomes of longer ones
+    wanted       samples that training takes; None is one epoch
+    vocabulary   rows of the embedding; tokens and labels beyond are refused
+
+    ValueError: lengths that are none; on reading, an item that is not as long as was said
+    """
+
+    def __init__(
+        self,
+        items: VarlenItems,
+        context: int,
+        overlong: str,
+        wanted: int | None,
+        vocabulary: int,
+    ):
+        lengths = numpy.asarray(items.original_seq_lens)
+        if lengths.ndim != 1 or len(lengths) != len(items) or lengths.dtype.kind not in "iu":
+            raise ValueError(
+                f"original_seq_lens of {type(items).__name__}: {lengths.dtype} of shape "
+                f"{lengths.shape}; expected {len(items)} whole numbers, one for each item"
+            )
+        if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= MOST_LENGTH:
+            raise ValueError(
+                f"original_seq_lens of {type(items).__name__}: from {lengths.min()} to "
+                f"{lengths.max()}; expected from 0 to {MOST_LENGTH} tokens"
+            )
+        self._items, self._vocabulary = items, vocabulary
+        self._said = lengths.astype(numpy.int64)
+        self._index = apply_context(self._said, context, overlong)
+        if not self.counts.documents and wanted != 0:
+            raise ValueError(f"{type(items).__name__}: no usable document: {self.counts}")
+        self._samples = self.counts.documents if wanted is None else wanted
+        self._read = lru_cache(_KEPT_ITEMS)(self._read_item)
+
+    @property
+    def counts(self) -> Counts:
+        return self._index.counts
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
+        """Inputs of each sample's document: [n] -> [n] int64; no item is read."""
+        places = numpy.asarray(samples, numpy.int64) % self.counts.documents
+        return self._index.inputs[places].astype(numpy.int64)
+
+    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
+        """Inputs [start, stop) of a document: int64."""
+        tokens, _, _, offset = self._rows(sample)
+        return tokens[offset + start : offset + stop]
+
+    def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """(labels int64, loss mask float32) of a document's inputs [start, stop)."""
+        _, labels, mask, offset = self._rows(sample)
+        return labels[offset + start : offset + stop], mask[offset + start : offset + stop]
+
+    def _rows(self, sample: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, int]:
+        place = sample % self.counts.documents
+        rows = self._read(int(self._index.sequences[place]))
+        return *rows, int(self._index.starts[place])
+
+    def _read_item(self, number: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """(tokens, labels, loss mask) of an item without its padding."""
+        item, said = self._items[number], int(self._said[number])
+        where = f"item {number} of {type(self._items).__name__}"
+        columns = []
+        for key in ("original_seq_len", "tokens", "labels", "loss_mask"):
+            if key not in item:
+                raise ValueError(f"{where}: has no {key!r}; expected {_KEYS}")
+            columns.append(numpy.asarray(item[key]).reshape(-1))
+        found, tokens, labels, mask = columns
+        if found.tolist() != [said]:
+            raise ValueError(
+                f"{where}: original_seq_len {found.tolist()}, but original_seq_lens said {said}; "
+                "expected the same: plans are made from lengths that were told ahead"
+            )
+        short = {
+            key: len(column)
+            for key, column in (("tokens", tokens), ("labels", labels), ("loss_mask", mask))
+            if len(column) < said
+        }
+        if short:
+            raise ValueError(f"{where}: {short} rows; expected the {said} of original_seq_len")
+        tokens, labels, mask = tokens[:said], labels[:said], mask[:said].astype(numpy.float32)
+        if not numpy.isin(mask, (0.0, 1.0)).all():
+            raise ValueError(f"{where}: loss_mask holds other numbers than 0 and 1")
+        # What does not count may be marked by a label that is no token, as -100.
+        labels = numpy.where(mask == 1, labels, 0)
+        for column in (tokens, labels):
+            check_vocabulary(column, self._vocabulary, where)
+        return tokens.astype(numpy.int64), labels.astype(numpy.int64), mask
+
+
+_KEYS = "tokens, labels, loss_mask and original_seq_len"

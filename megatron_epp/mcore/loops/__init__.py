@@ -1,0 +1,1 @@
+"""Elastic pipelines in training loops of others: whole micro-batches, or slices of documents."""

@@ -1,0 +1,82 @@
+"""What slices in a loop of others must know of its micro-batches: three functions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Adapter(Protocol):
+    """Tells a loop's micro-batches apart into documents, for :func:`megatron_epp.attach`.
+
+    A micro-batch is whatever the loop's iterator gives. L tokens of a document, t of a slice.
+    """
+
+    def lengths(self, micro_batch: Any) -> Sequence[int]:
+        """Tokens of every document: within each, tokens attend to those before them."""
+
+    def rows(
+        self, micro_batch: Any, document: int, start: int, stop: int
+    ) -> Mapping[str, Tensor | None]:
+        """Tokens [start, stop) of a document as the loop's forward step draws them: [1, t, ...]
+        each, on the stages that have them. Several slices are put one behind the other.
+
+        Labels are those of the whole document: the last token of a slice predicts the first of the
+        next. Positions and attention follow from the slice; nobody reads those that are given.
+        """
+
+    def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
+        """What the loop's loss function makes of the whole micro-batch.
+
+        outputs[d] [L, ...] are the forward step's outputs for document d, whole, whatever slices
+        they came from. Returns what Megatron's schedules take: (loss, report), or (loss, tokens,
+        report); with ``non_loss_data`` anything, which is collected.
+        """
+
+
+def rows_of(
+    adapter: Adapter, micro_batch: Any, number: int, document: int, start: int, stop: int
+) -> Mapping[str, Tensor | None]:
+    """``adapter.rows``. ValueError: a tensor has other rows than were asked for."""
+    made = adapter.rows(micro_batch, document, start, stop)
+    for name, tensor in made.items():
+        if tensor is not None and (tensor.dim() < 2 or tensor.shape[:2] != (1, stop - start)):
+            raise ValueError(
+                f"the adapter's rows of micro-batch {number}, document {document}, tokens "
+                f"[{start}:{stop}]: {name!r} has shape {tuple(tensor.shape)}; expected [1, "
+                f"{stop - start}, ...] (does it have as many as the adapter's lengths say?)"
+            )
+    return made
+
+
+def side_by_side(
+    parts: Sequence[Mapping[str, Tensor | None]], rows: int
+) -> dict[str, Tensor | None]:
+    """Slices one behind the other, [1, rows, ...] each; zeros behind them, up to ``rows``."""
+    joined: dict[str, Tensor | None] = {}
+    for name in parts[0]:
+        tensors = [part[name] for part in parts]
+        if any(tensor is None for tensor in tensors):
+            joined[name] = None
+            continue
+        whole = torch.cat([tensor for tensor in tensors if tensor is not None], dim=1)
+        missing = rows - whole.shape[1]
+        if missing:
+            whole = torch.cat([whole, whole.new_zeros(1, missing, *whole.shape[2:])], dim=1)
+        joined[name] = whole
+    return joined
+
+
+def lengths_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> tuple[int, ...]:
+    """``adapter.lengths``. ValueError: they are no lengths of documents of up to ``most``."""
+    found = tuple(int(length) for length in adapter.lengths(micro_batch))
+    if not found:
+        raise ValueError(f"the adapter finds no document in micro-batch {number}; expected one")
+    for document, length in enumerate(found):
+        if not 1 <= length <= most:
+            raise ValueError(
+                f"the adapter says {length} tokens for document {document} of micro-batch "
+                f"{number}; expected 1 to {most}, the model's positions"
+            )
+    return found

@@ -1,0 +1,86 @@
+"""Micro-batches of documents one behind the other (THD), as ms-swift, slime and verl make them.
+
+input_ids, labels, ...                 [1, T]
+packed_seq_params, or cu_seqlens       where documents begin and end
+cu_seqlens_q_padded                    where each is padded to a multiple: the padding between
+                                       two documents is computed by nobody here
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TOKENS = ("input_ids", "tokens")
+
+
+class Packed:
+    """loss_of(micro-batch, outputs [1, T, ...]) is the loop's own loss; padding's outputs are 0.
+
+    keys   what forward steps draw, as far as micro-batches have it: tensors [1, T, ...]
+    """
+
+    def __init__(
+        self,
+        loss_of: Callable[..., Any],
+        keys: Sequence[str] = ("input_ids", "tokens", "labels", "loss_mask", "position_ids"),
+    ):
+        self.loss_of, self.keys = loss_of, tuple(keys)
+
+    def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:
+        return tuple(stop - start for start, stop in documents_of(micro_batch))
+
+    def rows(
+        self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
+    ) -> Mapping[str, Tensor | None]:
+        first, end = documents_of(micro_batch)[document]
+        mine = slice(first + start, min(first + stop, end))
+        return {
+            key: None if micro_batch[key] is None else micro_batch[key][:, mine]
+            for key in self.keys
+            if key in micro_batch
+        }
+
+    def loss(
+        self,
+        micro_batch: Mapping[str, Any],
+        outputs: Sequence[Tensor],
+        non_loss_data: bool = False,
+    ) -> Any:
+        tokens = next(micro_batch[key] for key in _TOKENS if key in micro_batch)
+        parts, reached = [], 0
+        for (start, stop), made in zip(documents_of(micro_batch), outputs, strict=True):
+            parts += [made.new_zeros(start - reached, *made.shape[1:]), made]
+            reached = stop
+        rest = tokens.shape[1] - reached
+        parts.append(outputs[0].new_zeros(rest, *outputs[0].shape[1:]))
+        whole = torch.cat(parts)[None]
+        if non_loss_data:
+            return self.loss_of(micro_batch, whole, non_loss_data=True)
+        return self.loss_of(micro_batch, whole)
+
+
+def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Where each document begins, and where its last token is behind: rows of [1, T].
+
+    ValueError: the micro-batch does not tell, or tells of more rows than it has.
+    """
+    params = micro_batch.get("packed_seq_params")
+    ends = micro_batch.get("cu_seqlens") if params is None else params.cu_seqlens_q
+    if ends is None:
+        raise ValueError(
+            "a micro-batch without packed_seq_params or cu_seqlens: where do its documents end? "
+            f"(it has {', '.join(map(str, micro_batch))})"
+        )
+    padded = None if params is None else params.cu_seqlens_q_padded
+    lengths = torch.diff(torch.as_tensor(ends).flatten()).tolist()
+    starts = torch.as_tensor(ends if padded is None else padded).flatten().tolist()
+    found = [(a, a + length) for a, length in zip(starts, lengths, strict=False) if length > 0]
+    tokens = next((micro_batch[key] for key in _TOKENS if key in micro_batch), None)
+    if tokens is not None and found and found[-1][1] > tokens.shape[1]:
+        raise ValueError(
+            f"cu_seqlens end at row {found[-1][1]}, the micro-batch has {tokens.shape[1]}; "
+            "expected borders within it"
+        )
+    return found

@@ -1,0 +1,82 @@
+"""What the ranks of a replica tell each other around a call: what they read, what went wrong.
+
+Two small exchanges over the replica's control group, before the call's ops and behind them. A rank
+that refuses its input, or fails in an op, is heard by all others: all of them raise, none waits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+
+class LoopFailed(RuntimeError):
+    """Another rank of this replica failed; says which, and in which words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """``value`` of one rank, or its ``refusal`` (a user's mistake), or the ``error`` it met."""
+
+    value: Any = None
+    refusal: str | None = None
+    error: str | None = None
+
+
+def refused_by(error: Exception) -> str:
+    """Why micro-batches cannot be read: a refusal's own words, or what a function of the loop's
+    (lengths, an adapter) ended in."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def exchange(mine: Told, control: dist.ProcessGroup | None) -> list[Told]:
+    """Every rank's word, by its place in ``control``. Collective; None: this rank is alone."""
+    if control is None:
+        return [mine]
+    every: list[Any] = [None] * control.size()
+    dist.all_gather_object(every, mine, group=control)
+    return every
+
+
+def raise_what_others_met(every: Sequence[Told], control: dist.ProcessGroup | None) -> None:
+    """ValueError: a rank refused its input, in the first such rank's words on every rank.
+    LoopFailed: a rank met an error of another kind; that rank itself raises the error."""
+    for place, told in enumerate(every):
+        if told.refusal is not None:
+            raise ValueError(_said(place, told.refusal, control))
+    for place, told in enumerate(every):
+        if told.error is not None:
+            raise LoopFailed(_said(place, told.error, control))
+
+
+def _said(place: int, words: str, control: dist.ProcessGroup | None) -> str:
+    if control is None or control.size() == 1:
+        return words
+    return f"rank {dist.get_global_rank(control, place)}: {words}"
+
+
+def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> list[Any] | None:
+    """What all ranks that know a list hold in it, item by item; None where no rank knows one.
+
+    ``every``: by place in ``control``, None from ranks that know nothing. ValueError: two ranks
+    differ, with the number of the first micro-batch in which they do.
+    """
+    known = [(place, items) for place, items in enumerate(every) if items is not None]
+    if not known:
+        return None
+    first_place, first = known[0]
+    for place, items in known[1:]:
+        for number, (one, other) in enumerate(zip(first, items, strict=True)):
+            if one != other:
+                ranks = (
+                    (first_place, place)
+                    if control is None
+                    else (dist.get_global_rank(control, p) for p in (first_place, place))
+                )
+                a, b = ranks
+                raise ValueError(
+                    f"micro-batch {number} differs over ranks: {what} {one} on rank {a}, {other} "
+                    f"on rank {b}; expected the same micro-batches on all ranks of a pipeline"
+                )
+    return list(first)

@@ -1,0 +1,180 @@
+"""Makes a loop's model compute slices, where the schedule asks for them and nowhere else.
+
+The model stays usable as it was: only while the schedule runs a chunk are positions and attention
+those of the chunk. Generation, evaluation of another kind, another schedule meet Megatron's own.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+from torch import nn
+
+from megatron_epp.mcore.loops.adapter import Adapter
+from megatron_epp.mcore.model.attention import attention_for, this_device
+from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, install_in_model
+
+_HERE = "_megatron_epp_attached"
+
+
+class AttachedModel:
+    """A model that computes slices by ``adapter``; ``slicing`` turns that on and off.
+
+    context      the most tokens of a document
+    keeps_last   the attention wants K and V of a document's last slice kept
+    head_again   of slices whose loss comes later, the head runs again in the backward, so that no
+                 logits wait for it
+    """
+
+    def __init__(self, model: GPTModel, adapter: Adapter, attention: str, head_again: bool):
+        self.adapter, self.head_again = adapter, head_again
+        self.slicing = True
+        self.context = model.max_sequence_length
+        self._chunk: ChunkParams | None = None
+        self._again = False
+        own = [layer.self_attention.core_attention.forward for layer in model.decoder.layers]
+        chosen = attention_for(attention, model.config, this_device())
+        self.keeps_last = chosen.keeps_last
+        install_in_model(model, self.context, chosen)
+        for layer, plain in zip(model.decoder.layers, own, strict=True):
+            core = layer.self_attention.core_attention
+            core.forward = _by_params(core.forward, plain)
+        rotary = getattr(model, "rotary_pos_emb", None)
+        if isinstance(rotary, PositionedRotary):
+            model.rotary_pos_emb = _RotaryOfEither(rotary.rotary, rotary.context, rotary.fused)
+        model.forward = self._with_chunk(model.forward)
+        if model.post_process:
+            model._postprocess = self._head(model._postprocess)
+        object.__setattr__(model, _HERE, self)
+
+    @contextmanager
+    def computing(self, chunk: ChunkParams, head_again: bool) -> Iterator[None]:
+        """The model's forwards in this context compute ``chunk``."""
+        self._chunk, self._again = chunk, head_again and self.head_again
+        try:
+            yield
+        finally:
+            self._chunk, self._again = None, False
+
+    def _with_chunk(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(forward)
+
+        def with_chunk(*args: Any, **named: Any) -> Any:
+            chunk = self._chunk
+            if chunk is None:
+                return forward(*args, **named)
+            given = signature.bind_partial(*args, **named).arguments
+            assert chunk.positions is not None
+            given |= {
+                "position_ids": chunk.positions[None],
+                "attention_mask": None,
+                "packed_seq_params": chunk,
+            }
+            given.setdefault("input_ids", None)
+            return forward(**given)
+
+        return with_chunk
+
+    def _head(self, postprocess: Callable[..., Any]) -> Callable[..., Any]:
+        def head(hidden_states: Any, **others: Any) -> Any:
+            if not (self._again and torch.is_grad_enabled()):
+                return postprocess(hidden_states=hidden_states, **others)
+            return tensor_parallel.checkpoint(
+                lambda hidden: postprocess(hidden_states=hidden, **others), False, hidden_states
+            )
+
+        return head
+
+
+def attached(model: Any) -> AttachedModel | None:
+    """What was attached to the loop's ``model``, wrapped or not."""
+    (inner,) = unwrap_model([model])
+    return getattr(inner, _HERE, None)
+
+
+def attach_to(
+    model_chunks: Any, adapter: Adapter, attention: str, head_again: bool
+) -> AttachedModel:
+    """Make the loop's model compute slices. ValueError: one line on what cannot."""
+    chunks = model_chunks if isinstance(model_chunks, list | tuple) else [model_chunks]
+    if len(chunks) != 1:
+        raise ValueError(
+            f"attach: {len(chunks)} model chunks on a rank; expected one (no interleaved pipeline)"
+        )
+    for name in ("lengths", "rows", "loss"):
+        if not callable(getattr(adapter, name, None)):
+            raise ValueError(
+                f"attach: the adapter has no function {name!r}; expected lengths, rows and loss "
+                "(megatron_epp/mcore/loops/adapter.py)"
+            )
+    (model,) = unwrap_model(list(chunks))
+    if attached(model) is not None:
+        raise ValueError("attach: this model is attached already")
+    reason = cannot_slice(model)
+    if reason is not None:
+        raise ValueError(f"attach: {reason}; whole micro-batches (install_schedule) can be run")
+    return AttachedModel(model, adapter, attention, head_again)
+
+
+# Settings of the model's configuration with which slices would compute something else.
+_SETTINGS = {
+    "num_moe_experts": "mixture of experts",
+    "multi_latent_attention": "multi-latent attention",
+    "mtp_num_layers": "multi-token prediction",
+    "window_size": "sliding windows",
+    "experimental_attention_variant": "an attention variant",
+    "fp8": "fp8",
+    "fp4": "fp4",
+    "attention_dropout": "dropout in attention",
+    "softmax_type": "another softmax than the plain one",
+}
+_PLAIN = (None, False, 0, 0.0, "vanilla")
+
+
+def cannot_slice(model: Any) -> str | None:
+    """Why slices of ``model`` cannot be computed; None: they can."""
+    if type(model) is not GPTModel:
+        return f"a {type(model).__name__} computes no slices, expected Megatron's GPTModel"
+    config = model.config
+    for name, what in _SETTINGS.items():
+        if getattr(config, name, None) not in _PLAIN:
+            return f"slices do not compute {what} ({name})"
+    if config.context_parallel_size > 1:
+        return "slices are not spread over context-parallel ranks in loops (context_parallel_size)"
+    if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
+        return f"slices do not compute positions of type {model.position_embedding_type}"
+    return None
+
+
+def _by_params(elastic: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A core attention's forward: ours for chunks, Megatron's for all else."""
+
+    def forward(*args: Any, **named: Any) -> Any:
+        chosen = elastic if isinstance(named.get("packed_seq_params"), ChunkParams) else plain
+        return chosen(*args, **named)
+
+    return forward
+
+
+class _RotaryOfEither(PositionedRotary):
+    """A chunk's own positions, and Megatron's for all else."""
+
+    def __init__(self, rotary: nn.Module, context: int, fused: bool):
+        super().__init__(rotary, context, fused)
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        if args and isinstance(args[-1], ChunkParams):
+            return super().get_rotary_seq_len(*args)
+        self._positions = None
+        plain: Any = self.rotary
+        return plain.get_rotary_seq_len(*args)
+
+    def forward(self, length: int, *args: Any, **named: Any) -> Any:
+        if self._positions is None:
+            return self.rotary(length, *args, **named)
+        return super().forward(length)

@@ -1,0 +1,65 @@
+"""A stage whose failure does not leave the others waiting: it goes on with zeros to the end."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_epp.runtime.executor import Compute
+from megatron_epp.runtime.kv_store import Store
+
+
+class Guarded:
+    """``compute``, until something in it raises: a forward step of the loop, a loss.
+
+    From there on every message of the plan is sent, filled with zeros, and nothing is computed.
+    ``error`` is what was raised; the gradients are worth nothing then. Ranks that share the
+    stage's layers must fail alike, or wait for this one inside of them.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        store: Store,
+        zeros: Callable[[int], Tensor],
+        first: bool,
+        last: bool,
+    ):
+        self._compute, self._store, self._zeros = compute, store, zeros
+        self._first, self._last = first, last
+        self.error: Exception | None = None
+
+    def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        return self._do(
+            lambda: self._compute.forward(chunk, received), None if self._last else chunk
+        )
+
+    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        return self._do(
+            lambda: self._compute.backward(chunk, gradient), None if self._first else chunk
+        )
+
+    def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
+        return self._do(
+            lambda: self._compute.input_backward(chunk, gradient), None if self._first else chunk
+        )
+
+    def weight_backward(self, chunk: int) -> None:
+        self._do(lambda: self._compute.weight_backward(chunk), None)
+
+    def abandon(self) -> None:
+        self._compute.abandon()
+
+    def _do(self, run: Callable[[], Tensor | None], sends: int | None) -> Tensor | None:
+        if self.error is None:
+            try:
+                made = run()
+                # A model that does not use its input has no gradient for it.
+                return made if made is not None or sends is None else self._zeros(sends)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise  # the executor's to handle
+            except Exception as error:
+                self.error = error
+                self._compute.abandon()
+                self._store.clear()
+        return None if sends is None else self._zeros(sends)

@@ -1,0 +1,72 @@
+"""Puts the schedule where loops of others look it up, and takes it away again.
+
+``megatron.core.pipeline_parallel.get_forward_backward_func`` returns one of three functions, which
+it looks up in its module whenever it is called. Two of them are replaced: the pipeline without
+interleaving, and no pipeline. A loop that keeps the function it was once given must be built after.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from megatron.core.pipeline_parallel import schedules
+
+from megatron_epp.mcore.loops.loop_schedule import LoopSchedule, Settings
+
+# By whether there are several stages.
+TARGETS = {
+    True: "forward_backward_pipelining_without_interleaving",
+    False: "forward_backward_no_pipelining",
+}
+
+
+class Installed:
+    """Megatron's two schedules are replaced until ``remove()``, or to the end of the context."""
+
+    def __init__(self, settings: Settings):
+        self._stock: dict[bool, Callable[..., Any]] = {
+            several: getattr(schedules, name) for several, name in TARGETS.items()
+        }
+        for name, function in zip(TARGETS.values(), self._stock.values(), strict=True):
+            if hasattr(function, "__megatron_epp__"):
+                raise ValueError(
+                    f"install_schedule was called before, and {name} is replaced already; call "
+                    "remove() on what it returned"
+                )
+        self.schedule = LoopSchedule(settings, dict(self._stock))
+        for several, name in TARGETS.items():
+            setattr(schedules, name, self._standing_in(several))
+
+    def _standing_in(self, several: bool) -> Callable[..., Any]:
+        @functools.wraps(self._stock[several])
+        def forward_backward(**keywords: Any) -> Any:
+            return self.schedule(several, keywords)
+
+        forward_backward.__megatron_epp__ = self  # type: ignore[attr-defined]
+        return forward_backward
+
+    def remove(self) -> None:
+        """Put Megatron's own back; a second call does nothing."""
+        for several, name in TARGETS.items():
+            if getattr(getattr(schedules, name), "__megatron_epp__", None) is self:
+                setattr(schedules, name, self._stock[several])
+
+    def __enter__(self) -> Installed:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def installed() -> Installed | None:
+    """What stands in for Megatron's schedules now."""
+    function = getattr(schedules, TARGETS[True])
+    return getattr(function, "__megatron_epp__", None)

@@ -1,0 +1,109 @@
+"""One stage of a loop's model as the executor sees it, where every micro-batch is a chunk.
+
+Megatron's own ``forward_step`` and ``backward_step`` are called, so that losses are scaled, timed
+and collected as its schedules do; only when they are called is planned.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from megatron_epp.ir import Kind, Plan
+from megatron_epp.mcore.loops.calls import LoopCall
+from megatron_epp.mcore.loops.draws import MicroBatches
+from megatron_epp.mcore.model.stage import ModelStage
+from megatron_epp.runtime.kv_store import Store
+
+
+class NoFeed:
+    """A stage whose data come from the loop itself."""
+
+    def __init__(self, stage: int):
+        self.stage = stage
+
+    def prepare(self, chunk: int) -> None:
+        """Nothing is read ahead."""
+
+
+class MicroBatchStage(ModelStage):
+    """``cp_size``: context-parallel ranks. ``shape(chunk)``: of its message to the next stage.
+
+    data[chunk]   what the loss function of the micro-batch returned beside the loss
+    """
+
+    def __init__(
+        self,
+        call: LoopCall,
+        batches: MicroBatches,
+        plan: Plan,
+        stage: int,
+        cp_size: int,
+        shape: Callable[[int], tuple[int, ...]],
+    ):
+        feed: Any = NoFeed(stage)
+        super().__init__(call.one_model, call.config, call.forward_step_func, feed, plan, Store({}))
+        self.call, self.batches, self.cp_size, self.shape = call, batches, cp_size, shape
+        self.data: dict[int, list[Any]] = {}
+        forwards = [op.chunk for op in plan.orders[stage] if op.kind is Kind.FORWARD]
+        self._first, self._number = forwards[0], {c: n for n, c in enumerate(forwards)}
+
+    def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
+        call = self.call
+        if received is not None and self.training:
+            received.requires_grad_()
+        data: list[Any] = []
+        with self._deferring(chunk):
+            output, tokens = schedules.forward_step(
+                call.forward_step_func,
+                self.batches.only(chunk),
+                self.model,
+                call.num_microbatches,
+                received,
+                data,
+                self.config,
+                self.cp_size,
+                collect_non_loss_data=call.collect_non_loss_data,
+                is_first_microbatch=schedules.check_first_val_step(
+                    call.first_val_step, call.forward_only, chunk == self._first
+                ),
+                current_microbatch=self._number[chunk],
+                is_last_stage=self.is_last,
+            )
+        self.tokens = self.tokens + tokens
+        if self.is_last:
+            self.data[chunk] = data
+            if self.training:
+                self._saved[chunk] = received, scalar(output, f"micro-batch {chunk}")
+            return None
+        expected = self.shape(chunk)
+        if tuple(output.shape) != expected:
+            raise ValueError(
+                f"micro-batch {chunk}: the model's output has shape {tuple(output.shape)}, "
+                f"{expected} was told beforehand; install_schedule(lengths=...) must tell the rows "
+                "that the model computes, padding included"
+            )
+        sent = output.detach()
+        if self.training:
+            self._saved[chunk] = received, output
+            schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        return sent
+
+    def in_callers_order(self) -> list[Any]:
+        """What Megatron calls forward_data_store; nothing on stages before the last."""
+        return [item for chunk in sorted(self.data) for item in self.data[chunk]]
+
+
+def scalar(loss: Any, whose: str) -> Tensor:
+    """``loss``, if it is one number. ValueError: it is not."""
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"{whose}: the loss is of type {type(loss).__name__}; expected a tensor of one number"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{whose}: the loss has shape {tuple(loss.shape)}; expected one number (sum it, or "
+            "take its mean, in the loss function)"
+        )
+    return loss

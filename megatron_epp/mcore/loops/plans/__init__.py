@@ -1,0 +1,1 @@
+"""Plans of calls: in which order, cut or whole, by seconds measured before."""

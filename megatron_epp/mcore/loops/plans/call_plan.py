@@ -1,0 +1,116 @@
+"""The plan of a call: thought of by one rank of the replica, told to the others, remembered."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span, check
+from megatron_epp.mcore.loops.extents import Extent
+from megatron_epp.mcore.loops.plans.stage_seconds import features
+from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.groups import Groups
+
+MOST_REMEMBERED = 64  # plans of calls that looked alike
+NAME = "loop"
+
+
+@dataclass(frozen=True, slots=True)
+class Freedom:
+    """What a plan may do besides running micro-batches in the caller's order.
+
+    reorder    run them in another order
+    split      split backwards into I and W
+    headroom   hold so much more than Megatron's 1F1B does, as a share of that; 0: no more
+    """
+
+    reorder: bool = True
+    split: bool = True
+    headroom: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.headroom >= 0:
+            raise ValueError(f"headroom {self.headroom}: expected at least 0")
+
+
+def whole_plan(
+    extents: Sequence[Extent],
+    layers: Sequence[int],
+    rates_SK3: np.ndarray,
+    freedom: Freedom,
+    forward_only: bool,
+) -> Plan:
+    """Every micro-batch a chunk of its own, in the order that takes least.
+
+    rates_SK3   [stages, kinds, 3] by which seconds follow (stage_seconds)
+    """
+    if len(layers) == 1:
+        orders = tuple(
+            Op(kind, number)
+            for number in range(len(extents))
+            for kind in ((Kind.FORWARD,) if forward_only else (Kind.FORWARD, Kind.BACKWARD))
+        )
+        return uncut(extents, layers, (orders,), 0.0)
+    # Imported where plans are made: the compiler takes a second to load.
+    from megatron_epp.mcore.loops.plans import ordering
+
+    tokens, pairs = [e.tokens for e in extents], [e.pairs for e in extents]
+    seconds = np.einsum("skf,fc->ksc", rates_SK3, features(tokens, pairs))
+    if forward_only:
+        order, takes, _ = ordering.forward_orders(seconds[ordering.F], freedom.reorder)
+        return uncut(extents, layers, (order,) * len(layers), takes)
+    work = ordering.Work(seconds, np.array(tokens), np.ones(len(tokens), dtype=np.int64))
+    found = ordering.given_order(work)
+    if freedom.reorder or freedom.split:
+        room = ordering.rows_of_1f1b(work) * (1 + freedom.headroom)
+        ops = ordering.search_ops(found.seconds)
+        tried = ordering.best_order(work, room, freedom.split, freedom.reorder, ops)
+        if tried is not None and tried.seconds < found.seconds * (1 - ordering.GAIN):
+            found = tried
+    return uncut(extents, layers, found.orders, found.seconds)
+
+
+def uncut(extents: Sequence[Extent], layers: Sequence[int], orders: tuple, seconds: float) -> Plan:
+    """Micro-batches as chunks, each a document of its own."""
+    tokens = tuple(extent.tokens for extent in extents)
+    return Plan(
+        documents=tokens,
+        layers=tuple(layers),
+        chunks=tuple(Chunk((Span(number, 0, count),)) for number, count in enumerate(tokens)),
+        recompute=tuple((KEEP * count,) * len(tokens) for count in layers),
+        orders=orders,
+        predicted=Prediction(seconds, (0.0,) * len(layers), NAME),
+    )
+
+
+class Planning:
+    """Makes the replica's plans. All its ranks ask for the same ones, in the same order."""
+
+    def __init__(self, groups: Groups | None):
+        self.groups = groups
+        self._known: dict[object, Plan] = {}
+
+    def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
+        """The plan for ``key``, made by ``make`` on one rank where it is not known. Collective.
+
+        PlanError, ValueError: there can be none; on every rank.
+        """
+        if key in self._known:
+            return self._known[key]
+        if self.groups is None:
+            plan = make()
+            check(plan)
+        else:
+            text, error = None, None
+            if self.groups.control.rank() == 0:
+                try:
+                    plan = make()
+                    check(plan)
+                    text = str(plan)
+                except ValueError as refusal:
+                    error = str(refusal)
+            plan = Plan.parse(share(text, error, self.groups.control))
+        if len(self._known) >= MOST_REMEMBERED:
+            self._known.clear()
+        self._known[key] = plan
+        return plan

@@ -1,0 +1,74 @@
+"""Process groups of one replica in a loop of others.
+
+A loop may call its schedule more often on one replica than on another (passes of log-probabilities
+over batches of several sizes): but for the first call, no rank waits for one of another replica.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megatron_epp.ir import Payload
+from megatron_epp.mcore.process_groups import message_options
+from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.link import connect
+from megatron_epp.runtime.stage_peers import Peers
+
+CONTROL = "epp_loop_control"
+
+
+def replica_ranks() -> tuple[int, ...]:
+    """The ranks of this replica: every stage's tensor- and context-parallel ranks.
+
+    Megatron numbers ranks by a stride for each degree, so that the ranks of another stage lie as
+    far from these as that stage's rank of this pipeline does from this one.
+    """
+    pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
+    mine = dist.get_rank()
+    return tuple(sorted(peer + rank - mine for peer in together for rank in pipeline))
+
+
+def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
+    """Collective over the world, once Megatron has made its groups; afterwards no replica waits for
+    another. ``control`` of the result spans the replica; the groups of ``payload`` span the world,
+    and a message names both its ends.
+
+    ValueError: torch.distributed was initialised in a way in which pipelines stand still.
+    """
+    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        raise ValueError("torch.distributed initialised with a device_id")
+    pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    together = mpu.get_tensor_and_context_parallel_group()
+    mine, me = replica_ranks(), dist.get_rank()
+    control = None
+    replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
+    for ranks in sorted([rank + other - me for rank in mine] for other in replicas):
+        # Every rank makes every replica's group, in one order, as Megatron makes its own.
+        made = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=CONTROL)
+        control = made if me in ranks else control
+    assert control is not None, "this rank is part of a replica"
+    payload: dict[Payload, dist.ProcessGroup] = {}
+    if len(pipeline) > 1:
+        for way in Payload:
+            payload[way] = dist.new_group(
+                timeout=timeout,
+                pg_options=message_options(device, timeout),
+                group_desc=f"epp_{way.name.lower()}",
+            )
+    stage = mpu.get_pipeline_model_parallel_rank()
+    connect(payload, stage, len(pipeline), device, pipeline)
+    busy = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
+    return Groups(
+        control=control,
+        payload=payload,
+        pipeline_ranks=tuple(pipeline),
+        stage=stage,
+        replica=0,
+        replicas=1,
+        leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
+        timeout=timeout,
+        peers=Peers(together, busy, device) if together.size() > 1 else None,
+    )

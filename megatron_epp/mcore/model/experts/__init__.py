@@ -1,0 +1,1 @@
+"""Megatron's mixture of experts in chunks: routers that count documents, and what they leave."""

@@ -1,0 +1,191 @@
+"""Megatron's routers in chunks: they choose experts as ever, and leave the rest to the ledger.
+
+Three methods of a router are replaced on the instance, so weights, checkpoints and the choice of
+experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
+
+    apply_z_loss          first, with the logits: every loss, of documents and not of what runs
+                          together (layers/experts/ledger.py)
+    is_aux_loss_enabled   never again
+    _apply_expert_bias    counts the tokens that move the bias: without padding, once per chunk
+                          (Megatron's counts padding, and fails where it is given a mask)
+
+Outside of an iteration, as in calibration and evaluation, a router adds no loss and counts nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from megatron_epp.ir import Plan
+from megatron_epp.layers.experts.ledger import Balancing, Ledger
+from megatron_epp.layers.experts.passing import Passing
+from megatron_epp.layers.recompute.outputs import Dropped
+from megatron_epp.layers.recompute.wrap import wrap_consumer
+
+# Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
+AUXILIARY = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+LOGGED = (*AUXILIARY.values(), "z_loss")
+
+
+def expert_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
+    """(index in its stage, MoE layer) of every layer of experts of this rank's GPTModel."""
+    decoder = getattr(unwrap_model(model), "decoder", None)
+    for index, layer in enumerate(() if decoder is None else decoder.layers):
+        if isinstance(layer.mlp, MoELayer):
+            yield index, layer.mlp
+
+
+class ChunkRouter:
+    """What takes the place of three methods of ``router``, of layer ``index`` of the stage."""
+
+    def __init__(self, router: Any, index: int, passing: Passing):
+        self.router, self.index, self.passing = router, index, passing
+        self._first = False  # whether this run of the chunk counts: set by ``losses``
+        router.apply_z_loss = self.losses
+        router.is_aux_loss_enabled = lambda: False
+        router._apply_expert_bias = self.count
+
+    def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """In place of ``apply_z_loss(logits [t, E])``."""
+        assert padding_mask is None, "the ledger knows padding"
+        ledger, state = self._ledger()
+        if ledger is None:
+            return logits_tE
+        self._first = ledger.first_time(self.index, state.chunk)
+        logits_tE = ledger.restrained(logits_tE, self.index, state, self._first)
+        return ledger.balanced(logits_tE, self._scored, self.index, state, self._first)
+
+    def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
+        """In place of ``_apply_expert_bias(routing_map [t, E])``."""
+        router = self.router
+        ledger, state = self._ledger()
+        if ledger is None or not router.enable_expert_bias or not self._first:
+            return
+        valid_t = ledger.valid(state, routing_map_tE.device)
+        router.local_tokens_per_expert += (routing_map_tE & valid_t[:, None]).sum(dim=0)
+
+    def _scored(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
+        router = self.router
+        return compute_routing_scores_for_aux_loss(
+            logits_tE, router.topk, router.score_function, fused=router.config.moe_router_fusion
+        )
+
+    def _ledger(self) -> tuple[Ledger | None, Any]:
+        state = self.passing.state
+        if state is None or not state.training:
+            return None, state
+        return state.ledger, state
+
+
+def install_in_experts(layer: MoELayer, index: int, passing: Passing, dropped: Dropped) -> None:
+    """Make a layer of experts compute chunks. ``dropped``: what the whole layer drops.
+
+    What a recomputed norm gives goes to the shared experts first, then to the router.
+    """
+    if layer.shared_experts is not None:
+        wrap_consumer(layer.shared_experts, dropped, last=False)
+    wrap_consumer(layer.router, dropped)
+    ChunkRouter(layer.router, index, passing)
+
+
+# ------------------------------------------------------------------ an iteration
+
+
+def ledger_for(model: Any, plan: Plan, scale: Tensor | float) -> Ledger | None:
+    """An iteration's ledger of this rank's stage, for ``plan``; None where it has no experts."""
+    model = unwrap_model(model)
+    if not any(True for _ in expert_layers(model)):
+        return None
+    return Ledger(balancing_of(model.config), plan.documents, len(model.decoder.layers), scale)
+
+
+def balancing_of(config: Any) -> Balancing:
+    """How Megatron's ``config`` keeps experts balanced, on this rank."""
+    kinds = config.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients = config.moe_aux_loss_coeff
+    if not isinstance(coefficients, list):
+        coefficients = [coefficients] * len(kinds)
+    auxiliary = tuple(
+        (AUXILIARY[kind], coefficient)
+        for kind, coefficient in zip(kinds, coefficients, strict=True)
+        if kind in AUXILIARY and coefficient
+    )
+    # Rows are spread over context-parallel ranks, and with sequence parallelism each part over the
+    # tensor-parallel ranks (mcore/data/row_share.py).
+    splits = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    place = mpu.get_context_parallel_rank() * splits
+    place += mpu.get_tensor_model_parallel_rank() if splits > 1 else 0
+    group = mpu.get_tensor_and_context_parallel_group()
+    return Balancing(
+        experts=config.num_moe_experts,
+        topk=config.moe_router_topk,
+        auxiliary=auxiliary,
+        z_coefficient=config.moe_z_loss_coeff or 0.0,
+        place=place,
+        places=config.context_parallel_size * splits,
+        group=group if group.size() > 1 else None,
+    )
+
+
+def report(ledger: Ledger, model: Any) -> None:
+    """Add the iteration's losses to those that Megatron logs."""
+    tracker, config = get_moe_metrics_tracker(), unwrap_model(model).config
+    numbers = {index: layer.layer_number for index, layer in expert_layers(model)}
+    replicas = mpu.get_data_parallel_world_size()
+    for name, losses_L in ledger.losses().items():
+        for index, number in numbers.items():
+            _entry(tracker, name, config).values[number - 1] += losses_L[index] / replicas
+
+
+def prepare_log(config: Any) -> None:
+    """Have every stage log what any stage logs, the same way: summed over the ranks that share
+    documents and over replicas, of which each has added its part.
+
+    Megatron's own averages, which gloo cannot, and takes every chunk for the same share of the
+    documents.
+    """
+    for name in LOGGED:
+        _entry(get_moe_metrics_tracker(), name, config)
+
+
+def _entry(tracker: MoEMetricsTracker, name: str, config: Any) -> Any:
+    tracker.ensure_initialized(name, config.num_layers)
+    entry = tracker.metrics[name]
+    entry.reduce_group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    entry.avg_group, entry.needs_dp_avg = None, False
+    return entry
+
+
+# ------------------------------------------------------------------ what an attempt leaves
+
+
+def routing_state(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """What an iteration changes beside gradients, (tensor, copy): the biases that choose experts,
+    the tokens counted for them, the losses to be logged."""
+    tensors = [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+    for _, layer in expert_layers(model):
+        if layer.router.enable_expert_bias:
+            tensors += [layer.router.expert_bias, layer.router.local_tokens_per_expert]
+    return [(tensor, tensor.clone()) for tensor in tensors]
+
+
+def restore_routing(state: list[tuple[Tensor, Tensor]]) -> None:
+    """Nothing of an attempt that failed counts: Megatron moves the bias before that is known."""
+    for tensor, copy in state:
+        tensor.copy_(copy)
+
+
+def drop_routing(model: Any) -> None:
+    """Free what dispatchers hold of the chunk that came last: Megatron keeps it until the next."""
+    for _, layer in expert_layers(model):
+        dispatcher = layer.token_dispatcher
+        for name in ("probs", "routing_map", "local_probs", "local_map"):
+            if hasattr(dispatcher, name):
+                setattr(dispatcher, name, None)

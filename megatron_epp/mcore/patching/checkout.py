@@ -1,0 +1,224 @@
+"""Reads the sources of a Megatron that is not imported: of a checkout, or of the installed wheel.
+
+What ``inspect`` says of a running Megatron is found here in its files, so that any checkout can be
+judged on any host: whether each seam's sources are those of a release that was read (releases.py),
+and whether every name that this package imports from Megatron is still there.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from megatron_epp.mcore.patching.releases import Release, knows, release_of
+from megatron_epp.mcore.patching.seams import Seam, fingerprint_of, is_patched, without_layout
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_VERSION_PARTS = ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")
+_MOST_HOPS = 10  # from an import to the definition
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """``root`` holds the folder ``megatron``. ValueError: it does not, or without a version."""
+
+    root: Path
+
+    def __post_init__(self):
+        if not (self.root / "megatron" / "core" / "package_info.py").is_file():
+            raise ValueError(f"{self.root}: no megatron/core/package_info.py there")
+
+    @property
+    def version(self) -> str:
+        """What ``megatron.core.__version__`` would be, without the commit behind a ``+``."""
+        parts: dict[str, object] = {}
+        for node in _tree(self.root / "megatron" / "core" / "package_info.py").body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+                parts.update(
+                    (target.id, node.value.value)
+                    for target in node.targets
+                    if isinstance(target, ast.Name) and target.id in _VERSION_PARTS
+                )
+        if len(parts) != len(_VERSION_PARTS):
+            raise ValueError(f"{self.root}/megatron/core/package_info.py: no version in it")
+        major, minor, patch, behind = (parts[name] for name in _VERSION_PARTS)
+        return f"{major}.{minor}.{patch}{behind}"
+
+    def source(self, dotted: str) -> str:
+        """The source of a function or class, as ``inspect.getsource`` gives it but for layout; ""
+        where there is none. Imports are followed."""
+        found = self._definition(dotted)
+        if found is None:
+            return ""
+        path, node = found
+        first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        lines = path.read_text(encoding="utf-8").splitlines()[first - 1 : node.end_lineno]
+        return without_layout("\n".join(lines))
+
+    def defines(self, dotted: str) -> bool:
+        """Whether ``dotted`` is a module, or a name that one defines, assigns or imports."""
+        path, names = self._module(dotted)
+        if path is None or not names:
+            return path is not None
+        return len(names) == 1 and names[0] in _names(_tree(path))
+
+    def _definition(self, dotted: str, hops: int = 0) -> tuple[Path, _Definition] | None:
+        path, names = self._module(dotted)
+        if path is None or not names or hops > _MOST_HOPS:
+            return None
+        scope: ast.Module | _Definition = _tree(path)
+        for depth, name in enumerate(names):
+            inner = _defined(scope, name)
+            if inner is None:
+                if depth:
+                    return None
+                origin = self._imported_from(path, name)
+                rest = ".".join(names[1:])
+                if origin is None:
+                    return None
+                return self._definition(f"{origin}.{rest}" if rest else origin, hops + 1)
+            scope = inner
+        assert not isinstance(scope, ast.Module), "there is at least one name"
+        return path, scope
+
+    def _module(self, dotted: str) -> tuple[Path | None, list[str]]:
+        """The file of the longest part of ``dotted`` that is a module, and what follows it."""
+        parts = dotted.split(".")
+        for length in range(len(parts), 0, -1):
+            place = self.root.joinpath(*parts[:length])
+            for path in (place.with_suffix(".py"), place / "__init__.py"):
+                if path.is_file():
+                    return path, parts[length:]
+            if place.is_dir() and length == len(parts):
+                return place, []  # a package without __init__
+            near = [*place.parent.glob(f"{place.name}.*")]
+            compiled = [path for path in near if path.suffix in (".cpp", ".so")]
+            if compiled:
+                return compiled[0], parts[length:]
+        return None, parts
+
+    def _imported_from(self, path: Path, name: str) -> str | None:
+        """Where the module at ``path`` has ``name`` from."""
+        package = [*path.relative_to(self.root).parent.parts]
+        for node in _statements(_tree(path)):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        above = package[: len(package) - node.level + 1] if node.level else []
+                        return ".".join([*above, *filter(None, [node.module]), alias.name])
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One seam in a checkout. ``release``: where its sources are the same; ``difference``: lines of
+    a unified diff to what is known, where they are the same nowhere."""
+
+    seam: Seam
+    fingerprint: str
+    patched: bool
+    release: Release | None
+    difference: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        return self.patched or self.release is not None
+
+
+def look(seams: Sequence[Seam], checkout: Checkout, known: Checkout) -> list[Finding]:
+    """How every seam stands in ``checkout``; differences are to ``known``."""
+    findings = []
+    for seam in seams:
+        fingerprint = fingerprint_of(seam, checkout.source)
+        release = _release(seam, fingerprint, checkout)
+        patched = is_patched(seam, checkout.source)
+        difference = () if patched or release else tuple(_difference(seam, checkout, known))
+        findings.append(Finding(seam, fingerprint, patched, release, difference))
+    return findings
+
+
+def _release(seam: Seam, fingerprint: str, checkout: Checkout) -> Release | None:
+    """The checkout's own release where it has this fingerprint, else whichever has."""
+    own = release_of(checkout.version)
+    if own is not None and own.fingerprints.get(seam.name) == fingerprint:
+        return own
+    return knows(seam.name, fingerprint)
+
+
+def _difference(seam: Seam, checkout: Checkout, known: Checkout) -> Iterator[str]:
+    for name in (seam.target, *seam.relies_on):
+        there = checkout.source(name)
+        if not there:
+            yield f"{name} is gone"
+            continue
+        yield from difflib.unified_diff(
+            known.source(name).splitlines(),
+            there.splitlines(),
+            f"{name} ({known.version})",
+            f"{name} ({checkout.version})",
+            lineterm="",
+        )
+
+
+def imported_names(package: Path) -> list[str]:
+    """Every dotted name that the modules below ``package`` import from Megatron."""
+    names: set[str] = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ImportFrom) and _megatrons(node.module or ""):
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Import):
+                names.update(alias.name for alias in node.names if _megatrons(alias.name))
+    return sorted(names)
+
+
+def _megatrons(module: str) -> bool:
+    return module.split(".")[0] == "megatron"
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    if path.suffix != ".py":  # a folder, or compiled
+        return ast.Module([], [])
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: no Python: {error}") from error
+
+
+def _statements(scope: ast.Module | _Definition) -> Iterator[ast.stmt]:
+    """The statements of a module or class, those under its conditions and attempts too."""
+    waiting: list[ast.stmt] = list(reversed(scope.body))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            inner = [*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())]
+            for handler in getattr(node, "handlers", ()):
+                inner += handler.body
+            waiting += reversed(inner)
+
+
+def _defined(scope: ast.Module | _Definition, name: str) -> _Definition | None:
+    definitions = (node for node in _statements(scope) if isinstance(node, _Definition))
+    return next((node for node in definitions if node.name == name), None)
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """What a module binds at its top."""
+    bound = set()
+    for node in _statements(tree):
+        if isinstance(node, _Definition):
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        else:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            for target in targets:
+                if isinstance(target, ast.expr):
+                    bound.update(one.id for one in ast.walk(target) if isinstance(one, ast.Name))
+    return bound

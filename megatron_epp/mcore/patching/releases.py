@@ -1,0 +1,76 @@
+"""Which Megatron the seams were read against: one table of releases, a fingerprint per seam.
+
+    release    megatron.core calls itself   where its sources are
+    0.19       0.19.0, 0.19.1, 0.19.2       the wheels (0.19.1 was withdrawn), tag core_v0.19.0
+    main       0.20.0                       Megatron-LM at d98e8a64, 2026-08-22
+
+A fingerprint is of the sources of the seam's target and of what it relies on (seams.py). Between
+these two, what changed at four seams are spans of telemetry and options that --epp does not set,
+so the replacements are the same. A new release is a new entry here, once somebody has read what
+``scripts/check_upstream.py`` shows of it; where a replacement must differ, the seam gets a second
+one and the table says which release takes it.
+
+main changes its sources under one version number: there only the fingerprints tell.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NEWEST = "0.19.2"  # what requirements.txt pins and tests run on
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """``versions``: what ``megatron.core.__version__`` says, without what follows a ``+``.
+    ``fingerprints``: by the seam's name."""
+
+    name: str
+    versions: tuple[str, ...]
+    fingerprints: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+STABLE = Release(
+    "0.19.0 to 0.19.2",
+    ("0.19.0", "0.19.1", "0.19.2"),
+    {
+        "index builder": "1ab33de687b7a229",
+        "resumed optimizer, state": "8881ca2f563866d6",
+        "resumed optimizer, load": "5c2af1e56e0b8eec",
+        "resumed optimizer, shard": "abb463384d3f18b5",
+        "no CUDA assertion": "8a15fbb3181368b4",
+        "random state": "ae5bcaa0a5784cd3",
+        "sequence-parallel norm": "1be52ff5a9990498",
+        "expert exchange": "47a1092f05bae7bf",
+        "fusion warm-up": "30490ca40d0b9299",
+        "column linear": "3b1ac5c4df57a0c4",
+        "row linear": "8007ed2c87e73988",
+        "schedule": "c80b46ffc27a0017",
+    },
+)
+MAIN = Release(
+    "main of 2026-08-22",
+    ("0.20.0",),
+    {
+        **STABLE.fingerprints,
+        "no CUDA assertion": "3e6d95918dd03891",
+        "sequence-parallel norm": "24146e85e31ab2c8",
+        "column linear": "99509e792c4a5c1a",
+        "schedule": "f9504e29f46f0ade",
+    },
+)
+RELEASES = (STABLE, MAIN)
+
+
+def release_of(version: str) -> Release | None:
+    """The release that calls itself ``version``; None where nobody has read it."""
+    plain = version.split("+")[0]
+    return next((release for release in RELEASES if plain in release.versions), None)
+
+
+def knows(seam: str, fingerprint: str) -> Release | None:
+    """The release in which the seam of this name has this fingerprint."""
+    matching = (one for one in RELEASES if one.fingerprints.get(seam) == fingerprint)
+    return next(matching, None)

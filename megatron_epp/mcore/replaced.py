@@ -1,0 +1,211 @@
+"""Megatron's flags whose job a plan does: taken out with one warning, not refused.
+
+Scripts written for Megatron's schedules say how to save memory and how to fill the pipeline. A plan
+decides both, for every iteration anew, and computes the same loss. So with --epp such a flag is
+read, set back to what Megatron takes without it before Megatron's own checks, and named once by
+rank 0 together with what does its job. What would change results is refused instead (refusals.py).
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# On Megatron's args, not a flag: what was taken out, a line each, to be said by rank 0.
+TAKEN = "epp_replaced"
+NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """``destinations``: of Megatron's parser; those that a version lacks are passed over. ``by``:
+    what does the job. ``neutral``: values to set where they are not the parser's defaults.
+    ``same``: whether ``args`` ask for what gives the same results."""
+
+    destinations: tuple[str, ...]
+    by: str
+    neutral: dict[str, Any] = field(default_factory=dict)
+    same: Callable[[argparse.Namespace], bool] = lambda args: True
+
+
+REPLACED = (
+    Replaced(
+        (
+            "recompute_granularity",
+            "recompute_activations",
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+            "distribute_saved_activations",
+        ),
+        "every plan recomputes what memory asks for, per stage, chunk and layer: "
+        "--epp-memory-budget-gib",
+    ),
+    Replaced(
+        (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "microbatch_group_size_per_vp_stage",
+            "overlap_p2p_comm",
+            "overlap_p2p_comm_warmup_flush",
+            "overlap_param_gather_with_optimizer_step",
+        ),
+        "one model chunk per stage; slices of long documents shrink the warm-up, and messages go "
+        "while ops compute",
+    ),
+    Replaced(
+        (
+            "cuda_graph_impl",
+            "enable_cuda_graph",
+            "external_cuda_graph",
+            "cuda_graph_modules",
+            "cuda_graph_scope_deprecated",
+            "cuda_graph_warmup_steps",
+        ),
+        "nothing is captured: chunks have new shapes in every iteration",
+    ),
+    Replaced(
+        (
+            "tp_comm_overlap",
+            "tp_comm_overlap_cfg",
+            "tp_comm_overlap_ag",
+            "tp_comm_overlap_rs",
+            "tp_comm_overlap_rs_dgrad",
+            "tp_comm_bulk_dgrad",
+            "tp_comm_bulk_wgrad",
+            "tp_comm_split_ag",
+            "tp_comm_split_rs",
+            "tp_comm_bootstrap_backend",
+        ),
+        "tensor-parallel communication goes without buffers of one fixed shape",
+    ),
+    Replaced(
+        (
+            "cpu_offloading_num_layers",
+            "cpu_offloading_retain_pinned_cpu_buffers",
+            "fine_grained_activation_offloading",
+            "offload_modules",
+            "min_offloaded_tensor_size",
+            "delay_offload_until_cuda_graph",
+            "delta_offload_bytes_across_pp_ranks",
+            "activation_offload_fraction",
+            "fine_grained_offloading_max_inflight_offloads",
+        ),
+        "plans recompute instead of offloading: --epp-memory-budget-gib",
+    ),
+    Replaced(
+        ("micro_batch_size", "eval_micro_batch_size"),
+        "a plan says what is computed together; --global-batch-size counts documents",
+        neutral={"micro_batch_size": 1},
+    ),
+    Replaced(
+        ("calculate_per_token_loss",),
+        "the loss is the mean over all tokens of the batch, which the mean of micro-batches of "
+        "equally many tokens is, too",
+        neutral={"calculate_per_token_loss": True},
+        # With masked tokens Megatron's micro-batches weigh them differently: refused.
+        same=lambda args: not args.eod_mask_loss,
+    ),
+    Replaced(
+        ("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "delay_wgrad_compute"),
+        "the output layer's gradients come with its forward, others where a plan puts its W ops: "
+        "--epp-levers",
+    ),
+    Replaced(
+        ("cp_comm_type",),
+        "context-parallel ranks exchange rows for heads",
+    ),
+    Replaced(
+        ("use_flash_attn",),
+        "the attention of slices: --epp-attention",
+    ),
+    Replaced(
+        (
+            "reset_position_ids",
+            "reset_attention_mask",
+            "dataloader_inter_document_masking",
+        ),
+        "positions start anew in every document, and each attends to itself alone",
+    ),
+    Replaced(
+        ("dataloader_type",),
+        "documents come in Megatron's order of samples, which single means, too",
+        neutral={"dataloader_type": "external"},
+        same=lambda args: args.dataloader_type == "single",
+    ),
+)
+
+
+def watch(parser: argparse.ArgumentParser) -> None:
+    """Have ``parser`` take these flags out where --epp is among what it parses.
+
+    It also learns to be told --no-calculate-per-token-loss, as frameworks around Megatron are.
+    """
+    known = {option for action in parser._actions for option in action.option_strings}
+    if "--calculate-per-token-loss" in known and NO_TOKEN_LOSS not in known:
+        parser.add_argument(
+            NO_TOKEN_LOSS,
+            action="store_false",
+            dest="calculate_per_token_loss",
+            default=parser.get_default("calculate_per_token_loss"),
+            help="The loss is a mean of micro-batches: what Megatron does by default.",
+        )
+    plain = parser.parse_args
+
+    def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        args = plain(words, namespace)
+        if args.epp:
+            take_out(args, parser, sys.argv[1:] if words is None else words)
+        return args
+
+    parser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+
+
+def take_out(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, words: Sequence[str]
+) -> None:
+    """Set these flags of ``args`` back; what was taken is noted there. ``words``: as typed."""
+    options: dict[str, list[str]] = {}
+    for action in parser._actions:
+        options.setdefault(action.dest, []).extend(action.option_strings)
+    typed = {word.split("=")[0] for word in words}
+    taken = []
+    for one in REPLACED:
+        known = [name for name in one.destinations if name in options]
+        neutral = {name: one.neutral.get(name, parser.get_default(name)) for name in known}
+        harmless = {name: (parser.get_default(name), neutral[name], None) for name in known}
+        asked = [name for name in known if getattr(args, name) not in harmless[name]]
+        if not asked or not one.same(args):
+            continue
+        shown = (_as_typed(options[name], getattr(args, name), typed) for name in asked)
+        taken.append(f"{', '.join(shown)} ({one.by})")
+        vars(args).update((name, neutral[name]) for name in asked)
+    setattr(args, TAKEN, taken)
+
+
+def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
+    """The flag as the user wrote it, with its value where it has one."""
+    name = next((option for option in options if option in typed), options[0])
+    if isinstance(value, bool):
+        return name
+    values = value if isinstance(value, list | tuple) else [value]
+    return " ".join([name, *(str(getattr(one, "name", one)) for one in values)])
+
+
+def warning(args: argparse.Namespace) -> str | None:
+    """The one line about what was taken out of ``args``; None where nothing was."""
+    taken = getattr(args, TAKEN, None)
+    if not taken:
+        return None
+    return f"megatron_epp: with --epp these flags have no effect: {'; '.join(taken)}"
+
+
+def warn(args: argparse.Namespace) -> None:
+    """Say it, once in a job: on rank 0."""
+    line = warning(args)
+    if line is not None and args.rank == 0:
+        logger.warning("%s", line)

@@ -1,0 +1,86 @@
+"""Which of our seams hold in a Megatron-LM checkout, which drifted, and by what.
+
+    python scripts/check_upstream.py --megatron CHECKOUT [--known PATH] [--quiet]
+
+CHECKOUT is any Megatron-LM: a clone, a release's tree, an unpacked wheel. Nothing of it is imported
+or run, so it needs none of its dependencies; a nightly job can point this at a fresh clone of main.
+For every seam (megatron_epp/mcore/patching/seams.py) the sources of its function, and of those that
+it counts on, are compared with the releases that were read (releases.py). Where they are of none,
+the difference to the installed megatron-core is printed, or to --known PATH. Then every name that
+this package imports from Megatron is looked for.
+
+Exit status: 0 all hold, and this Megatron would start; 1 something drifted, or its version number
+is not known; 2 no checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--megatron", type=Path, required=True, help="a Megatron-LM checkout")
+    parser.add_argument("--known", type=Path, help="what to show differences to (the installed)")
+    parser.add_argument("--quiet", action="store_true", help="no differences, only the table")
+    options = parser.parse_args()
+
+    from megatron_epp.mcore.patching import checkout, seams
+    from megatron_epp.mcore.patching.releases import release_of
+
+    try:
+        looked_at = checkout.Checkout(options.megatron.resolve())
+        known = checkout.Checkout((options.known or _installed()).resolve())
+        findings = checkout.look(seams.ALL_SEAMS, looked_at, known)
+        used = checkout.imported_names(ROOT / "megatron_epp" / "mcore")
+        gone = [name for name in used if not looked_at.defines(name)]
+    except ValueError as error:
+        print(f"check_upstream: {error}", file=sys.stderr)
+        return 2
+
+    release = release_of(looked_at.version)
+    print(f"{looked_at.root}: megatron-core {looked_at.version}")
+    width = max(len(one.seam.name) for one in findings)
+    for one in findings:
+        state = f"as in {one.release}" if one.release else "drifted"
+        print(f"  {one.seam.name:{width}}  {'patched' if one.patched else state}")
+    for name in gone:
+        print(f"  gone: {name}, which megatron_epp imports")
+    if not options.quiet:
+        for one in findings:
+            if one.difference:
+                print(f"\n{one.seam}: fingerprint {one.fingerprint}; {one.seam.reason}")
+                print("\n".join(one.difference))
+
+    mixed = [one for one in findings if not one.patched and one.release is not release]
+    drifted = sum(not one.holds for one in findings)
+    if release is None:
+        verdict = f"version {looked_at.version} is not in the table (patching/releases.py)"
+    elif drifted or gone:
+        verdict = f"{drifted} of {len(findings)} seams drifted, {len(gone)} names are gone"
+    elif mixed:
+        verdict = f"{len(mixed)} seams are those of another release than {release}"
+    else:
+        print(f"\nall {len(findings)} seams hold: {release}")
+        return 0
+    print(f"\n{verdict}")
+    return 1
+
+
+def _installed() -> Path:
+    """Where the installed ``megatron`` lies. ValueError: nowhere."""
+    spec = importlib.util.find_spec("megatron")  # of a top-level name: nothing is imported
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if (Path(folder) / "core" / "package_info.py").is_file():
+            return Path(folder).parent
+    raise ValueError("no megatron-core is installed; name one with --known PATH")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

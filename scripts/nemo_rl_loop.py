@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+# ruff: noqa: E402  (the example beside this is imported from its folder)
+"""NeMo-RL's own training loop over Megatron, run by Megatron's schedule and by ours.
+
+    git clone --depth 1 https://github.com/NVIDIA-NeMo/RL NeMo-RL
+    scripts/nemo_rl_loop.py --nemo-rl NeMo-RL
+
+Executes nemo_rl/models/megatron/train.py of that checkout: its megatron_forward_backward, forward
+step and loss post-processing, in two processes with a stage each of a tiny GPT in float64. What
+that file imports from the rest of NeMo-RL (Ray, vLLM and more behind it) is replaced by stand-ins:
+a loss of our own on the logits, no draft model, no router replay. Prints the losses and the largest
+difference of a gradient, and fails above 1e-12. Nothing of NeMo-RL is copied into this project.
+"""
+
+import argparse
+import sys
+import tempfile
+import types
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import MagicMock
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import rl_loop
+import torch
+import torch.distributed as dist
+
+import megatron_epp
+
+SOURCE = "nemo_rl/models/megatron/train.py"
+LENGTHS = (20, 130, 9, 33, 64)
+TOLERANCE = 1e-12
+
+
+class Batch(dict):
+    """As far as the loop asks a BatchedDataDict."""
+
+    def get_multimodal_dict(self, **how: Any) -> dict:
+        return {}
+
+
+class ProcessedMicroBatch(types.SimpleNamespace):
+    """As far as the loop asks one of NeMo-RL's; what only other models have is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def stand_ins() -> None:
+    """Modules of NeMo-RL that its loop imports, by name; everything in them is a mock, but for
+    what runs here."""
+
+    class Anything(types.ModuleType):
+        __path__: ClassVar[list[str]] = []
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            made = MagicMock(name=name)
+            setattr(self, name, made)
+            return made
+
+    for name in (
+        "nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.logits_sampling_utils",
+        "nemo_rl.algorithms.loss", "nemo_rl.algorithms.loss.interfaces",
+        "nemo_rl.algorithms.utils", "nemo_rl.distributed", "nemo_rl.distributed.batched_data_dict",
+        "nemo_rl.distributed.model_utils", "nemo_rl.models", "nemo_rl.models.megatron",
+        "nemo_rl.models.megatron.config", "nemo_rl.models.megatron.data",
+        "nemo_rl.models.megatron.draft", "nemo_rl.models.megatron.draft.hidden_capture",
+        "nemo_rl.models.megatron.router_replay", "nemo_rl.models.policy",
+    ):  # fmt: skip
+        sys.modules[name] = Anything(name)
+    loss: Any = sys.modules["nemo_rl.algorithms.loss"]
+    loss.wrap_loss_fn_with_input_preparation = lambda logits, *, loss_fn, data, **others: loss_fn(
+        data, logits
+    )
+    capture: Any = sys.modules["nemo_rl.models.megatron.draft.hidden_capture"]
+    capture.get_capture_context = lambda model, enabled: (nullcontext(), None)
+    batched: Any = sys.modules["nemo_rl.distributed.batched_data_dict"]
+    batched.BatchedDataDict = dict  # it is written BatchedDataDict[Any]
+
+
+def load(checkout: Path) -> types.ModuleType:
+    """The loop's module; whatever else it imports of NeMo-RL is a mock."""
+    source = (checkout / SOURCE).read_text()
+    module = types.ModuleType("nemo_rl_train")
+    module.__dict__["suspend_activation_offload_for_forward_only"] = None
+    for line in source.splitlines():
+        words = line.split()
+        if words[:1] == ["from"] and words[1].startswith("nemo_rl"):
+            assert words[1] in sys.modules, f"{SOURCE} imports {words[1]}, which has no stand-in"
+    exec(compile(source, str(checkout / SOURCE), "exec"), module.__dict__)
+    module.suspend_activation_offload_for_forward_only = lambda *any: nullcontext()  # type: ignore[attr-defined]
+    return module
+
+
+def micro_batches() -> list[Any]:
+    torch.manual_seed(0)
+    made = []
+    for length in LENGTHS:
+        tokens = torch.randint(rl_loop.WORDS, (2, length + 1))
+        inputs = tokens[:, :-1]
+        made.append(
+            ProcessedMicroBatch(
+                data_dict=Batch(targets=tokens[:, 1:], input_ids=inputs),
+                input_ids=inputs,
+                input_ids_cp_sharded=inputs,
+                attention_mask=torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
+                position_ids=torch.arange(length).expand(2, length),
+            )
+        )
+    return made
+
+
+def loss(data: Any, logits_BSV: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    """A mean over each sequence, then over the sequences."""
+    chosen_BS = logits_BSV.log_softmax(-1).gather(-1, data["targets"][..., None])[..., 0]
+    value = -chosen_BS.mean(1).mean()
+    return value, {"loss": value.item()}
+
+
+def train(loop: Any, model: Any) -> list[dict]:
+    model.zero_grad(set_to_none=True)
+    processor = loop.LossPostProcessor(
+        lambda data, logits: loss(data, logits),
+        {"sequence_packing": {"enabled": False}},
+        num_microbatches=len(LENGTHS),
+    )
+    # The post-processor hands its arguments on by name; ours is given logits and data.
+    return loop.megatron_forward_backward(
+        model=model,
+        data_iterator=iter(micro_batches()),
+        num_microbatches=len(LENGTHS),
+        seq_length=1,
+        mbs=2,
+        post_processing_fn=processor,
+    )
+
+
+def work(rank: int, meeting: str, checkout: Path) -> None:
+    megatron_epp.prepare_host()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_epp.mcore.patching.cpu_host import double_precision
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=rl_loop.STAGES)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=rl_loop.STAGES)
+    stand_ins()
+    loop = load(checkout)
+    with double_precision():
+        model_parallel_cuda_manual_seed(1)
+        model = rl_loop.build_model(rank)
+        stock = train(loop, model)
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        ran: list[Any] = []
+        megatron_epp.install_schedule(
+            lengths=lambda batch: Extent(batch.input_ids.shape[1], batch.input_ids.shape[0]),
+            observe=ran.append,
+        )
+        from megatron_epp.mcore.loops.extents import Extent
+
+        ours = train(loop, model)
+    errors = [
+        float((p.grad - expected[name]).abs().max() / expected[name].abs().max())
+        for name, p in model.named_parameters()
+    ]
+    assert len(ran) == 1, "the loop did not come by our schedule"
+    print(f"stage {rank}: {len(errors)} gradients, worst difference {max(errors):.1e}; ran "
+          f"{' '.join(map(str, ran[0].plan.orders[rank]))}", flush=True)  # fmt: skip
+    if rank == rl_loop.STAGES - 1:
+        for number, (a, b) in enumerate(zip(stock, ours, strict=True)):
+            print(f"loss of micro-batch {number}: {a['loss']:.15f} stock, {b['loss']:.15f} ours")
+            errors.append(abs(a["loss"] - b["loss"]))
+    dist.barrier()
+    if max(errors) > TOLERANCE:
+        raise SystemExit(f"stage {rank}: NOT equal (to {TOLERANCE:g})")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--nemo-rl", required=True, type=Path, help="a checkout of NeMo-RL")
+    checkout = parser.parse_args().nemo_rl.resolve()
+    if not (checkout / SOURCE).exists():
+        print(f"--nemo-rl {checkout}: holds no {SOURCE}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = (Path(folder) / "meeting").as_uri()
+        torch.multiprocessing.spawn(work, (meeting, checkout), nprocs=rl_loop.STAGES)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Layers in the host's memory on a GPU: gradients of keeping, memory freed, fast copies."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from tests.gpu.test_first_iteration import SLICES, off, plan, run
+
+pytestmark = pytest.mark.gpu
+
+LEAST_RATE = 10e9  # bytes per second to pinned memory and back: half of what PCIe 4 carries
+
+
+def lettered(*letters: str, split: bool = False):
+    """The plan with a choice for each chunk; ``split``: every B as I, and all W at the end."""
+    from megatron_epp.ir import Kind, Op, check
+
+    whole = plan()
+    order = whole.orders[1]
+    if split:
+        order = (
+            *(Op(Kind.FORWARD, c) for c in range(SLICES)),
+            *(Op(Kind.INPUT, c) for c in reversed(range(SLICES))),
+            *(Op(Kind.WEIGHT, c) for c in range(SLICES)),
+        )
+    made = replace(
+        whole,
+        orders=(whole.orders[0], order, whole.orders[2]),
+        recompute=(whole.recompute[0], letters, whole.recompute[2]),
+    )
+    check(made)
+    return made
+
+
+def stage(alone):
+    from megatron_epp.mcore.calibrate.single_stage import build_stage
+
+    return build_stage(alone, 2, False, False)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize(
+    "letters", [("oo",) * SLICES, ("ok", "ko", "kk", "oo"), ("of", "co", "oa", "bo")], ids="-".join
+)
+def test_gradients_are_those_of_keeping(alone, letters, split) -> None:
+    model = stage(alone)
+    run(alone, model)  # whatever happens only once
+    assert off(run(alone, model, lettered(*letters, split=split)), run(alone, model)) < 1e-3
+
+
+def test_the_guard_can_fail(alone) -> None:
+    """A buffer of the host's that is used again before what lay in it has come back."""
+    import torch
+
+    from megatron_epp.runtime.host_store import HostStore
+
+    model, block = stage(alone), torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    with patch.object(HostStore, "take", lambda self, nbytes: [block]):
+        found = run(alone, model, lettered(*("oo",) * SLICES))
+    assert off(found, run(alone, model)) > 0.1
+
+
+def test_what_is_offloaded_is_gone(alone) -> None:
+    """All but two layers of what all chunks hold: 6 of 8."""
+    from megatron_epp.mcore.calibrate.single_stage import peak_bytes, run_stage
+    from megatron_epp.runtime.host_store import HostStore
+
+    model = stage(alone)
+    host = HostStore(alone.device, parameters=model.parameters())
+    offloaded = lettered(*("oo",) * SLICES)
+    for made in (plan(), offloaded):  # kernels' own buffers, and the host's blocks
+        run_stage(alone, model, made, 1)
+    kept = peak_bytes(run_stage(alone, model, plan(), 1))
+    away = peak_bytes(run_stage(alone, model, offloaded, 1, host))
+    assert host.peak_bytes > 2**20
+    assert kept - away > 0.9 * 6 / 8 * host.peak_bytes
+
+
+def test_copies_are_as_fast_as_the_link(alone) -> None:
+    """And F takes no longer than its work and its copies one behind the other."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_epp.mcore.calibrate.host_rate import host_rate
+    from megatron_epp.mcore.calibrate.single_stage import probe_of, run_stage
+    from megatron_epp.mcore.process_groups import make_groups
+    from megatron_epp.runtime.host_store import HostStore
+
+    assert dist.is_initialized()
+    model = stage(alone)
+    rate = host_rate(probe_of(alone, model), make_groups(alone.device))
+    assert rate > LEAST_RATE
+    host = HostStore(alone.device, parameters=model.parameters())
+    offloaded = lettered(*("oo",) * SLICES)
+    seconds = {}
+    for name, made in (("kept", plan()), ("away", offloaded)):
+        for _ in range(3):
+            torch.cuda.synchronize()
+            records = run_stage(alone, model, made, 1, host if name == "away" else None)
+            forwards = [r.seconds for r in records if str(r.op).startswith("F")]
+            seconds[name] = min(sum(forwards), seconds.get(name, float("inf")))
+    copies = host.peak_bytes / rate
+    # Events and launches of a chunk of 256 tokens take longer than its copies.
+    assert seconds["away"] < 1.3 * (seconds["kept"] + copies) + 2e-3 * SLICES

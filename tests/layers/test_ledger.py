@@ -1,0 +1,155 @@
+"""Losses of routers in slices and packs: those of whole documents, whatever runs together."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_epp.ir import Span
+from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.experts.ledger import Balancing, Ledger
+from megatron_epp.layers.experts.passing import Passing, note_in_layer, taken_along
+from megatron_epp.runtime.kv_store import Store
+
+EXPERTS, TOPK, AUXILIARY, Z = 6, 2, 0.3, 0.05
+DOCUMENTS = (7, 3, 4)
+RULES = Balancing(EXPERTS, TOPK, (("load_balancing_loss", AUXILIARY),), Z)
+
+
+def state(chunk: int, *spans: tuple[int, int, int], padding: int = 0) -> ChunkState:
+    """A chunk of (document, start, stop), with rows of padding behind them."""
+    rows, start = [], 0
+    for document, first, last in spans:
+        span = Span(document, first, last)
+        cut = span.tokens < DOCUMENTS[document]
+        rows.append(Rows(start, start + span.tokens, span, cut, last == DOCUMENTS[document]))
+        start += span.tokens
+    return ChunkState(chunk, tuple(rows), start + padding, "k", Store({}))
+
+
+# A slice of document 0, then its last one with document 1 behind it, document 2 alone.
+CHUNKS = (
+    state(0, (0, 0, 5), padding=1),
+    state(1, (0, 5, 7), (1, 0, 3)),
+    state(2, (2, 0, 4), padding=4),
+)
+
+
+def scored(logits: Tensor) -> tuple[Tensor, Tensor]:
+    scores = torch.softmax(logits, -1)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    return chosen.scatter(1, scores.topk(TOPK, 1).indices, True), scores
+
+
+def logits_of(document: int) -> Tensor:
+    generator = torch.Generator().manual_seed(document)
+    made = torch.randn(DOCUMENTS[document], EXPERTS, generator=generator, dtype=torch.float64)
+    return (3 * made).requires_grad_()
+
+
+def whole_documents() -> tuple[list[Tensor], Tensor, Tensor]:
+    """Gradients of the logits, and the losses without their coefficients, written out."""
+    gradients, auxiliary, z = [], torch.zeros(()), torch.zeros(())
+    for document, tokens in enumerate(DOCUMENTS):
+        logits = logits_of(document)
+        chosen, scores = scored(logits)
+        balance = (chosen.sum(0) * scores.sum(0)).sum() * EXPERTS / (TOPK * tokens**2)
+        squares = torch.logsumexp(logits, -1).square()
+        (AUXILIARY * balance * tokens + Z * squares.sum()).backward()
+        assert logits.grad is not None
+        gradients.append(logits.grad)
+        auxiliary, z = auxiliary + balance.detach(), z + squares.detach().mean()
+    return gradients, auxiliary, z
+
+
+def rows_of(tensors: list[Tensor], chunk: ChunkState) -> Tensor:
+    """A chunk's rows of documents' tensors; padding is something that would show."""
+    parts = [tensors[r.span.document][r.span.start : r.span.stop] for r in chunk.rows]
+    padding = chunk.tokens - sum(len(part) for part in parts)
+    return torch.cat([*parts, torch.full((padding, EXPERTS), 9.0, dtype=torch.float64)])
+
+
+def passed(ledger: Ledger, logits: Tensor, chunk: ChunkState) -> Tensor:
+    first = ledger.first_time(0, chunk.chunk)
+    out = ledger.restrained(logits, 0, chunk, first)
+    return ledger.balanced(out, scored, 0, chunk, first)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1)])
+def test_gradients_and_losses_are_those_of_whole_documents(order, recomputed) -> None:
+    gradients, auxiliary, z = whole_documents()
+    ledger = Ledger(RULES, DOCUMENTS, 1)
+    whole = [logits_of(document).detach() for document in range(len(DOCUMENTS))]
+    inputs, outputs = {}, {}
+    for chunk in order:
+        inputs[chunk] = rows_of(whole, CHUNKS[chunk]).requires_grad_()
+        with torch.set_grad_enabled(not recomputed):
+            outputs[chunk] = passed(ledger, inputs[chunk], CHUNKS[chunk])
+    for chunk in reversed(order):  # a later slice before an earlier one
+        if recomputed:
+            outputs[chunk] = passed(ledger, inputs[chunk], CHUNKS[chunk])
+        outputs[chunk].backward(torch.zeros_like(outputs[chunk]))
+        expected = rows_of(gradients, CHUNKS[chunk])
+        used = CHUNKS[chunk].rows[-1].stop
+        torch.testing.assert_close(inputs[chunk].grad[:used], expected[:used])
+        assert not inputs[chunk].grad[used:].any()  # padding
+    losses = ledger.losses()
+    torch.testing.assert_close(losses["load_balancing_loss"].sum(), auxiliary)
+    torch.testing.assert_close(losses["z_loss"].sum(), z)
+
+
+def test_a_rank_counts_the_rows_that_it_holds() -> None:
+    for place, expected in ((0, [0, 0, 0]), (1, [0, 0, 3])):
+        rules = Balancing(EXPERTS, TOPK, place=place, places=2)
+        ledger = Ledger(rules, DOCUMENTS, 1)
+        chunk = state(0, (0, 0, 5), padding=1)
+        assert ledger.owners(chunk, torch.device("cpu")).tolist() == expected
+        assert ledger.valid(chunk, torch.device("cpu")).sum() == 3 - place
+
+
+def test_the_optimizers_scale_reaches_both_losses() -> None:
+    gradients = []
+    for scale in (1.0, torch.tensor(8.0)):
+        ledger = Ledger(RULES, DOCUMENTS, 1, scale)
+        logits = logits_of(2)
+        passed(ledger, logits, state(0, (2, 0, 4))).backward(torch.zeros(4, EXPERTS))
+        gradients.append(logits.grad)
+    torch.testing.assert_close(8 * gradients[0], gradients[1])
+
+
+def test_without_losses_nothing_is_attached() -> None:
+    ledger = Ledger(Balancing(EXPERTS, TOPK), DOCUMENTS, 1)
+    logits = logits_of(0)
+    assert passed(ledger, logits, CHUNKS[0]) is logits
+    assert ledger.losses() == {}
+
+
+def test_an_mlp_that_runs_again_meets_the_state_of_then() -> None:
+    """Also outside of its layer, where another chunk may have passed since."""
+    passing, met = Passing(), []
+
+    class Mlp(torch.nn.Module):
+        def forward(self, x, padding_mask=None):
+            met.append(passing.state)
+            return x, None
+
+    mlp, again = Mlp(), []
+    with taken_along(mlp, passing):
+        plain = mlp.forward
+
+        def recompute_later(x, **others):
+            again.append(lambda: plain(x, **others))
+            return plain(x, **others)
+
+        mlp.forward = recompute_later
+    layer = note_in_layer(
+        lambda hidden_states, **others: mlp(hidden_states, padding_mask=None),
+        passing,
+        lambda others: others["chunk"],
+    )
+    for chunk in CHUNKS[:2]:
+        layer(torch.zeros(1), chunk=chunk)
+    assert passing.state is None
+    for once_more in reversed(again):
+        once_more()
+    assert [state.chunk for state in met] == [0, 1, 1, 0]

@@ -1,0 +1,175 @@
+"""Windows and sinks in chunks, against scores, mask and softmax of whole documents."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_epp.ir import Kind
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.layers.attention import window
+from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.tails import Tails
+from megatron_epp.layers.chunk_state import store_for
+from megatron_epp.runtime.kv_store import Store
+from tests.layers.runner import (
+    LAYER,
+    ROWS,
+    SCALE,
+    Documents,
+    Runner,
+    documents,
+    errors,
+    plan_of,
+    sliced_plan,
+)
+
+HEADS, GROUPS = 4, 2
+
+
+def sinks() -> Tensor:
+    return torch.linspace(-1, 2, HEADS, dtype=torch.float64)
+
+
+def naive(given: Documents, before: int | None, sinks_H: Tensor | None):
+    """(out, dq, dk, dv) of each document, and the gradient of the sinks, by autograd."""
+    results, dsinks = [], torch.zeros(HEADS, dtype=torch.float64)
+    for q, k, v, grad in given:
+        q, k, v = (tensor.double().requires_grad_() for tensor in (q, k, v))
+        keys, values = (t.repeat_interleave(HEADS // GROUPS, 1) for t in (k, v))
+        scores_HTS = torch.einsum("thd,shd->hts", q, keys) * SCALE
+        seen = torch.ones(len(q), len(q)).tril().bool()
+        if before is not None:
+            seen = seen.triu(-before)
+        scores_HTS = scores_HTS.masked_fill(~seen, -torch.inf)
+        inputs = [q, k, v]
+        if sinks_H is not None:
+            sink = sinks_H.detach().clone().requires_grad_()
+            inputs.append(sink)
+            column = sink[:, None, None].expand(-1, len(q), 1)
+            scores_HTS = torch.cat((scores_HTS, column), -1)
+        weights_HTS = scores_HTS.softmax(-1)[..., : len(q)]
+        out = torch.einsum("hts,shd->thd", weights_HTS, values)
+        made = torch.autograd.grad(out, inputs, grad.double())
+        results.append((out, *made[:3]))
+        if sinks_H is not None:
+            dsinks += made[3]
+    return results, dsinks
+
+
+class Seeing(Runner):
+    """``before`` and ``sinks_H`` of the layer; the store keeps tails."""
+
+    def __init__(self, plan, given, multiple=1, before=None, sinks_H=None, known=True):
+        super().__init__(plan, given, multiple)
+        self.store = store_for(plan, self.slices, keeps_last=False)
+        if not known:
+            self.store.borders.clear()
+        self.sinks_H = None if sinks_H is None else sinks_H.clone().requires_grad_()
+        self.attend = PartsAttention(SCALE).of_layer(before, lambda: self.sinks_H)
+
+    def attention(self, state, inputs) -> Tensor:
+        return self.attend(*inputs, state, LAYER, False)[0]
+
+
+def require_exact(plan, given: Documents, before, sinks_H=None, multiple=1, known=True) -> Seeing:
+    runner = Seeing(plan, given, multiple, before, sinks_H, known)
+    expected, _ = naive(given, before, sinks_H)
+    found = errors(runner.run(), expected)
+    assert max(found.values()) < 1e-13, (found, str(plan))
+    return runner
+
+
+@pytest.mark.parametrize("before", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("kind", ROWS)
+def test_every_kind_of_row(kind, before) -> None:
+    """Windows shorter than every slice, and longer than the longest document."""
+    given = documents(ROWS[kind].documents, HEADS, GROUPS, torch.float64)
+    for multiple in (1, 8):
+        require_exact(ROWS[kind], given, before, sinks(), multiple)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_arbitrary_plans_with_recompute(seed) -> None:
+    random = Random(seed)
+    lengths = tuple(random.randint(1, 30) for _ in range(random.randint(1, 5)))
+    plan = arbitrary_plan(lengths, (1,), random)
+    given = documents(lengths, HEADS, GROUPS, torch.float64, seed)
+    before = random.choice((1, 2, 5, 9, 40))
+    require_exact(plan, given, before, random.choice((None, sinks())), known=seed % 3 > 0)
+
+
+def test_gradients_flow_through_chains_of_slices_shorter_than_the_window() -> None:
+    plan = sliced_plan(24, 12)
+    require_exact(plan, documents((24,), HEADS, GROUPS, torch.float64), 5, sinks())
+
+
+def test_tiles(monkeypatch) -> None:
+    """Documents and slices of many tiles, the last one not full."""
+    monkeypatch.setattr(window, "LEAST_TILE", 4)
+    given = documents((61, 30), HEADS, GROUPS, torch.float64)
+    whole = plan_of((61, 30), ["0[0:61] 1[0:30]"], "F0 B0")
+    cut = plan_of((61, 30), ["0[0:31]", "0[31:61] 1[0:30]"], "F0 F1 B1 B0")
+    for plan in (whole, cut):
+        for before in (2, 4, 6):
+            require_exact(plan, given, before)
+
+
+def test_the_gradient_of_the_sinks() -> None:
+    given = documents((23, 6), HEADS, GROUPS, torch.float64)
+    plan = plan_of((23, 6), ["0[0:8]", "0[8:9] 1[0:6]", "0[9:23]"], "F0 F1 F2 B2 B1 B0")
+    for before in (None, 4):
+        runner = Seeing(plan, given, 8, before, sinks())
+        total = torch.zeros(HEADS, dtype=torch.float64)
+        state_of = {}
+        for op in plan.orders[0]:
+            if op.kind is Kind.FORWARD:
+                state_of[op.chunk] = runner.forward(op.chunk)
+                continue
+            made = state_of.pop(op.chunk)
+            grad = runner.gathered(made.state.rows, made.state.tokens, 3)
+            (share,) = torch.autograd.grad(made.out, (runner.sinks_H,), grad)
+            total += share
+        _, expected = naive(given, before, sinks())
+        torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
+
+
+# ------------------------------------------------------------------ what is kept
+
+
+def test_only_tails_are_kept() -> None:
+    plan = plan_of(
+        (40,), ["0[0:20]", "0[20:22]", "0[22:30]", "0[30:40]"], "F0 F1 F2 F3 B3 B2 B1 B0"
+    )
+    given = documents((40,), HEADS, GROUPS, torch.float64)
+    runner = require_exact(plan, given, 4)
+    row = given[0][1][0].nbytes
+    # Of each slice but the last at most 4 rows: K, V, and as much for their gradients.
+    assert runner.store.peak_bytes == (4 + 2 + 4) * row * 4
+    assert require_exact(plan, given, None).store.peak_bytes == 30 * row * 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_of_tails_are_those_of_a_list_of_rows(seed) -> None:
+    random = Random(seed)
+    borders = tuple(sorted(random.sample(range(1, 60), random.randint(1, 8))))
+    before = random.randint(1, 20)
+    tails, buffer = Tails(before, borders), []
+    for start, stop in pairwise((0, *borders)):
+        if start:
+            first, end = tails.seen(start)
+            assert buffer[first:end] == list(range(max(0, start - before), start))
+        place, count = tails.kept(start, stop)
+        assert place == len(buffer) and count == min(before, stop - start)
+        buffer += range(stop - count, stop)
+    first, end = tails.seen(borders[-1])
+    assert buffer[first:end] == list(range(max(0, borders[-1] - before), borders[-1]))
+    assert tails.capacity == len(buffer)
+
+
+def test_without_borders_everything_is_kept() -> None:
+    tails = Tails(5, None)
+    assert (tails.kept(8, 20), tails.seen(20), tails.capacity) == ((8, 12), (15, 20), None)
+    assert Store({0: 20}).borders == {}

@@ -1,0 +1,129 @@
+"""Adapters cut micro-batches of common forms and put outputs together again; lies are refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.mcore.loops.adapter import lengths_of, rows_of, side_by_side
+from megatron_epp.mcore.loops.adapters.packed import Packed, documents_of
+from megatron_epp.mcore.loops.adapters.samples import Samples, masked_sum
+
+
+def samples() -> dict:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 0, 0, 0, 0], [0] * 6])
+    return {
+        "tokens": torch.arange(18).view(3, 6),
+        "labels": torch.arange(18).view(3, 6) + 1,
+        "loss_mask": mask,
+    }
+
+
+def params(ends: list[int], padded: list[int] | None = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
+        cu_seqlens_q_padded=None if padded is None else torch.tensor(padded, dtype=torch.int32),
+    )
+
+
+def test_samples_end_behind_their_last_target() -> None:
+    assert Samples().lengths(samples()) == (4, 2, 1)
+    assert Samples().lengths({**samples(), "lengths": [5, 3, 2]}) == (5, 3, 2)
+    assert Samples().lengths({"tokens": torch.zeros(2, 6)}) == (6, 6)
+
+
+def test_rows_of_samples_are_those_of_the_sample() -> None:
+    made = Samples().rows(samples(), 1, 2, 5)
+    assert made["tokens"].tolist() == [[8, 9, 10]]
+    assert made["labels"].tolist() == [[9, 10, 11]]
+    assert set(made) == {"tokens", "labels", "loss_mask"}
+
+
+def test_outputs_of_samples_are_padded_for_the_loops_loss() -> None:
+    seen = []
+    adapter = Samples(lambda batch, outputs: seen.append(outputs) or (outputs.sum(), {}))
+    outputs = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 6.0]), torch.tensor([7.0])]
+    adapter.loss(samples(), outputs)
+    assert seen[0].tolist() == [[1, 2, 3, 4, 0, 0], [5, 6, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0]]
+    total, tokens, report = masked_sum(samples(), seen[0])
+    assert total == 10 + 6 and tokens == 5 and report["lm loss"].tolist() == [16, 5]
+
+
+@pytest.mark.parametrize("padded", [None, [0, 4, 10]])
+def test_packed_documents_lie_where_the_borders_say(padded) -> None:
+    batch = {
+        "input_ids": torch.arange(10)[None],
+        "labels": 1 + torch.arange(10)[None],
+        "packed_seq_params": params([0, 3, 8], padded),
+    }
+    adapter = Packed(lambda batch, outputs: outputs)
+    assert adapter.lengths(batch) == (3, 5)
+    begin = 3 if padded is None else 4
+    assert documents_of(batch) == [(0, 3), (begin, begin + 5)]
+    made = adapter.rows(batch, 1, 1, 4)
+    assert made["input_ids"].tolist() == [[begin + 1, begin + 2, begin + 3]]
+    whole = adapter.loss(batch, [torch.ones(3), 2 * torch.ones(5)])
+    gap = [0.0] * (begin - 3)
+    assert whole.tolist() == [[1.0] * 3 + gap + [2.0] * 5 + [0.0] * (10 - begin - 5)]
+
+
+def test_a_gradient_finds_its_way_back() -> None:
+    batch = {
+        "input_ids": torch.zeros(1, 6, dtype=torch.int64),
+        "cu_seqlens": torch.tensor([0, 2, 6]),
+    }
+    outputs = [torch.ones(2, requires_grad=True), torch.ones(4, requires_grad=True)]
+    weights = torch.arange(6.0)
+    (Packed(lambda batch, whole: (whole[0] * weights).sum()).loss(batch, outputs)).backward()
+    assert outputs[0].grad.tolist() == [0, 1] and outputs[1].grad.tolist() == [2, 3, 4, 5]
+
+
+def test_borders_beyond_the_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="cu_seqlens end at row 9, the micro-batch has 6"):
+        documents_of({"tokens": torch.zeros(1, 6), "cu_seqlens": torch.tensor([0, 9])})
+    with pytest.raises(ValueError, match=r"without packed_seq_params or cu_seqlens.*\(it has x\)"):
+        documents_of({"x": 1})
+
+
+class Lying:
+    def __init__(self, lengths: list[int]):
+        self._lengths = lengths
+
+    def lengths(self, micro_batch):
+        return self._lengths
+
+    def rows(self, micro_batch, document, start, stop):
+        return {"tokens": torch.zeros(1, 5)[:, start:stop], "nothing": None}
+
+
+def test_lengths_that_lie_are_refused_with_their_place() -> None:
+    made = rows_of(Lying([5]), None, 2, 0, 1, 4)
+    assert made["tokens"].shape == (1, 3)
+    with pytest.raises(ValueError) as error:
+        rows_of(Lying([9]), None, 2, 0, 3, 9)
+    assert str(error.value) == (
+        "the adapter's rows of micro-batch 2, document 0, tokens [3:9]: 'tokens' has shape "
+        "(1, 2); expected [1, 6, ...] (does it have as many as the adapter's lengths say?)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "says"),
+    [
+        ([], "finds no document in micro-batch 1; expected one"),
+        ([3, 0], "says 0 tokens for document 1 of micro-batch 1; expected 1 to 8"),
+        ([9], "says 9 tokens for document 0 of micro-batch 1; expected 1 to 8, the model's pos"),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(lengths, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        lengths_of(Lying(lengths), None, 1, 8)
+
+
+def test_slices_side_by_side_are_padded_together() -> None:
+    parts = [
+        {"tokens": torch.ones(1, 2), "labels": None},
+        {"tokens": 2 * torch.ones(1, 1), "labels": None},
+    ]
+    made = side_by_side(parts, 4)
+    assert made["tokens"].tolist() == [[1, 1, 2, 0]] and made["labels"] is None

@@ -1,0 +1,95 @@
+"""Micro-batches are drawn once each, in the iterator's order, and handed out in any."""
+
+import pytest
+
+from megatron_epp.mcore.loops.draws import Given, MicroBatches
+
+
+class Offsets:
+    """A source as slime's: read at an offset, some samples at a time."""
+
+    def __init__(self, values: list, indices: list | None = None, size: int | None = None):
+        self.values, self.micro_batch_indices, self.micro_batch_size = values, indices, size
+        self.offset = 0
+
+    def get_next(self, keys: list) -> dict:
+        if self.micro_batch_indices is not None:
+            chosen = [self.values[i] for i in self.micro_batch_indices[self.offset]]
+            self.offset += 1
+        else:
+            chosen = self.values[self.offset : self.offset + self.micro_batch_size]
+            self.offset += self.micro_batch_size
+        return dict.fromkeys(keys, chosen)
+
+
+def test_each_forward_step_draws_its_own() -> None:
+    batches = MicroBatches(iter("abcd"), 4)
+    assert next(batches.only(2)) == "c"
+    assert next(batches.only(0)) == "a"
+    assert [next(batches.only(n)) for n in (3, 1)] == ["d", "b"]
+
+
+def test_who_draws_nothing_leaves_the_source_alone() -> None:
+    source = iter("abcd")
+    batches = MicroBatches(source, 4)
+    for number in range(4):
+        batches.only(number)
+    batches.finish()
+    assert next(source) == "a"
+    assert batches.from_the_start() is source
+
+
+def test_what_was_measured_can_be_drawn_by_somebody_else() -> None:
+    batches = MicroBatches(iter("abcdef"), 4)
+    assert [batches.item(n) for n in range(4)] == list("abcd")
+    again = batches.from_the_start()
+    assert "".join(next(again) for _ in range(5)) == "abcde"
+
+
+def test_a_second_draw_is_refused() -> None:
+    only = MicroBatches(iter("ab"), 2).only(1)
+    assert next(only) == "b"
+    with pytest.raises(ValueError, match="drew twice for micro-batch 1: expected one draw"):
+        next(only)
+    given = Given(1)
+    next(given)
+    with pytest.raises(ValueError, match="drew twice for one chunk"):
+        next(given)
+
+
+def test_a_source_that_ends_early_is_refused() -> None:
+    batches = MicroBatches(iter("abc"), 4)
+    with pytest.raises(ValueError, match="ended after 3 of the 4 micro-batches"):
+        batches.item(3)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        Offsets(list(range(6)), indices=[[0, 5], [1], [2, 3, 4]]),
+        Offsets(list(range(6)), size=2),
+    ],
+)
+def test_sources_with_an_offset(source) -> None:
+    """They are read at the place of each micro-batch, and stand behind the last one afterwards."""
+    expected = [source.get_next(["x"])["x"] for _ in range(3)]
+    behind, source.offset = source.offset, 0
+    batches = MicroBatches(source, 3)
+    assert batches.readable
+    assert batches.item(1).get_next(["x"])["x"] == expected[1]  # measuring moves nothing
+    assert source.offset == 0
+    assert [batches.only(n).get_next(["x"])["x"] for n in (2, 0, 1)] == [
+        expected[n] for n in (2, 0, 1)
+    ]
+    assert batches.only(0).micro_batch_size == source.micro_batch_size
+    batches.finish()
+    assert source.offset == behind
+    twice = batches.only(0)
+    twice.get_next(["x"])
+    with pytest.raises(ValueError, match="drew twice"):
+        twice.get_next(["x"])
+
+
+def test_ranks_without_an_iterator_are_known() -> None:
+    assert not MicroBatches(None, 2).readable
+    assert not MicroBatches(range(3), 2).readable  # Megatron's own tests hand it over; nobody draws

@@ -1,0 +1,54 @@
+"""Rows and documents of micro-batches of common forms, and what is said of others."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.mcore.loops.agreement import agreed
+from megatron_epp.mcore.loops.extents import Extent, extent_of, measured
+
+
+def test_samples_side_by_side() -> None:
+    found = extent_of({"tokens": torch.zeros(3, 8)})
+    assert found == Extent(8, 3)
+    assert found.tokens == 24 and found.pairs == 3 * 36
+
+
+@pytest.mark.parametrize(
+    "borders",
+    [
+        {"cu_seqlens": torch.tensor([[0, 5, 8, 8]])},
+        {"packed_seq_params": SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 8]))},
+    ],
+)
+def test_packed_documents(borders) -> None:
+    found = extent_of({"input_ids": torch.zeros(1, 9), **borders})
+    assert found == Extent(9, 1, (5, 3))
+    assert found.pairs == 15 + 6
+
+
+@pytest.mark.parametrize(
+    "other", [None, torch.zeros(3), {"x": 1}, {"tokens": [1, 2]}, {"tokens": torch.zeros(4)}]
+)
+def test_what_cannot_be_told(other) -> None:
+    assert extent_of(other) is None
+
+
+def test_a_function_of_the_loop() -> None:
+    assert measured("anything", lambda batch: 7, 0) == Extent(7)
+    assert measured("anything", lambda batch: Extent(7, 2), 0) == Extent(7, 2)
+    assert measured({"tokens": torch.zeros(3, 8)}, lambda batch: None, 0) is None
+    with pytest.raises(ValueError, match=r"lengths\(micro-batch 3\) gave str; expected an Extent"):
+        measured("anything", lambda batch: "7", 3)
+    with pytest.raises(ValueError, match="0 rows x 1 samples: expected at least 1"):
+        measured("anything", lambda batch: 0, 3)
+    with pytest.raises(ValueError, match="documents of 9 tokens in a micro-batch of 8"):
+        Extent(8, 1, (5, 4))
+
+
+def test_ranks_that_differ_are_named() -> None:
+    assert agreed([None, [1, 2], [1, 2]], "it has", None) == [1, 2]
+    assert agreed([None, None], "it has", None) is None
+    with pytest.raises(ValueError, match="micro-batch 1 differs over ranks: it has 2 on rank 1, 3"):
+        agreed([None, [1, 2], [1, 3]], "it has", None)

@@ -1,0 +1,177 @@
+"""Orders of micro-batches and slices: valid, within memory, and faster where that is to be had."""
+
+from itertools import permutations
+from random import Random
+
+import numpy as np
+import pytest
+
+from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, PlanError, Span, Timed, check
+from megatron_epp.mcore.loops.extents import Extent
+from megatron_epp.mcore.loops.plans import ordering
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan
+from megatron_epp.mcore.loops.plans.slicing import sliced_plan
+from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, features, guessed_rates
+from megatron_epp.mcore.loops.slice_stage import groups_of
+
+RATES = np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+CURVED = np.array([[1.0, 0.01, 8.0], [2.0, 0.02, 8.0], [1.0, 0.01, 8.0], [1.0, 0.01, 8.0]])
+
+
+def rates(stages: int, one: np.ndarray = RATES) -> np.ndarray:
+    return np.stack([one] * stages)
+
+
+def extents(tokens: list[int]) -> list[Extent]:
+    return [Extent(count) for count in tokens]
+
+
+def work(tokens: list[int], stages: int) -> ordering.Work:
+    seconds = np.einsum("skf,fc->ksc", rates(stages), features(tokens, tokens))
+    return ordering.Work(seconds, np.array(tokens), np.ones(len(tokens), dtype=np.int64))
+
+
+def held(orders: tuple[tuple[Op, ...], ...], tokens: list[int]) -> list[int]:
+    """The most tokens between F and B (or I) on every stage."""
+    most = []
+    for order in orders:
+        now = peak = 0
+        for op in order:
+            sign = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}.get(op.kind, 0)
+            now += sign * tokens[op.chunk]
+            peak = max(peak, now)
+        most.append(peak)
+    return most
+
+
+def test_the_callers_order_is_megatrons_1f1b() -> None:
+    found = ordering.given_order(work([5, 5, 5, 5], 2))
+    assert [" ".join(map(str, order)) for order in found.orders] == [
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_found_orders_run_and_hold_no_more(stages, seed) -> None:
+    random = Random(seed)
+    tokens = [random.randint(10, 1000) for _ in range(random.randint(3, 12))]
+    given = work(tokens, stages)
+    room = ordering.rows_of_1f1b(given)
+    found = ordering.best_order(given, room, split=False, reorder=True, ops=60_000)
+    assert found is not None
+    plan = whole_plan(extents(tokens), (1,) * stages, rates(stages), Freedom(), False)
+    check(plan)
+    assert held(found.orders, tokens) <= [int(r) for r in room]
+    assert found.seconds <= ordering.given_order(given).seconds * (1 + 1e-9)
+
+
+def test_a_better_order_is_found() -> None:
+    """Large and small by turns leave stages waiting for each other."""
+    tokens = [100, 400, 100, 300, 100, 200, 100, 350]
+    plan = whole_plan(extents(tokens), (1,) * 4, rates(4), Freedom(split=False), False)
+    given = ordering.given_order(work(tokens, 4))
+    assert plan.predicted is not None and plan.predicted.seconds < 0.9 * given.seconds
+    assert plan.orders[0] != given.orders[0]
+
+
+def test_splitting_fills_the_gaps() -> None:
+    tokens = [100] * 4
+    whole = whole_plan(extents(tokens), (1,) * 4, rates(4), Freedom(split=False), False)
+    split = whole_plan(extents(tokens), (1,) * 4, rates(4), Freedom(headroom=1.0), False)
+    assert split.splits_backward and not whole.splits_backward
+    assert split.predicted.seconds < 0.95 * whole.predicted.seconds
+
+
+def test_without_gain_the_order_is_the_callers() -> None:
+    plan = whole_plan(extents([7] * 5), (1, 1), rates(2), Freedom(split=False), False)
+    assert plan.orders == ordering.given_order(work([7] * 5, 2)).orders
+
+
+def test_freedom_is_kept_to() -> None:
+    tokens = [100, 100, 100, 1000]
+    fixed = whole_plan(extents(tokens), (1, 1), rates(2), Freedom(False, False), False)
+    assert [op.chunk for op in fixed.orders[0] if op.kind is Kind.FORWARD] == [0, 1, 2, 3]
+    assert not fixed.splits_backward
+    with pytest.raises(ValueError, match="headroom -1: expected at least 0"):
+        Freedom(headroom=-1)
+
+
+def test_a_pass_of_forwards_is_a_flow_shop() -> None:
+    """An exhaustive search knows no better for two stages."""
+    seconds = np.array([[5.0, 1.0, 3.0, 2.0], [1.0, 5.0, 2.0, 3.0]])
+    _, takes, given = ordering.forward_orders(seconds, True)
+    best = min(ordering.flow_seconds(seconds, p) for p in permutations(range(4)))
+    assert takes == pytest.approx(best) and takes < given
+    check(whole_plan(extents([500, 100, 300, 200]), (1, 1), rates(2), Freedom(), True))
+    kept, _, _ = ordering.forward_orders(seconds, False)
+    assert [op.chunk for op in kept] == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------ slices
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_sliced_plans_run_and_keep_to_their_micro_batches(stages, forward_only) -> None:
+    random = Random(stages)
+    for _ in range(4):
+        lengths = [
+            tuple(random.randint(1, 600) for _ in range(random.randint(1, 4)))
+            for _ in range(random.randint(1, 6))
+        ]
+        plan = sliced_plan(lengths, (2,) * stages, rates(stages, CURVED), Freedom(), forward_only)
+        check(plan)
+        groups_of(plan, [number for number, of in enumerate(lengths) for _ in of])
+
+
+def test_a_long_document_is_cut_and_time_is_gained() -> None:
+    lengths = [(200,), (200, 100), (4000,), (150,)]
+    plan = sliced_plan(lengths, (2, 2), rates(2, CURVED), Freedom(), False)
+    cut = [chunk for chunk in plan.chunks if chunk.spans[0].tokens < 4000]
+    assert len(plan.chunks) > 5 and cut
+    tokens = [sum(of) for of in lengths]
+    pairs = [sum(length * (length + 1) / 2 for length in of) for of in lengths]
+    seconds = np.einsum("skf,fc->ksc", rates(2, CURVED), features(tokens, pairs))
+    whole = ordering.Work(seconds, np.array(tokens), np.ones(4, dtype=np.int64))
+    assert plan.predicted.seconds < 0.8 * ordering.given_order(whole).seconds
+
+
+def plan_of(text: str, chunks: tuple[Chunk, ...], documents: tuple[int, ...]) -> Plan:
+    orders = (tuple(map(Op.parse, text.split())),)
+    return Plan(documents, (1,), chunks, ((KEEP,) * len(chunks),), orders)
+
+
+def test_a_loss_needs_all_forwards_of_its_micro_batch() -> None:
+    chunks = (Chunk((Span(0, 0, 4),)), Chunk((Span(1, 0, 4),)))
+    late = plan_of("F0 B0 F1 B1", chunks, (4, 4))
+    assert groups_of(late, (0, 1)) == (0, 1)
+    with pytest.raises(PlanError, match="stage 0 at B0: the loss of micro-batch 0 lacks 1 forw"):
+        groups_of(late, (0, 0))
+    both = plan_of("F0 B0", (Chunk((Span(0, 0, 4), Span(1, 0, 4))),), (4, 4))
+    with pytest.raises(PlanError, match="chunk 0 holds documents of micro-batches 0 and 1"):
+        groups_of(both, (0, 1))
+
+
+# ------------------------------------------------------------------ seconds
+
+
+def test_seconds_are_learnt_from_calls() -> None:
+    stage = StageSeconds(guessed_rates(object(), 2, 0))
+    tokens = [100, 200, 300, 400]
+    sizes = features(tokens, [t * t / 2 for t in tokens])
+
+    def record(kind: Kind, chunk: int, seconds: float) -> Timed:
+        return Timed(0, Op(kind, chunk), 0.0, seconds, 0)
+
+    only_forward = tuple(record(Kind.FORWARD, c, 1e-3 * t) for c, t in enumerate(tokens))
+    stage.saw(sizes, only_forward)
+    assert not stage.measured  # of one kind alone nothing follows
+    assert (stage.rates == stage.guess).all()
+    both = only_forward + tuple(record(Kind.BACKWARD, c, 3e-3 * t) for c, t in enumerate(tokens))
+    stage.saw(sizes, both)
+    forward, backward, halves = (stage.rates[k] @ sizes for k in (0, 1, 2))
+    assert forward == pytest.approx([0.1, 0.2, 0.3, 0.4], rel=0.05)
+    assert backward == pytest.approx([0.3, 0.6, 0.9, 1.2], rel=0.05)
+    assert halves == pytest.approx(0.52 * backward)

@@ -1,0 +1,151 @@
+"""Calls of a loop on two stages: Megatron's contract kept, bad calls ended on both ranks."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+WORKER = Path(__file__).with_name("two_stages.py")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> list[Mapping]:
+    folder = tmp_path_factory.mktemp("two stages")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return [json.loads((folder / f"answers.{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hooks_and_returns_are_those_of_megatrons_schedule(answers, rank) -> None:
+    """Data in the caller's order, no_sync left at the last backward, finalize, timers, scaling."""
+    stock, ours = answers[rank]["stock"], answers[rank]["ours"]
+    assert ours[:2] == stock[:2]  # what a training call and two passes of forwards return
+    if rank == 1:
+        assert [item["rows"] for item in ours[0]] == [20, 60, 10, 33]
+        assert len(set(ours[1][1])) == 4
+    else:
+        assert ours[0] == []
+    calls = [event for event in ours[2] if event != "backward"]
+    assert calls == [event for event in stock[2] if event != "backward"]
+    assert calls[-1] == ["finalize", 1, 123 if rank else 0, True]
+    # Megatron's hooks reduce during the last backward of the first stage, behind it on others.
+    assert ours[2].count("backward") == stock[2].count("backward") == (3 if rank == 0 else 4)
+    assert ours[3] == stock[3] and ours[3]["forward-backward stop"] == 1
+    assert answers[rank]["worst"] < 1e-12
+
+
+BAD = {
+    "twice": "rank 0: the forward step drew twice for micro-batch",
+    "differ": "micro-batch 2 differs over ranks: it has Extent(rows=10, samples=1, documents=()) "
+    "on rank 0, Extent(rows=11, samples=1, documents=()) on rank 1",
+    "count": "num_microbatches differs over the ranks of a pipeline: [3, 4]; expected one number",
+    "early": "rank 0: the data iterator ended after 2 of the 4 micro-batches",
+    "many": "rank 1: micro-batch",
+    "again": "install_schedule was called before",
+    "half an adapter": "attach: the adapter has no function 'lengths'; expected lengths, rows and",
+    "two chunks": "attach: 2 model chunks on a rank; expected one",
+    "no GPT": "attach: a Linear computes no slices, expected Megatron's GPTModel",
+    "attached again": "attach: this model is attached already",
+    "lying": "rank 0: the adapter's rows of micro-batch 1, document 0, tokens",
+    "short masks": "rank 0: the adapter's rows of micro-batch",
+    "no scalar": "rank 1: micro-batch",
+    "no outputs": "rank 1: the forward step's output for",
+    "too long": "rank 0: the adapter says 300 tokens for document 0 of micro-batch 1; expected 1",
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_calls_end_on_both_ranks_with_one_line(answers, case) -> None:
+    for rank in range(2):
+        said = answers[rank][case]
+        assert said.startswith("ValueError: " + BAD[case]), said
+        assert "\n" not in said
+
+
+def test_what_is_no_scalar_is_shown(answers) -> None:
+    assert "the loss has shape (1, " in answers[0]["many"]
+    assert "the loss has shape (1, " in answers[0]["no scalar"]
+    assert "'loss_mask' has shape" in answers[1]["short masks"]
+
+
+def test_a_loops_own_mistake_is_raised_where_it_happened(answers) -> None:
+    assert answers[1]["broken"] == "RuntimeError: the loop's own mistake"
+    assert answers[0]["broken"] == "LoopFailed: rank 1: RuntimeError: the loop's own mistake"
+
+
+@pytest.mark.parametrize("case", ["sliced", "whole again", "at last"])
+def test_after_bad_calls_good_ones_go_well(answers, case) -> None:
+    assert [answer[case] for answer in answers] == ["went well"] * 2
+
+
+def test_megatrons_own_schedules_come_back(answers) -> None:
+    assert all(answer["removed"] for answer in answers)
+
+
+# ------------------------------------------------------------------ what is Megatron's to run
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, None),
+        ({"something_new": 1}, "unknown arguments something_new"),
+        ({"model": [1, 2]}, "2 model chunks on a rank"),
+        ({"data_iterator": [1, 2]}, "2 data iterators on a rank"),
+        ({"adjust_tensor_shapes_fn": print}, "shapes that adjust_tensor_shapes_fn changes"),
+        ({"pg_collection": object()}, "several modules with grids of their own"),
+        ({"num_microbatches": 0}, "no micro-batch"),
+    ],
+)
+def test_calls_that_are_left_to_megatron(changed, says) -> None:
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore.loops.calls import LoopCall, not_ours
+
+    keywords = {
+        "forward_step_func": print,
+        "data_iterator": None,
+        "model": [SimpleNamespace(config=SimpleNamespace())],
+        "num_microbatches": 4,
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
+    assert not_ours(LoopCall.of(keywords | changed), 2) == says
+
+
+def test_settings_that_only_megatron_acts_on() -> None:
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore.loops.calls import _SETTINGS, LoopCall, not_ours
+
+    for name in _SETTINGS:
+        model = SimpleNamespace(config=SimpleNamespace(**{name: True}))
+        call = LoopCall(
+            forward_step_func=print,
+            data_iterator=None,
+            model=model,
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+        )
+        assert name in (not_ours(call, 2) or "")

@@ -1,0 +1,251 @@
+# ruff: noqa: E402  (the host is prepared before the first import of Megatron)
+"""Run by test_two_stages.py: two processes, one world, calls of all kinds; answers as JSON.
+
+    two_stages.py RANK FOLDER
+
+First the contract: what Megatron's own schedule makes of a loop's hooks, and what ours does. Then
+calls that cannot go well, each of which must end on both ranks, and at last one that goes well.
+"""
+
+import json
+import sys
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import megatron_epp
+from megatron_epp.mcore.patching import cpu_host
+
+cpu_host.install_cpu_host()
+
+import rl_loop
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_epp.mcore.loops.adapters.samples import Samples
+
+LENGTHS = (20, 60, 10, 33)
+
+
+def micro_batches(lengths=LENGTHS) -> list[dict]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for length in lengths:
+        tokens = torch.randint(rl_loop.WORDS, (1, length + 1), generator=generator)
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        made.append(
+            {
+                "tokens": tokens[:, :-1],
+                "labels": tokens[:, 1:],
+                "loss_mask": torch.ones(1, length),
+                "attention_mask": mask,
+            }
+        )
+    return made
+
+
+def forward_step(data_iterator, model):
+    batch = next(data_iterator)
+    places = torch.arange(batch["tokens"].shape[1])[None]
+    output = model(batch["tokens"], places, batch.get("attention_mask"), labels=batch["labels"])
+    return output, lambda losses, **named: loss(batch, losses, **named)
+
+
+def loss(batch, losses, non_loss_data=False):
+    if non_loss_data:
+        return round(losses.sum().item(), 9)
+    return losses.sum(), torch.tensor(losses.numel()), {"rows": losses.numel()}
+
+
+def call(model, batches, step=forward_step, **named):
+    keywords = {
+        "forward_step_func": step,
+        "data_iterator": iter(batches),
+        "model": [model],
+        "num_microbatches": len(LENGTHS),
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
+    return get_forward_backward_func()(**(keywords | named))
+
+
+class Timers:
+    """Notes which timers are started and stopped, and how often, as Megatron's would."""
+
+    def __init__(self):
+        self.seen: dict[str, int] = {}
+
+    def __call__(self, name, log_level=0):
+        def note(what, **named):
+            key = f"{name} {what}"
+            self.seen[key] = self.seen.get(key, 0) + 1
+
+        return SimpleNamespace(
+            start=lambda **named: note("start", **named), stop=lambda: note("stop")
+        )
+
+
+def contract(model) -> list:
+    """What a training call and two passes of forwards do with the loop's hooks."""
+    events, config = [], model.config
+    backward = torch.autograd.backward
+
+    @contextmanager
+    def no_sync():
+        events.append("no_sync")
+        yield
+        events.append("sync")
+
+    def finalize(models, tokens, pg_collection, force_all_reduce):
+        events.append(["finalize", len(models), int(tokens), bool(force_all_reduce)])
+
+    timers = Timers()
+    hooks = {
+        "no_sync_func": no_sync,
+        "grad_sync_func": lambda parameters: events.append("grad_sync"),
+        "finalize_model_grads_func": finalize,
+        "grad_scale_func": lambda value: 8 * value,
+        "calculate_per_token_loss": True,
+        "timers": timers,
+    }
+
+    def run_backward(*args, **named):
+        if "sync" not in events:
+            events.append("backward")
+        return backward(*args, **named)
+
+    model.zero_grad(set_to_none=True)
+    with patch.multiple(config, **hooks), patch("torch.autograd.backward", run_backward):
+        made = call(model, micro_batches(), force_all_reduce=True)
+    made_more = []
+    with torch.no_grad():
+        made_more.append(call(model, micro_batches(), forward_only=True))
+        made_more.append(
+            call(model, micro_batches(), forward_only=True, collect_non_loss_data=True)
+        )
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    # Megatron's messages have timers of their own; ours are received early, and have none.
+    counted = ("forward-backward", "forward-compute", "backward-compute")
+    counts = {key: n for key, n in sorted(timers.seen.items()) if key.split()[0] in counted}
+    return [[made, made_more, events, counts], gradients]
+
+
+def outcome(do) -> str:
+    try:
+        do()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "went well"
+
+
+def failures(model, rank: int) -> dict[str, str]:
+    found = {}
+
+    def twice(data_iterator, model):
+        made = forward_step(data_iterator, model)
+        next(data_iterator)
+        return made
+
+    def many(data_iterator, model):
+        output, _ = forward_step(data_iterator, model)
+        return output, lambda losses: (losses, {})
+
+    def broken(data_iterator, model):
+        made = forward_step(data_iterator, model)
+        if rank == 1:
+            raise RuntimeError("the loop's own mistake")
+        return made
+
+    found["twice"] = outcome(lambda: call(model, micro_batches(), twice))
+    other = micro_batches((20, 60, 11, 33) if rank else LENGTHS)
+    found["differ"] = outcome(lambda: call(model, other))
+    found["count"] = outcome(lambda: call(model, micro_batches(), num_microbatches=3 + rank))
+    found["early"] = outcome(lambda: call(model, micro_batches()[:2]))
+    found["many"] = outcome(lambda: call(model, micro_batches(), many))
+    found["broken"] = outcome(lambda: call(model, micro_batches(), broken))
+    found["again"] = outcome(megatron_epp.install_schedule)
+    return found
+
+
+class Lying(Samples):
+    """``says`` more tokens than there are in micro-batch 1."""
+
+    def lengths(self, micro_batch):
+        length = micro_batch["tokens"].shape[1]
+        return (length + 2,) if length == 60 else (length,)
+
+
+class ShortMasks(Samples):
+    def rows(self, micro_batch, document, start, stop):
+        made = dict(super().rows(micro_batch, document, start, stop))
+        return made | {"loss_mask": made["loss_mask"][:, :-1]}
+
+
+def sliced_failures(model) -> dict[str, str]:
+    found = {}
+    found["half an adapter"] = outcome(lambda: megatron_epp.attach(model, object()))
+    found["two chunks"] = outcome(lambda: megatron_epp.attach([model, model], Samples(loss)))
+    found["no GPT"] = outcome(lambda: megatron_epp.attach(torch.nn.Linear(1, 1), Samples(loss)))
+    made = megatron_epp.attach(model, Samples(loss))
+    found["sliced"] = outcome(lambda: call(model, micro_batches()))
+    found["attached again"] = outcome(lambda: megatron_epp.attach(model, Samples(loss)))
+    made.adapter = Lying(loss)
+    found["lying"] = outcome(lambda: call(model, micro_batches()))
+    made.adapter = ShortMasks(loss)
+    found["short masks"] = outcome(lambda: call(model, micro_batches()))
+    made.adapter = Samples(lambda batch, losses: (losses, {}))
+    found["no scalar"] = outcome(lambda: call(model, micro_batches()))
+
+    def summed(data_iterator, model):
+        output, made = forward_step(data_iterator, model)
+        return output.sum() if output.dim() == 2 else output, made
+
+    made.adapter = Samples(loss)
+    found["no outputs"] = outcome(lambda: call(model, micro_batches(), summed))
+    found["too long"] = outcome(lambda: call(model, micro_batches((20, 300, 10, 33))))
+    made.slicing = False
+    found["whole again"] = outcome(lambda: call(model, micro_batches()))
+    made.slicing = True
+    found["at last"] = outcome(lambda: call(model, micro_batches()))
+    return found
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=(folder / "meeting").as_uri(),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    with cpu_host.double_precision():
+        model_parallel_cuda_manual_seed(1)
+        model = rl_loop.build_model(rank)
+        model.config.finalize_model_grads_func = None
+        stock, expected = contract(model)
+        installed = megatron_epp.install_schedule(split_backward=False)
+        ours, gradients = contract(model)
+        worst = max(
+            float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
+            for name in expected
+        )
+        answers = {"stock": stock, "ours": ours, "worst": worst, **failures(model, rank)}
+        answers |= sliced_failures(model)
+        installed.remove()
+        answers["removed"] = get_forward_backward_func() is installed.schedule.stock[True]
+    (folder / f"answers.{rank}").write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Megatron's own schedule and SFT data: its SFTDataset and SFTTokenizer, as it packs and pads.
+
+What the test compares ``--epp --sft`` with. One line is one conversation and one sample, so the row
+is the conversation and padding behind it, which no row in front of it can see: the borders, for
+which Megatron's attention needs a GPU, can be left out.
+"""
+
+import json
+from pathlib import Path
+
+from megatron_epp.mcore.patching import cpu_host
+
+cpu_host.install_cpu_host()
+
+import torch  # noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
+    BlendedMegatronDatasetBuilder,
+)
+from megatron.training.datasets import sft_dataset  # noqa: E402
+
+from megatron_epp.mcore import entry, megatron_gpt  # noqa: E402
+
+
+class Lines:
+    """What SFTLowLevelDataset reads with the package ``datasets``."""
+
+    def __init__(self, path: str):
+        self.lines = [json.loads(line)["messages"] for line in Path(path).read_text().splitlines()]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> list:
+        return self.lines[index]
+
+
+class WithoutBorders(torch.utils.data.Dataset):
+    def __init__(self, dataset: sft_dataset.SFTDataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        item = self.dataset[index]
+        return {key: item[key] for key in ("tokens", "labels", "loss_mask", "position_ids")}
+
+
+def datasets(samples, vp_stage=None):
+    from megatron.training import get_args
+
+    sft_dataset.SFTLowLevelDataset = Lines
+    config = megatron_gpt.dataset_config(get_args())
+    config.create_attention_mask = False
+    built = BlendedMegatronDatasetBuilder(
+        sft_dataset.SFTDataset, samples, lambda: True, config
+    ).build()
+    return WithoutBorders(built[0]), None, None
+
+
+datasets.is_distributed = True
+
+if __name__ == "__main__":
+    entry.main(datasets=datasets)

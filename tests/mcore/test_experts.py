@@ -1,0 +1,395 @@
+"""Layers of experts, of windows and with sinks under ``--epp``: certified, broken on purpose,
+resumed, repeated, refused."""
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
+from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.scaled.experts import small_experts
+from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
+from megatron_epp.mcore.refusals import require_whole_experts
+from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.test_training import after_three, first_and_third, tensors
+
+SABOTAGE = Path(__file__).with_name("sabotage_experts.py")
+STOCK_ON_DOCUMENTS = (str(Path(__file__).with_name("stock_on_documents.py")),)
+QWEN3 = (
+    f"{LLAMA} --num-layers 4 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
+    "--moe-ffn-hidden-size 384 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
+)
+DEEPSEEK = (
+    f"{LLAMA} --num-layers 4 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 352 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 704 --moe-router-num-groups 8 "
+    "--moe-router-group-topk 3 --moe-router-topk-scaling-factor 2.5 --moe-layer-freq ([0]*1+[1]*3) "
+)
+GPT_OSS = (
+    f"{LLAMA} --num-layers 4 --window-size 127,0 --window-attn-skip-freq 2 --softmax-type "
+    "learnable --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 1024 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.9 "
+)
+SPREAD = " --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+
+
+def test_random_plans_compute_what_the_plain_model_computes() -> None:
+    """Experts spread over the ranks that share rows; groups of experts, a bias, shared experts and
+    a dense layer in between; windows and sinks. Two stages of two ranks."""
+    models = tuple((model + SPREAD).split() for model in (QWEN3, DEEPSEEK, GPT_OSS))
+    trial = Trial(Degrees(pp=2, tp=2, dp=1), tuple(map(tuple, models)), batches=7, overlap=True)
+    lines: list[str] = []
+    judged = certify(trial, lines.append)
+    assert all(batch.passed for batch in judged), "\n".join(lines)
+    described = [line for line in lines if line.startswith("PP 2")]
+    for said, line in zip(
+        (
+            "8 experts, 4 of a token, over 2 ranks, softmax, aux_loss, z-loss",
+            "sigmoid, shared experts, 4 groups, expert bias, seq_aux_loss, layers deee",
+            "learnable sinks, windows of 7 in front in layers wfwf",
+        ),
+        described,
+        strict=True,
+    ):
+        assert said in line
+    assert sum(batch.coverage.split for batch in judged) > 0
+    assert sum(batch.coverage.packed for batch in judged) > 0
+    assert sum(batch.coverage.selective for batch in judged) > 0
+    assert sum(batch.coverage.halved for batch in judged) > 0
+    exchanges = {"expert exchange", "expert gradient reduction", "tokens of documents per expert"}
+    assert all(exchanges <= set(batch.collectives) for batch in judged)
+    assert [batch.collectives["expert bias"] > 0 for batch in judged] == [False] * 3 + [
+        True
+    ] * 2 + [False] * 2
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+WAYS = (
+    "nothing",
+    "mix documents",
+    "sum too early",
+    "forget the state",
+    "nothing again",
+    "move the bias twice",
+    "count padding",
+    "count again",
+)
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    """Two ranks that share rows and experts: rows are padded, counts and rows are exchanged."""
+    model = (
+        QWEN3 + "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather "
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    ).replace("--num-layers 4", "--num-layers 2")
+    trial = Trial(Degrees(1, 1, 1, cp=2), (tuple(model.split()),), len(WAYS), 1, interfere=SABOTAGE)
+    return dict(zip(WAYS, certify(trial), strict=True))
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    source = SABOTAGE.read_text()
+    listed = source[source.index("WAYS: ") :]
+    places = [listed.index(way.replace(" ", "_")) for way in WAYS if "nothing" not in way]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("way", ["nothing", "nothing again"])
+def test_untouched_routers_pass(judged, way) -> None:
+    assert judged[way].passed, judged[way]
+
+
+@pytest.mark.parametrize("way", ["count padding", "count again"])
+def test_tokens_that_count_too_often_show(judged, way) -> None:
+    """In all: which experts they choose is another matter once the bias is off."""
+    totals = [
+        re.search(r"counted other tokens: (\d+) in all where the plain model has (\d+)", line)
+        for line in judged[way].routing
+    ]
+    assert any(found and int(found[1]) > int(found[2]) for found in totals), judged[way]
+
+
+@pytest.mark.parametrize("way", ["mix documents", "sum too early", "forget the state"])
+def test_losses_of_other_documents_show(judged, way) -> None:
+    batch = judged[way]
+    assert not batch.problems and batch.loss_error <= BOUND
+    assert batch.gradient_error > 1e6 * BOUND, batch
+
+
+def test_losses_for_the_log_are_compared(judged) -> None:
+    """Of other documents' lengths both are other averages."""
+    lines = judged["mix documents"].routing
+    assert any(line.startswith("load_balancing_loss of layer ") for line in lines)
+    assert any(line.startswith("z_loss of layer ") for line in lines)
+
+
+def test_a_bias_that_moved_twice_shows(judged) -> None:
+    batch = judged["move the bias twice"]
+    assert not batch.problems and not batch.routing and batch.loss_error <= BOUND
+    assert "expert_bias" in batch.parameter and batch.gradient_error > 1e6 * BOUND
+
+
+# ------------------------------------------------------------------ inside the trainer
+
+LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.1,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "window_size": "16,0",
+    "window_attn_skip_freq": 2,
+    "softmax_type": "learnable",
+    "moe_token_dispatcher_type": "alltoall",
+}
+OPTIMIZER = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def six(corpus, tmp_path_factory) -> tuple[Path, Run]:
+    folder = tmp_path_factory.mktemp("six")
+    run = train(
+        flags(corpus, train_iters=6, save=folder, save_interval=3, epp=True, **EXPERTS, **OPTIMIZER)
+    )
+    assert run.status == 0, run.output
+    return folder, run
+
+
+def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
+    folder, straight = six
+    resumed = train(
+        flags(
+            corpus,
+            train_iters=6,
+            load=after_three(folder, tmp_path),
+            save=tmp_path / "resumed",
+            save_interval=6,
+            epp=True,
+            **EXPERTS,
+            **OPTIMIZER,
+        )
+    )
+    assert resumed.status == 0, resumed.output
+    assert first_and_third(resumed.losses) == first_and_third(straight.losses[3:])
+    mine = tensors(tmp_path / "resumed" / "iter_0000006", tmp_path / "a.pt")
+    theirs = tensors(folder / "iter_0000006", tmp_path / "b.pt")
+    assert mine.keys() == theirs.keys()
+    biases = [name for name in mine if name.endswith(("expert_bias", "softmax_offset"))]
+    assert len(biases) >= 2 and all(mine[name].any() for name in biases)
+    assert any("experts" in name and "exp_avg" in name for name in mine)
+    for name in (name for name in mine if mine[name].is_floating_point()):
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_checkpoints_load_both_ways(corpus, six, tmp_path) -> None:
+    folder, _ = six
+    stock = train(
+        flags(
+            corpus,
+            train_iters=6,
+            exit_interval=4,
+            load=after_three(folder, tmp_path),
+            save=tmp_path / "stock",
+            save_interval=4,
+            micro_batch_size=1,
+            **EXPERTS,
+            **OPTIMIZER,
+        )
+    )
+    assert stock.status == 0, stock.output
+    assert "iteration        4/" in stock.output
+    back = train(
+        flags(
+            corpus,
+            train_iters=6,
+            exit_interval=5,
+            load=tmp_path / "stock",
+            epp=True,
+            **EXPERTS,
+            **OPTIMIZER,
+        )
+    )
+    assert back.status == 0, back.output
+    assert len(back.losses) == 1 and "iteration        5/" in back.output
+
+
+def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
+    """Losses, auxiliary ones too, of Megatron's own schedule with one document a micro-batch."""
+    corpus = write_corpus(tmp_path / "equal", [65] * 24)
+    common = {
+        "seq_length": 64,
+        "max_position_embeddings": 64,
+        "train_iters": 4,
+        "pipeline_model_parallel_size": 1,
+        **EXPERTS,
+    }
+    elastic = train(flags(corpus, epp=True, **common), processes=1)
+    assert elastic.status == 0, elastic.output
+    stock = train(
+        flags(
+            corpus,
+            micro_batch_size=1,
+            calculate_per_token_loss=True,
+            dataloader_type="single",
+            **common,
+        ),
+        program=STOCK_ON_DOCUMENTS,
+        processes=1,
+    )
+    assert stock.status == 0, stock.output
+    assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
+    assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+    for name in ("seq_load_balancing_loss", "z_loss"):
+        ours, theirs = (logged(name, run.output) for run in (elastic, stock))
+        assert len(ours) == 4 and min(ours) > 0
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def logged(name: str, output: str) -> list[float]:
+    return [float(x) for x in re.findall(rf"(?<![a-z_]){name}: ([0-9.E+-]+)", output)]
+
+
+def test_an_iteration_that_is_repeated_moves_the_bias_once(corpus, tmp_path) -> None:
+    """One rank finds no memory in iteration 2, once: losses and biases are those of a run in which
+    nothing failed."""
+    shared = {
+        **EXPERTS,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "save_interval": 3,
+    }
+    words = flags(corpus, epp=True, save=tmp_path / "free", **shared)
+    free = train(words)
+    assert free.status == 0, free.output
+    program = (str(Path(__file__).parent / "hungry.py"), "together")
+    hit = train(flags(corpus, epp=True, save=tmp_path / "hit", **shared), program=program)
+    assert hit.status == 0, hit.output
+    assert "repeated with less memory" in hit.output
+    assert hit.losses == pytest.approx(free.losses, rel=1e-5)
+    one, other = (
+        tensors(tmp_path / which / "iter_0000003", tmp_path / f"{which}.pt")
+        for which in ("free", "hit")
+    )
+    biases = [name for name in one if name.endswith("expert_bias")]
+    assert biases
+    for name in biases:
+        assert torch.equal(one[name], other[name]), name
+    for run in (free, hit):
+        assert len(logged("z_loss", run.output)) == 3
+    assert logged("z_loss", hit.output) == pytest.approx(logged("z_loss", free.output), rel=1e-5)
+
+
+def test_a_cost_model_is_measured_with_experts(corpus, six) -> None:
+    """The calibration runs routers and leaves nothing in them; it knows no borders of slices."""
+    _, given = six
+    run = train(flags(corpus, epp=True, epp_cost_model=None, train_iters=1, **EXPERTS, **OPTIMIZER))
+    assert run.status == 0, run.output
+    assert run.losses == pytest.approx(given.losses[:1], rel=1e-5)
+    (ours,), (theirs, *_) = (logged("z_loss", one.output) for one in (run, given))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+# ------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"num_experts": 6, "expert_model_parallel_size": 4},
+            "--num-experts 6: does not divide over --expert-model-parallel-size 4; expected a "
+            "multiple of it",
+        ),
+        (
+            {"num_experts": 4},
+            "--moe-router-topk 8: expected 1 to 4, the number of --num-experts",
+        ),
+        (
+            {"num_experts": 12, "moe_router_num_groups": 5},
+            "--num-experts 12: does not divide into --moe-router-num-groups 5; expected a multiple "
+            "of it",
+        ),
+    ],
+)
+def test_experts_that_do_not_divide_are_one_line(changes, says) -> None:
+    require_whole_experts(given())
+    with pytest.raises(ValueError) as error:
+        require_whole_experts(given(**changes))
+    assert str(error.value) == says
+
+
+def test_they_end_with_status_2(corpus) -> None:
+    wrong = {"num_experts": 6, "expert_model_parallel_size": 4, "pipeline_model_parallel_size": 1}
+    run = train(flags(corpus, epp=True, **wrong), processes=1)
+    assert run.status == 2, run.output
+    (line,) = run.errors
+    assert line.endswith("over --expert-model-parallel-size 4; expected a multiple of it")
+
+
+# ------------------------------------------------------------------ scaled down
+
+
+def given(**changes) -> Namespace:
+    args = Namespace(
+        num_experts=128,
+        moe_router_topk=8,
+        expert_model_parallel_size=1,
+        moe_router_num_groups=None,
+        moe_router_group_topk=None,
+        moe_ffn_hidden_size=768,
+        moe_shared_expert_intermediate_size=None,
+        hidden_size=2048,
+        moe_layer_freq=1,
+        window_size=None,
+        window_attn_skip_freq=None,
+        num_layers=8,
+    )
+    vars(args).update(changes)
+    return args
+
+
+def test_experts_are_scaled_down_with_their_structure() -> None:
+    made = small_experts(given(), 64, 1)
+    assert made == {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 24}
+    grouped = small_experts(
+        given(num_experts=256, moe_router_num_groups=8, moe_router_group_topk=4), 64, 1
+    )
+    assert grouped["moe_router_num_groups"] == 4 and grouped["moe_router_group_topk"] == 2
+    assert grouped["moe_router_topk"] == 4 and grouped["num_experts"] % 4 == 0
+    assert small_experts(given(num_experts=None), 64, 1) == {}
+
+
+@pytest.mark.parametrize(
+    ("frequency", "kept"),
+    [([0] * 3 + [1] * 5, [0, 1, 1, 1]), (2, [1, 0, 1, 0]), ([0] * 4 + [1] * 4, [0, 0, 1, 1])],
+)
+def test_a_stage_keeps_both_kinds_of_its_layers(frequency, kept) -> None:
+    assert (
+        small_experts(given(moe_layer_freq=frequency), 64, 1, [4, 4], [2, 2])["moe_layer_freq"]
+        == kept
+    )
+
+
+def test_a_pattern_of_other_length_is_one_line() -> None:
+    with pytest.raises(ValueError) as error:
+        small_kinds(given(moe_layer_freq=[0, 1]), [8], [2])
+    assert str(error.value) == "--moe-layer-freq: 2 layers; expected --num-layers, 8"

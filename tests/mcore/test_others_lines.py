@@ -1,0 +1,137 @@
+"""Command lines of others, scaled down: they start and train with --epp as they stand.
+
+Written after ms-swift's, slime's and Megatron-LM's own dense examples (docs/versions.md): sizes and
+data are ours, flags of the frameworks' own left out, and what a host without a GPU cannot do (fp8,
+fused kernels). Flags of the pipeline, of memory and of parallelism are as there.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.mcore.runs import Run, train, write_corpus
+
+ITERATIONS = 3
+DATA = (
+    "--tokenizer-type NullTokenizer --vocab-size 127 --seq-length 128 --split 100,0,0 "
+    "--log-interval 1 --epp"
+)
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 "
+    "--group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear"
+)
+LINES = {
+    # Qwen3-32B, full parameters; spelt there with underscores and `true`.
+    "ms-swift dense": f"{SMALL} --qk-layernorm --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --max-position-embeddings 128 --bf16 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 "
+    "--global-batch-size 16 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 --finetune --cross-entropy-loss-fusion --lr 1e-5 --min-lr 1e-6 "
+    "--lr-warmup-fraction 0.05 --attention-backend flash --no-save-optim --no-save-rng "
+    "--no-calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
+    f"--train-iters {ITERATIONS}",
+    # Qwen3-4B: the training half of an RL job.
+    "slime dense": f"{SMALL} --qk-layernorm --use-rotary-position-embeddings --kv-channels 8 "
+    "--norm-epsilon 1e-6 --rotary-base 1000000 --tensor-model-parallel-size 2 "
+    "--sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1 "
+    "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1 --micro-batch-size 1 "
+    "--global-batch-size 8 --optimizer adam --lr 1e-6 --lr-decay-style constant "
+    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --attention-dropout 0.0 "
+    "--hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 "
+    f"--attention-backend flash --bf16 --eval-iters 0 --train-iters {ITERATIONS}",
+    # Megatron-LM, Llama 3 8B.
+    "Megatron-LM llama3": f"{SMALL} --use-mcore-models --kv-channels 8 "
+    "--max-position-embeddings 128 --position-embedding-type rope --rotary-base 1000000 "
+    "--rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0 --init-method-std 0.0134 "
+    "--attention-backend fused --untie-embeddings-and-output-weights --micro-batch-size 1 "
+    f"--global-batch-size 8 --train-samples {8 * ITERATIONS} --lr-decay-samples 20 "
+    "--lr-warmup-samples 2 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 "
+    "--decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 "
+    "--adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion "
+    "--calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 "
+    "--exit-duration-in-mins 235 --tensor-model-parallel-size 1 --context-parallel-size 1 "
+    "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --no-create-attention-mask-in-dataloader --no-mmap-bin-files "
+    "--num-workers 1 --eval-iters 0 --eval-interval 100 --log-throughput "
+    "--distributed-timeout-minutes 60",
+    # Megatron-LM, GPT-3 175B, with the pipeline interleaved as its performance recipes have it.
+    "Megatron-LM gpt3": "--num-layers 8 --hidden-size 32 --num-attention-heads 4 "
+    "--max-position-embeddings 128 --attention-backend auto --micro-batch-size 2 "
+    f"--global-batch-size 8 --train-iters {ITERATIONS} --weight-decay 0.1 --adam-beta1 0.9 "
+    "--adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --bf16 --lr 6.0e-5 "
+    "--lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430 "
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+    "--overlap-p2p-communication-warmup-flush --tp-comm-overlap --cuda-graph-impl "
+    "transformer_engine --cuda-graph-modules attn --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 0",
+}
+# What the warning of each names; None: there is none.
+NAMED = {
+    "ms-swift dense": (
+        "--recompute-granularity full, --recompute-method uniform, --recompute-num-layers 1",
+        "--no-calculate-per-token-loss",
+    ),
+    "slime dense": (
+        "--recompute-granularity full, --recompute-method uniform, --recompute-num-layers 1",
+    ),
+    "Megatron-LM llama3": None,
+    "Megatron-LM gpt3": (
+        "--num-layers-per-virtual-pipeline-stage 2, --overlap-p2p-communication-warmup-flush",
+        "--tp-comm-overlap",
+        "--cuda-graph-impl transformer_engine, --cuda-graph-modules attn",
+        "--micro-batch-size 2",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    lengths = [30, 128, 50, 100, 20, 60] * 8
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", lengths)
+
+
+def train_lines(lines: list[str], corpus: Path, folder: Path, *others: str) -> Run:
+    """All of them in the two processes of one torchrun."""
+    file = folder / "lines.json"
+    words = [[*line.split(), *DATA.split(), "--data-path", str(corpus)] for line in lines]
+    file.write_text(json.dumps(words))
+    program = (str(Path(__file__).with_name("several.py")), str(file), *others)
+    return train([], processes=2, program=program)
+
+
+def test_command_lines_of_others_start_and_train(corpus, tmp_path) -> None:
+    lines = [f"{line} --epp-cost-model analytic" for line in LINES.values()]
+    run = train_lines(lines, corpus, tmp_path)
+    assert run.status == 0, run.output[-4000:]
+    _, *parts = re.split(r"^line \d+$", run.output, flags=re.MULTILINE)
+    assert len(parts) == len(LINES)
+    for name, part in zip(LINES, parts, strict=True):
+        losses = Run(0, part).losses
+        assert len(losses) == ITERATIONS, (name, part[-2000:])
+        assert all(2 < loss < 7 for loss in losses), (name, losses)
+    # Rank 0 speaks, and in the order of the lines, if not always between the last rank's words.
+    said = [line for line in run.output.splitlines() if "these flags have no effect" in line]
+    wanted = [named for named in NAMED.values() if named is not None]
+    assert len(said) == len(wanted)
+    for line, named in zip(said, wanted, strict=True):
+        assert [flags for flags in named if flags not in line] == []
+
+
+def test_adapters_on_a_frozen_model_train(corpus, tmp_path) -> None:
+    """ms-swift's LoRA example: all linears, with recompute, one micro-batch of everything. The cost
+    model is measured on the model as it is."""
+    line = (
+        f"{SMALL} --position-embedding-type rope --max-position-embeddings 128 "
+        "--pipeline-model-parallel-size 2 --micro-batch-size 16 --global-batch-size 16 "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--finetune --lr 1e-2 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
+        f"--train-iters {ITERATIONS} --use-distributed-optimizer --overlap-grad-reduce"
+    )
+    run = train_lines([line], corpus, tmp_path, "--adapters", "4")
+    assert run.status == 0, run.output[-4000:]
+    assert len(run.losses) == ITERATIONS
+    assert "--micro-batch-size 16" in run.output

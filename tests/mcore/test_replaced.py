@@ -1,0 +1,157 @@
+"""Flags whose job a plan does: taken out with one warning; the results are the same."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.mcore import replaced
+from megatron_epp.mcore.replaced import REPLACED, TAKEN
+from tests.mcore.runs import Run, flags, train, write_corpus
+
+# Every flag of the table, as a user types it.
+TYPED = {
+    "recompute_granularity": "--recompute-granularity full",
+    "recompute_activations": "--recompute-activations",
+    "recompute_method": "--recompute-method uniform",
+    "recompute_num_layers": "--recompute-num-layers 1",
+    "recompute_modules": "--recompute-modules core_attn mlp",
+    "distribute_saved_activations": "--distribute-saved-activations",
+    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage 1",
+    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank 2",
+    "microbatch_group_size_per_vp_stage": ("--microbatch-group-size-per-virtual-pipeline-stage 2"),
+    "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+    "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
+    "cuda_graph_impl": "--cuda-graph-impl local",
+    "enable_cuda_graph": "--enable-cuda-graph",
+    "external_cuda_graph": "--external-cuda-graph",
+    "cuda_graph_modules": "--cuda-graph-modules attn mlp",
+    "cuda_graph_scope_deprecated": "--cuda-graph-scope full",
+    "cuda_graph_warmup_steps": "--cuda-graph-warmup-steps 5",
+    "tp_comm_overlap": "--tp-comm-overlap",
+    "tp_comm_overlap_cfg": "--tp-comm-overlap-cfg overlap.yaml",
+    "tp_comm_overlap_ag": "--disable-tp-comm-overlap-ag",
+    "tp_comm_overlap_rs": "--disable-tp-comm-overlap-rs",
+    "tp_comm_overlap_rs_dgrad": "--tp-comm-overlap-rs-dgrad",
+    "tp_comm_bulk_dgrad": "--disable-tp-comm-bulk-dgrad",
+    "tp_comm_bulk_wgrad": "--disable-tp-comm-bulk-wgrad",
+    "tp_comm_split_ag": "--no-tp-comm-split-ag",
+    "tp_comm_split_rs": "--no-tp-comm-split-rs",
+    "tp_comm_bootstrap_backend": "--tp-comm-bootstrap-backend mpi",
+    "cpu_offloading_num_layers": "--cpu-offloading-num-layers 1",
+    "cpu_offloading_retain_pinned_cpu_buffers": "--cpu-offloading-retain-pinned-cpu-buffers",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
+    "offload_modules": "--offload-modules core_attn",
+    "min_offloaded_tensor_size": "--min-offloaded-tensor-size 4096",
+    "delay_offload_until_cuda_graph": "--delay-offload-until-cuda-graph",
+    "delta_offload_bytes_across_pp_ranks": "--delta-offload-bytes-across-pp-ranks 8",
+    "activation_offload_fraction": "--activation-offload-fraction 0.5",
+    "fine_grained_offloading_max_inflight_offloads": (
+        "--fine-grained-offloading-max-inflight-offloads 2"
+    ),
+    "micro_batch_size": "--micro-batch-size 3",
+    "eval_micro_batch_size": "--eval-micro-batch-size 2",
+    "calculate_per_token_loss": "--no-calculate-per-token-loss",
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
+    "wgrad_deferral_limit": "--wgrad-deferral-limit 22",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "cp_comm_type": "--cp-comm-type a2a",
+    "use_flash_attn": "--use-flash-attn",
+    "reset_position_ids": "--reset-position-ids",
+    "reset_attention_mask": "--reset-attention-mask",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "dataloader_type": "--dataloader-type single",
+}
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """What Megatron's parser and ours make of words, as the entry has them read."""
+    from megatron.training.arguments import parse_args
+
+    from megatron_epp.mcore.config import elastic_defaults
+    from megatron_epp.mcore.flags import prepare_parser
+
+    def parse(*words: str) -> argparse.Namespace:
+        def prepare(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = prepare_parser(parser)
+            if "--epp" in words:
+                parser.set_defaults(**elastic_defaults(parser.parse_args([])))
+            return parser
+
+        monkeypatch.setattr(sys, "argv", ["pretrain", *words])
+        return parse_args(prepare)
+
+    return parse
+
+
+def test_every_flag_of_the_table_is_tried() -> None:
+    assert {name for one in REPLACED for name in one.destinations} == set(TYPED)
+
+
+def test_each_is_set_back_and_named_as_it_was_typed(parsed) -> None:
+    plain = parsed("--epp")
+    assert replaced.warning(plain) is None
+    words = [word for typed in TYPED.values() for word in typed.split()]
+    args = parsed("--epp", *words)
+    assert {name: getattr(args, name) for name in TYPED} == {
+        name: getattr(plain, name) for name in TYPED
+    }
+    said = replaced.warning(args)
+    assert said is not None and "\n" not in said
+    assert [typed for typed in TYPED.values() if typed not in said] == []
+    assert [one.by for one in REPLACED if one.by not in said] == []
+    # Checkpoints hold the arguments: nothing but words is among them.
+    assert all(type(line) is str for line in getattr(args, TAKEN))
+
+
+def test_without_epp_they_are_megatrons(parsed) -> None:
+    args = parsed("--recompute-granularity", "full", "--micro-batch-size", "3")
+    assert (args.recompute_granularity, args.micro_batch_size) == ("full", 3)
+    assert not hasattr(args, TAKEN)
+    assert not parsed().calculate_per_token_loss  # as Megatron has it by default
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        # Where tokens are masked, a mean of micro-batches weighs them differently.
+        ("--no-calculate-per-token-loss --eod-mask-loss", {"calculate_per_token_loss": False}),
+        # Another order of the documents.
+        ("--dataloader-type cyclic", {"dataloader_type": "cyclic"}),
+    ],
+)
+def test_what_would_change_results_is_left_for_a_refusal(parsed, words, kept) -> None:
+    args = parsed("--epp", *words.split())
+    assert replaced.warning(args) is None
+    assert {name: getattr(args, name) for name in kept} == kept
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", [30, 40, 50, 60] * 5)
+
+
+def warnings(run: Run) -> list[str]:
+    return [line for line in run.output.splitlines() if "these flags have no effect" in line]
+
+
+def test_a_run_with_all_of_them_is_the_run_without(corpus) -> None:
+    """Through the command line, in one run: two of them are other ways to say a third."""
+    plain = flags(corpus, pipeline_model_parallel_size=1, train_iters=1, epp=True)
+    left_out = ("recompute_activations", "num_virtual_stages_per_pipeline_rank")
+    words = [
+        word for name, typed in TYPED.items() if name not in left_out for word in typed.split()
+    ]
+    with_all, without = train([*plain, *words], processes=1), train(plain, processes=1)
+    assert with_all.status == without.status == 0, with_all.output
+    assert warnings(without) == [] and len(warnings(with_all)) == 1
+    assert "--recompute-granularity full, --recompute-method uniform" in warnings(with_all)[0]
+    assert len(with_all.losses) == 1
+    assert with_all.losses == without.losses
+    assert with_all.grad_norms == without.grad_norms

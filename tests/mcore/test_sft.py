@@ -1,0 +1,145 @@
+"""Chats through the trainer: ``--sft`` as it is given, its corpus, and documents from Python."""
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_epp.mcore.data.chat_cache import check_chat_flags
+from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
+from tests.mcore.runs import Run, flags, train, write_corpus
+
+STOCK = (str(Path(__file__).with_name("stock_on_conversations.py")),)
+OWN_ENTRY = (str(Path(__file__).with_name("own_entry.py")),)
+# Every iteration trains on all of them, so that orders do not matter.
+BATCH = {"global_batch_size": len(CHATS), "seq_length": 128, "vocab_size": None}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    """chats.jsonl, and the folder of its tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("chats")
+    path = write_chats(folder / "chats.jsonl")
+    assert prepare(path, folder / "made") == 0
+    return path
+
+
+def chat_flags(path: Path, **changes: object) -> list[str]:
+    tokenizer = {
+        "tokenizer_type": "SFTTokenizer",
+        "tokenizer_model": path.parent / "made.tokenizer",
+    }
+    return flags(path, **BATCH | tokenizer | {"epp": True} | changes)
+
+
+@pytest.fixture(scope="module")
+def elastic(chats: Path) -> Run:
+    """Three iterations over two stages, straight from the file of chats."""
+    cache = chats.parent / "cached"
+    run = train(chat_flags(chats, sft=True, data_cache_path=cache))
+    assert run.status == 0, run.output
+    assert "6 conversations of 6 lines" in run.output
+    assert len(run.losses) == 3
+    return run
+
+
+def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, elastic) -> None:
+    stock = train(
+        chat_flags(
+            chats,
+            epp=None,
+            epp_cost_model=None,
+            micro_batch_size=1,
+            calculate_per_token_loss=True,
+            dataloader_type="single",
+        ),
+        program=STOCK,
+    )
+    assert stock.status == 0, stock.output
+    assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
+    assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+
+
+def test_the_converted_corpus_and_documents_from_python_train_alike(
+    chats, elastic, tmp_path, monkeypatch
+) -> None:
+    """The corpus that the first run has made, over two replicas; the same tokens and masks as items
+    of Python, through an entry script of one's own."""
+    (corpus,) = {str(path)[: -len("_mask.idx")] for path in chats.parent.glob("cached/*_mask.idx")}
+    words = chat_flags(chats, data_path=corpus, pipeline_model_parallel_size=1)
+    replicas = train(words)
+    assert replicas.status == 0, replicas.output
+    columns = (IndexedDataset(corpus), IndexedDataset(f"{corpus}_mask"))
+    documents = [tuple(column[i].tolist() for column in columns) for i in range(len(CHATS))]
+    (tmp_path / "items").write_bytes(pickle.dumps(documents))
+    monkeypatch.setenv("ITEMS", str(tmp_path / "items"))
+    words = chat_flags(chats, data_path=None, pipeline_model_parallel_size=1)
+    items = train(words, processes=1, program=OWN_ENTRY)
+    assert items.status == 0, items.output
+    assert len(items.losses) == 3
+    assert replicas.losses == pytest.approx(items.losses, rel=2e-6)
+    assert replicas.grad_norms == pytest.approx(items.grad_norms, abs=2e-3)
+
+
+def test_a_chat_that_does_not_parse_ends_every_rank_with_its_line(chats, tmp_path) -> None:
+    path = write_chats(tmp_path / "bad.jsonl", [*CHATS, turns("a", "b")])
+    path.write_text(path.read_text() + '{"messages": 3}\n')
+    (tmp_path / "made.tokenizer").symlink_to(chats.parent / "made.tokenizer")
+    run = train(chat_flags(path, sft=True, data_cache_path=tmp_path / "cached"))
+    assert run.status == 1  # torchrun's; every rank's is 2
+    assert run.output.count("exitcode  : 2") >= 1
+    (line,) = run.errors
+    assert f"{path}, line 8: no conversation; expected" in line
+    assert list((tmp_path / "cached").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokenizer_type": "NullTokenizer"}, "--sft needs --tokenizer-type SFTTokenizer"),
+        ({"tokenizer_model": None}, "and --tokenizer-model FOLDER"),
+        (
+            {"tokenizer_model": "/nowhere/at/all"},
+            "--tokenizer-model /nowhere/at/all: no such folder",
+        ),
+        ({"sft_tokenizer_prompt_format": "mine"}, "-format mine: expected one of nemotron-nano-v2"),
+        ({"data_path": None}, "no chats to train on: give --data-path"),
+        ({"data_path": ["3", "gone.jsonl"]}, "gone.jsonl: no such file; --sft expects a .jsonl"),
+        ({"data_path": ["{folder}/made"]}, "leave --sft out: it is a corpus already"),
+    ],
+)
+def test_flags_of_chats_are_looked_at_first(chats, changes, said) -> None:
+    args = SimpleNamespace(
+        tokenizer_type="SFTTokenizer",
+        tokenizer_model=str(chats.parent / "made.tokenizer"),
+        sft_tokenizer_prompt_format="identity",
+        data_path=[str(chats)],
+        data_args_path=None,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+        per_split_data_args_path=None,
+    )
+    check_chat_flags(args)
+    vars(args).update(changes)
+    if args.data_path:
+        args.data_path = [word.format(folder=chats.parent) for word in args.data_path]
+    with pytest.raises(ValueError) as refusal:
+        check_chat_flags(args)
+    assert said in str(refusal.value)
+
+
+def test_a_batch_without_any_target_has_no_loss_and_no_gradient(chats, tmp_path) -> None:
+    """Through --eod-mask-loss, which takes away the targets that the masks left."""
+    eod = script().CHAT_TOKENS.index("</s>")
+    corpus = write_corpus(tmp_path / "blank", [9, 4, 30, 2, 65, 7], documents_of=eod)
+    words = chat_flags(
+        chats, data_path=corpus, pipeline_model_parallel_size=1, eod_mask_loss=True, train_iters=2
+    )
+    run = train(words, processes=1)
+    assert run.status == 0, run.output
+    assert run.losses == [0.0, 0.0]
+    assert run.grad_norms == [0.0, 0.0]
+    assert "number of nan iterations:   0" in run.output

@@ -1,0 +1,87 @@
+"""Sliding windows and sinks under ``--epp``: broken on purpose, refused. More: test_experts.py."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.ir import slices_of
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
+from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.scaled.layer_kinds import WINDOW
+from tests.mcore.runs import flags, train, write_corpus
+
+SABOTAGE = Path(__file__).with_name("sabotage_windows.py")
+GPT_OSS = (
+    f"{LLAMA} --num-layers 2 --window-size 127,0 --window-attn-skip-freq 2 "
+    "--softmax-type learnable "
+)
+WAYS = (
+    "nothing",
+    "see one less",
+    "see only the slice before",
+    "drop gradients of tails",
+    "forget the sinks",
+    "nothing again",
+)
+FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
+
+
+def chained(number: int, seed: int) -> bool:
+    """Whether a batch's plan has a slice shorter than the window between two others."""
+    (plan,) = draw(seed, number, FRAME).step.plans
+    slices = slices_of(plan)
+    return any(
+        slices.later[chunk] >= 0 and span.start > 0 and span.tokens < WINDOW
+        for chunk in range(len(plan.chunks))
+        for span in plan.chunks[chunk].spans
+        if span.document == slices.document[chunk]
+    )
+
+
+@cache
+def seed() -> int:
+    """One whose batches all have chains of short slices."""
+    numbers = range(len(WAYS))
+    return next(s for s in range(10_000) if all(chained(n, s) for n in numbers if n != 0))
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    model = GPT_OSS.split()
+    trial = Trial(Degrees(1, 1, 1), (tuple(model),), len(WAYS), seed(), interfere=SABOTAGE)
+    return dict(zip(WAYS, certify(trial), strict=True))
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    source = SABOTAGE.read_text()
+    listed = source[source.index("WAYS: ") :]
+    places = [listed.index(way.replace(" ", "_")) for way in WAYS if "nothing" not in way]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("way", ["nothing", "nothing again"])
+def test_the_untouched_attention_passes(judged, way) -> None:
+    assert judged[way].passed, judged[way]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
+def test_wrong_windows_and_sinks_show(judged, way) -> None:
+    batch = judged[way]
+    assert not batch.passed and not batch.problems, batch
+    assert batch.gradient_error > 1e6 * BOUND, batch
+
+
+def test_windows_beyond_the_context_end_with_status_2(tmp_path) -> None:
+    corpus = write_corpus(tmp_path / "documents", [30] * 12)
+    run = train(
+        flags(corpus, epp=True, pipeline_model_parallel_size=1, window_size="128,0"), processes=1
+    )
+    assert run.status == 2, run.output
+    (line,) = run.errors
+    assert line.endswith(
+        "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out"
+    )

@@ -1,0 +1,315 @@
+"""Tensors on the host from F to B: the same values, once each, two layers in flight, never late."""
+
+import gc
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_epp.cost import cost
+from megatron_epp.runtime import host_store
+from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES, HostStore, Parcel, _sizes
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import SavedBytesMeter
+
+CPU = torch.device("cpu")
+ROWS = 128
+SAVED = ROWS * ROWS * 8  # bytes that a layer saves: the result of its tanh
+
+
+class Late:
+    """Copies that happen at the last moment that is allowed: when somebody waits for them. What is
+    read before is no number, and what is overwritten before is lost."""
+
+    pinned = False
+
+    def out(self, pairs):
+        return list(pairs)
+
+    def back(self, pairs):
+        for target, _ in pairs:
+            target.fill_(255)
+        return list(pairs)
+
+    def wait(self, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+        pairs.clear()
+
+
+def store(copies=None, meter=None, **changes) -> HostStore:
+    made = HostStore(CPU, meter, **changes)
+    made._copies = copies or made.copies
+    return made
+
+
+def nobodys(tensor: Tensor) -> bool:
+    return False
+
+
+def forward(host: HostStore, chunk: int, letters: str, x: Tensor, look=lambda: None) -> Tensor:
+    """A layer for each letter, of which ``o`` goes to the host; ``look`` after each."""
+    for letter in letters:
+        if letter == "o":
+            with host.layer(chunk, nobodys):
+                x = x.tanh()
+        else:
+            x = x.tanh()
+        look()
+    host.settle()
+    return x
+
+
+def inputs() -> Tensor:
+    torch.manual_seed(3)
+    return torch.randn(ROWS, ROWS, dtype=torch.float64, requires_grad=True)
+
+
+def gradient(letters: str, host: HostStore) -> Tensor:
+    """Of two chunks that are in flight together."""
+    x = inputs()
+    first, second = (forward(host, chunk, letters, x) for chunk in (0, 1))
+    for chunk, y in ((1, second), (0, first)):
+        host.recall(chunk)
+        y.square().sum().backward()
+    assert len(host) == host.bytes == 0
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("letters", ["o", "oo", "oko", "koook", "ooooo"])
+@pytest.mark.parametrize("copies", [None, Late], ids=["at once", "as late as may be"])
+def test_gradients_are_those_of_keeping(letters, copies) -> None:
+    kept = gradient("k" * len(letters), store())
+    assert torch.equal(gradient(letters, store(copies and copies())), kept)
+
+
+def _without_waiting(self, *done):
+    """As :meth:`Late.wait`, but nobody waits."""
+
+
+@contextmanager
+def _one_block_for_all():
+    """A buffer that is used again before what lay in it has come back."""
+    block = torch.empty(2**22, dtype=torch.uint8)
+    with patch.object(HostStore, "take", lambda self, nbytes: [block]):
+        yield
+
+
+def _forgotten_at_once(self: Parcel):
+    """What is to be copied is let go, and written over, before it is copied."""
+    for storage in self._moving:
+        self._store.meter.held(storage.held).fill_(255)
+        storage.held = None
+    self._moving = []
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        lambda: patch.object(Late, "wait", _without_waiting),
+        _one_block_for_all,
+        lambda: patch.object(Parcel, "leave", _forgotten_at_once),
+    ],
+    ids=["nobody waits", "a buffer used again too early", "gone before it is copied"],
+)
+def test_these_copies_would_show_it(sabotage) -> None:
+    kept = gradient("kkk", store())
+    with sabotage():
+        host = store(Late())
+        with patch.object(HostStore, "give_back", lambda self, parcel, nbytes: None):
+            x = inputs()
+            y = forward(host, 0, "oko", x)
+            host.recall(0)
+            y.square().sum().backward()
+    assert not torch.equal(x.grad * 2, kept)
+
+
+def test_two_layers_at_most_are_on_the_device() -> None:
+    """While F runs, and while B runs; none in between. The cost model reckons with as many."""
+    assert host_store.IN_FLIGHT == cost.IN_FLIGHT == 2
+    meter = SavedBytesMeter([])
+    held: list[int] = []
+    with meter.watch(Store({})):
+        host, x = store(Late(), meter), inputs()
+        y = forward(host, 0, "oooo", x, lambda: held.append(meter.now))
+        assert [now / SAVED for now in held] == [1, 2, 2, 2]
+        assert meter.now == 0
+        assert host.bytes == host.peak_bytes == 4 * SAVED
+        held.clear()
+        for hooked in _nodes(y):
+            hooked.register_prehook(lambda *gradients: held.append(meter.now))
+        meter.op_peak()
+        host.recall(0)
+        y.sum().backward()
+        # Before each layer's turn: what is behind it is gone, itself on its way.
+        assert [now / SAVED for now in held] == [1, 1, 1, 1]
+        assert meter.op_peak() == 2 * SAVED
+        assert meter.now == host.bytes == 0
+
+
+def _nodes(y: Tensor):
+    node = y.grad_fn
+    while node is not None and "Tanh" in node.name():
+        yield node
+        node = node.next_functions[0][0]
+
+
+def test_views_of_one_storage_go_once_and_parameters_stay() -> None:
+    weight = torch.randn(ROWS, ROWS, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(ROWS, ROWS, dtype=torch.float64)
+    meter = SavedBytesMeter([weight])
+    with meter.watch(Store({})):
+        host, x = store(meter=meter, parameters=[weight]), inputs()
+        with host.layer(0, lambda tensor: tensor.data_ptr() == table.data_ptr()):
+            joined = torch.cat((x, x))
+            parts = joined.split(ROWS) + joined.t().split(ROWS, 1)  # four views of one storage
+            y = sum((part @ part) @ weight * table for part in parts[:2])
+            z = y + parts[2].exp().sum() + parts[3].sin().sum()
+        held = meter.now
+        host.settle()
+        storages = {r().nbytes for r in host._parcels[0][0]._away}
+        assert 2 * SAVED in storages and len(host._parcels[0][0]._away) < 8
+        # What stays is what all layers share; the weight counts nowhere.
+        assert held > meter.now == SAVED
+        host.recall(0)
+        z.sum().backward()
+        mine = x.grad.clone(), weight.grad.clone()
+    x.grad = weight.grad = None
+    joined = torch.cat((x, x))
+    parts = joined.split(ROWS) + joined.t().split(ROWS, 1)
+    y = sum((part @ part) @ weight * table for part in parts[:2])
+    (y + parts[2].exp().sum() + parts[3].sin().sum()).sum().backward()
+    assert torch.equal(mine[0], x.grad) and torch.equal(mine[1], weight.grad)
+
+
+def test_every_kind_of_tensor_comes_back_as_it_was() -> None:
+    host = store(Late())
+    torch.manual_seed(1)
+    base = torch.randn(40, 30)
+    saved = [
+        base,
+        base.t()[3:, ::2],
+        base.view(torch.uint8)[5],
+        torch.rand(7, 100) > 0.5,
+        torch.randn(300, dtype=torch.bfloat16)[1:],
+        torch.arange(1000),
+    ]
+    small = torch.zeros(LEAST_BYTES - 1, dtype=torch.uint8)
+    with host.layer(0, nobodys):
+        parcel = _parcel_in_force()
+        packed = [parcel.pack(tensor) for tensor in saved]
+        assert parcel.pack(small).data_ptr() == small.data_ptr()
+    host.settle()
+    before = [tensor.clone() for tensor in saved]
+    for tensor in saved:
+        tensor.zero_()
+    host.recall(0)
+    for one, mine in zip(before, map(parcel.unpack, packed), strict=True):
+        assert torch.equal(one, mine) and one.dtype == mine.dtype
+    for tensor, mine in zip(saved, map(parcel.unpack, packed), strict=True):
+        assert mine.stride() == tensor.stride()
+
+
+def _parcel_in_force() -> Parcel:
+    pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return pack.__self__
+
+
+def test_where_the_host_has_no_room_a_layer_stays(caplog) -> None:
+    kept = gradient("kkk", store())
+    host = store(limit_bytes=SAVED + LEAST_BLOCK)  # of the first layer alone
+    assert torch.equal(gradient("oko", host), kept)
+    assert host.peak_bytes == SAVED
+    (said,) = caplog.messages
+    assert "no room on the host for 0.1 MiB that a layer saved" in said
+    assert "--epp-host-memory-gib" in said
+
+
+def test_a_layer_of_small_tensors_stays_and_is_none_the_less_finished() -> None:
+    """What a single row saves on one of many ranks is not worth a copy."""
+    host = store(Late())
+    x = torch.ones(4, requires_grad=True)
+    forward(host, 0, "oo", x).sum().backward()
+    assert len(host) == host.peak_bytes == 0
+    mixed, y = inputs(), None
+    with host.layer(1, nobodys):
+        y = mixed.tanh()
+    with host.layer(1, nobodys):
+        z = y[0, :4].tanh().clone()
+    host.settle()
+    host.recall(1)
+    z.sum().backward()
+    assert len(host) == host.bytes == 0 < host.peak_bytes
+
+
+def test_what_was_abandoned_is_forgotten() -> None:
+    meter = SavedBytesMeter([])
+    with meter.watch(Store({})):
+        host, x = store(Late(), meter), inputs()
+        y = forward(host, 0, "oo", x)
+        with host.layer(1, nobodys):
+            z = x.tanh()
+        with pytest.raises(MemoryError), host.layer(2, nobodys):
+            z = z.tanh()
+            raise MemoryError
+        host.recall(0)
+        host.clear()
+        assert len(host) == host.bytes == 0
+        del y, z
+        gc.collect()
+        assert meter.now == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, LEAST_BLOCK, LEAST_BLOCK + 1, 3 * 2**26 + 12345])
+def test_blocks_are_powers_of_two_and_little_is_wasted(nbytes) -> None:
+    sizes = list(_sizes(nbytes))
+    assert all(size & (size - 1) == 0 for size in sizes)
+    assert 0 <= sum(sizes) - nbytes < LEAST_BLOCK
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_streams_wait_for_each_other_and_the_host_for_none(monkeypatch) -> None:
+    said: list[str] = []
+
+    class Stream:
+        names = iter(("out", "back"))
+
+        def __init__(self, name=None):
+            self.name = name or next(Stream.names)
+
+        def wait_stream(self, other):
+            said.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event):
+            said.append(f"{self.name} waits for {event}")
+
+        def record_event(self):
+            said.append(f"{self.name} is marked")
+            return f"the mark of {self.name}"
+
+    @contextmanager
+    def on(stream):
+        yield said.append(f"on {stream.name}")
+
+    compute = Stream("compute")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", on, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute, raising=False)
+    streams = host_store._Streams()
+    source, target = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    streams.wait(streams.out([(target, source)]))
+    streams.wait(streams.back([(source, target)]))
+    assert torch.equal(source, target)
+    assert said == [
+        step
+        for name in ("out", "back")
+        for step in (
+            f"{name} waits for compute",
+            f"on {name}",
+            f"{name} is marked",
+            f"compute waits for the mark of {name}",
+        )
+    ]

@@ -1,0 +1,165 @@
+"""Which seams hold in a checkout: said from its sources, for the installed one and for others."""
+
+import importlib.util
+import runpy
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.mcore.patching import checkout as checkout_module
+from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.patching.checkout import Checkout, look
+from megatron_epp.mcore.patching.releases import MAIN, NEWEST, RELEASES, STABLE, release_of
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "check_upstream.py"
+
+
+def installed() -> Path:
+    spec = importlib.util.find_spec("megatron")
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def check(monkeypatch, capsys):
+    """The script's main, in this process: it imports torch, which takes seconds."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+
+    def run(checkout: Path, *words: str) -> Done:
+        checkout_module._tree.cache_clear()
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--megatron", str(checkout), *words])
+        return Done(main(), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    for part in ("core", "training"):
+        shutil.copytree(
+            installed() / "megatron" / part,
+            tmp_path / "megatron" / part,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    return tmp_path
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_the_installed_one_holds() -> None:
+    """As from the shell."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--megatron", str(installed())],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"all {len(seams.ALL_SEAMS)} seams hold: {STABLE}" in done.stdout
+
+
+def test_its_sources_are_those_that_run() -> None:
+    """What is read from files is what ``inspect`` says of the functions that were imported."""
+    checkout = Checkout(installed())
+    for seam in seams.ALL_SEAMS:
+        for name in (seam.target, *seam.relies_on):
+            assert checkout.source(name) == seams._source(name) != ""
+    assert checkout.version == NEWEST
+
+
+def test_a_drift_a_missing_function_and_a_missing_name_are_shown(tree, check) -> None:
+    training = tree / "megatron" / "training"
+    # In what a seam relies on; a function that is gone; a name that we import.
+    replace(
+        training / "initialize.py", "def set_jit_fusion_options(", "def set_jit_fusion_options(x, "
+    )
+    layers = tree / "megatron" / "core" / "tensor_parallel" / "layers.py"
+    replace(layers, "class RowParallelLinear(", "class RowParallelMatrix(")
+    done = check(tree)
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    states = {line[2:].split("  ")[0]: line.split("  ")[-1].strip() for line in lines[1:13]}
+    drifted = {name for name, state in states.items() if state == "drifted"}
+    assert drifted == {"fusion warm-up", "row linear"}
+    assert any(line.startswith("+def set_jit_fusion_options(x, ") for line in lines)
+    assert any(line.startswith("-def set_jit_fusion_options(") for line in lines)
+    gone = "megatron.core.tensor_parallel.layers.RowParallelLinear._forward_impl is gone"
+    assert gone in lines
+    assert lines[-1].startswith("2 of 12 seams drifted")
+    assert check(tree, "--quiet").stdout.count("\n+") == 0
+
+
+def test_a_name_that_is_gone_is_shown(tree, check) -> None:
+    init = tree / "megatron" / "core" / "rerun_state_machine.py"
+    replace(init, "def get_rerun_state_machine(", "def the_rerun_state_machine(")
+    done = check(tree)
+    assert done.returncode == 1
+    name = "megatron.core.rerun_state_machine.get_rerun_state_machine"
+    assert f"  gone: {name}, which megatron_epp imports" in done.stdout
+    assert "0 of 12 seams drifted, 1 names are gone" in done.stdout
+
+
+def test_another_version_number_is_not_known(tree, check) -> None:
+    replace(tree / "megatron" / "core" / "package_info.py", "MINOR = 19", "MINOR = 21")
+    done = check(tree)
+    assert done.returncode == 1
+    assert "version 0.21.2 is not in the table" in done.stdout
+
+
+def test_seams_of_another_release_do_not_pass_for_this_one(tree, check) -> None:
+    """main's version number on 0.19's sources: the program would refuse to start, too."""
+    info = tree / "megatron" / "core" / "package_info.py"
+    replace(info, "MINOR = 19", "MINOR = 20")
+    replace(info, "PATCH = 2", "PATCH = 0")
+    done = check(tree)
+    assert done.returncode == 1
+    differing = [name for name in STABLE.fingerprints if knows_better(name)]
+    assert f"{len(differing)} seams are those of another release than {MAIN}" in done.stdout
+
+
+def knows_better(name: str) -> bool:
+    return STABLE.fingerprints[name] != MAIN.fingerprints[name]
+
+
+def test_patches_count_as_holding(tree) -> None:
+    patches = sorted((ROOT / "patches").glob("*.patch"))
+    subprocess.run(["git", "apply", *map(str, patches)], cwd=tree, check=True)
+    findings = look(seams.ALL_SEAMS, Checkout(tree), Checkout(installed()))
+    assert all(one.holds for one in findings)
+    assert [one.seam.name for one in findings if one.patched] == [
+        seam.name for seam in seams.ALL_SEAMS if seam.when != "cpu host"
+    ]
+
+
+@pytest.mark.parametrize("broken", ["nothing", "no version", "no python"])
+def test_what_is_no_checkout_is_refused_in_one_line(tmp_path, broken, check) -> None:
+    if broken != "nothing":
+        (tmp_path / "megatron" / "core").mkdir(parents=True)
+        text = "VERSION = 1\n" if broken == "no version" else "def (\n"
+        (tmp_path / "megatron" / "core" / "package_info.py").write_text(text)
+    done = check(tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"check_upstream: {tmp_path}") and done.stderr.count("\n") == 1
+
+
+def test_every_release_names_every_seam() -> None:
+    for release in RELEASES:
+        assert set(release.fingerprints) == {seam.name for seam in seams.ALL_SEAMS}
+        for version in release.versions:
+            assert release_of(version) is release_of(f"{version}+d98e8a64") is release
