@@ -14,6 +14,7 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
+from megatron_epp.mcore.calibrate import measure  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measured, Shape  # noqa: E402
 from megatron_epp.mcore.job_cost import kinds_of_stage  # noqa: E402
@@ -73,6 +74,12 @@ def groups(tmp_path_factory):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield SimpleNamespace(control=dist.group.WORLD, stages=1, stage=0)
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch) -> None:
+    """What the host's memory is worth has nothing to do with layers."""
+    monkeypatch.setattr(measure, "host_rate", lambda probe, groups: 1e9)
 
 
 def shaped(word: tuple[str, ...]) -> Model:
