@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     _say(
         f"machine  {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
         f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
-        f"dp {cost.dp}, zero {cost.zero}, layers {_layers(cost.layers)}"
+        f"dp {cost.dp}, zero {cost.zero}, layers {_layers(cost.layers)}{_kinds(cost)}"
     )
     _say(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
     print(f"batches  {numbers[0]} to {numbers[-1]}")
@@ -73,6 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     for name, why in failed.items():
         _say(f"{name} failed: {why}")
     return 0
+
+
+def _kinds(cost: Cost) -> str:
+    """What is said of layers of several kinds, and of experts."""
+    kinds = f", of the kinds {cost.kinds_text}" if cost.kinds_text else ""
+    return kinds + (f", ep {cost.ep}" if cost.ep > 1 else "")
 
 
 def _say(line: str) -> None:

@@ -46,7 +46,8 @@ def _runs(arguments: argparse.Namespace, plan: Plan) -> Runs:
     if machine.wanted(arguments):
         cost = machine.plan_cost(arguments, plan)
         played = play(plan, cost.table(plan))
-        runs.append(timeline_of(played, f"{title}, predicted", cost.budget_bytes))
+        kinds = f", layers {cost.kinds_text}" if cost.kinds_text else ""
+        runs.append(timeline_of(played, f"{title}, predicted{kinds}", cost.budget_bytes))
     elif arguments.records is None:
         runs.append(timeline_of(play(plan, unit_table(plan)), title, unit="units"))
     if arguments.records is not None:

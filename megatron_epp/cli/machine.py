@@ -5,8 +5,9 @@ import dataclasses
 
 from megatron_epp.cli.options import ASSUMPTIONS, Refused
 from megatron_epp.cost.analytic import budgeted
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.cost import Cost, expert_degree, named_cost
 from megatron_epp.cost.devices import DEVICES, GIB, device
+from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.models import MODELS, model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
@@ -16,7 +17,8 @@ def wanted(arguments: argparse.Namespace) -> bool:
     """Whether the options name a machine at all; refused where they only say how to use one."""
     if arguments.model or arguments.device or arguments.cost_model:
         return True
-    for name in ("layers", "memory_budget_gib", "zero", "dp", "tp", "cp", *ASSUMPTIONS):
+    others = ("layers", "layer_kinds", "memory_budget_gib", "zero", "dp", "tp", "cp", "ep")
+    for name in (*others, *ASSUMPTIONS):
         if getattr(arguments, name) is not None:
             raise Refused(
                 f"--{name.replace('_', '-')} has no effect without a machine; expected --model and "
@@ -40,11 +42,16 @@ def cost_of(
         raise Refused(f"{flag}: an assumption of the analytic cost model; not with --cost-model")
     if layers is not None and len(layers) != pp:
         raise Refused(f"--layers: {len(layers)} numbers for {pp} stages")
+    kinds: tuple[str, ...] = ()
+    if arguments.layer_kinds is not None:
+        if profile is None:
+            raise Refused("--layer-kinds: the model says what its layers are; leave it out")
+        kinds = parse_kinds(arguments.layer_kinds)
     budgets = arguments.memory_budget_gib
     if budgets is not None and len(budgets) not in (1, pp):
         raise Refused(f"--memory-budget-gib: {len(budgets)} numbers; expected 1, or {pp}")
     if profile is not None and arguments.model is None:
-        cost = _measured_cost(arguments, profile, pp, cp, dp, layers, zero)
+        cost = _measured_cost(arguments, profile, pp, cp, dp, layers, zero, kinds)
     else:
         for name, known in (("model", MODELS), ("device", DEVICES)):
             if getattr(arguments, name) is None:
@@ -61,6 +68,8 @@ def cost_of(
             zero=zero,
             memory_budget_gib=None if budgets is None else max(budgets),
             layers=layers,
+            ep=arguments.ep,
+            layer_kinds=kinds,
             profile=profile,
             **given,
         )
@@ -86,6 +95,7 @@ def _measured_cost(
     dp: int,
     layers: tuple[int, ...] | None,
     zero: int | None,
+    kinds: tuple[str, ...],
 ) -> Cost:
     """From a profile file alone."""
     if layers is None:
@@ -96,7 +106,15 @@ def _measured_cost(
         budget = device(arguments.device).budget_bytes
     else:
         raise Refused("--memory-budget-gib is missing (or a --device, for its own)")
-    return Cost(budgeted(profile), layers, (budget,) * pp, arguments.tp, cp, dp, zero or 1)
+    if len(profile.kinds) > 1 and not kinds:
+        raise Refused(
+            f"--layer-kinds is missing: the profile knows the kinds {', '.join(profile.kinds)}; "
+            "expected that of every layer"
+        )
+    experts = None if any(each.expert_parameters for each in profile.kinds.values()) else 0
+    ep = expert_degree(arguments.ep, arguments.tp, cp, experts)
+    degrees = (arguments.tp, cp, dp, zero or 1, ep)
+    return Cost(budgeted(profile), layers, (budget,) * pp, *degrees, kinds)
 
 
 def planning_cost(arguments: argparse.Namespace) -> Cost:

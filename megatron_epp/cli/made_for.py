@@ -16,7 +16,10 @@ from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import MODELS
 
 _START = "# made for: "
-_NAMES = ("model", "device", "cost_model", "tp", "cp", "memory_budget_gib", "zero", *ASSUMPTIONS)
+_NAMES = (
+    *("model", "device", "cost_model", "tp", "cp", "ep", "layer_kinds", "memory_budget_gib"),
+    *("zero", *ASSUMPTIONS),
+)
 
 
 def comment(arguments: argparse.Namespace, cost: Cost) -> str:

@@ -318,6 +318,19 @@ def _machine(
         + (")" if pp else "; a plan names its own)"),
     )
     group.add_argument(
+        "--layer-kinds",
+        metavar="KINDS",
+        help="the kinds of all layers, first to last, where --cost-model knows several and no "
+        "--model says which is which, as in '3*dense 58*experts'",
+    )
+    group.add_argument(
+        "--ep",
+        type=whole(1),
+        metavar="N",
+        help="devices of a stage that share a layer's experts, a divisor of tp x cp (default: as "
+        "many as divide the experts)",
+    )
+    group.add_argument(
         "--memory-budget-gib",
         type=positive("GiB"),
         nargs="+",

@@ -112,7 +112,8 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
         f"machine     {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
         f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
-        f"dp {cost.dp}, zero {cost.zero}",
+        f"dp {cost.dp}, zero {cost.zero}" + (f", ep {cost.ep}" if cost.ep > 1 else ""),
+        *([f"layers      {cost.kinds_text}"] if cost.kinds_text else []),
         f"planner     {made.planner}, planned in {seconds_text(made.plan_seconds)}",
         *([f"how         {found.note}"] if found.note else []),
         f"iteration   {seconds_text(made.seconds)}; lower bound "

@@ -102,7 +102,7 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
     rows = [
         [
             str(stage),
-            str(cost.layers[stage]),
+            cost.kinds.stage_text(stage),
             seconds_text(idle),
             share_text(idle / played.seconds if played.seconds else 0.0),
             f"{peak / GIB:.3f}",

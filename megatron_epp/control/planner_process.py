@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.layer_kinds import format_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class PlannerProcess:
             *("--cost-model", f"/dev/fd/{self._profile.fileno()}", "--zero", str(cost.zero)),
             *("--pp", str(cost.stages), "--layers", *map(str, cost.layers)),
             *("--tp", str(cost.tp), "--cp", str(cost.cp), "--dp", str(cost.dp)),
+            *(("--layer-kinds", format_kinds(cost.layer_kinds)) if cost.layer_kinds else ()),
+            *(("--ep", str(cost.ep)) if cost.ep > 1 else ()),
             *("--memory-budget-gib", *budgets, "--context", str(options.context)),
             *("--levers", ",".join(sorted(options.levers)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),

@@ -1,16 +1,23 @@
 """Profiles from arithmetic: the papers' constants where they published them, else a device's rates.
 
 The GPT models on A100 follow FlexSP's constants and the assumptions of our study, which rest on
-the papers; each stands below where it is used. Other pairs follow flops and bytes.
+the papers; each stands below where it is used. Other pairs follow flops and bytes, kind of layer by
+kind of layer. Assumed of experts: tokens go to all alike, and a chunk's constant is twice a dense
+layer's, for the router, the exchanges and the wait that they end with. Assumed of latents: the
+latent of a token goes to every device of a stage, the K and V that are made of it again live whole
+while an op runs.
 """
 
 import dataclasses
 
 from megatron_epp.cost.devices import Device
-from megatron_epp.cost.models import Model
+from megatron_epp.cost.models import Layer, Model
 from megatron_epp.cost.profile import (
+    ANALYTIC,
+    LAYER_KIND,
     LETTERS,
     Bytes,
+    LayerFigures,
     Profile,
     Provenance,
     Seconds,
@@ -27,6 +34,7 @@ ATTENTION_BACKWARD = 2.5
 LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
 # LayerNorms move memory only; their recompute is taken as this share of the linears' forward.
 NORM_SHARE = 0.01
+GRADIENT_BYTES = 4  # of kept K and V: the executor adds their gradients up in float32
 
 
 def profile(
@@ -38,7 +46,7 @@ def profile(
     link_seconds: bool | None = None,
     logits_held: bool = True,
 ) -> Profile:
-    """The analytic profile of ``model`` on ``device``, of one layer on one device.
+    """The analytic profile of ``model`` on ``device``, of one layer of every kind on one device.
 
     b1_divisor    of the published constant per chunk, which was measured across nodes; the
                   pipelines gather inside a node. Calibrated so that gathers and all-to-all take
@@ -52,45 +60,30 @@ def profile(
     """
     published = PUBLISHED.get(model.name) if device.name.startswith("a100") else None
     if published is not None:
-        linear, attention, gather = _published_rates(model, published, b1_divisor)
-        launch = 0.0  # in a2
+        (layer,) = model.shapes.values()
+        figures = {LAYER_KIND: _published_figures(layer, published, b1_divisor)}
         source = (
             f"analytic: FlexSP's published constants, b1 / {b1_divisor:g}; 34 bytes per hidden, "
             "token and layer"
         )
-        # Published for 7B; the published figures of 13B and 30B cannot be without checkpointing.
-        kept = 34.0 * model.hidden
-        # A chunk's activations stay whole until its W: the linears' inputs, and gradients in the
-        # place of what else was saved (32 of 34 bytes). Their a2 spreads a head over all layers.
-        weight_inputs, head_inputs = kept, 0.0
+        head_inputs = 0.0  # their a2 spreads a head over all layers
     else:
-        linear = model.layer_flops_per_token / device.linear_flops
-        attention = model.layer_flops_per_pair / device.attention_flops
-        # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
-        weights = ELEMENT_BYTES * model.layer_parameters
-        gather = 3 * weights / device.group_bytes_per_second[min(device.group_bytes_per_second)]
-        launch = device.launch_seconds
+        figures = {kind: _figures(layer, device) for kind, layer in model.shapes.items()}
         source = "analytic: flops and bytes of the device's rates"
-        kept = _kept_bytes(model)
-        weight_inputs = _weight_input_bytes(model)
         head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
     head = published is None if head_seconds is None else head_seconds
     links = published is None if link_seconds is None else link_seconds
-    saved = _saved_bytes(model, kept)
     head_token = 2.0 * model.vocabulary_parameters / device.linear_flops if head else 0.0
     logits = Bytes(LOGITS_BYTES * model.vocabulary, LOGITS_BYTES * model.vocabulary)
     none = {kind: Workspace() for kind in Kind if kind in _COMPUTE}
     boundary = ELEMENT_BYTES * model.hidden
+    (first, its), *others = figures.items()
+    of_first = {field.name: getattr(its, field.name) for field in dataclasses.fields(LayerFigures)}
     return Profile(
-        provenance=Provenance(model.name, device.name, "bf16", "2026-11-21", source),
+        provenance=Provenance(model.name, device.name, "bf16", "2026-11-21", source, ANALYTIC),
         tp=1,
         cp=1,
-        layer_seconds={
-            Kind.FORWARD: Seconds(linear, attention, launch),
-            Kind.BACKWARD: Seconds(2 * linear, ATTENTION_BACKWARD * attention, 2 * launch),
-            Kind.INPUT: Seconds(linear, ATTENTION_BACKWARD * attention, launch),
-            Kind.WEIGHT: Seconds(linear, 0.0, launch),
-        },
+        **of_first,
         first_seconds={kind: Seconds() for kind in _COMPUTE},
         last_seconds={
             kind: Seconds(share * head_token)
@@ -98,7 +91,99 @@ def profile(
                 _COMPUTE, (1, 2, 1, 1) if logits_held else (3, 0, 0, 0), strict=True
             )
         },
-        recompute_seconds=_recompute_seconds(model, linear, attention, launch),
+        first_bytes=Bytes(),
+        last_bytes=logits if logits_held else Bytes(),
+        keeps_last=False,
+        last_weight_input_bytes=Bytes(head_inputs, head_inputs) if logits_held else Bytes(),
+        last_workspace_bytes=none
+        if logits_held
+        else {**none, Kind.FORWARD: Workspace(logits.per_token, logits.per_cut_token)},
+        last_workspace_tokens=0.0,
+        all_to_all_bytes_per_second=dict(device.group_bytes_per_second),
+        tensor_bytes_per_second=dict(device.group_bytes_per_second),
+        link_seconds_per_token=boundary / device.link_bytes_per_second if links else 0.0,
+        link_latency_seconds=device.link_latency_seconds if links else 0.0,
+        first_parameters=model.vocabulary_parameters,
+        last_parameters=model.vocabulary_parameters,
+        states=STATES,
+        host_bytes_per_second=device.host_bytes_per_second,
+        layer_kind=first,
+        other_kinds=dict(others),
+    )
+
+
+def _published_figures(layer: Layer, published: Published, b1_divisor: float) -> LayerFigures:
+    linear, attention, gather = _published_rates(layer.model, published, b1_divisor)
+    # Published for 7B; the published figures of 13B and 30B cannot be without checkpointing.
+    kept = 34.0 * layer.model.hidden
+    # A chunk's activations stay whole until its W: the linears' inputs, and gradients in the place
+    # of what else was saved (32 of 34 bytes). What launches cost is in a2.
+    made = _layer(layer, linear, attention, 0.0, gather, kept, kept)
+    return dataclasses.replace(
+        made,
+        # The papers charge K/V gradients like K and V.
+        kv_gradient_bytes_per_token=float(ELEMENT_BYTES * layer.carried_hidden),
+        # The study does not charge the one layer that lives again; elsewhere it is charged.
+        recompute_workspace_bytes={letter: Bytes() for letter in LETTERS},
+    )
+
+
+def _figures(layer: Layer, device: Device) -> LayerFigures:
+    """Of one layer, by flops and bytes."""
+    linear = layer.flops_per_token / device.linear_flops
+    attention = layer.flops_per_pair / device.attention_flops
+    # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
+    weights = ELEMENT_BYTES * (layer.parameters + layer.expert_parameters)
+    gather = 3 * weights / device.group_bytes_per_second[min(device.group_bytes_per_second)]
+    launch = device.launch_seconds * (2 if layer.shape.experts else 1)
+    made = _layer(
+        layer, linear, attention, launch, gather, _kept_bytes(layer), _weight_input_bytes(layer)
+    )
+    if not layer.carries_latents:
+        return made
+    again = layer.flops_per_context_token / device.linear_flops
+    expanded = float(ELEMENT_BYTES * (layer.key_hidden + layer.value_hidden))
+    in_forward = Workspace(per_context_token=expanded)
+    in_backward = Workspace(per_context_token=2 * expanded)  # and their gradients
+    return dataclasses.replace(
+        made,
+        context_seconds={
+            # Backward makes them again, and has the gradients of latents and of weights to make.
+            Kind.FORWARD: again,
+            Kind.BACKWARD: 3 * again,
+            Kind.INPUT: 2 * again,
+            Kind.WEIGHT: again,
+        },
+        workspace_bytes={
+            **made.workspace_bytes,
+            Kind.FORWARD: in_forward,
+            Kind.BACKWARD: in_backward,
+            Kind.INPUT: in_backward,
+        },
+        kv_replicated=True,
+    )
+
+
+def _layer(
+    layer: Layer,
+    linear: float,
+    attention: float,
+    launch: float,
+    gather: float,
+    kept: float,
+    weight_inputs: float,
+) -> LayerFigures:
+    """From forward seconds per token, per pair and per chunk, seconds of ZeRO 3's gathers, and
+    bytes per token from F to B and from I to W."""
+    saved = _saved_bytes(layer, kept)
+    return LayerFigures(
+        layer_seconds={
+            Kind.FORWARD: Seconds(linear, attention, launch),
+            Kind.BACKWARD: Seconds(2 * linear, ATTENTION_BACKWARD * attention, 2 * launch),
+            Kind.INPUT: Seconds(linear, ATTENTION_BACKWARD * attention, launch),
+            Kind.WEIGHT: Seconds(linear, 0.0, launch),
+        },
+        recompute_seconds=_recompute_seconds(layer, linear, attention, launch),
         gather_seconds={
             Kind.FORWARD: gather / 3,
             Kind.BACKWARD: 2 * gather / 3,
@@ -106,39 +191,34 @@ def profile(
             Kind.WEIGHT: gather / 3,
         },
         saved_bytes=saved,
-        first_bytes=Bytes(),
-        last_bytes=logits if logits_held else Bytes(),
-        kv_bytes_per_token=2.0 * ELEMENT_BYTES * model.kv_hidden,
-        keeps_last=False,
-        # The papers charge K/V gradients like K and V; the executor adds them up in float32.
-        kv_gradient_bytes_per_token=2.0
-        * (ELEMENT_BYTES if published is not None else 4)
-        * model.kv_hidden,
+        kv_bytes_per_token=float(ELEMENT_BYTES * layer.carried_hidden),
+        kv_gradient_bytes_per_token=float(GRADIENT_BYTES * layer.carried_hidden),
         weight_input_bytes=Bytes(weight_inputs, weight_inputs),
-        last_weight_input_bytes=Bytes(head_inputs, head_inputs) if logits_held else Bytes(),
-        workspace_bytes=none,
-        last_workspace_bytes=none
-        if logits_held
-        else {**none, Kind.FORWARD: Workspace(logits.per_token, logits.per_cut_token)},
-        last_workspace_tokens=0.0,
-        # The study does not charge the one layer that lives again; elsewhere it is charged.
-        recompute_workspace_bytes={letter: Bytes() for letter in LETTERS}
-        if published is not None
-        else {letter: _difference(saved[KEEP], saved[letter]) for letter in LETTERS},
+        workspace_bytes={kind: Workspace() for kind in _COMPUTE},
+        recompute_workspace_bytes={
+            letter: _difference(saved[KEEP], saved[letter]) for letter in LETTERS
+        },
         # Q, K, V to heads and the output back: eq. 3.
-        all_to_all_bytes_per_token=2.0 * ELEMENT_BYTES * (model.query_hidden + model.kv_hidden),
-        all_to_all_bytes_per_second=dict(device.group_bytes_per_second),
-        # Two gathers and two scatters of the hidden state.
-        tensor_bytes_per_token=4.0 * ELEMENT_BYTES * model.hidden,
-        tensor_bytes_per_second=dict(device.group_bytes_per_second),
-        link_seconds_per_token=boundary / device.link_bytes_per_second if links else 0.0,
-        link_latency_seconds=device.link_latency_seconds if links else 0.0,
-        layer_parameters=model.layer_parameters,
-        first_parameters=model.vocabulary_parameters,
-        last_parameters=model.vocabulary_parameters,
-        states=STATES,
-        host_bytes_per_second=device.host_bytes_per_second,
+        all_to_all_bytes_per_token=float(
+            ELEMENT_BYTES * (layer.query_hidden + layer.carried_hidden + layer.output_hidden)
+        ),
+        tensor_bytes_per_token=_tensor_bytes(layer),
+        layer_parameters=layer.parameters,
+        window=layer.shape.window,
+        # There and back.
+        expert_bytes_per_token=2.0
+        * ELEMENT_BYTES
+        * layer.shape.active_experts
+        * layer.model.hidden,
+        expert_parameters=float(layer.expert_parameters),
     )
+
+
+def _tensor_bytes(layer: Layer) -> float:
+    """A gather and a scatter of the hidden state around attention, and around an MLP whose matrices
+    are spread; experts get rows as they lie."""
+    parts = layer.shape.attention + (layer.dense_hidden > 0)
+    return 2.0 * parts * ELEMENT_BYTES * layer.model.hidden
 
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
@@ -180,42 +260,66 @@ def _published_rates(
     return (a2 - a1) / 3, attention, published.b1_ms * millisecond / b1_divisor
 
 
-def _kept_bytes(model: Model) -> float:
-    """One layer saves, per token: norm inputs, linear inputs, Q, K, V, and the MLP's insides."""
+def _mlp_inside(layer: Layer) -> int:
+    """Channels that the MLP saves of a token, its norm apart: the insides of a dense or shared one,
+    of the experts their inputs, too."""
+    shape = layer.shape
+    experts = shape.active_experts * (layer.model.hidden + shape.expert_hidden * layer.matrices)
+    return layer.dense_hidden * layer.matrices + experts + shape.experts
+
+
+def _kept_bytes(layer: Layer) -> float:
+    """One layer saves, per token: norm inputs, linear inputs, Q, K, V, latents and the output of
+    attention, and the MLP's insides."""
     elements = (
-        4 * model.hidden  # both norms' inputs and outputs
-        + 2 * model.query_hidden  # Q; attention's output
-        + 2 * model.kv_hidden
-        + model.ffn_hidden * (3 if model.gated else 2)
+        2 * layer.norms * layer.model.hidden  # norms' inputs and outputs
+        + layer.query_hidden
+        + layer.output_hidden
+        + layer.key_hidden
+        + layer.value_hidden
+        + 2 * (layer.shape.query_rank + layer.shape.kv_rank)  # before and behind their norms
+        + layer.shape.rotary_size
+        + _mlp_inside(layer)
     )
     return float(ELEMENT_BYTES * elements)
 
 
-def _weight_input_bytes(model: Model) -> float:
+def _weight_input_bytes(layer: Layer) -> float:
     """One layer's linears, per token: their inputs, and the gradients of their outputs."""
-    inputs = 2 * model.hidden + model.query_hidden + model.ffn_hidden
-    gradients = 2 * model.hidden + model.query_hidden + 2 * model.kv_hidden
-    gradients += model.ffn_hidden * (2 if model.gated else 1)
+    shape, hidden = layer.shape, layer.model.hidden
+    gates = layer.matrices - 1  # outputs of an MLP's first product, in its hidden size
+    inputs = layer.norms * hidden + layer.output_hidden + layer.dense_hidden
+    gradients = layer.norms * hidden + layer.query_hidden + layer.dense_hidden * gates
+    if layer.latent:
+        ranks = shape.query_rank + shape.kv_rank
+        inputs += ranks
+        gradients += ranks + shape.rotary_size
+        gradients += layer.model.heads * layer.model.head_size + layer.value_hidden
+    else:
+        gradients += layer.key_hidden + layer.value_hidden
+    inputs += shape.active_experts * (hidden + shape.expert_hidden)
+    gradients += shape.active_experts * (hidden + shape.expert_hidden * gates) + shape.experts
     return float(ELEMENT_BYTES * (inputs + gradients))
 
 
-def _saved_bytes(model: Model, kept: float) -> dict[str, Bytes]:
+def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
     """Bytes of one layer from F to B, by recompute letter.
 
     Recomputing attention saves next to nothing with flash kernels: Q, K, V and the output stay as
-    inputs of what is not recomputed. The K and V of a slice lie in its document's buffer.
+    inputs of what is not recomputed. The K and V of a slice lie in its document's buffer; of a
+    window's the tail is a copy.
     """
-    kv = 2.0 * ELEMENT_BYTES * model.kv_hidden
+    kv = 0.0 if layer.shape.window else float(ELEMENT_BYTES * layer.carried_hidden)
     module = {
         "core_attn": 0.0,
-        "mlp": float(ELEMENT_BYTES * model.ffn_hidden * (3 if model.gated else 2)),
-        "layernorm": 2.0 * ELEMENT_BYTES * model.hidden,
+        "mlp": float(ELEMENT_BYTES * _mlp_inside(layer)),
+        "layernorm": float(ELEMENT_BYTES * layer.norms * layer.model.hidden),
     }
     saved = {
         letter: kept - sum(module[name] for name in modules)
         for letter, modules in {KEEP: (), **SELECTIVE}.items()
     }
-    layer_input = float(ELEMENT_BYTES * model.hidden)
+    layer_input = float(ELEMENT_BYTES * layer.model.hidden)
     return {
         letter: Bytes(layer_input, layer_input)
         if letter == FULL
@@ -225,9 +329,9 @@ def _saved_bytes(model: Model, kept: float) -> dict[str, Bytes]:
 
 
 def _recompute_seconds(
-    model: Model, linear: float, attention: float, launch: float
+    layer: Layer, linear: float, attention: float, launch: float
 ) -> dict[str, Seconds]:
-    mlp = model.hidden * model.ffn_hidden * (3 if model.gated else 2) / model.layer_parameters
+    mlp = layer.active_mlp_parameters / layer.active_parameters
     module = {
         "core_attn": (0.0, attention),
         "mlp": (linear * mlp, 0.0),

@@ -2,6 +2,9 @@
 
     seconds[s, c] = seconds_per(kind)[s] . (tokens[c], pairs[c], 1)
 
+Where the model has layers of several kinds, a stage is the sum over its layers, and there may be
+further features: pairs of a window, tokens of context (:meth:`Cost.features`).
+
 The sums are InfiniPipe's eqs 1 to 10 with these corrections: K, V and their gradients are charged
 to cut documents only, once for all that later slices attend to (the rule table says from when to
 when); a backward frees layer by layer while it makes gradients and recomputes; logits live on the
@@ -22,8 +25,9 @@ communication.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -31,9 +35,17 @@ import numpy as np
 from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import GIB, device
-from megatron_epp.cost.loads import Loads, loads_of
+from megatron_epp.cost.layer_kinds import (
+    Choice,
+    Counts,
+    StageKinds,
+    format_kinds,
+    split_choice,
+    stage_kinds,
+)
+from megatron_epp.cost.loads import Loads, loads_of, pairs_before
 from megatron_epp.cost.models import model
-from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
+from megatron_epp.cost.profile import Bytes, LayerFigures, Profile, Seconds, Workspace
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
     BACKWARDS,
@@ -58,12 +70,15 @@ IN_FLIGHT = 2  # offloaded layers on the device while an op runs
 class Cost:
     """Seconds and bytes of chunks on the stages of one replica; bytes are per device.
 
-    profile        one layer's, and the ends'
+    profile        one layer's of every kind, and the ends'
     layers         of every stage, first to last
     budget_bytes   of every stage, by device: all that training holds, states included
     tp, cp, dp     tensor- and context-parallel degrees of a stage, and replicas
     zero           1: weights stay on every device (Megatron's distributed optimizer);
                    3: states are spread over the stage's devices, layers gathered for every chunk
+    ep             devices that share the experts of a layer, inside the replica
+    layer_kinds    of all layers of the model, first to last, as the profile calls them; none: all
+                   are of the profile's only kind
     host_budget_bytes   of the host's memory, for what one device offloads
     """
 
@@ -74,6 +89,8 @@ class Cost:
     cp: int = 1
     dp: int = 1
     zero: int = 1
+    ep: int = 1
+    layer_kinds: tuple[str, ...] = ()
     host_budget_bytes: float = math.inf
 
     def __post_init__(self):
@@ -83,11 +100,32 @@ class Cost:
             raise ValueError(
                 f"{len(self.budget_bytes)} memory budgets for {len(self.layers)} stages"
             )
-        for name in ("tp", "cp", "dp"):
+        for name in ("tp", "cp", "dp", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
         if self.zero not in (1, 3):
             raise ValueError(f"zero {self.zero}: expected 1 or 3")
+        self._require_kinds()
+
+    def _require_kinds(self) -> None:
+        known, given = self.profile.kinds, self.layer_kinds
+        if not given:
+            if len(known) > 1:
+                raise ValueError(
+                    f"the cost model has layers of the kinds {', '.join(known)}; expected the kind "
+                    "of every layer"
+                )
+            return
+        for kind in given:
+            if kind not in known:
+                raise ValueError(
+                    f"layers of kind {kind!r}: the cost model knows {', '.join(known)}"
+                )
+        if len(given) != sum(self.layers):
+            raise ValueError(
+                f"kinds of layers {format_kinds(given)!r}: of {len(given)} layers, but the stages "
+                f"have {sum(self.layers)}"
+            )
 
     @property
     def stages(self) -> int:
@@ -103,6 +141,89 @@ class Cost:
         """What a figure of the profile is divided by: this layout's devices over the profile's."""
         return self.tp * self.cp / (self.profile.tp * self.profile.cp)
 
+    # --- kinds of layers -------------------------------------------------------------------------
+
+    @cached_property
+    def kinds(self) -> StageKinds:
+        """Of every stage's layers. Kinds with the same figures are one: nothing tells them apart,
+        and planners have fewer to choose among."""
+        names = list(self.profile.kinds)
+        figures = list(self.profile.kinds.values())
+        plain = [_comparable(each) for each in figures]
+        alike = [plain.index(each) for each in plain]
+        known = {name: alike[number] for number, name in enumerate(names)}
+        word = self.layer_kinds or (self.profile.layer_kind,) * sum(self.layers)
+        return stage_kinds(names, [known[kind] for kind in word], self.layers)
+
+    @cached_property
+    def figures(self) -> tuple[LayerFigures, ...]:
+        """Of the kinds of :attr:`kinds`."""
+        known = self.profile.kinds
+        return tuple(known[name] for name in self.kinds.names)
+
+    @property
+    def kinds_text(self) -> str:
+        """The kinds of all layers, first to last, as in ``3*dense 58*experts``; nothing where all
+        are alike."""
+        return format_kinds(self.layer_kinds) if self.kinds.number > 1 else ""
+
+    def _of(self, choice: Choice) -> tuple[LayerFigures, str]:
+        """Whose figures a choice speaks of, and its letter."""
+        kind, letter = split_choice(choice)
+        assert len(self.figures) == 1 or not isinstance(choice, str), "of which kind?"
+        return self.figures[kind], letter
+
+    def over_stages(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """[stages, n]: the sum over all layers of a stage; ``rows``: of one layer, by kind."""
+        total = np.outer(self.kinds.counts[0], rows[0])
+        for count, row in zip(self.kinds.counts[1:], rows[1:], strict=True):
+            total = total + np.outer(count, row)
+        return total
+
+    def _most_over_stages(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """[stages, n]: the most of any kind that a stage has; ``rows``: of one layer, by kind."""
+        if len(rows) == 1:
+            return np.tile(rows[0], (self.stages, 1))
+        there = self.kinds.counts[:, :, None] > 0
+        return np.where(there, np.stack(rows)[:, None, :], 0.0).max(axis=0)
+
+    @cached_property
+    def _windows(self) -> tuple[int, ...]:
+        return tuple(sorted({each.window for each in self.figures} - {0}))
+
+    @cached_property
+    def _with_context(self) -> bool:
+        return any(any(each.context_seconds.values()) for each in self.figures)
+
+    def features(self, loads: Loads) -> np.ndarray:
+        """[features, chunks]: what seconds are linear in. Tokens, pairs and 1; where kinds have
+        windows, pairs by window, narrowest first; where they make something of their context again,
+        tokens of context."""
+        rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
+        rows += [loads.window_pairs(window) for window in self._windows]
+        if self._with_context:
+            rows.append(loads.behind_tokens)
+        return np.stack(rows)
+
+    def whole_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
+        """[features] of whole documents of these lengths in ``chunks`` chunks."""
+        lengths = np.asarray(lengths, dtype=np.float64)
+        sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
+        sums += [pairs_before(lengths, window).sum() for window in self._windows]
+        return np.array([*sums, 0.0] if self._with_context else sums)
+
+    @property
+    def window_columns(self) -> tuple[tuple[int, int], ...]:
+        """(window, its place among the features)."""
+        return tuple((window, 3 + at) for at, window in enumerate(self._windows))
+
+    @property
+    def context_column(self) -> int | None:
+        """The place of the context's tokens among the features, if they are one."""
+        return 3 + len(self._windows) if self._with_context else None
+
+    # --- states ----------------------------------------------------------------------------------
+
     @cached_property
     def states_bytes(self) -> tuple[float, ...]:
         """Of every stage, on one device: weights, gradients, optimizer, gather buffers."""
@@ -110,14 +231,26 @@ class Cost:
 
     def _states_bytes(self) -> np.ndarray:
         profile, states = self.profile, self.profile.states
-        parameters = np.array(self.layers, float) * profile.layer_parameters
+        of_layers = [np.array([each.layer_parameters]) for each in self.figures]
+        of_experts = [np.array([each.expert_parameters]) for each in self.figures]
+        parameters = self.over_stages(of_layers)[:, 0]
         parameters[0] += profile.first_parameters
         parameters[-1] += profile.last_parameters
         parameters /= self.tp
+        experts = self.over_stages(of_experts)[:, 0] / self.ep
+        # Optimizers are spread over all devices that hold the same weights.
         sharded = parameters / (self.cp * self.dp)
+        sharded = sharded + experts * (self.ep / (self.tp * self.cp * self.dp))
+        parameters = parameters + experts
         if self.zero == 1:
             return np.ceil(states.zero1_resident * parameters + states.zero1_sharded * sharded)
-        gathered = np.minimum(self.layers, states.zero3_layers) * profile.layer_parameters / self.tp
+        largest = self._most_over_stages(
+            [
+                layers + experts * (self.tp / self.ep)
+                for layers, experts in zip(of_layers, of_experts, strict=True)
+            ]
+        )[:, 0]
+        gathered = np.minimum(self.layers, states.zero3_layers) * largest / self.tp
         return np.ceil(states.zero3_sharded * sharded + states.zero3_gathered * gathered)
 
     def require_states_fit(self) -> None:
@@ -135,12 +268,13 @@ class Cost:
     # --- seconds ---------------------------------------------------------------------------------
 
     def seconds_per(self, kind: Kind) -> np.ndarray:
-        """[stages, 3]: seconds of ``kind`` per token, per query-key pair and per chunk; B and I
-        without recompute, exposed communication included."""
+        """[stages, features]: seconds of ``kind`` per token, per query-key pair, per chunk, and of
+        whatever else :meth:`features` tells; B and I without recompute, exposed communication
+        included."""
         return self._seconds[kind] + self._comm[kind]
 
     def comm_seconds_per(self, kind: Kind) -> np.ndarray:
-        """[stages, 3]: the communication inside :meth:`seconds_per`."""
+        """[stages, features]: the communication inside :meth:`seconds_per`."""
         return self._comm[kind]
 
     @cached_property
@@ -148,7 +282,12 @@ class Cost:
         """Computation only."""
         result = {}
         for kind in COMPUTE:
-            per = np.outer(self.layers, self._row(self.profile.layer_seconds[kind]))
+            per = self.over_stages(
+                [
+                    self._row(each.layer_seconds[kind], each, each.context_seconds.get(kind, 0.0))
+                    for each in self.figures
+                ]
+            )
             per[0] += self._row(self.profile.first_seconds[kind])
             per[-1] += self._row(self.profile.last_seconds[kind])
             result[kind] = per
@@ -156,72 +295,93 @@ class Cost:
 
     @cached_property
     def _comm(self) -> Mapping[Kind, np.ndarray]:
-        exchanged = self._all_to_all + self._tensor
         result = {}
         for kind in COMPUTE:
-            layer = np.zeros(3)
-            if kind is not Kind.WEIGHT:
-                layer[0] = exchanged
-            if self.zero == 3:
-                layer[2] = self.profile.gather_seconds[kind]
-            result[kind] = np.outer(self.layers, layer)
+            rows = []
+            for each in self.figures:
+                layer = np.zeros(self._width)
+                if kind is not Kind.WEIGHT:
+                    layer[0] = self._all_to_all(each) + self._tensor(each) + self._experts(each)
+                if self.zero == 3:
+                    layer[2] = each.gather_seconds[kind]
+                rows.append(layer)
+            result[kind] = self.over_stages(rows)
         return result
 
-    def _row(self, seconds: Seconds) -> np.ndarray:
-        # What a chunk costs whatever its size, launching kernels above all, is not spread.
-        return np.array(
-            [seconds.per_token / self.spread, seconds.per_pair / self.spread, seconds.per_chunk]
-        )
+    @property
+    def _width(self) -> int:
+        return 3 + len(self._windows) + self._with_context
 
-    @cached_property
-    def _all_to_all(self) -> float:
+    def _row(
+        self, seconds: Seconds, of: LayerFigures | None = None, context: float = 0.0
+    ) -> np.ndarray:
+        """[features]: of ``seconds``, whose pairs are those of the kind ``of``'s window."""
+        # What a chunk costs whatever its size, launching kernels above all, is not spread.
+        row = np.zeros(self._width)
+        row[0], row[2] = seconds.per_token / self.spread, seconds.per_chunk
+        column = 1 if of is None or not of.window else 3 + self._windows.index(of.window)
+        row[column] = seconds.per_pair / self.spread
+        if context:
+            row[-1] = context / self.spread
+        return row
+
+    def _all_to_all(self, of: LayerFigures) -> float:
         """Seconds per token of one layer's forward: eq. 3."""
-        if self.cp == 1:
+        if self.cp == 1 or not of.all_to_all_bytes_per_token:
             return 0.0
         rate = _rate(self.profile.all_to_all_bytes_per_second, self.cp)
-        return self.profile.all_to_all_bytes_per_token / (self.cp * self.tp * rate)
+        return of.all_to_all_bytes_per_token / (self.cp * self.tp * rate)
 
-    @cached_property
-    def _tensor(self) -> float:
+    def _tensor(self, of: LayerFigures) -> float:
         """Seconds per token of one layer's forward: gathers and scatters inside a TP group."""
         if self.tp == 1:
             return 0.0
         rate = _rate(self.profile.tensor_bytes_per_second, self.tp)
-        moved = self.profile.tensor_bytes_per_token * (self.tp - 1) / self.tp
+        moved = of.tensor_bytes_per_token * (self.tp - 1) / self.tp
         return moved / (self.cp * rate)
 
-    def recompute_seconds_per(self, letter: str) -> np.ndarray:
-        """[3]: seconds that one layer with the choice ``letter`` adds to B or I."""
+    def _experts(self, of: LayerFigures) -> float:
+        """Seconds per token of one layer's forward: to the experts' devices and back."""
+        if self.ep == 1 or not of.expert_bytes_per_token:
+            return 0.0
+        rate = _rate(self.profile.all_to_all_bytes_per_second, self.ep)
+        moved = of.expert_bytes_per_token * (self.ep - 1) / self.ep
+        return moved / (self.cp * self.tp * rate)
+
+    def recompute_seconds_per(self, choice: Choice) -> np.ndarray:
+        """[features]: seconds that one layer with that choice adds to B or I."""
+        of, letter = self._of(choice)
         if letter == OFFLOAD:
-            return np.zeros(3)
-        row = self._row(self.profile.recompute_seconds[letter])
+            return np.zeros(self._width)
+        again = of.context_seconds.get(Kind.FORWARD, 0.0) if letter == FULL else 0.0
+        row = self._row(of.recompute_seconds[letter], of, again)
         modules = SELECTIVE.get(letter, ())
         if letter == FULL:
-            row[0] += self._all_to_all + self._tensor
+            row[0] += self._all_to_all(of) + self._tensor(of) + self._experts(of)
         elif "core_attn" in modules:
-            row[0] += self._all_to_all
+            row[0] += self._all_to_all(of)
         elif "mlp" in modules:
-            row[0] += self._tensor / 2
+            row[0] += self._tensor(of) / 2 + self._experts(of)
         return row
 
     def seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: alone, without recompute."""
-        return self.seconds_per(kind) @ _features(loads)
+        return self.seconds_per(kind) @ self.features(loads)
 
     def comm_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: exposed communication inside :meth:`seconds`."""
-        return self.comm_seconds_per(kind) @ _features(loads)
+        return self.comm_seconds_per(kind) @ self.features(loads)
 
     def compute_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: without recompute and without communication, for lower bounds."""
-        return self._seconds[kind] @ _features(loads)
+        return self._seconds[kind] @ self.features(loads)
 
-    def recompute_seconds(self, letter: str, loads: Loads) -> np.ndarray:
+    def recompute_seconds(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: of one layer."""
-        return self.recompute_seconds_per(letter) @ _features(loads)
+        return self.recompute_seconds_per(choice) @ self.features(loads)
 
-    def copy_seconds(self, loads: Loads) -> np.ndarray:
-        """[chunks]: of what one layer saved, to the host's memory or back."""
+    def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:
+        """[chunks]: of what one layer of the kind saved, to the host's memory or back."""
         rate = self.profile.host_bytes_per_second
         if not rate:
             raise ValueError(
@@ -229,7 +389,7 @@ class Cost:
                 f"{self.profile.provenance.device} has no rate to the host's memory "
                 "(host_bytes_per_second is 0): plan without the lever offload, or give that rate"
             )
-        return self.saved_bytes(KEEP, loads) / rate
+        return self.saved_bytes((kind, KEEP), loads) / rate
 
     def link_seconds(self, loads: Loads) -> np.ndarray:
         """[chunks]: that a message of the chunk occupies a link between stages."""
@@ -242,11 +402,12 @@ class Cost:
         kept = loads.kept_tokens(self.profile.keeps_last)
         return (per.per_token * (loads.tokens - kept) + per.per_cut_token * kept) / self.spread
 
-    def saved_bytes(self, letter: str, loads: Loads) -> np.ndarray:
+    def saved_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""
+        of, letter = self._of(choice)
         if letter == OFFLOAD:
             return np.zeros(loads.chunks)
-        return self._bytes(self.profile.saved_bytes[letter], loads)
+        return self._bytes(of.saved_bytes[letter], loads)
 
     def end_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: what the first and the last stage hold besides from F to B."""
@@ -259,44 +420,80 @@ class Cost:
         held[-1] += self._bytes(self.profile.last_bytes, loads)
         return held
 
-    def activation_bytes(self, loads: Loads, counts: Mapping[str, np.ndarray]) -> np.ndarray:
-        """[stages, chunks]: from F to B; counts[letter][stage, chunk] layers have that choice."""
+    def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
+        """[stages, chunks]: from F to B; ``counts`` layers have each choice."""
         held = self.end_bytes(loads)
-        for letter, count in counts.items():
-            held += count * self.saved_bytes(letter, loads)
+        for choice, count in self._known(counts).items():
+            held += count * self.saved_bytes(choice, loads)
         return np.ceil(held)
+
+    def _known(self, counts: Counts) -> Counts:
+        """``counts`` by kind, where there are several."""
+        return counts if self.kinds.number == 1 else self.kinds.by_kind(counts)
+
+    def kv_spread(self, of: LayerFigures) -> float:
+        """What bytes of K and V, or of latents, are divided by."""
+        return 1.0 if of.kv_replicated else self.spread
 
     def kv_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, documents]: the buffer of a cut document's K and V; 0 of whole documents."""
-        kept = loads.context_tokens
-        if self.profile.keeps_last:
-            kept = np.where(kept > 0, loads.lengths, 0.0)
-        layer = self.profile.kv_bytes_per_token * kept / self.spread
-        return np.ceil(np.outer(self.layers, layer))
+        rows = []
+        for each in self.figures:
+            kept = loads.tail_tokens(each.window)
+            if self.profile.keeps_last and not each.window:
+                kept = np.where(kept > 0, loads.lengths, 0.0)
+            rows.append(each.kv_bytes_per_token * kept / self.kv_spread(each))
+        return np.ceil(self.over_stages(rows))
 
     def kv_gradient_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, documents]: their gradients."""
-        layer = self.profile.kv_gradient_bytes_per_token * loads.context_tokens / self.spread
-        return np.ceil(np.outer(self.layers, layer))
+        rows = [self._kv_gradients(each, loads) for each in self.figures]
+        return np.ceil(self.over_stages(rows))
+
+    def _kv_gradients(self, of: LayerFigures, loads: Loads) -> np.ndarray:
+        """[documents]: of one layer."""
+        made = of.kv_gradient_bytes_per_token * loads.tail_tokens(of.window)
+        return made / self.kv_spread(of)
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: from I to W."""
-        held = np.outer(self.layers, self._bytes(self.profile.weight_input_bytes, loads))
+        held = self.over_stages(
+            [self._bytes(each.weight_input_bytes, loads) for each in self.figures]
+        )
         held[-1] += self._bytes(self.profile.last_weight_input_bytes, loads)
         return np.ceil(held)
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: while the op runs, without recompute."""
-        everywhere = self.profile.workspace_bytes[kind]
+        rows = [self._workspace(each.workspace_bytes[kind], loads) for each in self.figures]
+        return self._with_end(self._most_over_stages(rows), kind, loads)
+
+    def _workspace(self, per: Workspace, loads: Loads) -> np.ndarray:
+        """[chunks]"""
+        return self._bytes(per, loads) + self._besides(per, loads)
+
+    def _with_end(self, held: np.ndarray, kind: Kind, loads: Loads) -> np.ndarray:
+        """``held`` [stages, chunks] with what the last stage needs besides."""
         at_end = self.profile.last_workspace_bytes[kind]
-        row = self._bytes(everywhere, loads) + self._besides(everywhere, loads)
-        held = np.tile(row, (self.stages, 1))
         last = self._bytes(at_end, loads)
         if self.profile.last_workspace_tokens:
             most = self.profile.last_workspace_tokens
             last *= np.minimum(1.0, most / np.maximum(loads.tokens, 1.0))
         held[-1] += last + self._besides(at_end, loads)
         return np.ceil(held)
+
+    def forward_workspace_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
+        """[stages, chunks]: while F runs, the most that a layer with one of the choices in use
+        needs: a layer that is recomputed lives as long as its forward runs. A letter of which
+        nothing is known needs what a kept layer does."""
+        if not any(each.forward_workspace_bytes for each in self.figures):
+            return self.workspace_bytes(Kind.FORWARD, loads)
+        held = np.zeros((self.stages, loads.chunks))
+        for choice, count in self._known(counts).items():
+            of, letter = self._of(choice)
+            per = of.forward_workspace_bytes.get(letter, of.workspace_bytes[Kind.FORWARD])
+            held = np.maximum(held, np.where(count > 0, self._workspace(per, loads), 0.0))
+        return self._with_end(held, Kind.FORWARD, loads)
 
     def _besides(self, per: Workspace, loads: Loads) -> np.ndarray | float:
         """[chunks]: what an op needs whatever its chunk's tokens are. A weight's gradient, the most
@@ -306,40 +503,44 @@ class Cost:
             return besides
         return besides + per.per_context_token * loads.behind_tokens / self.spread
 
-    def recompute_workspace_bytes(self, letter: str, loads: Loads) -> np.ndarray:
+    def recompute_workspace_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: of the layer that lives again while its B or I runs."""
-        return np.ceil(self._bytes(self.profile.recompute_workspace_bytes[letter], loads))
+        of, letter = self._of(choice)
+        return np.ceil(self._bytes(of.recompute_workspace_bytes[letter], loads))
 
     def backward_workspace_bytes(
-        self,
-        kind: Kind,
-        loads: Loads,
-        layers: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
+        self, kind: Kind, loads: Loads, layers: Iterable["_Layers"]
     ) -> np.ndarray:
         """[stages, chunks]: peak of a B or I beyond all that its chunk holds from F to B, beyond
         the gradients of K and V that a last slice's makes, and beyond what I leaves for W. At
         most 0 where no layer is recomputed: what the last layer held is gone before the first
         makes its gradients, and I turns activations into weight inputs layer by layer.
 
-        ``layers`` come in the order of backward: grids [stages, chunks] of how many layers, of
-        bytes that each holds from F to B, and of bytes that live again while it is recomputed.
+        ``layers`` come in the order of backward.
         """
         loose = (loads.document >= 0) & (loads.later < 0)
-        context_C = np.where(loose, loads.context_tokens[np.maximum(loads.document, 0)], 0.0)
-        made_C = self.profile.kv_gradient_bytes_per_token * context_C / self.spread
+        document = np.maximum(loads.document, 0)
+        made_KC = [
+            np.where(loose, self._kv_gradients(each, loads)[document], 0.0) for each in self.figures
+        ]
         held = -self._last_bytes(loads)  # the output layer's backward comes first
         made = np.zeros_like(held)
         if kind is Kind.INPUT:
-            made_C = made_C + self._bytes(self.profile.weight_input_bytes, loads)
+            made_KC = [
+                made_C + self._bytes(each.weight_input_bytes, loads)
+                for made_C, each in zip(made_KC, self.figures, strict=True)
+            ]
             made[-1] = self._bytes(self.profile.last_weight_input_bytes, loads)
         held += made
         peak = np.maximum(held, 0.0)
-        for count, saved, again in layers:
-            shrinks = saved - made_C
-            most = again + np.maximum(held, held - (count - 1) * shrinks)
+        by_kind = made_KC[0] if len(made_KC) == 1 else np.stack(made_KC)
+        for run in layers:
+            count = run.count
+            shrinks = run.saved - (by_kind if run.kind is None else by_kind[run.kind])
+            most = run.again + np.maximum(held, held - (count - 1) * shrinks)
             held = held - count * shrinks
             peak = np.maximum(peak, np.where(count > 0, np.maximum(most, held), 0.0))
-        return np.ceil(peak - made - np.outer(self.layers, made_C))
+        return np.ceil(peak - made - self.over_stages(made_KC))
 
     # --- plans -----------------------------------------------------------------------------------
 
@@ -349,22 +550,25 @@ class Cost:
     def table(self, plan: Plan) -> Table:
         """Seconds and bytes of every op of ``plan``, as the simulator wants them."""
         loads = loads_of(plan.chunks, plan.documents, slices_of(plan))
+        several = self.kinds.number > 1
+        counts: Counts = self.kinds.of_plan(plan) if several else letter_counts(plan)
         layers = list(self._layers_backward(plan, loads))
-        return self._table(loads, letter_counts(plan), layers, plan.forward_only)
+        return self._table(loads, counts, layers, plan.forward_only)
 
-    def table_of(
-        self, loads: Loads, counts: Mapping[str, np.ndarray], forward_only: bool = False
-    ) -> Table:
-        """As :meth:`table`, for planners: counts[letter][stage, chunk] layers have that choice.
+    def table_of(self, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
+        """As :meth:`table`, for planners: ``counts`` [stages, chunks] layers have each choice.
 
-        The layers of a stage are taken to stand in the order of ``counts``, kept ones last; those
-        offloaded stand anywhere.
+        The layers of a stage, or those of each of its kinds where there are several, are taken to
+        stand in the order of ``counts``, kept ones last; those offloaded stand anywhere.
         """
-        order = [letter for letter in counts if letter not in (KEEP, OFFLOAD)]
+        if self.kinds.number > 1:
+            counts = self.kinds.by_kind(counts)
+            return self._table(loads, counts, list(self._mixed(loads, counts)), forward_only)
+        order = [choice for choice in counts if choice not in (KEEP, OFFLOAD)]
         order += [letter for letter in (KEEP, OFFLOAD) if letter in counts]
         shape = (self.stages, loads.chunks)
         layers = [
-            (
+            _Layers(
                 np.broadcast_to(counts[letter], shape),
                 np.broadcast_to(self.saved_bytes(letter, loads), shape),
                 np.broadcast_to(self._again_bytes(letter, loads), shape),
@@ -373,79 +577,136 @@ class Cost:
         ]
         return self._table(loads, counts, layers, forward_only)
 
-    def _again_bytes(self, letter: str, loads: Loads) -> np.ndarray:
-        if letter in (KEEP, OFFLOAD):
+    def _again_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
+        if split_choice(choice)[1] in (KEEP, OFFLOAD):
             return np.zeros(loads.chunks)
-        return self.recompute_workspace_bytes(letter, loads)
+        return self.recompute_workspace_bytes(choice, loads)
 
-    def _layers_backward(
-        self, plan: Plan, loads: Loads
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """One layer of every stage and chunk at a time, last layers first.
+    def _offloaded(self, counts: Counts) -> Iterator["_Layers"]:
+        """Offloaded layers come first and together, wherever they stand: they hold nothing, and the
+        gradients and weight inputs that they make count from the start."""
+        for choice, count in sorted(counts.items(), key=lambda item: split_choice(item[0])):
+            kind, letter = split_choice(choice)
+            if letter == OFFLOAD:
+                nothing = np.zeros(count.shape)
+                stages = np.full(self.stages, kind) if self.kinds.number > 1 else None
+                yield _Layers(count, nothing, nothing, stages)
 
-        But for offloaded ones, which come first and together, wherever they stand: they hold
-        nothing, and the gradients and weight inputs that they make count from the start.
-        """
-        letters = sorted({letter for stage in plan.recompute for c in stage for letter in c})
-        if not letters:  # no stage has a layer
+    def _mixed(self, loads: Loads, counts: Counts) -> Iterator["_Layers"]:
+        """One layer of every stage and chunk at a time, last layers first, of stages whose layers
+        are of several kinds. Those of a kind stand in the order of ``counts``, kept ones last."""
+        yield from self._offloaded(counts)
+        number, chunk = self.kinds.number, np.arange(loads.chunks)
+        shape = (self.stages, loads.chunks)
+        # Of every kind: its choices in order, and up to which of its layers each reaches.
+        choices: list[list[Choice]] = []
+        reach: list[list[np.ndarray]] = []
+        for kind in range(number):
+            mine = [choice for choice in counts if split_choice(choice)[0] == kind]
+            mine = [choice for choice in mine if split_choice(choice)[1] not in (KEEP, OFFLOAD)]
+            choices.append([*mine, (kind, KEEP)])
+            ends = np.cumsum([np.broadcast_to(counts[choice], shape) for choice in mine], axis=0)
+            reach.append(list(ends))
+            aside = counts.get((kind, OFFLOAD))
+            left = self.kinds.counts[kind][:, None] - (0.0 if aside is None else aside)
+            reach[kind].append(np.broadcast_to(left, shape))
+        most = max(map(len, choices))
+        saved = np.zeros((number, most, loads.chunks))
+        again = np.zeros((number, most, loads.chunks))
+        # [K, steps, stages, chunks]; beyond the last step nothing is left: infinitely far.
+        edges = np.full((number, most, *shape), np.inf)
+        left_KSC = np.stack([ends[-1] for ends in reach])
+        for kind in range(number):
+            for step, choice in enumerate(choices[kind]):
+                saved[kind, step] = self.saved_bytes(choice, loads)
+                again[kind, step] = self._again_bytes(choice, loads)
+                if step + 1 < len(choices[kind]):
+                    edges[kind, step] = reach[kind][step]
+        kinds_SL, places_SL = self.kinds.nth
+        stage = np.arange(self.stages)
+        for behind in range(max(self.layers)):
+            kind_S, place_S = kinds_SL[:, behind], places_SL[:, behind]
+            there = (kind_S >= 0)[:, None] & (place_S[:, None] < left_KSC[kind_S, stage])
+            taken = (place_S[:, None] >= edges[kind_S, :, stage].transpose(1, 0, 2)).sum(axis=0)
+            at = kind_S[:, None], taken, chunk
+            yield _Layers(there, saved[at], again[at], kind_S)
+
+    def _layers_backward(self, plan: Plan, loads: Loads) -> Iterator["_Layers"]:
+        """One layer of every stage and chunk at a time, last layers first; see _offloaded."""
+        if not any(self.layers):
             return
-        saved = np.stack([self.saved_bytes(letter, loads) for letter in letters])
-        again = np.stack([self._again_bytes(letter, loads) for letter in letters])
-        number = {letter: index for index, letter in enumerate(letters)}
+        several = self.kinds.number > 1
+        counts: Counts = self.kinds.of_plan(plan) if several else letter_counts(plan)
+        offloaded = list(self._offloaded(counts))
+        yield from offloaded
+        choices = sorted(counts)  # type: ignore[type-var]
+        saved = np.stack([self.saved_bytes(choice, loads) for choice in choices])
+        again = np.stack([self._again_bytes(choice, loads) for choice in choices])
+        number = {choice: index for index, choice in enumerate(choices)}
+        aside = [number[choice] for choice in choices if split_choice(choice)[1] == OFFLOAD]
         chunk = np.arange(loads.chunks)
-        offloaded = None
-        if OFFLOAD in number:
-            offloaded = letter_counts(plan)[OFFLOAD]
-            nothing = np.zeros((self.stages, loads.chunks))
-            yield offloaded, nothing, nothing
+        kinds_SL = self.kinds.nth[0] if several else None
         for behind in range(max(self.layers)):
             which = np.zeros((self.stages, loads.chunks), np.int64)
-            for stage, choices in enumerate(plan.recompute):
+            for stage, texts in enumerate(plan.recompute):
                 if behind < self.layers[stage]:
-                    which[stage] = [number[choice[-1 - behind]] for choice in choices]
+                    letters = [text[-1 - behind] for text in texts]
+                    if several:
+                        kind = int(kinds_SL[stage, behind])  # type: ignore[index]
+                        which[stage] = [number[kind, letter] for letter in letters]
+                    else:
+                        which[stage] = [number[letter] for letter in letters]
             there = (behind < np.array(self.layers))[:, None] + np.zeros(loads.chunks)
-            if offloaded is not None:
-                there *= which != number[OFFLOAD]
-            yield there, saved[which, chunk], again[which, chunk]
+            if offloaded:
+                there *= ~np.isin(which, aside)
+            of_kind = None if kinds_SL is None else kinds_SL[:, behind]
+            yield _Layers(there, saved[which, chunk], again[which, chunk], of_kind)
 
     def _table(
         self,
         loads: Loads,
-        counts: Mapping[str, np.ndarray],
-        layers: Sequence,
+        counts: Counts,
+        layers: Sequence["_Layers"],
         forward_only: bool,
     ) -> Table:
         """A plan of forwards only keeps nothing: one layer's activations at a time, and the ends'
         while they run.
         """
+        if self.kinds.number > 1:  # sums come out alike, whoever counted
+            counts = dict(sorted(counts.items(), key=lambda item: split_choice(item[0])))
+        features = self.features(loads)
         recompute = np.zeros((self.stages, loads.chunks))
-        for letter, count in counts.items():
-            if letter not in (KEEP, OFFLOAD):
-                recompute += count * self.recompute_seconds(letter, loads)
+        for choice, count in counts.items():
+            if split_choice(choice)[1] not in (KEEP, OFFLOAD):
+                recompute += count * (self.recompute_seconds_per(choice) @ features)
         activations = self.activation_bytes(loads, counts)
         weight_inputs = self.weight_input_bytes(loads)
         workspace = {kind: self.workspace_bytes(kind, loads) for kind in COMPUTE}
+        workspace[Kind.FORWARD] = self.forward_workspace_bytes(loads, counts)
         for kind in BACKWARDS:
             workspace[kind] += self.backward_workspace_bytes(kind, loads, layers)
         if forward_only:
-            passing = self.end_bytes(loads) + self.saved_bytes(KEEP, loads)
-            workspace[Kind.FORWARD] += np.ceil(passing)
+            one = [self.saved_bytes((kind, KEEP), loads) for kind in range(self.kinds.number)]
+            workspace[Kind.FORWARD] += np.ceil(self.end_bytes(loads) + self._most_over_stages(one))
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
-        seconds = {kind: self.seconds(kind, loads) for kind in COMPUTE}
-        comm = {kind: self.comm_seconds(kind, loads) for kind in COMPUTE}
-        offloaded = counts.get(OFFLOAD)
-        if offloaded is not None and not forward_only:
-            copies = offloaded * self.copy_seconds(loads)
-            layer = self.saved_bytes(KEEP, loads)
-            # Of what I leaves for W, counted from its start, theirs is still to be made.
-            besides = {Kind.INPUT: self._bytes(self.profile.weight_input_bytes, loads)}
+        seconds = {kind: self.seconds_per(kind) @ features for kind in COMPUTE}
+        comm = {kind: self.comm_seconds_per(kind) @ features for kind in COMPUTE}
+        offloaded = {
+            split_choice(choice)[0]: count
+            for choice, count in counts.items()
+            if split_choice(choice)[1] == OFFLOAD
+        }
+        if offloaded and not forward_only:
+            copies = sum(
+                count * self.copy_seconds(loads, kind) for kind, count in offloaded.items()
+            )
+            in_flight = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT)
             for kind in (Kind.FORWARD, *BACKWARDS):
                 work = seconds[kind] + (recompute if kind in BACKWARDS else 0.0)
                 exposed = np.maximum(copies - work, 0.0)
                 seconds[kind] = seconds[kind] + exposed
                 comm[kind] = comm[kind] + exposed
-                more = np.maximum(layer - besides.get(kind, 0.0), 0.0)
-                there = np.minimum(offloaded, IN_FLIGHT) * more
+                there = in_flight * self._largest_offloaded(kind, loads, offloaded)
                 workspace[kind] = workspace[kind] + np.ceil(there)
         return Table(
             seconds=seconds,
@@ -463,10 +724,41 @@ class Cost:
             resident_bytes=self.states_bytes,
         )
 
+    def _largest_offloaded(
+        self, op: Kind, loads: Loads, offloaded: Mapping[int, np.ndarray]
+    ) -> np.ndarray:
+        """[stages, chunks]: of one layer that is offloaded, of any kind that a chunk offloads.
 
-def _features(loads: Loads) -> np.ndarray:
-    """[3, chunks]: tokens, pairs, 1."""
-    return np.stack([loads.tokens, loads.pairs, np.ones(loads.chunks)])
+        ``offloaded``   by kind, [stages, chunks] layers
+        """
+        most = []
+        for kind, count in offloaded.items():
+            layer = self.saved_bytes((kind, KEEP), loads)
+            if op is Kind.INPUT:
+                # Of what I leaves for W, counted from its start, theirs is still to be made.
+                left = self._bytes(self.figures[kind].weight_input_bytes, loads)
+                layer = np.maximum(layer - left, 0.0)
+            most.append(np.where(count > 0, layer, 0.0))
+        return np.max(most, axis=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layers:
+    """Some layers of every stage and chunk, at their turn in backward.
+
+    count, saved, again   [stages, chunks]: how many; bytes that each holds from F to B; bytes that
+                          live again while it is recomputed
+    kind                  [stages] the kind's number, -1 where there is none; None: only one kind
+    """
+
+    count: np.ndarray
+    saved: np.ndarray
+    again: np.ndarray
+    kind: np.ndarray | None = None
+
+
+def _comparable(figures: LayerFigures) -> tuple:
+    return tuple(getattr(figures, field.name) for field in fields(LayerFigures))
 
 
 def _rate(rates: Mapping[int, float], degree: int) -> float:
@@ -476,11 +768,11 @@ def _rate(rates: Mapping[int, float], degree: int) -> float:
     return rates[max((known for known in rates if known <= degree), default=min(rates))]
 
 
-def letter_counts(plan: Plan) -> dict[str, np.ndarray]:
+def letter_counts(plan: Plan) -> dict[Choice, np.ndarray]:
     """counts[letter][stage, chunk]: layers of the stage with that recompute choice, 0 anywhere
     left out."""
     seen: dict[str, dict[str, int]] = {}
-    counts: dict[str, np.ndarray] = {}
+    counts: dict[Choice, np.ndarray] = {}
     for stage, choices in enumerate(plan.recompute):
         for chunk, choice in enumerate(choices):
             if choice not in seen:
@@ -512,13 +804,17 @@ def named_cost(
     zero: int | None = None,
     memory_budget_gib: float | None = None,
     layers: Sequence[int] | None = None,
+    ep: int | None = None,
+    layer_kinds: Sequence[str] = (),
     profile: Profile | None = None,
     **assumptions: Any,
 ) -> Cost:
     """The cost of a model on devices, both by name or file.
 
     Defaults: the device's own budget; even layers; zero 3 for the GPT models of the papers, else
-    1; an analytic profile, to which ``assumptions`` go (:func:`analytic.profile`).
+    1; experts shared by as many of a stage's devices as their number allows; an analytic profile,
+    to which ``assumptions`` go (:func:`analytic.profile`). ``layer_kinds``: of all layers, as a
+    ``profile`` calls them, where the model does not say.
     """
     the_model, the_device = model(model_name), device(device_name)
     if zero is None:
@@ -532,6 +828,36 @@ def named_cost(
     if profile is None:
         profile = analytic_profile(the_model, the_device, **assumptions)
     budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
-    cost = Cost(budgeted(profile), stage_layers, (budget,) * pp, tp, cp, dp, zero)
+    kinds = tuple(layer_kinds) or the_model.layer_kinds
+    if not layer_kinds and len(profile.kinds) == 1:
+        kinds = ()  # measured before there were kinds, or of one that has another name
+    cost = Cost(
+        budgeted(profile),
+        stage_layers,
+        (budget,) * pp,
+        tp,
+        cp,
+        dp,
+        zero,
+        expert_degree(ep, tp, cp, the_model.most_experts),
+        kinds,
+    )
     cost.require_states_fit()
     return cost
+
+
+def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None) -> int:
+    """Devices that share a layer's ``experts`` (None: some number): ``ep``, where it is possible;
+    default: as many of the tp * cp as divide them."""
+    if ep is None:
+        return tp * cp if experts is None else gcd(tp * cp, experts) if experts else 1
+    if ep > 1 and experts == 0:
+        raise ValueError(f"ep {ep}: the model has no experts; leave it out")
+    if (tp * cp) % ep:
+        raise ValueError(
+            f"ep {ep}: expected a divisor of tp x cp, {tp * cp}; experts that replicas share "
+            "cannot be planned yet"
+        )
+    if experts and experts % ep:
+        raise ValueError(f"ep {ep}: expected a divisor of the {experts} experts")
+    return ep

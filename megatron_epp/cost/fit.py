@@ -88,6 +88,7 @@ def fit_profile(
     quality: dict[str, Quality] = {}
     if tp * cp > 1:
         fields["all_to_all_bytes_per_token"] = fields["tensor_bytes_per_token"] = 0.0
+        fields["expert_bytes_per_token"] = 0.0
     fields |= _fit_seconds(template, seconds, quality, near)
     if held_bytes:
         fields |= _fit_held(template, held_bytes, quality)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from megatron_epp.cost.cost import Cost, letter_counts
+from megatron_epp.cost.layer_kinds import split_choice
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind, Plan
 
@@ -12,12 +13,20 @@ def host_peak_bytes(cost: Cost, plan: Plan, loads: Loads | None = None) -> tuple
 
     ``loads``: of the plan's chunks, where they are padded.
     """
-    counts = letter_counts(plan).get(OFFLOAD)
-    if counts is None or plan.forward_only:
+    several = cost.kinds.number > 1
+    counts = cost.kinds.of_plan(plan) if several else letter_counts(plan)
+    aside = {
+        split_choice(choice)[0]: count
+        for choice, count in counts.items()
+        if split_choice(choice)[1] == OFFLOAD
+    }
+    if not aside or plan.forward_only:
         return (0,) * plan.stages
     if loads is None:
         loads = cost.loads(plan.chunks, plan.documents)
-    each = counts * cost.saved_bytes(KEEP, loads)
+    each = np.sum(
+        [count * cost.saved_bytes((kind, KEEP), loads) for kind, count in aside.items()], axis=0
+    )
     ways = {Kind.FORWARD: 1, **dict.fromkeys(BACKWARDS, -1)}
     peaks = []
     for stage, order in enumerate(plan.orders):

@@ -12,11 +12,12 @@ from megatron_epp.ir import Chunk, Slices, slices_in
 class Loads:
     """Arrays over the chunks [C] of one plan, and over its documents [D].
 
-    tokens, pairs     inputs, and query-key pairs
+    tokens, pairs     inputs, and query-key pairs of queries that see all before them
     cut_tokens        inputs of the chunk's slice of a cut document (0 where it has none)
     document          the cut document of that slice, or -1
     earlier, later    the chunks with the slices before and after, or -1
     lengths           [D] inputs of the documents
+    spans             (chunk, start, stop) of every span, as arrays; what windows see follows
     """
 
     tokens: np.ndarray
@@ -26,10 +27,29 @@ class Loads:
     earlier: np.ndarray
     later: np.ndarray
     lengths: np.ndarray
+    spans: tuple[np.ndarray, np.ndarray, np.ndarray]
 
     @property
     def chunks(self) -> int:
         return len(self.tokens)
+
+    def window_pairs(self, window: int) -> np.ndarray:
+        """[C] query-key pairs where a query sees at most ``window`` keys, itself among them; 0: all
+        before it."""
+        if not window:
+            return self.pairs
+        chunk, start, stop = self.spans
+        pairs = pairs_before(stop, window) - pairs_before(start, window)
+        return np.bincount(chunk, weights=pairs, minlength=self.chunks)
+
+    def tail_tokens(self, window: int) -> np.ndarray:
+        """[D] inputs of a cut document that later slices attend to through a window: before every
+        border as many as the window reaches back, none of them twice. 0: through none."""
+        if not window:
+            return self.context_tokens
+        border = self.later >= 0
+        tails = np.minimum(self.cut_tokens[border], window - 1)
+        return np.bincount(self.document[border], weights=tails, minlength=len(self.lengths))
 
     def kept_tokens(self, keeps_last: bool) -> np.ndarray:
         """[C] inputs whose K and V lie in their document's buffer and are not saved besides: of
@@ -59,6 +79,14 @@ class Loads:
         return context
 
 
+def pairs_before(position: np.ndarray | float, window: int) -> np.ndarray:
+    """Query-key pairs of a document's first ``position`` queries, each of which sees ``window``
+    keys at most."""
+    position = np.asarray(position, np.float64)
+    inside = np.minimum(position, window)
+    return inside * (inside + 1) / 2 + window * (position - inside)
+
+
 def loads_of(
     chunks: Sequence[Chunk], documents: Sequence[int], slices: Slices | None = None
 ) -> Loads:
@@ -68,6 +96,12 @@ def loads_of(
         0 if document < 0 else next(s.tokens for s in chunk.spans if s.document == document)
         for chunk, document in zip(chunks, slices.document, strict=True)
     ]
+    spans = [
+        (number, span.start, span.stop)
+        for number, chunk in enumerate(chunks)
+        for span in chunk.spans
+    ]
+    of, start, stop = np.array(spans, np.int64).reshape(-1, 3).T
     return Loads(
         tokens=np.array([chunk.tokens for chunk in chunks], np.float64),
         pairs=np.array([chunk.pairs for chunk in chunks], np.float64),
@@ -76,4 +110,5 @@ def loads_of(
         earlier=np.array(slices.earlier, np.int64),
         later=np.array(slices.later, np.int64),
         lengths=np.array(documents, np.float64),
+        spans=(of, start, stop),
     )

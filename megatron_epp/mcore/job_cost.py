@@ -137,6 +137,13 @@ def model_shape(args: Any) -> Model:
     )
 
 
+def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
+    """Of the layers of ``model``, this stage's, as ``shape`` names them; none where it names
+    none."""
+    word = shape.layer_kinds
+    return tuple(word[layer.layer_number - 1] for layer in model.decoder.layers) if word else ()
+
+
 def _ffn_hidden(args: Any) -> int:
     """Channels that a token passes between the MLP's linears, on average over the layers: of
     experts those that it chooses, and the shared ones."""
@@ -180,6 +187,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
         zero=1,
+        layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
     )
 
 

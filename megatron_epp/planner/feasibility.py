@@ -32,6 +32,7 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
         earlier=number - 1,
         later=np.where(number + 1 < slices, number + 1, -1),
         lengths=np.array([tokens]),
+        spans=(number, edges[:-1], edges[1:]),
     )
     layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, slices))
     moved = moved_bytes(cost.table_of(loads, {FULL: layers}), loads)

@@ -17,9 +17,8 @@ def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = Fa
     has to run back through them. A W keeps nobody waiting, so it may run meanwhile: the bound
     takes the cheaper of running it there and not.
     """
-    lengths_D = np.asarray(lengths, dtype=np.float64)
-    whole = np.array([lengths_D.sum(), (lengths_D * (lengths_D + 1) / 2).sum(), 1.0])
-    least = np.ones(3)  # a chunk of one token, one pair
+    whole = cost.whole_features(lengths, 1.0)
+    least = cost.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
     latency = cost.profile.link_seconds_per_token + cost.profile.link_latency_seconds
     forward = cost.seconds_per(Kind.FORWARD)
     ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))

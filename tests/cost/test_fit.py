@@ -13,13 +13,20 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.fit import Sample, fit_profile
 from megatron_epp.cost.models import MODELS
-from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
+from megatron_epp.cost.profile import (
+    MEASURED,
+    Bytes,
+    Profile,
+    Provenance,
+    Seconds,
+    Workspace,
+)
 from megatron_epp.cost.regression import fit, nnls
 from megatron_epp.ir import BACKWARDS, COMPUTE, Kind
 
 TRUTH = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
 TEMPLATE = profile(MODELS["gpt-7b"], DEVICES["cpu"])
-WHERE = Provenance("llama3-8b", "h100-80g", "bf16", "2026-11-21", "measured: a test")
+WHERE = Provenance("llama3-8b", "h100-80g", "bf16", "2026-11-21", "measured: a test", MEASURED)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 8))

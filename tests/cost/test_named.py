@@ -17,7 +17,9 @@ PROFILE = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
 
 
 def test_the_promised_names() -> None:
-    assert set(MODELS) == {"gpt-7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b"}
+    dense = {"gpt-7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b"}
+    experts = {"qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}
+    assert set(MODELS) == {*dense, *experts, "gemma3-27b"}
     assert set(DEVICES) == {"a100-40g", "a100-80g", "h100-80g", "h200-141g", "cpu"}
 
 
@@ -121,8 +123,8 @@ def test_profiles_go_to_text_and_back(name: str, on: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ('"profile": 1', '"profile": 2', "version 2; this program reads 1: measure again"),
-        ('"profile": 1', '"version": 1', "expected an object with 'profile': 1"),
+        ('"profile": 2', '"profile": 3', "version 3; this program reads 1 and 2: measure again"),
+        ('"profile": 2', '"version": 2', "expected an object with 'profile': 2"),
         ('"tp": 1', '"tp": 0', "tp: 0: expected a whole number of at least 1"),
         ('"tp": 1,', "", "lacks tp"),
         ('"tp": 1', '"tq": 1, "tp": 1', "unknown tq"),

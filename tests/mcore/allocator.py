@@ -80,7 +80,9 @@ class MadeUpProbe:
         attention = rules.attention * max(1024, tokens) + keys
         again = rules.again * tokens if letters != "k" else 0
         saved = [4096 * tokens] if letters == "f" else [rules.saved // 10 * tokens] * 10
-        return self._pass(saved, rules.passing * tokens, (rules.weight, attention), again)
+        # What a recomputed layer does not save lives all the same while its forward runs.
+        passing = rules.passing * tokens + (again if letters == "f" else 0)
+        return self._pass(saved, passing, (rules.weight, attention), again)
 
     def ends(self, shape: Shape, weigh: bool = False) -> Measured:
         rules, block = self.rules, min(shape.tokens, self.head_tokens)

@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import Model
-from megatron_epp.cost.profile import Profile, Provenance
+from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 from megatron_epp.mcore.patching import cpu_host
 
@@ -81,8 +81,9 @@ def test_an_analytic_profile_was_measured_on_nothing() -> None:
 @pytest.mark.parametrize("hidden", [64, 512, 2048])
 def test_the_grid_follows_the_work_not_the_clock(hidden) -> None:
     model = Model("m", 8, hidden, 4 * hidden, 8, 8, hidden // 8, 1000)
-    shapes = grid(model, 16384, CPU_FLOPS)
-    assert shapes == grid(model, 16384, CPU_FLOPS)
+    layer = model.shapes[LAYER_KIND]
+    shapes = grid(layer, 16384, CPU_FLOPS)
+    assert shapes == grid(layer, 16384, CPU_FLOPS)
     work = sum(
         (4 if letter == FULL else 3)
         * (shape.tokens * model.layer_flops_per_token + shape.pairs * model.layer_flops_per_pair)
@@ -96,7 +97,7 @@ def test_the_grid_follows_the_work_not_the_clock(hidden) -> None:
 
 def test_the_grid_stays_within_the_context() -> None:
     model = Model("m", 8, 32, 64, 4, 4, 8, 100)
-    for shape, _ in grid(model, 256, CPU_FLOPS):
+    for shape, _ in grid(model.shapes[LAYER_KIND], 256, CPU_FLOPS):
         assert shape.context + shape.tokens <= 256
 
 

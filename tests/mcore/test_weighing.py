@@ -27,8 +27,8 @@ def figures(expandable: bool, context: int = 131072, rules: Rules = RULES):
 @pytest.mark.parametrize("expandable", [True, False])
 def test_constants_do_not_pose_as_bytes_per_token(expandable) -> None:
     """172 MiB of a weight's gradient over 128 tokens would be 1.3 MiB for every token."""
-    _, layer, last, again = figures(expandable)
-    noise = 0.0 if expandable else 0.06
+    _, layer, last, again, _ = figures(expandable)
+    noise = 0.0 if expandable else 0.08  # blocks that other sizes left are used again
     whole = layer[Kind.BACKWARD]
     assert whole.per_token == pytest.approx(RULES.attention + RULES.keys, rel=0.03 + noise)
     assert 0 < whole.per_op <= 1.02 * RULES.weight
@@ -44,11 +44,11 @@ def test_constants_do_not_pose_as_bytes_per_token(expandable) -> None:
 
 @pytest.mark.parametrize("expandable", [True, False])
 def test_a_contexts_keys_are_seen_behind_a_weights_gradient(expandable) -> None:
-    _, layer, _, _ = figures(expandable)
+    _, layer, _, _, _ = figures(expandable)
     assert layer[Kind.BACKWARD].per_context_token == pytest.approx(RULES.keys, rel=0.02)
     assert layer[Kind.FORWARD].per_context_token <= 0.05 * RULES.keys
     # Documents that are never cut have no context worth weighing.
-    _, short, _, _ = figures(expandable, context=1500)
+    _, short, _, _, _ = figures(expandable, context=1500)
     assert short[Kind.BACKWARD].per_context_token == 0.0
 
 
@@ -58,7 +58,7 @@ def test_no_op_needs_more_than_is_promised(expandable, weight) -> None:
     """Of chunks that were not weighed, beyond the largest weighed ones, too; and hardly less than
     twice the constants is promised for nothing."""
     rules = Rules(weight=weight)
-    _, layer, last, again = figures(expandable, rules=rules)
+    _, layer, last, again, forward = figures(expandable, rules=rules)
     for shape in (
         Shape(512), Shape(3000), Shape(5000), Shape(32768), Shape(1024, 98304), Shape(8192, 122880)
     ):  # fmt: skip
@@ -71,12 +71,12 @@ def test_no_op_needs_more_than_is_promised(expandable, weight) -> None:
                 (Kind.BACKWARD, measured.backward_bytes),
             ):
                 figure = layer[kind]
+                if kind is Kind.FORWARD:
+                    figure = forward.get(letter, figure)
                 promised = figure.per_op + figure.per_token * shape.tokens
                 promised += figure.per_context_token * shape.context
                 if kind is Kind.BACKWARD:
                     promised += again[letter].per_token * shape.tokens
-                elif letter == FULL:
-                    continue  # a recomputed layer's F is charged as a kept one's
                 slack = 12 * MIB  # of tensors that may occupy 1 MiB too much
                 assert needed <= promised + slack, (shape, letter, kind)
                 if weight < 200 * MIB:  # less than what 8192 tokens need
@@ -96,3 +96,12 @@ def test_what_the_first_call_leaves_is_no_chunks() -> None:
     for sample in readings.held:
         if sample.choice == KEEP:
             assert sample.value == pytest.approx(RULES.saved * sample.tokens, rel=0.001)
+
+
+def test_a_recomputed_layers_forward_is_weighed_by_itself() -> None:
+    """By letter, where it differs from a kept layer's; of what was not weighed nothing is said."""
+    _, layer, _, _, forward = figures(expandable=True)
+    assert set(forward) == {FULL}
+    assert forward[FULL].per_token == pytest.approx(RULES.passing + RULES.again, rel=0.02)
+    assert layer[Kind.FORWARD].per_token == pytest.approx(RULES.passing, rel=0.02)
+    assert _workspaces([], 0)[3] == {}

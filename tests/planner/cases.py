@@ -5,7 +5,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.cost import Cost, even_layers, named_cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.models import LayerShape, Model
 from megatron_epp.cost.profile import Seconds
 from megatron_epp.ir import Kind
 
@@ -20,8 +23,48 @@ LENGTHS = st.lists(
 ROOMS_GIB = (1.5, 3.0, 8.0, 60.0)
 
 
+SHAPES = {
+    "dense": LayerShape(),
+    "window": LayerShape(window=1000),
+    "experts": LayerShape(experts=16, active_experts=2, expert_hidden=1024, shared_hidden=512),
+    "latents": LayerShape(kv_rank=256, query_rank=512, rotary_size=64),
+    "expanded": LayerShape(kv_rank=256, rotary_size=64, carries_latents=False),
+    "attention": LayerShape(mlp=False),
+    "mlp": LayerShape(attention=False),
+}
+
+
+def mixed_model(pattern: str, layers: int) -> Model:
+    used = set(pattern.replace("*", " ").replace("(", " ").replace(")", " ").split())
+    kinds = {kind: shape for kind, shape in SHAPES.items() if kind in used}
+    return Model(
+        "mixed", layers, 2048, 6144, 16, 4, 128, 128_256, gated=True, kinds=kinds, pattern=pattern
+    )
+
+
+def mixture(pattern: str, layers: int, pp: int, room_gib: float = 60.0, **how: Any) -> Cost:
+    """A model of that pattern of kinds on ``pp`` stages of 8 devices, with ``room_gib`` for all but
+    the model states."""
+    model, on = mixed_model(pattern, layers), DEVICES["h100-80g"]
+    made = profile(model, on, **how)
+    kinds = model.layer_kinds if len(made.kinds) > 1 else ()
+    cost = Cost(made, even_layers(layers, pp), (1e15,) * pp, 2, 4, 1, 1, 8, kinds)
+    return with_room(cost, room_gib)
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> Cost:
+    layers = draw(st.integers(5, 14))
+    word = draw(st.lists(st.sampled_from(sorted(SHAPES)), min_size=layers, max_size=layers))
+    return mixture(
+        " ".join(word), layers, draw(st.integers(1, 5)), draw(st.sampled_from(ROOMS_GIB))
+    )
+
+
 @st.composite
 def machines(draw: st.DrawFn) -> Cost:
+    if draw(st.booleans()):
+        return draw(mixtures())
     cost = named_cost(
         "gpt-7b",
         "a100-80g",

@@ -58,7 +58,7 @@ def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chu
         table = cost.table_of(loads, with_kept(cost, {OFFLOAD: aside}, loads.chunks))
         return np.stack([table.seconds[kind] for kind in (Kind.FORWARD, *BACKWARDS)])
 
-    hidden = offload.hidden_layers(cost, loads)
+    hidden = offload.hidden_layers(cost, loads)[OFFLOAD]
     assert ((hidden >= 0) & (hidden <= layers)).all()
     alone = seconds(np.zeros_like(hidden))
     assert seconds(hidden) == pytest.approx(alone, rel=1e-12)
@@ -78,7 +78,7 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     loads = loads_of(chunking, batch.lengths)
     law = shrinking(chunking.sizes, cost.stages)
     layers = np.array(cost.layers, float)[:, None]
-    aside = offload.hidden_layers(cost, loads) * (np.arange(stages) != stages - 1)[:, None]
+    aside = offload.hidden_layers(cost, loads)[OFFLOAD] * (np.arange(stages) != stages - 1)[:, None]
     assert len(np.unique(aside)) > 1
 
     def work(again: dict[str, np.ndarray]) -> ScheduleProblem:
@@ -88,8 +88,8 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
         return ilp.within(law, work.backward_order, work.ops.moved_bytes, work.budget_bytes).all()
 
     found = diagonal_counts(
-        ilp.Solver(), cost, loads, work({}), law, integer=False, steps="knf",
-        layers=layers - aside,
+        ilp.Solver(), cost, loads, work({}), law, integer=False, steps=("knf",),
+        layers=[layers - aside],
     )  # fmt: skip
     assert (found is not None) == fits(work({"f": layers - aside}))
     if found is not None:

@@ -7,9 +7,10 @@ how often, follows from the model's shape alone (work, not time), so every rank 
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import device as named_device
 from megatron_epp.cost.fit import Sample, fit_profile, line_above
-from megatron_epp.cost.models import Model
+from megatron_epp.cost.models import Layer, Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
 from megatron_epp.layers.recompute.wrap import ON_DEVICE
@@ -90,7 +91,7 @@ def _points(base: int) -> tuple[Point, ...]:
     return (*small, *_POINTS, *small)
 
 
-def grid(model: Model, context: int, flops: float) -> list[tuple[Shape, str]]:
+def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """The chunks to measure: the largest base size whose work stays below ``flops``."""
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
@@ -105,8 +106,8 @@ def grid(model: Model, context: int, flops: float) -> list[tuple[Shape, str]]:
         return REPEATS * sum(
             (4 if letter == FULL else 3)
             * (
-                shape.tokens * model.layer_flops_per_token
-                + shape.pairs * model.layer_flops_per_pair
+                shape.tokens * layer.flops_per_token
+                + shape.pairs_within(layer.shape.window) * layer.flops_per_pair
             )
             for shape, letter in scaled(base)
         )
@@ -165,52 +166,70 @@ def calibrate(
     context: int,
     provenance: Provenance,
     split_backward: bool,
+    kinds: Sequence[str] = (),
 ) -> Profile:
     """Measure and fit; collective, and the same profile on every rank. Gradients add up in the
     model and random numbers are drawn: see ``probe.undisturbed``.
 
     ``split_backward``: whether plans may split backwards; else I and W keep the analytic shares of
     B, and nothing of that machinery runs.
+    ``kinds``: of this stage's layers as ``model`` names them, where it names any. One layer of
+    every kind is measured alone, one kind after the other, by the ranks whose stage has it.
 
     What the errors are on rows that the fit has not seen is added to ``provenance.source``.
     """
     flops = GPU_FLOPS if probe.device.type == "cuda" else CPU_FLOPS
-    readings = Readings()
-    _measure_bytes(probe, readings, context)
-    shapes = grid(model, context, flops)
-    _measure_seconds(probe, groups, shapes, readings)
-    dist.barrier(groups.control)
-    if split_backward:
-        large = max(shape.tokens for shape, _ in shapes) // 2
-        readings.split += measure_split(probe, large, _sizes(probe, context)[-2:])
-    _measure_links(probe, groups, readings)
-    readings.host_rate = host_rate(probe, groups)
-    every: list = [None] * groups.control.size()
-    dist.all_gather_object(every, readings, group=groups.control)
+    of_kinds: dict[str, list[Readings]] = {}
+    for kind, layer in model.shapes.items():
+        readings, first = Readings(), not of_kinds
+        mine: Probe | None = probe
+        if kinds:
+            mine = probe.of_layer(kinds.index(kind)) if kind in kinds else None
+        window = layer.shape.window
+        # The ends once, whatever their stages' layers are.
+        there = mine is not None
+        _measure_bytes(mine or probe, readings, context, window, layers=there, ends=first)
+        shapes = grid(layer, context, flops)
+        _measure_seconds(mine, groups, shapes, readings, window)
+        if first:
+            _measure_end_seconds(probe, groups, shapes, readings)
+        if mine is not None:
+            _measure_modules(mine, shapes, readings)
+        dist.barrier(groups.control)
+        if split_backward and mine is not None:
+            large = max(shape.tokens for shape, _ in shapes) // 2
+            readings.split += measure_split(mine, large, _sizes(probe, context)[-2:])
+        if first:
+            _measure_links(probe, groups, readings)
+            readings.host_rate = host_rate(probe, groups)
+        every: list = [None] * groups.control.size()
+        dist.all_gather_object(every, readings, group=groups.control)
+        of_kinds[kind] = every
     text = error = None
     if groups.control.rank() == 0:
         try:
-            text = _fitted(every, model, provenance, probe).to_json()
+            text = _of_all_kinds(of_kinds, model, provenance, probe).to_json()
         except ValueError as refusal:
             error = f"calibration: {refusal}"
     return Profile.from_json(share(text, error, groups.control))
 
 
-def _measure_bytes(probe: Probe, readings: Readings, context: int):
+def _measure_bytes(
+    probe: Probe,
+    readings: Readings,
+    context: int,
+    window: int = 0,
+    *,
+    layers: bool = True,
+    ends: bool = True,
+):
+    """Of the ``layers`` that the probe runs, and of the ``ends``."""
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
-        for letter in ON_DEVICE:
-            for cut in (False, True):
-                shape = Shape(tokens, cut=cut)
-                measured = _weighed(probe, shape, letter)
-                kept = tokens if cut else 0
-                if tokens in sizes[-2:]:
-                    load = (tokens, shape.pairs, kept)
-                    readings.held.append(
-                        Sample(letter, False, False, *load, measured.held_bytes)
-                    )  # fmt: skip
-                if not cut:
-                    readings.peaks += _peaks(measured, letter, False, tokens)
+        if layers:
+            _measure_layer_bytes(probe, readings, tokens, tokens in sizes[-2:], window)
+        if not ends:
+            continue
         shape = Shape(tokens)
         if on_gpu:  # whatever happens only once
             list(_ends(probe, shape, weigh=False))
@@ -220,9 +239,25 @@ def _measure_bytes(probe: Probe, readings: Readings, context: int):
                 readings.held.append(Sample("", first, last, tokens, shape.pairs, 0, held))
             if last:
                 readings.peaks += _peaks(measured, KEEP, True, tokens)
-    for behind in _contexts(probe, context) if on_gpu else ():
+    for behind in _contexts(probe, context) if on_gpu and layers else ():
         measured = _weighed(probe, Shape(_BEHIND_TOKENS, behind), KEEP)
         readings.peaks += _peaks(measured, KEEP, False, _BEHIND_TOKENS, behind)
+
+
+def _measure_layer_bytes(
+    probe: Probe, readings: Readings, tokens: int, fits_line: bool, window: int
+):
+    """``fits_line``: whether what is held from F to B is one of the fit's samples."""
+    for letter in ON_DEVICE:
+        for cut in (False, True):
+            shape = Shape(tokens, cut=cut)
+            measured = _weighed(probe, shape, letter)
+            kept = tokens if cut else 0
+            if fits_line:
+                load = (tokens, shape.pairs_within(window), kept)
+                readings.held.append(Sample(letter, False, False, *load, measured.held_bytes))
+            if not cut:
+                readings.peaks += _peaks(measured, letter, False, tokens)
 
 
 def _sizes(probe: Probe, context: int) -> list[int]:
@@ -266,28 +301,39 @@ def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measured, b
 
 
 def _measure_seconds(
-    probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
+    probe: Probe | None,
+    groups: Groups,
+    shapes: Sequence[tuple[Shape, str]],
+    readings: Readings,
+    window: int,
 ):
-    largest = max(shape.tokens for shape, _ in shapes)
+    """``probe``: None where the stage has no such layer; it waits for those that have."""
     runs: dict[tuple[Shape, str], list[Measured]] = {}
-    probe.layers(shapes[0][0], KEEP)  # whatever happens only once: threads, buffers, gradients
+    if probe is not None:
+        probe.layers(shapes[0][0], KEEP)  # what happens only once: threads, buffers, gradients
     for _ in range(REPEATS):
         for shape, letter in shapes:
             dist.barrier(groups.control)
-            measured = probe.layers(shape, letter)
-            runs.setdefault((shape, letter), []).append(measured)
+            if probe is not None:
+                runs.setdefault((shape, letter), []).append(probe.layers(shape, letter))
     typical = {
         key: (median(m.forward_seconds for m in got), median(m.backward_seconds for m in got))
         for key, got in runs.items()
     }
     for (shape, letter), (forward, backward) in typical.items():
-        load = (shape.tokens, shape.pairs, 0)
+        load = (shape.tokens, shape.pairs_within(window), 0)
         if letter == KEEP:
             readings.forward.append(Sample(KEEP, False, False, *load, forward))
             readings.backward.append(Sample(KEEP, False, False, *load, backward))
         elif (shape, KEEP) in typical:
             plain = typical[shape, KEEP]
             readings.again.append((letter, max(0.0, backward - plain[1]), plain[0]))
+
+
+def _measure_end_seconds(
+    probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
+):
+    largest = max(shape.tokens for shape, _ in shapes)
     for tokens in (largest // 4, largest // 2):
         shape = Shape(tokens)
         dist.barrier(groups.control)
@@ -299,8 +345,12 @@ def _measure_seconds(
             backward = median(measured.backward_seconds for measured, *_ in same)
             readings.forward.append(Sample("", *ends, forward))
             readings.backward.append(Sample("", *ends, backward))
-    layer = probe.model.decoder.layers[0]
-    shape = Shape(largest // 2)
+
+
+def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings):
+    """Of what selective recompute runs again."""
+    layer = probe.layer
+    shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
     modules = {"mlp": (layer.mlp,), "layernorm": (layer.input_layernorm, layer.pre_mlp_layernorm)}
     for name, parts in modules.items():
         seconds = [sum(probe.module_seconds(shape, p) for p in parts) for _ in range(REPEATS)]
@@ -333,9 +383,25 @@ def _measure_links(probe: Probe, groups: Groups, readings: Readings):
 # ------------------------------------------------------------------ fitting
 
 
-def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: Probe) -> Profile:
+def _of_all_kinds(
+    of_kinds: Mapping[str, Sequence[Readings]], model: Model, origin: Provenance, probe: Probe
+) -> Profile:
+    """The first kind's profile with the layers of all."""
+    made = {kind: _fitted(every, model, kind, origin, probe) for kind, every in of_kinds.items()}
+    whole = next(iter(made.values()))
+    if len(made) == 1:
+        return whole
+    said = (f"{kind}: {each.provenance.source}" for kind, each in made.items())
+    provenance = dataclasses.replace(whole.provenance, source="; ".join(said))
+    return dataclasses.replace(whole.with_kinds(made), provenance=provenance)
+
+
+def _fitted(
+    every: Sequence[Readings], model: Model, kind: str, origin: Provenance, probe: Probe
+) -> Profile:
     config = probe.config
-    template = analytic_profile(model, named_device("cpu" if probe.device.type == "cpu" else _GPU))
+    device = named_device("cpu" if probe.device.type == "cpu" else _GPU)
+    template = analytic_profile(model, device).of_kind(kind)
     best_link: dict[int, float] = {}
     for tokens, seconds in (pair for readings in every for pair in readings.link):
         best_link[tokens] = min(seconds, best_link.get(tokens, seconds))
@@ -352,11 +418,11 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         link_seconds=sorted(best_link.items()),
     )
     profile = fitted.profile
-    workspace, last_workspace, again = _workspaces(
+    workspace, last_workspace, again, forward = _workspaces(
         [peak for readings in every for peak in readings.peaks], probe.head_tokens
     )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
-    kv = 2 * config.kv_channels * max(1, config.num_query_groups // ranks)
+    kv = _carried_channels(model.shapes[kind], config, ranks)
     gradient = torch.promote_types(config.params_dtype, torch.float32)
     splits = [split for readings in every for split in readings.split]
     source = "; ".join(f"{what} {quality}" for what, quality in fitted.quality.items())
@@ -379,11 +445,21 @@ def _fitted(every: Sequence[Readings], model: Model, origin: Provenance, probe: 
         last_workspace_bytes=last_workspace,
         last_workspace_tokens=float(probe.head_tokens),
         recompute_workspace_bytes=again,
+        forward_workspace_bytes=forward,
         host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
     )
     return with_split(profile, splits) if splits else profile
+
+
+def _carried_channels(layer: Layer, config: Any, ranks: int) -> int:
+    """What later slices get of a token, on one of ``ranks`` devices that share the heads."""
+    if layer.carries_latents:
+        return layer.carried_hidden
+    if layer.latent or not layer.shape.attention:
+        return layer.carried_hidden // ranks
+    return 2 * config.kv_channels * max(1, config.num_query_groups // ranks)
 
 
 def _alike(figure: Bytes) -> Bytes:
@@ -393,9 +469,10 @@ def _alike(figure: Bytes) -> Bytes:
 
 def _workspaces(
     peaks: Sequence[Peak], head_tokens: int
-) -> tuple[dict[Kind, Workspace], dict[Kind, Workspace], dict[str, Bytes]]:
-    """Bytes beyond what is held: while F, B, I or W runs, besides on the last stage, and of the
-    layer that lives again, by letter. No measured peak lies above what these promise.
+) -> tuple[dict[Kind, Workspace], dict[Kind, Workspace], dict[str, Bytes], dict[str, Workspace]]:
+    """Bytes beyond what is held: while F, B, I or W runs, besides on the last stage, of the layer
+    that lives again, by letter, and while F runs of a layer that is recomputed, by letter, where
+    that is not what a kept one needs. No measured peak lies above what these promise.
 
     ``head_tokens``: of the chunk at most, that the last stage's end works on; 0: all.
     """
@@ -432,11 +509,19 @@ def _workspaces(
         points = sorted(of(Kind.BACKWARD, letter, False), key=lambda p: p.tokens)[-2:]
         alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in points), default=0.0)
         again[letter] = _alike(Bytes(max(0.0, alive)))
+    forward = {}
+    for letter in (FULL, *SELECTIVE):
+        # What a recomputed layer does not hold from F to B lives as long as its F runs.
+        passing = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, letter, False)]
+        slope, constant = line_above(passing, goes_on=True)
+        figure = Workspace(slope, slope, layer[Kind.FORWARD].per_context_token, constant)
+        if passing and figure != layer[Kind.FORWARD]:
+            forward[letter] = figure
     for of_kind in (layer, last):
         of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
         # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
         of_kind[Kind.WEIGHT] = Workspace(per_op=of_kind[Kind.BACKWARD].per_op)
-    return layer, last, again
+    return layer, last, again, forward
 
 
 def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str, Seconds]:
@@ -447,9 +532,9 @@ def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str,
         if letter == FULL
     )  # fmt: skip
     ratio = ratios[len(ratios) // 2] if ratios else 1.0
+    measured = [readings.module_seconds for readings in every if readings.module_seconds]
     modules = {
-        name: Seconds(per_token=max(readings.module_seconds[name] for readings in every))
-        for name in every[0].module_seconds
+        name: Seconds(per_token=max(seconds[name] for seconds in measured)) for name in measured[0]
     }
     modules["core_attn"] = Seconds(per_pair=forward.per_pair)
     seconds = {KEEP: Seconds(), FULL: _times(forward, ratio)}

@@ -4,6 +4,7 @@ The parts are the model's own modules and go through the executor's own attentio
 recompute, so what is measured is what training runs. T tokens of the chunk, P of context.
 """
 
+import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,8 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megatron_epp.ir import Span
+from megatron_epp.cost.loads import pairs_before
+from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import Aside
 from megatron_epp.mcore.data.row_share import RowShare
@@ -51,7 +53,16 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        return sum(span.pairs for span in self.spans)
+        return self.pairs_within(0)
+
+    def pairs_within(self, window: int) -> int:
+        """Where a query sees at most ``window`` keys; 0: all before it."""
+        if not window:
+            return sum(span.pairs for span in self.spans)
+        return sum(
+            int(pairs_before(span.stop, window) - pairs_before(span.start, window))
+            for span in self.spans
+        )
 
     @property
     def rows(self) -> tuple[Rows, ...]:
@@ -105,6 +116,7 @@ class Probe:
         context: int,
     ):
         self.model, self.forward_step, self.context = model, forward_step, context
+        self.at = 0
         self.early_head, self.head_tokens = head_tokens is not None, head_tokens or 0
         self.config = model.config
         self.device, self.share = device, share
@@ -113,6 +125,17 @@ class Probe:
         cores = len(os.sched_getaffinity(0))
         self._has_core = device.type == "cpu" and torch.get_num_threads() == 1 and ranks <= cores
         self._random = torch.Generator(device).manual_seed(20250921)
+
+    def of_layer(self, at: int) -> "Probe":
+        """The same, but :meth:`layers` begins with the stage's layer of that number."""
+        other = copy.copy(self)
+        other.at = at
+        return other
+
+    @property
+    def layer(self) -> Any:
+        """The module of the first layer that runs."""
+        return self.model.decoder.layers[self.at]
 
     @property
     def first(self) -> bool:
@@ -125,7 +148,7 @@ class Probe:
     @property
     def keeps_last(self) -> bool:
         """Whether the stage's attention has the store keep the K and V of last slices, too."""
-        return self.model.decoder.layers[0].self_attention.core_attention.forward.keeps_last
+        return self.layer.self_attention.core_attention.forward.keeps_last
 
     def most_context(self, share: float) -> int:
         """Tokens of a context whose K and V in one layer, with their gradients as the store and as
@@ -141,14 +164,15 @@ class Probe:
     def layers(
         self, shape: Shape, letters: str, weigh: bool = False, split: bool = False
     ) -> Measured:
-        """The first ``len(letters)`` layers of the stage; a letter each. ``split``: I and W."""
+        """``len(letters)`` layers of the stage from the first on; a letter each. ``split``: I and
+        W."""
         store, params = self._chunk(shape, letters)
         hidden = self._hidden(shape)
         rotary = self._rotary(params)
 
         def forward() -> Tensor:
             x = hidden
-            for layer in self.model.decoder.layers[: len(letters)]:
+            for layer in self.model.decoder.layers[self.at : self.at + len(letters)]:
                 x, _ = layer(
                     hidden_states=x,
                     attention_mask=None,
@@ -258,12 +282,12 @@ class Probe:
         groups = self.config.num_query_groups // self.config.tensor_model_parallel_size
         groups //= self.config.context_parallel_size
         size = (shape.context, max(1, groups), self.config.kv_channels)
-        for layer in range(len(letters)):
+        for layer in range(self.at, self.at + len(letters)):
             if shape.context:
                 key, value = (self._normal(size) for _ in range(2))
                 store.append(layer, 0, 0, key, value)
         rows = self.share.padded(shape.tokens)
-        state = ChunkState(0, shape.rows, rows, letters, store)
+        state = ChunkState(0, shape.rows, rows, KEEP * self.at + letters, store)
         positions = torch.zeros(rows, dtype=torch.int64)
         for part in shape.rows:
             counted = torch.arange(part.span.start, part.span.stop)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_epp.control.files import BestEffort, write_whole
-from megatron_epp.cost.profile import Profile, Provenance
+from megatron_epp.cost.profile import MEASURED, Profile, Provenance
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ def provenance_of(args: Any) -> Provenance:
         device=device_text(),
         dtype=str(args.params_dtype).removeprefix("torch."),
         date=datetime.date.today().isoformat(),
-        source="measured",
+        source=MEASURED,
+        kind=MEASURED,
     )
 
 
@@ -86,7 +87,7 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
     An analytic profile was measured on nothing: whoever names one knows what he does.
     """
     made = profile.provenance
-    if not made.source.startswith("measured"):
+    if made.kind != MEASURED:
         return profile
     for what in ("model", "device", "dtype"):
         mine, theirs = getattr(wanted, what), getattr(made, what)
@@ -114,7 +115,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         return analytic(args)
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
-    from megatron_epp.mcore.job_cost import model_shape, training_levers
+    from megatron_epp.mcore.job_cost import kinds_of_stage, model_shape, training_levers
     from megatron_epp.runtime.consensus import share
 
     wanted = provenance_of(args)
@@ -129,13 +130,15 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         return Profile.from_json(text)
     began = time.perf_counter()
     with undisturbed(model):
+        probe, shape = probe_of(args, model, rows), model_shape(args)
         profile = calibrate(
-            probe_of(args, model, rows),
+            probe,
             groups,
-            model_shape(args),
+            shape,
             args.seq_length,
             wanted,
             "wsplit" in training_levers(config.epp_levers, args),
+            kinds_of_stage(shape, probe.model),
         )
     if groups.control.rank() == 0:
         places = [folder for folder in (args.save, config.epp_record) if folder]

@@ -18,8 +18,8 @@ def alg1(
     per token; where none has time left, the target is loosened. Tail t opens bucket t.
     Source: InfiniPipe section on the sequence processor; T_t and T_m are the two limits.
     """
-    tail_seconds = rates.seconds(cuts.tails.tokens, cuts.tails.pairs)
-    short_seconds = rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs)
+    tail_seconds = rates.span_seconds(cuts.tails)
+    short_seconds = rates.span_seconds(cuts.shorts)
     return _alg1(
         tail_seconds,
         cuts.tails.tokens.astype(np.float64),
@@ -86,9 +86,9 @@ def longest_first(
         if room:
             start[len(start) - room :] = loaded_seconds[len(loaded_seconds) - room :]
     return _longest_first(
-        rates.seconds(cuts.tails.tokens, cuts.tails.pairs),
+        rates.span_seconds(cuts.tails),
         cuts.tails.tokens.astype(np.float64),
-        rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs),
+        rates.span_seconds(cuts.shorts),
         cuts.shorts.tokens.astype(np.float64),
         start,
         float(most_tokens),

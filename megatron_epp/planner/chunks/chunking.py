@@ -113,6 +113,6 @@ def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chun
     tokens = np.bincount(chunk, weights=spans.tokens, minlength=count).astype(np.int64)
     pairs = np.bincount(chunk, weights=spans.pairs, minlength=count).astype(np.int64)
     chunking = Chunking(spans, chunk, starts, tokens, pairs, document, slice_tokens)
-    seconds = rates.seconds(tokens, pairs)[starts[tails:-1]]
+    seconds = rates.chunk_spans_seconds(spans, chunk, tokens, pairs)[starts[tails:-1]]
     packs = tails + np.argsort(-seconds, kind="stable")
     return chunking.arranged(np.concatenate((np.arange(tails), packs)))

@@ -72,10 +72,7 @@ def build_chunks(
     total = float(rates.document_seconds(lengths).sum())
     target = total / params.chunks
     cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
-    loose = float(
-        rates.seconds(cuts.tails.tokens, cuts.tails.pairs).sum()
-        + rates.seconds(cuts.shorts.tokens, cuts.shorts.pairs).sum()
-    )
+    loose = float(rates.span_seconds(cuts.tails).sum() + rates.span_seconds(cuts.shorts).sum())
     front, back = TAPERS[params.front], TAPERS[params.back]
     missing = np.array([1 - share for share in front + back])
     bins = max(1, round(loose / target + missing.sum()) + params.extra_bins)

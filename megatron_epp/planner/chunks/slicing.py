@@ -8,33 +8,83 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_epp.cost.loads import pairs_before
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Seconds of a chunk on an average stage, forward and backward together.
 
     time = token_seconds * tokens + pair_seconds * pairs + chunk_seconds
+
+    and besides, where the stages have layers with windows or that make something of their context
+    again:
+
+    window_seconds    (window, seconds per pair that it leaves), narrowest first
+    context_seconds   per token of its document before a slice
     """
 
     token_seconds: float
     pair_seconds: float
     chunk_seconds: float
+    window_seconds: tuple[tuple[int, float], ...] = ()
+    context_seconds: float = 0.0
 
     def seconds(self, tokens, pairs):
-        """Without the constant of a chunk; numbers or arrays."""
+        """Of tokens and of pairs without a window, and without the constant of a chunk; numbers or
+        arrays."""
         return self.token_seconds * tokens + self.pair_seconds * pairs
+
+    def span_seconds(self, spans: "Spans") -> np.ndarray:
+        """Of each span, without the constant of a chunk."""
+        taken = self.seconds(spans.tokens, spans.pairs)
+        if not (self.window_seconds or self.context_seconds):
+            return taken
+        return taken + self._besides(spans)
+
+    def chunk_spans_seconds(
+        self, spans: "Spans", chunk: np.ndarray, tokens: np.ndarray, pairs: np.ndarray
+    ) -> np.ndarray:
+        """Of each chunk, without its constant; ``chunk``: the one that each span is in."""
+        taken = self.seconds(tokens, pairs)
+        if not (self.window_seconds or self.context_seconds):
+            return taken
+        return taken + np.bincount(chunk, weights=self._besides(spans), minlength=len(tokens))
+
+    def _besides(self, spans: "Spans") -> np.ndarray:
+        besides = self.context_seconds * spans.start
+        for window, seconds in self.window_seconds:
+            pairs = pairs_before(spans.stop, window) - pairs_before(spans.start, window)
+            besides = besides + seconds * pairs
+        return besides
 
     def document_seconds(self, lengths: np.ndarray) -> np.ndarray:
         """Of whole documents, each attending to itself."""
         lengths = lengths.astype(np.float64)
-        return self.seconds(lengths, lengths * (lengths + 1) / 2)
+        taken = self.seconds(lengths, lengths * (lengths + 1) / 2)
+        for window, seconds in self.window_seconds:
+            taken = taken + seconds * pairs_before(lengths, window)
+        return taken
 
     def reach(self, seconds: np.ndarray) -> np.ndarray:
         """Tokens of a document that are done after ``seconds``: the inverse of document_seconds."""
-        half = self.pair_seconds / 2
-        linear = self.token_seconds + half
-        # Stable where pair_seconds is nearly nothing: 2c / (b + sqrt(b^2 + 4ac)).
-        return 2 * seconds / (linear + np.sqrt(linear * linear + 4 * half * seconds))
+        half = self.pair_seconds / 2 + sum(each for _, each in self.window_seconds) / 2
+        tokens = _root(half, self.token_seconds + half, seconds)
+        # Behind a window what its layers take grows in proportion: from there on another parabola.
+        linear, before = self.token_seconds + half, 0.0
+        for window, each in self.window_seconds:
+            # Pairs become window * x - window * (window - 1) / 2 of x tokens.
+            half, linear = half - each / 2, linear + each * (window - 0.5)
+            before += each * (window - 1.0) * window / 2
+            far = _root(half, linear, seconds + before)
+            tokens = np.where(tokens > window, far, tokens)
+        return tokens
+
+
+def _root(half: float, linear: float, seconds: np.ndarray) -> np.ndarray:
+    """Where half * x^2 + linear * x is ``seconds``."""
+    # Stable where half is nearly nothing: 2c / (b + sqrt(b^2 + 4ac)).
+    return 2 * seconds / (linear + np.sqrt(linear * linear + 4 * half * seconds))
 
 
 def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> np.ndarray:

@@ -6,10 +6,12 @@ All layers lie on every group; states are spread over all devices of the replica
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import pairs_before
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.result import GroupMicroBatch, PlannedGroups
@@ -27,11 +29,16 @@ MicroBatch = tuple[np.ndarray, Sequence[np.ndarray]]
 class GroupCosts:
     """By degree: degrees[i] is 2^i devices.
 
+    What layers with windows take is in proportion to the pairs that those leave, whatever the
+    degree: pairs are weighted sums (:meth:`pairs`).
+
     token_seconds, pair_seconds, chunk_seconds   of forward, backward and recompute
     comm_...                                     the communication inside
     recompute_...                                the recompute inside
     most_tokens                                  that a group of the degree can hold
     token_bytes, states_bytes                    of one device
+    pair_weight                                  of pairs without a window
+    window_weights                               (window, weight) of the pairs that it leaves
     """
 
     degrees: np.ndarray
@@ -45,6 +52,18 @@ class GroupCosts:
     most_tokens: np.ndarray
     token_bytes: np.ndarray
     states_bytes: np.ndarray
+    pair_weight: float = 1.0
+    window_weights: tuple[tuple[int, float], ...] = ()
+
+    def pairs(self, lengths: Any) -> Any:
+        """Of documents, as ``pair_seconds`` counts them; a number or an array."""
+        whole = lengths * (lengths + 1) / 2
+        if not self.window_weights:
+            return whole
+        whole = self.pair_weight * whole
+        for window, weight in self.window_weights:
+            whole = whole + weight * pairs_before(lengths, window)
+        return whole
 
     @property
     def devices(self) -> int:
@@ -72,6 +91,7 @@ def group_costs(
     if gather_factor is None:
         gather_factor = ACROSS_NODES if devices * cost.tp > NODE_DEVICES else 1.0
     rows = []
+    weights = np.ones(1)
     for degree in (2**power for power in range(devices.bit_length())):
         spread = dataclasses.replace(
             cost,
@@ -79,18 +99,22 @@ def group_costs(
             budget_bytes=(min(cost.budget_bytes),),
             cp=degree,
             dp=cost.dp * devices // degree,
+            # As many devices of the replica share the experts as its stages did together.
+            ep=cost.ep * cost.stages if cost.ep > 1 else 1,
         )
         run = spread.seconds_per(Kind.FORWARD)[0] + spread.seconds_per(Kind.BACKWARD)[0]
         comm = spread.comm_seconds_per(Kind.FORWARD)[0] + spread.comm_seconds_per(Kind.BACKWARD)[0]
-        again = recompute_layers * spread.recompute_seconds_per(FULL)
+        again, saved = _first_recomputed(spread, recompute_layers)
         extra_gather = (gather_factor - 1) * comm[2]
         profile = spread.profile
         token_bytes = (
-            (layers - recompute_layers) * profile.saved_bytes[KEEP].per_token
-            + recompute_layers * profile.saved_bytes[FULL].per_token
-            + profile.first_bytes.per_token
-            + profile.last_bytes.per_token
+            saved + profile.first_bytes.per_token + profile.last_bytes.per_token
         ) / spread.spread
+        weights = (run + again)[[1, *(at for _, at in spread.window_columns)]]
+        if len(weights) > 1:
+            # The same at every degree: pairs of all windows are spread alike.
+            for part in (run, again):
+                part[1] += sum(part[at] for _, at in spread.window_columns)
         room = spread.budget_bytes[0] - spread.states_bytes[0]
         rows.append(
             (
@@ -108,7 +132,31 @@ def group_costs(
             )
         )
     columns = np.array(rows).T
-    return GroupCosts(columns[0].astype(np.int64), *columns[1:])
+    made = GroupCosts(columns[0].astype(np.int64), *columns[1:])
+    if len(weights) == 1:
+        return made
+    pair, *others = (weights / weights.sum()).tolist()
+    windows = tuple(window for window, _ in cost.window_columns)
+    weighted = tuple(zip(windows, others, strict=True))
+    return dataclasses.replace(made, pair_weight=pair, window_weights=weighted)
+
+
+def _first_recomputed(cost: Cost, layers: int) -> tuple[np.ndarray, float]:
+    """Of the one stage's first so many layers recomputed in full: the seconds per feature that they
+    add, and the bytes per token that all layers save."""
+    if cost.kinds.number == 1:
+        (of,), every = cost.figures, sum(cost.layers)
+        saved = (every - layers) * of.saved_bytes[KEEP].per_token
+        again = layers * cost.recompute_seconds_per(FULL)
+        return again, saved + layers * of.saved_bytes[FULL].per_token
+    zero, grid = np.zeros((1, 1)), np.full((1, 1), layers)
+    again, saved = np.zeros_like(cost.recompute_seconds_per((0, FULL))), 0.0
+    by_kind = cost.kinds.from_front(zero, grid)[:, 0, 0]
+    for kind, (first, every) in enumerate(zip(by_kind, cost.kinds.counts[:, 0], strict=True)):
+        kept, full = (cost.figures[kind].saved_bytes[letter].per_token for letter in (KEEP, FULL))
+        again += first * cost.recompute_seconds_per((kind, FULL))
+        saved += float((every - first) * kept + first * full)
+    return again, saved
 
 
 def planned_groups(
@@ -128,7 +176,7 @@ def planned_groups(
         seconds = []
         for degree, held in zip(which.tolist(), groups, strict=True):
             tokens = float(lengths[held].sum())
-            pairs = float((lengths[held] * (lengths[held] + 1) / 2).sum())
+            pairs = float(costs.pairs(lengths[held]).sum())
             devices = float(costs.degrees[degree])
             taken = costs.seconds(degree, tokens, pairs) if len(held) else 0.0
             seconds.append(taken)
@@ -170,10 +218,10 @@ def planned_groups(
 
 def _flat(cost: Cost) -> Cost:
     """All devices as one stage, communication free: no grouping of them is faster."""
-    profile = dataclasses.replace(
-        cost.profile,
+    profile = cost.profile.each_kind(
         all_to_all_bytes_per_token=0.0,
         tensor_bytes_per_token=0.0,
+        expert_bytes_per_token=0.0,
         gather_seconds=dict.fromkeys(cost.profile.gather_seconds, 0.0),
     )
     return dataclasses.replace(

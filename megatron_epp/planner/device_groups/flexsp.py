@@ -116,7 +116,7 @@ def solve(lengths: np.ndarray, costs: GroupCosts) -> tuple[np.ndarray, np.ndarra
     lengths   sorted, longest first. None where no mix of groups holds them.
     """
     mixes = _mixes(len(costs.degrees))
-    pairs = lengths * (lengths + 1) / 2
+    pairs = costs.pairs(lengths)
     tokens = lengths.astype(np.float64)
     table = (
         costs.token_seconds,

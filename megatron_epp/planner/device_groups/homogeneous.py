@@ -75,5 +75,5 @@ def _assign(
         group = min(able, key=lambda g: seconds[g])
         held[group].append(document)
         tokens[group] += length
-        seconds[group] += costs.seconds(which, length, length * (length + 1) / 2)
+        seconds[group] += costs.seconds(which, length, float(costs.pairs(length)))
     return [np.array(documents) for documents in held if documents]

@@ -14,8 +14,7 @@ def balanced(cost: Cost, lengths: np.ndarray, chunks: float) -> Cost:
     The last stage carries the output layer, the first the embedding. ``chunks`` is about how many
     there will be: each pays its constants.
     """
-    lengths = lengths.astype(np.float64)
-    whole = np.array([lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks])
+    whole = cost.whole_features(lengths, chunks)
 
     def seconds(of: Cost) -> np.ndarray:
         return (of.seconds_per(Kind.FORWARD) + of.seconds_per(Kind.BACKWARD)) @ whole

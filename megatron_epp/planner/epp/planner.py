@@ -8,7 +8,6 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
-from megatron_epp.ir import OFFLOAD
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.layer_balance import balanced
 from megatron_epp.planner.epp.search import PreparedChunkings, Search
@@ -17,7 +16,7 @@ from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch, exact_peaks, plan_of
 from megatron_epp.planner.order.problem import loads_of
-from megatron_epp.planner.recompute.offload import HostRoom
+from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 # Baselines that try many plans, and skip those that cannot win.
@@ -96,7 +95,7 @@ def _own(
     host = HostRoom(cost.host_budget_bytes)
     while True:
         best = _on_devices(batch, cost, options, tables, host)
-        if best is None or OFFLOAD not in best.draft.counts:
+        if best is None or not offload_of(best.draft.counts):
             return best
         loads = batch.named(loads_of(best.draft.chunking, batch.lengths, options.multiple))
         taken = max(host_peak_bytes(cost, plan_of(batch, best.draft, cost), loads))

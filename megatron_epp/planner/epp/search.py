@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Counts, split_choice
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL, KEEP, OFFLOAD
+from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import ideal_chunks
@@ -24,8 +25,9 @@ from megatron_epp.planner.order.emit import Draft, SortedBatch, merge_iw
 from megatron_epp.planner.order.list_scheduler import B, F, Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import (
-    Counts,
     ScheduleProblem,
+    every_layer,
+    left_layers,
     loads_of,
     problem_of,
     rates_of,
@@ -33,7 +35,12 @@ from megatron_epp.planner.order.problem import (
 from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import pipelines, shrinking, whole_groups
 from megatron_epp.planner.recompute import ilp, offload
-from megatron_epp.planner.recompute.choices import WHOLE_LAYERS, diagonal_counts, ladder
+from megatron_epp.planner.recompute.choices import (
+    Ladders,
+    diagonal_counts,
+    ladders,
+    whole_layers,
+)
 from megatron_epp.planner.recompute.ilp import Solver
 from megatron_epp.planner.recompute.local_search import trimmed
 
@@ -160,20 +167,26 @@ class Search:
             if counts is not None:
                 break
         if counts is None:
-            layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
-            counts = {FULL: np.tile(layers, (1, chunking.count))}
+            counts = every_layer(self.cost, FULL, left_layers(self.cost, {}, chunking.count))
         if counts:
             self.effort.spend(PROGRAM_OPS)
             work = self.work(chunking, loads, counts)
         return PreparedChunking(chunking, loads, counts, work, law, parts)
 
     def _least_counts(
-        self, chunking: Chunking, loads: Loads, kept: ScheduleProblem, least: np.ndarray, steps: str
+        self,
+        chunking: Chunking,
+        loads: Loads,
+        kept: ScheduleProblem,
+        least: np.ndarray,
+        steps: Ladders,
     ) -> Counts | None:
         """What the diagonal program has recomputed for the law ``least``; where keeping everything
         does not fit, of what is left when all layers are offloaded whose copies hide."""
 
-        def recompute(work: ScheduleProblem, layers: np.ndarray | None = None) -> Counts | None:
+        def recompute(
+            work: ScheduleProblem, layers: list[np.ndarray] | None = None
+        ) -> Counts | None:
             return diagonal_counts(
                 self.solver,
                 self.cost,
@@ -186,26 +199,24 @@ class Search:
             )
 
         if "offload" in self.levers and not _within(kept, least).all():
-            layers = np.array(self.cost.layers, dtype=np.float64)[:, None]
-            aside = self.host.fitting(
-                offload.hidden_layers(self.cost, loads),
-                self.cost.saved_bytes(KEEP, loads),
-                least,
-                kept.backward_order,
-            )
+            aside = offload.layers_aside(self.cost, loads, self.host, least, kept.backward_order)
+            left = left_layers(self.cost, aside, chunking.count)
             # Where even recomputing the rest leaves no room for what is on its way to or from the
             # host, the stage keeps off it; the last one does at times, for its logits.
-            smallest = self.work(chunking, loads, {OFFLOAD: aside, FULL: layers - aside})
-            aside = aside * _within(smallest, least)[:, None]
-            if aside.any():
-                offloaded = {OFFLOAD: aside}
-                again = recompute(self.work(chunking, loads, offloaded), layers - aside)
+            smallest = self.work(chunking, loads, {**aside, **every_layer(self.cost, FULL, left)})
+            there = _within(smallest, least)[:, None]
+            aside = {choice: grid * there for choice, grid in aside.items()}
+            if any(grid.any() for grid in aside.values()):
+                left = left_layers(self.cost, aside, chunking.count)
+                again = recompute(self.work(chunking, loads, aside), left)
                 if again is not None:
-                    return {**offloaded, **again}
+                    return {**aside, **again}
         return recompute(kept)
 
-    def _ladder(self, loads: Loads) -> str:
-        return ladder(self.cost, loads) if "selective" in self.levers else WHOLE_LAYERS
+    def _ladder(self, loads: Loads) -> Ladders:
+        if "selective" in self.levers:
+            return ladders(self.cost, loads)
+        return whole_layers(self.cost)
 
     def _law(
         self, chunking: Chunking, loads: Loads, work: ScheduleProblem
@@ -317,7 +328,8 @@ class Search:
             if not np.array_equal(found.table.chunking.tokens, tokens)
         )
         for found in (best, *sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]):
-            for letter in self._ladder(found.table.loads)[1:]:
+            steps = "".join(letters[1:] for letters in self._ladder(found.table.loads))
+            for letter in dict.fromkeys(steps):
                 named = dataclasses.replace(found, name=f"{found.name}, {letter} alike")
                 law = self._least_alike(
                     named, letter, lambda table, of: self.play(table, STRICT, of.name)
@@ -327,8 +339,7 @@ class Search:
                     return
                 yield law
                 yield own
-                grid = law.table.counts.get(letter)
-                least = 0 if grid is None else int(grid.max())
+                least = _most_layers(law.table.counts, letter)
                 for layers in sorted({math.ceil(least * share) for share in ALIKE}):
                     played = self.recomputed(named, self._uniform(found, letter, layers))
                     if played is None:
@@ -361,9 +372,16 @@ class Search:
 
     def _uniform(self, found: Candidate, letter: str, layers: int) -> Counts:
         aside = offload.offload_of(found.table.counts)
-        left = np.array(self.cost.layers, dtype=np.float64)[:, None] - sum(aside.values())
-        grid = np.broadcast_to(left, (self.cost.stages, found.table.chunking.count))
-        return {**aside, letter: np.minimum(grid, layers)}
+        left = left_layers(self.cost, aside, found.table.chunking.count)
+        if self.cost.kinds.number == 1:
+            return {**aside, letter: np.minimum(left[0], layers)}
+        # The first layers of a stage, whatever their kinds, as far as they are not offloaded.
+        first = np.minimum(np.sum(left, axis=0), layers)
+        by_kind = self.cost.kinds.from_front(np.zeros_like(first), first)
+        return {
+            **aside,
+            **{(k, letter): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)},
+        }
 
     def _trimmed(self, found: Candidate) -> Candidate:
         slot = np.empty(found.table.chunking.count, dtype=np.int64)
@@ -435,6 +453,12 @@ class Search:
             if found.rank < best_rank:
                 best, best_rank = neighbour, found.rank
         return best
+
+
+def _most_layers(counts: Counts, letter: str) -> int:
+    """With that letter, of all kinds, in any stage and chunk."""
+    grids = [grid for choice, grid in counts.items() if split_choice(choice)[1] == letter]
+    return int(np.max(np.sum(grids, axis=0))) if grids else 0
 
 
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:

@@ -9,21 +9,19 @@ import dataclasses
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Counts, split_choice
 from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.profile import LayerFigures
 from megatron_epp.ir import COMPUTE, FULL, KEEP
 from megatron_epp.planner.order.list_scheduler import B, F, I, W
-from megatron_epp.planner.order.problem import Counts, ScheduleProblem
+from megatron_epp.planner.order.problem import ScheduleProblem
 
 
 def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
     """[2, 2, stages, chunks]: F makes and B frees I_p[k] of eq. 19. By kind, F and B."""
     profile = cost.profile
     tokens = loads.tokens / cost.spread
-    carries = loads.document >= 0  # 1 - I_k as the prose has it
-    per_layer = (
-        profile.saved_bytes[KEEP].per_token + carries * profile.kv_bytes_per_token
-    ) * tokens
-    held = np.outer(cost.layers, per_layer)
+    held = cost.over_stages([_held(cost, each, loads) for each in cost.figures])
     held[0] += profile.first_bytes.per_token * tokens
     held[-1] += profile.last_bytes.per_token * tokens
     moves = np.zeros((2, 2, cost.stages, loads.chunks))
@@ -34,14 +32,40 @@ def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
 def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
     """[stages, chunks]: F[k], bytes that one checkpointed layer frees; K and V of a split chunk
     stay, since later slices attend to them (eq. 9)."""
-    profile = cost.profile
-    carries = loads.document >= 0
+    rows = [_freed(cost, each, loads) for each in cost.figures]
+    if len(rows) == 1:
+        return np.tile(rows[0], (cost.stages, 1))
+    # The paper's layers are all alike: of a stage with several kinds, its average layer.
+    return cost.over_stages(rows) / np.maximum(np.array(cost.layers), 1)[:, None]
+
+
+def _held(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
+    """[chunks]: one layer's activations, and K and V of a split chunk."""
+    tokens = loads.tokens / cost.spread
+    carries = loads.document >= 0  # 1 - I_k as the prose has it
+    kept = of.saved_bytes[KEEP].per_token
+    if of.window or of.kv_replicated:
+        return kept * tokens + carries * _kept_kv(cost, of, loads)
+    return (kept + carries * of.kv_bytes_per_token) * tokens
+
+
+def _kept_kv(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
+    """[chunks]: of all tokens, or as many as a window reaches back."""
+    tokens = np.minimum(loads.tokens, of.window - 1) if of.window else loads.tokens
+    return of.kv_bytes_per_token * tokens / cost.kv_spread(of)
+
+
+def _freed(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
+    """[chunks]: by one layer that is checkpointed."""
+    # K and V of a split chunk stay; but a window's tail is a copy, and latents are not what was
+    # saved.
+    carries = (loads.document >= 0) & (not (of.window or of.kv_replicated))
     per_token = (
-        profile.saved_bytes[KEEP].per_token
-        - profile.saved_bytes[FULL].per_token
-        - carries * profile.kv_bytes_per_token
+        of.saved_bytes[KEEP].per_token
+        - of.saved_bytes[FULL].per_token
+        - carries * of.kv_bytes_per_token
     )
-    return np.tile(np.maximum(per_token, 0.0) * loads.tokens / cost.spread, (cost.stages, 1))
+    return np.maximum(per_token, 0.0) * loads.tokens / cost.spread
 
 
 def papers_ledger(
@@ -52,11 +76,14 @@ def papers_ledger(
     counts   layers recomputed; selective ones free what their saved bytes say
     """
     whole = paper_moves(cost, loads)
-    for letter, grid in counts.items():
-        if letter == FULL:
+    for choice, grid in counts.items():
+        kind, letter = split_choice(choice)
+        if choice == FULL:
             freed = paper_freed(cost, loads)
+        elif letter == FULL:
+            freed = _freed(cost, cost.figures[kind], loads)
         else:
-            freed = cost.saved_bytes(KEEP, loads) - cost.saved_bytes(letter, loads)
+            freed = cost.saved_bytes((kind, KEEP), loads) - cost.saved_bytes(choice, loads)
         whole[0, 0] -= grid * freed
         whole[1, 1] -= grid * freed
     moved = np.zeros((len(COMPUTE), *whole.shape[1:]))

@@ -93,7 +93,9 @@ def _anything_that_fits(
     for each group, whatever fits by the exact one and is fastest."""
     best: ScoredDraft | None = None
     for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
-        everything = {FULL: np.tile(np.array(cost.layers, float)[:, None], (1, chunking.count))}
+        everything: Counts = {
+            FULL: np.tile(np.array(cost.layers, float)[:, None], (1, chunking.count))
+        }
         for cuts in ((), tuple(range(1, chunking.groups))):
             said = f"{note}, everything recomputed"
             played, _ = _play(batch, chunking, cuts, everything, said, cost, options)
@@ -147,7 +149,11 @@ def best_grouping(
     best = None
     for chunking, note in method.chunkings(batch, cost, options, rates):
         loads = loads_of(chunking, batch.lengths, options.multiple)
-        work = float(rates.seconds(loads.tokens, loads.pairs).sum())
+        work = float(
+            rates.chunk_spans_seconds(
+                chunking.spans, chunking.chunk, loads.tokens, loads.pairs
+            ).sum()
+        )
         work += chunking.count * rates.chunk_seconds
         delta = (cost.stages - 1) * work / chunking.count
         below = np.inf if best is None else best.seconds - work

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.layer_kinds import Counts, split_choice
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction, check
 from megatron_epp.ir.recompute import offload_among
@@ -57,12 +58,12 @@ class SortedBatch:
 class Draft:
     """A plan as arrays.
 
-    counts[letter]   [stages, chunks] layers with that recompute choice; the rest is kept
+    counts           [stages, chunks] layers with each recompute choice; the rest is kept
     kinds, chunks    [stages, ops] the orders: codes of kinds (ir.KIND_CODE) or NOTHING, and chunks
     """
 
     chunking: Chunking
-    counts: Mapping[str, np.ndarray]
+    counts: Counts
     kinds: np.ndarray
     chunks: np.ndarray
     pipelines: int = 1
@@ -74,7 +75,7 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
         documents=batch.documents,
         layers=cost.layers,
         chunks=draft.chunking.ir_chunks(batch.names),
-        recompute=_recompute(draft.counts, cost.layers, draft.chunking.count),
+        recompute=_recompute(draft.counts, cost, draft.chunking.count),
         orders=_orders(draft),
     )
 
@@ -142,23 +143,48 @@ def _orders(draft: Draft) -> tuple[tuple[Op, ...], ...]:
     )
 
 
-def _recompute(
-    counts: Mapping[str, np.ndarray], layers: Sequence[int], chunks: int
-) -> tuple[tuple[str, ...], ...]:
+def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...], ...]:
     """Letters per layer: those of ``counts`` first, in its order; then what is kept; what is
-    offloaded evenly among them."""
+    offloaded evenly among them. So for the layers of every kind, where ``counts`` says so."""
+    if all(isinstance(choice, str) for choice in counts):
+        every = {str(choice): grid for choice, grid in counts.items()}
+        return tuple(
+            _letters(every, stage, layers, chunks) for stage, layers in enumerate(cost.layers)
+        )
     rows = []
-    for stage, count in enumerate(layers):
-        per_letter = [
-            (letter, grid[stage].tolist())
-            for letter, grid in counts.items()
-            if letter not in (KEEP, OFFLOAD)
+    for stage, word in enumerate(cost.kinds.words):
+        of_kinds = [
+            _letters(
+                {c[1]: grid for c, grid in counts.items() if split_choice(c)[0] == kind},
+                stage,
+                int((word == kind).sum()),
+                chunks,
+            )
+            for kind in range(cost.kinds.number)
         ]
-        aside = counts[OFFLOAD][stage].tolist() if OFFLOAD in counts else [0] * chunks
-        row = []
-        for chunk, offloaded in enumerate(map(int, aside)):
-            choice = "".join(letter * int(numbers[chunk]) for letter, numbers in per_letter)
-            choice += KEEP * (count - offloaded - len(choice))
-            row.append(offload_among(choice, offloaded) if offloaded else choice)
-        rows.append(tuple(row))
+        rows.append(tuple(_woven(word.tolist(), each) for each in zip(*of_kinds, strict=True)))
     return tuple(rows)
+
+
+def _woven(word: Sequence[int], letters: Sequence[str]) -> str:
+    """The letters of every kind's layers, in the places that they have in the stage."""
+    waiting = [iter(each) for each in letters]
+    return "".join(next(waiting[kind]) for kind in word)
+
+
+def _letters(
+    counts: Mapping[str, np.ndarray], stage: int, layers: int, chunks: int
+) -> tuple[str, ...]:
+    """Of ``layers`` of a stage, for every chunk."""
+    per_letter = [
+        (letter, grid[stage].tolist())
+        for letter, grid in counts.items()
+        if letter not in (KEEP, OFFLOAD)
+    ]
+    aside = counts[OFFLOAD][stage].tolist() if OFFLOAD in counts else [0] * chunks
+    row = []
+    for chunk, offloaded in enumerate(map(int, aside)):
+        choice = "".join(letter * int(numbers[chunk]) for letter, numbers in per_letter)
+        choice += KEEP * (layers - offloaded - len(choice))
+        row.append(offload_among(choice, offloaded) if offloaded else choice)
+    return tuple(row)

@@ -1,11 +1,11 @@
 """A chunking on a machine as arrays: what schedulers and searches compute with."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Choice, Counts, split_choice
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import KEEP, Kind
 from megatron_epp.planner.chunks.chunking import Chunking
@@ -13,14 +13,14 @@ from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import op_arrays
 
-Counts = Mapping[str, np.ndarray]  # by recompute letter: layers [stages, chunks] with that choice
-
 
 def rates_of(cost: Cost) -> Rates:
     """Forward plus backward on the average stage."""
     per = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)
-    token, pair, chunk = per.mean(axis=0).tolist()
-    return Rates(token, pair, chunk)
+    token, pair, chunk, *others = per.mean(axis=0).tolist()
+    windows = tuple((window, others[at - 3]) for window, at in cost.window_columns)
+    context = 0.0 if cost.context_column is None else others[cost.context_column - 3]
+    return Rates(token, pair, chunk, windows, context)
 
 
 def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
@@ -44,6 +44,7 @@ def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Load
         earlier=earlier,
         later=later,
         lengths=lengths.astype(np.float64),
+        spans=(chunking.chunk, chunking.spans.start, chunking.spans.stop),
     )
 
 
@@ -73,10 +74,32 @@ class ScheduleProblem:
 
 def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
     """``counts`` of what is recomputed, and of the layers that are left: kept."""
+    if any(not isinstance(choice, str) for choice in counts):
+        left = left_layers(cost, counts, chunks)
+        return {**counts, **{(kind, KEEP): grid for kind, grid in enumerate(left)}}
     kept = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, chunks))
     for grid in counts.values():
         kept = kept - grid
     return {**counts, KEEP: kept}
+
+
+def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
+    """By kind, [stages, chunks] layers that have none of the choices of ``counts``."""
+    left = [np.tile(layers[:, None], (1, chunks)) for layers in cost.kinds.counts]
+    for choice, grid in counts.items():
+        kind, _ = split_choice(choice)
+        left[kind] = left[kind] - grid
+    return left
+
+
+def choice_of(cost: Cost, kind: int, letter: str) -> Choice:
+    """The letter for layers of that kind; the letter alone where all layers are of one."""
+    return letter if cost.kinds.number == 1 else (kind, letter)
+
+
+def every_layer(cost: Cost, letter: str, left: list[np.ndarray]) -> Counts:
+    """The ``left`` layers of every kind, all with that letter."""
+    return {choice_of(cost, kind, letter): grid for kind, grid in enumerate(left)}
 
 
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:

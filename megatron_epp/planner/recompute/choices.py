@@ -1,25 +1,41 @@
 """Recompute choices for a strict order, from the diagonal program."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, KEEP, SELECTIVE
-from megatron_epp.planner.order.problem import Counts, ScheduleProblem
+from megatron_epp.planner.order.problem import ScheduleProblem, choice_of
 from megatron_epp.planner.recompute import ilp
 
 WHOLE_LAYERS = KEEP + FULL
+# The letters worth using from KEEP up, of every kind of layer.
+Ladders = tuple[str, ...]
 
 
-def ladder(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE) -> str:
-    """The letters worth using, from keeping all to recomputing all: each step frees its bytes at
-    a lower price than the next one (the lower convex hull of seconds over bytes)."""
+def ladders(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE) -> Ladders:
+    """The :func:`ladder` of every kind of layer."""
+    letters = tuple(letters)
+    return tuple(ladder(cost, loads, letters, kind) for kind in range(cost.kinds.number))
+
+
+def whole_layers(cost: Cost) -> Ladders:
+    """A layer of any kind is kept, or recomputed in full."""
+    return (WHOLE_LAYERS,) * cost.kinds.number
+
+
+def ladder(cost: Cost, loads: Loads, letters: Iterable[str] = SELECTIVE, kind: int = 0) -> str:
+    """The letters worth using for a layer of that kind, from keeping all to recomputing all: each
+    step frees its bytes at a lower price than the next one (the lower convex hull of seconds over
+    bytes)."""
     points = [(0.0, 0.0, KEEP)]
+    kept = cost.saved_bytes((kind, KEEP), loads)
     for letter in (*letters, FULL):
-        freed = float(np.sum(cost.saved_bytes(KEEP, loads) - cost.saved_bytes(letter, loads)))
-        seconds = float(np.sum(cost.recompute_seconds(letter, loads)))
+        freed = float(np.sum(kept - cost.saved_bytes((kind, letter), loads)))
+        seconds = float(np.sum(cost.recompute_seconds((kind, letter), loads)))
         if freed > 0:
             points.append((freed, seconds, letter))
     points.sort(key=lambda point: (point[0], point[1]))
@@ -40,9 +56,10 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
     return (high[1] - low[1]) / max(high[0] - low[0], 1e-9)
 
 
-def freed_bytes(cost: Cost, loads: Loads, steps: str) -> np.ndarray:
-    """[steps, stages, chunks]: what one more layer on each step of a ladder frees from F to B."""
-    saved = np.stack([cost.saved_bytes(letter, loads) for letter in steps])
+def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
+    """[steps, stages, chunks]: what one more layer of that kind on each step of a ladder frees from
+    F to B."""
+    saved = np.stack([cost.saved_bytes((kind, letter), loads) for letter in steps])
     per_step = saved[:-1] - saved[1:]
     return np.ascontiguousarray(np.repeat(per_step[:, None], cost.stages, axis=1))
 
@@ -55,59 +72,75 @@ def diagonal_counts(
     least: np.ndarray,
     *,
     integer: bool,
-    steps: str = WHOLE_LAYERS,
+    steps: Ladders | None = None,
     budget_bytes: np.ndarray | None = None,
-    layers: np.ndarray | None = None,
+    layers: Sequence[np.ndarray] | None = None,
 ) -> Counts | None:
     """The cheapest recompute that fits under the order ``least``; None where none does.
 
     kept           the work where nothing is recomputed
-    steps          letters from KEEP up (:func:`ladder`)
+    steps          of every kind of layer, letters from KEEP up; default: :func:`whole_layers`
     budget_bytes   per stage beside residents; default: all of it
-    layers         [stages, chunks] that are left to recompute, the others being offloaded; default:
-                   all of each stage
+    layers         by kind, [stages, chunks] that are left to recompute, the others being offloaded;
+                   default: all of each stage
     """
     budget = kept.budget_bytes if budget_bytes is None else budget_bytes
-    freed = freed_bytes(cost, loads, steps)
-    if layers is None:
-        # A slot reaches through all stages; its layers are at most those of the smallest.
-        every = np.tile(np.array(cost.layers)[:, None], (1, kept.chunks))
-        most = ilp.reduce_diagonals(np.nanmin, every, kept.backward_order)
-    else:
-        # Of a slot's layers a chunk recomputes as many as it has left. What that frees grows to
-        # there and no further; the program reckons with the line below, which is exact at both
-        # ends, so that it finds something wherever recomputing all that is left would do.
-        most = ilp.reduce_diagonals(np.nanmax, layers, kept.backward_order)
-        reach = ilp.broadcast_diagonals(most, kept.backward_order, cost.stages)
-        freed = freed * (layers / np.maximum(reach, 1))
-    total = len(most)
+    steps = whole_layers(cost) if steps is None else steps
+    parts = []  # of every kind: letters, bytes freed, most layers of a slot, layers that are left
+    for kind, letters in enumerate(steps):
+        freed = freed_bytes(cost, loads, letters, kind)
+        left = None if layers is None else layers[kind]
+        if cost.kinds.number > 1 and left is None:
+            left = np.tile(cost.kinds.counts[kind][:, None], (1, kept.chunks))
+        if left is None:
+            # A slot reaches through all stages; its layers are at most those of the smallest.
+            every = np.tile(np.array(cost.layers)[:, None], (1, kept.chunks))
+            most = ilp.reduce_diagonals(np.nanmin, every, kept.backward_order)
+        else:
+            # Of a slot's layers a chunk recomputes as many as it has left: a stage may have few of
+            # a kind, or none. What that frees grows to there and no further; the program reckons
+            # with the line below, which is exact at both ends, so that it finds something wherever
+            # recomputing all that is left would do.
+            most = ilp.reduce_diagonals(np.nanmax, left, kept.backward_order)
+            reach = ilp.broadcast_diagonals(most, kept.backward_order, cost.stages)
+            freed = freed * (left / np.maximum(reach, 1))
+        parts.append((letters, freed, most, left))
     weights = None
-    if len(steps) > 2:
-        seconds = [float(cost.recompute_seconds(letter, loads).mean()) for letter in steps]
-        price = np.maximum(np.diff(seconds), 1e-9 * max(seconds))
-        weights = np.repeat(price / price.max(), total)
+    if sum(len(letters) for letters in steps) > 2:
+        prices, largest = [], 0.0
+        for kind, letters in enumerate(steps):
+            seconds = [
+                float(cost.recompute_seconds((kind, letter), loads).mean()) for letter in letters
+            ]
+            prices.append(np.diff(seconds))
+            largest = max(largest, *seconds)
+        price = np.maximum(np.concatenate(prices), 1e-9 * largest)
+        weights = np.repeat(price / price.max(), len(parts[0][2]))
     found = ilp.solve_order(
         solver,
         least,
         kept.backward_order,
         kept.ops.moved_bytes,
-        freed,
+        np.concatenate([freed for _, freed, _, _ in parts]),
         budget,
-        np.tile(most, len(steps) - 1),
+        np.concatenate([np.tile(most, len(letters) - 1) for letters, _, most, _ in parts]),
         weights,
         integer=integer,
     )
     if found is None:
         return None
-    # A layer on a step has taken those below it.
-    taken = np.maximum.accumulate(found[::-1])[::-1]
-    grids = [ilp.broadcast_diagonals(step, kept.backward_order, cost.stages) for step in taken]
-    if layers is not None:
-        grids = [np.minimum(grid, layers) for grid in grids]
-    counts = {}
-    for number, letter in enumerate(steps[1:]):
-        above = grids[number + 1] if number + 1 < len(grids) else 0
-        grid = (grids[number] - above).astype(np.float64)
-        if grid.any():
-            counts[letter] = grid
+    counts: dict[Choice, np.ndarray] = {}
+    row = 0
+    for kind, (letters, _, _, left) in enumerate(parts):
+        mine, row = found[row : row + len(letters) - 1], row + len(letters) - 1
+        # A layer on a step has taken those below it.
+        taken = np.maximum.accumulate(mine[::-1])[::-1]
+        grids = [ilp.broadcast_diagonals(step, kept.backward_order, cost.stages) for step in taken]
+        if left is not None:
+            grids = [np.minimum(grid, left) for grid in grids]
+        for number, letter in enumerate(letters[1:]):
+            above = grids[number + 1] if number + 1 < len(grids) else 0
+            grid = (grids[number] - above).astype(np.float64)
+            if grid.any():
+                counts[choice_of(cost, kind, letter)] = grid
     return counts

@@ -4,11 +4,11 @@ The diagonal program speaks of the window law; a list schedule needs less here a
 is tried is judged by playing it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from megatron_epp.planner.order.problem import Counts
+from megatron_epp.cost.layer_kinds import Choice, Counts
 
 # Chosen by hand, as are those of epp.search.GRID.
 SCALES = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -52,7 +52,7 @@ def _scaled(counts: Counts, scale: float) -> Counts:
     return {letter: np.ceil(grid * scale) for letter, grid in counts.items()}
 
 
-def _places(counts: Mapping[str, np.ndarray], slots: np.ndarray) -> Iterator[tuple[str, int]]:
+def _places(counts: Counts, slots: np.ndarray) -> Iterator[tuple[Choice, int]]:
     for letter, grid in counts.items():
         weight = np.bincount(slots.ravel(), weights=grid.ravel())
         order = np.argsort(-weight, kind="stable")

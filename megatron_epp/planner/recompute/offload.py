@@ -1,26 +1,34 @@
 """How many layers can lie in the host's memory: at no cost in time, and where there is room."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Choice, Counts, split_choice
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind
-from megatron_epp.planner.order.problem import Counts
+from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind
+from megatron_epp.planner.order.problem import choice_of
 
 
-def hidden_layers(cost: Cost, loads: Loads) -> np.ndarray:
-    """[stages, chunks]: the most layers whose copies hide behind F, and behind B and I alike.
+def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
+    """[stages, chunks]: the most layers whose copies hide behind F, and behind B and I alike. Those
+    of the first kind first: a byte takes as long to copy whichever layer saved it.
 
     Where it is only one or two, all of them are on the device while their chunk's ops run
     (cost.cost.IN_FLIGHT), and gone while other chunks' do.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
     seconds = np.min([cost.seconds(kind, loads) for kind in kinds], axis=0)
-    layers = np.array(cost.layers, dtype=np.float64)[:, None]
-    return np.minimum(np.floor(seconds / cost.copy_seconds(loads)), layers)
+    aside: dict[Choice, np.ndarray] = {}
+    for kind, layers in enumerate(cost.kinds.counts):
+        copy = cost.copy_seconds(loads, kind)
+        grid = np.minimum(np.floor(seconds / copy), layers[:, None])
+        aside[choice_of(cost, kind, OFFLOAD)] = grid
+        seconds = seconds - grid * copy
+    return aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,20 @@ class HostRoom:
         return HostRoom(budget_bytes, at_once=True)
 
 
+def layers_aside(
+    cost: Cost, loads: Loads, host: HostRoom, least: np.ndarray, backward: np.ndarray
+) -> dict[Choice, np.ndarray]:
+    """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it."""
+    hidden = hidden_layers(cost, loads)
+    part = dataclasses.replace(host, budget_bytes=host.budget_bytes / len(hidden))
+    return {
+        choice: part.fitting(
+            grid, cost.saved_bytes((split_choice(choice)[0], KEEP), loads), least, backward
+        )
+        for choice, grid in hidden.items()
+    }
+
+
 SHARES = tuple(k / 20 for k in range(20, -1, -1))  # of the layers that would hide
 
 
@@ -72,8 +94,8 @@ def _host_peak(moved: np.ndarray, least: np.ndarray, backward: np.ndarray) -> fl
 
 
 def without_offload(counts: Counts) -> Counts:
-    return {letter: grid for letter, grid in counts.items() if letter != OFFLOAD}
+    return {choice: grid for choice, grid in counts.items() if split_choice(choice)[1] != OFFLOAD}
 
 
 def offload_of(counts: Counts) -> Counts:
-    return {letter: grid for letter, grid in counts.items() if letter == OFFLOAD}
+    return {choice: grid for choice, grid in counts.items() if split_choice(choice)[1] == OFFLOAD}

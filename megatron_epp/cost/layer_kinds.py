@@ -1,0 +1,197 @@
+"""Which kind every layer is, and how many layers of which kind have which recompute choice.
+
+The kinds of the layers, first to last, belong to the model; a plan says how many layers a stage
+has, and a letter for each. Planners count: so many layers of a stage have that letter, either from
+the front, whatever their kinds, or by kind, so many of each.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_epp.ir import KEEP, OFFLOAD, Plan
+
+# A recompute letter; or a kind's number and a letter.
+Choice = str | tuple[int, str]
+# [stages, chunks] layers with each choice. Letters alone stand from the front of a stage in their
+# order, but kept layers behind them, and offloaded ones last.
+Counts = Mapping[Choice, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)  # no slots: its arrays are computed once, when first asked for
+class StageKinds:
+    """The kinds of all stages' layers.
+
+    names   of the K kinds
+    words   of every stage: the number of each of its layers' kind, first layer first
+    """
+
+    names: tuple[str, ...]
+    words: tuple[np.ndarray, ...]
+
+    @property
+    def number(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """[K, stages]: layers of each kind."""
+        return np.array(
+            [[float((word == kind).sum()) for word in self.words] for kind in range(self.number)]
+        )
+
+    @cached_property
+    def _before(self) -> np.ndarray:
+        """[K, stages, most layers + 1]: of each kind among a stage's first so many."""
+        most = max(len(word) for word in self.words)
+        before = np.zeros((self.number, len(self.words), most + 1))
+        for stage, word in enumerate(self.words):
+            for kind in range(self.number):
+                seen = np.concatenate(([0], np.cumsum(word == kind)))
+                before[kind, stage, : len(seen)] = seen
+                before[kind, stage, len(seen) :] = seen[-1]
+        return before
+
+    @cached_property
+    def nth(self) -> tuple[np.ndarray, np.ndarray]:
+        """Two [stages, most layers]: of the layer so many before a stage's last, its kind and its
+        place among its kind from the front; -1 where the stage has no more layers."""
+        most = max(len(word) for word in self.words)
+        kinds = np.full((len(self.words), most), -1, np.int64)
+        places = np.full((len(self.words), most), -1, np.int64)
+        for stage, word in enumerate(self.words):
+            last = len(word) - 1
+            for at, kind in enumerate(word):
+                kinds[stage, last - at] = kind
+                places[stage, last - at] = (word[:at] == kind).sum()
+        return kinds, places
+
+    def stage_text(self, stage: int) -> str:
+        """``15`` layers; ``3 dense, 12 experts`` where there are several kinds in the model."""
+        word = self.words[stage]
+        if self.number == 1:
+            return str(len(word))
+        counts = ((int((word == kind).sum()), name) for kind, name in enumerate(self.names))
+        return ", ".join(f"{count} {name}" for count, name in counts if count) or "0"
+
+    def from_front(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """[K, stages, chunks]: layers of each kind among those of a stage from ``start`` to
+        ``stop``, both [stages, chunks]."""
+        stage = np.arange(len(self.words))[:, None]
+        start, stop = start.astype(np.int64), stop.astype(np.int64)
+        return self._before[:, stage, stop] - self._before[:, stage, start]
+
+    def by_kind(self, counts: Counts) -> Counts:
+        """``counts`` by kind; those that are already stay as they are."""
+        letters = [choice for choice in counts if isinstance(choice, str)]
+        if not letters:
+            return counts
+        assert len(letters) == len(counts), "counts from the front, or by kind"
+        order = [letter for letter in letters if letter not in (KEEP, OFFLOAD)]
+        order += [letter for letter in (KEEP, OFFLOAD) if letter in counts]
+        found: dict[Choice, np.ndarray] = {}
+        start: np.ndarray = np.zeros(1)
+        for letter in order:
+            grid = np.asarray(counts[letter])
+            start = np.broadcast_to(start, grid.shape)
+            for kind, layers in enumerate(self.from_front(start, start + grid)):
+                if layers.any():
+                    found[kind, letter] = layers
+            start = start + grid
+        return found
+
+    def of_plan(self, plan: Plan) -> dict[Choice, np.ndarray]:
+        """By kind, what the letters of ``plan`` say."""
+        seen: dict[tuple[int, str], dict[Choice, int]] = {}
+        found: dict[Choice, np.ndarray] = {}
+        for stage, choices in enumerate(plan.recompute):
+            for chunk, text in enumerate(choices):
+                if (stage, text) not in seen:
+                    count: dict[Choice, int] = {}
+                    for kind, letter in zip(self.words[stage].tolist(), text, strict=True):
+                        count[kind, letter] = count.get((kind, letter), 0) + 1
+                    seen[stage, text] = count
+                for choice, layers in seen[stage, text].items():
+                    if choice not in found:
+                        found[choice] = np.zeros((plan.stages, len(plan.chunks)))
+                    found[choice][stage, chunk] = layers
+        return found
+
+
+def stage_kinds(
+    names: Sequence[str], of_layers: Sequence[int], layers: Sequence[int]
+) -> StageKinds:
+    """The kinds of stages of so many ``layers``, from the number of every layer's kind in
+    ``names``; kinds that no stage has are left out."""
+    used = sorted(set(of_layers)) or [0]
+    numbers = np.array([used.index(kind) for kind in of_layers], np.int64)
+    edges = [0, *itertools.accumulate(layers)]
+    words = tuple(numbers[start:stop] for start, stop in itertools.pairwise(edges))
+    return StageKinds(tuple(names[kind] for kind in used), words)
+
+
+def split_choice(choice: Choice) -> tuple[int, str]:
+    """The kind's number (0 where there is one kind) and the letter."""
+    return (0, choice) if isinstance(choice, str) else choice
+
+
+# ------------------------------------------------------------------ text
+
+_RUN = re.compile(r"(?:([1-9][0-9]{0,4})\*)?([A-Za-z][A-Za-z0-9_.-]{0,63})")
+_GROUP = re.compile(r"(?:([1-9][0-9]{0,4})\*)?\(([^()]*)\)|(\S+)")
+
+
+def parse_kinds(text: str) -> tuple[str, ...]:
+    """The kinds of layers, first to last, from ``3*dense 58*experts`` or ``18*(window full)``."""
+    found: list[str] = []
+    part: tuple[str, ...]
+    at = 0
+    text = text.strip()
+    while at < len(text):
+        match = _GROUP.match(text, at)
+        if match is None:
+            raise ValueError(_EXPECTED.format(text))
+        times, group, single = match.groups()
+        if single is not None:
+            run = _RUN.fullmatch(single)
+            if run is None:
+                raise ValueError(_EXPECTED.format(text))
+            part, times = (run[2],), run[1]
+        else:
+            part = parse_kinds(group)
+        repeats = int(times or 1)
+        if len(found) + len(part) * repeats > _MOST_LAYERS:
+            raise ValueError(f"kinds of layers {text!r}: more than {_MOST_LAYERS} layers")
+        found += part * repeats
+        at = match.end()
+        while at < len(text) and text[at].isspace():
+            at += 1
+    if not found:
+        raise ValueError(_EXPECTED.format(text))
+    return tuple(found)
+
+
+_MOST_LAYERS = 10_000
+_EXPECTED = (
+    "kinds of layers {!r}: expected kinds in the order of the layers, as in 3*dense 58*experts or "
+    "18*(window full)"
+)
+
+
+def format_kinds(kinds: Sequence[str]) -> str:
+    """As :func:`parse_kinds` reads it: runs; a pattern that repeats as one."""
+    for period in range(1, len(kinds) // 2 + 1):
+        if len(kinds) % period == 0 and all(a == b for a, b in zip(kinds, kinds[period:])):  # noqa: B905
+            times = len(kinds) // period
+            inner = _runs(kinds[:period])
+            return f"{times}*{inner}" if period == 1 else f"{times}*({inner})"
+    return _runs(kinds)
+
+
+def _runs(kinds: Sequence[str]) -> str:
+    runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
+    return " ".join(kind if count == 1 else f"{count}*{kind}" for kind, count in runs)

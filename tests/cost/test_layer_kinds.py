@@ -1,0 +1,627 @@
+"""Layers of several kinds: which is which, what windows see, and sums over them."""
+
+import dataclasses
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.cost import Cost, even_layers, expert_degree, named_cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
+from megatron_epp.cost.loads import pairs_before
+from megatron_epp.cost.models import MODELS, LayerShape, Model, model
+from megatron_epp.cost.profile import MEASURED, Bytes, Profile, Seconds, Workspace, layer_figures
+from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Plan
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.sim.play import play
+
+KINDS = {
+    "dense": LayerShape(),
+    "window": LayerShape(window=7),
+    "experts": LayerShape(experts=8, active_experts=2, expert_hidden=40, shared_hidden=24),
+    "latents": LayerShape(kv_rank=24, query_rank=20, rotary_size=8),
+    "expanded": LayerShape(kv_rank=24, rotary_size=8, value_size=12, carries_latents=False),
+    "attention": LayerShape(mlp=False),
+    "mlp": LayerShape(attention=False),
+}
+MODEL = Model("small", 7, 64, 176, 4, 2, 16, 1000, gated=True, kinds=KINDS, pattern=" ".join(KINDS))
+PROFILE = profile(MODEL, DEVICES["h100-80g"])
+WORDS = st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=12)
+
+
+# --- which layer is of which kind -----------------------------------------------------------------
+
+
+@given(WORDS)
+def test_kinds_go_to_text_and_back(word: list[str]) -> None:
+    assert parse_kinds(format_kinds(word)) == tuple(word)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("3*dense 2*experts", "dense dense dense experts experts"),
+        ("2*(window full) window", "window full window full window"),
+        ("2*(2*a b)", "a a b a a b"),
+        ("  a  b ", "a b"),
+    ],
+)
+def test_patterns(text: str, word: str) -> None:
+    assert " ".join(parse_kinds(text)) == word
+
+
+@pytest.mark.parametrize(
+    "bad", ["", " ", "3*", "*a", "0*a", "2*(a", "a)", "3 a", "2*((a) b)", "a,b"]
+)
+def test_a_bad_pattern_is_one_line(bad: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"kinds of layers .*: expected kinds in the order"
+    ) as caught:
+        parse_kinds(bad)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_of_too_many_layers_is_refused_at_once() -> None:
+    for bad in ("99999*a", "99999*(9999*a)", "9999*a 9999*a"):
+        with pytest.raises(ValueError, match="more than 10000 layers"):
+            parse_kinds(bad)
+
+
+@given(WORDS, st.integers(1, 4), st.integers(0, 2**32))
+def test_layers_from_the_front(word: list[str], stages: int, seed: int) -> None:
+    """Counts of letters from the front of a stage are what a plan with those letters says."""
+    random = Random(seed)
+    stages = min(stages, len(word))
+    layers = even_layers(len(word), stages)
+    names = sorted(set(word))
+    kinds = stage_kinds(names, [names.index(kind) for kind in word], layers)
+    choices = [["".join(random.choice("fmk") for _ in range(n)) for _ in range(3)] for n in layers]
+    choices = [["".join(sorted(text, key="fmk".index)) for text in row] for row in choices]
+    grids = {
+        letter: np.array([[float(text.count(letter)) for text in row] for row in choices])
+        for letter in "kfm"
+    }
+    by_kind = kinds.by_kind(grids)
+    assert kinds.by_kind(by_kind) is by_kind
+    edges = np.cumsum([0, *layers])
+    for stage, row in enumerate(choices):
+        mine = word[edges[stage] : edges[stage + 1]]
+        for chunk, text in enumerate(row):
+            for kind, name in enumerate(kinds.names):
+                for letter in "kfm":
+                    grid = by_kind.get((kind, letter))
+                    found = 0 if grid is None else grid[stage, chunk]
+                    pairs = zip(mine, text, strict=True)
+                    assert found == sum(pair == (name, letter) for pair in pairs)
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 40), st.integers(1, 50))
+def test_window_pairs_are_what_counting_says(position: int, window: int) -> None:
+    seen = sum(1 for query in range(position) for key in range(query + 1) if query - key < window)
+    assert pairs_before(position, window) == seen
+
+
+@given(st.integers(0, 2**32), st.integers(1, 60))
+def test_pairs_and_tails_of_chunks(seed: int, window: int) -> None:
+    random = Random(seed)
+    lengths = [random.randint(1, 90) for _ in range(random.randint(1, 5))]
+    plan = arbitrary_plan(lengths, (1, 1), random)
+    loads = Cost(PROFILE.of_kind("dense"), (1,), (1e12,)).loads(plan.chunks, plan.documents)
+    kept: list[set[int]] = [set() for _ in lengths]
+    for number, chunk in enumerate(plan.chunks):
+        pairs = 0
+        for span in chunk.spans:
+            for query in range(span.start, span.stop):
+                pairs += min(query + 1, window)
+            for key in range(span.start):
+                if key > span.start - window:  # seen from the slice's first token at least
+                    kept[span.document].add(key)
+        assert loads.window_pairs(window)[number] == pairs
+    assert loads.tail_tokens(window).tolist() == [len(rows) for rows in kept]
+    assert loads.window_pairs(0).tolist() == loads.pairs.tolist()
+    assert loads.tail_tokens(0).tolist() == loads.context_tokens.tolist()
+    assert loads.tail_tokens(1000).tolist() == loads.context_tokens.tolist()
+
+
+# --- sums over layers -----------------------------------------------------------------------------
+
+
+@st.composite
+def mixed(draw: st.DrawFn) -> tuple[Cost, Plan]:
+    """A cost of drawn figures, so that no two kinds are alike in any of them, and a plan for it."""
+    word = tuple(draw(WORDS))
+    stages = draw(st.integers(1, min(4, len(word))))
+    random = Random(draw(st.integers(0, 2**32)))
+    layers = even_layers(len(word), stages)
+
+    def some(most: float = 1.0) -> float:
+        return random.uniform(0.1, 1.0) * most
+
+    figures = {}
+    for kind, its in PROFILE.kinds.items():
+        letters = {letter: Bytes(some(900), some(700)) for letter in its.saved_bytes}
+        again = {letter: Bytes(some(900), some(700)) for letter in its.saved_bytes}
+        figures[kind] = dataclasses.replace(
+            layer_figures(its),
+            saved_bytes=letters,
+            recompute_workspace_bytes=again,
+            weight_input_bytes=Bytes(some(300), some(300)),
+            workspace_bytes={k: Workspace(some(), some(), some(), some(50)) for k in COMPUTE},
+            forward_workspace_bytes={"f": Workspace(some(), some(), some(), some(500))},
+        )
+    made = dataclasses.replace(PROFILE.with_kinds(figures), host_bytes_per_second=2e9)
+    zero = draw(st.sampled_from((1, 3)))
+    cost = Cost(made, layers, (1e15,) * stages, 2, 4, 2, zero, 4, word)
+    lengths = [random.randint(1, 900) for _ in range(random.randint(1, 5))]
+    letters = draw(st.sampled_from(("kf", "kfmnbca", "kfo", "o")))
+    plan = arbitrary_plan(lengths, layers, random, letters=letters, split_backward=0.3)
+    return cost, plan
+
+
+def bare(made: Profile) -> Profile:
+    """Without what the ends need."""
+    none = {kind: Seconds() for kind in COMPUTE}
+    return dataclasses.replace(
+        made,
+        first_seconds=none,
+        last_seconds=none,
+        first_bytes=Bytes(),
+        last_bytes=Bytes(),
+        last_weight_input_bytes=Bytes(),
+        last_workspace_bytes={kind: Workspace() for kind in COMPUTE},
+        first_parameters=0.0,
+        last_parameters=0.0,
+    )
+
+
+@given(mixed())
+@settings(deadline=None)
+def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
+    """Grids of stages with several kinds, against one model of one layer for every layer."""
+    cost, plan = both
+    cost = dataclasses.replace(cost, profile=bare(cost.profile))
+    table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
+    alone = {
+        kind: Cost(cost.profile.of_kind(kind), (1,), (1e15,), 2, 4, 2, cost.zero, 4)
+        for kind in set(cost.layer_kinds)
+    }
+    word, near = iter(cost.layer_kinds), pytest.approx
+    for stage, layers in enumerate(cost.layers):
+        mine = [alone[next(word)] for _ in range(layers)]
+        assert cost.kv_bytes(loads)[stage] == near(
+            sum(one.kv_bytes(loads)[0] for one in mine), abs=layers
+        )
+        assert cost.kv_gradient_bytes(loads)[stage] == near(
+            sum(one.kv_gradient_bytes(loads)[0] for one in mine), abs=layers
+        )
+        assert cost.weight_input_bytes(loads)[stage] == near(
+            sum(one.weight_input_bytes(loads)[0] for one in mine), abs=layers
+        )
+        if cost.zero == 1:
+            states = sum(one.states_bytes[0] for one in mine)
+            assert cost.states_bytes[stage] == near(states, abs=layers)
+        for chunk, choice in enumerate(plan.recompute[stage]):
+            again, held, copies = 0.0, 0.0, 0.0
+            for one, letter in zip(mine, choice, strict=True):
+                if letter == "o":
+                    copies += one.copy_seconds(loads)[chunk]
+                else:
+                    again += one.recompute_seconds(letter, loads)[chunk]
+                    held += one.saved_bytes(letter, loads)[chunk]
+            assert table.held_bytes[Item.ACTIVATIONS][stage][chunk] == near(held, abs=1.01)
+            assert table.recompute_seconds[stage][chunk] == near(again)
+            for kind in COMPUTE:
+                seconds = sum(one.seconds(kind, loads)[0, chunk] for one in mine)
+                if kind is not Kind.WEIGHT:
+                    work = seconds + (again if kind is not Kind.FORWARD else 0.0)
+                    seconds += max(0.0, copies - work)
+                assert table.seconds[kind][stage][chunk] == near(seconds)
+
+
+@given(mixed())
+@settings(deadline=None)
+def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None:
+    cost, plan = both
+    cost = dataclasses.replace(cost, profile=bare(cost.profile))
+    table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
+    alone = {
+        kind: Cost(cost.profile.of_kind(kind), (1,), (1e15,), 2, 4, 2, cost.zero, 4)
+        for kind in set(cost.layer_kinds)
+    }
+    word = iter(cost.layer_kinds)
+    for stage, layers in enumerate(cost.layers):
+        mine = [alone[next(word)] for _ in range(layers)]
+        for chunk, choice in enumerate(plan.recompute[stage]):
+            last = loads.document[chunk] >= 0 and loads.later[chunk] < 0
+            document = max(0, loads.document[chunk])
+
+            def made(one: Cost) -> float:
+                one_layer = one._kv_gradients(one.figures[0], loads)
+                return float(one_layer[document]) if last else 0.0  # noqa: B023
+
+            offloaded = [one for one, letter in zip(mine, choice, strict=True) if letter == "o"]
+            held = sum(map(made, offloaded))
+            peak = max(0.0, held)
+            for one, letter in reversed(list(zip(mine, choice, strict=True))):
+                if letter == "o":
+                    continue
+                alive = 0.0
+                if letter != "k":
+                    alive = one.recompute_workspace_bytes(letter, loads)[chunk]
+                peak = max(peak, held + alive)
+                held += made(one) - one.saved_bytes(letter, loads)[chunk]
+                peak = max(peak, held)
+            peak -= sum(map(made, mine))
+            passing = max(one.workspace_bytes(Kind.BACKWARD, loads)[0, chunk] for one in mine)
+            aside = 0.0
+            if offloaded:
+                largest = max(one.saved_bytes("k", loads)[chunk] for one in offloaded)
+                aside = min(2, len(offloaded)) * largest
+            assert table.workspace_bytes[Kind.BACKWARD][stage][chunk] == pytest.approx(
+                peak + passing + aside, abs=6
+            )
+            forward = max(
+                one.forward_workspace_bytes(loads, {letter: np.ones((1, loads.chunks))})[0, chunk]
+                for one, letter in zip(mine, choice, strict=True)
+            )
+            assert table.workspace_bytes[Kind.FORWARD][stage][chunk] == pytest.approx(
+                forward + aside, abs=2
+            )
+
+
+@given(mixed())
+@settings(deadline=None)
+def test_counts_by_kind_say_what_the_plan_says(both: tuple[Cost, Plan]) -> None:
+    """For plans whose layers of every kind stand in the order of the counts."""
+    cost, plan = both
+    order = "fmnbcako"
+    kinds, texts = cost.kinds, []
+    for stage, word in enumerate(kinds.words):
+        row = []
+        for choice in plan.recompute[stage]:
+            waiting = {
+                kind: iter(
+                    sorted(
+                        (x for x, k in zip(choice, word, strict=True) if k == kind), key=order.index
+                    )
+                )
+                for kind in set(word.tolist())
+            }
+            row.append("".join(next(waiting[kind]) for kind in word.tolist()))
+        texts.append(tuple(row))
+    plan = dataclasses.replace(plan, recompute=tuple(texts))
+    if kinds.number == 1:
+        return
+    counts = kinds.of_plan(plan)
+    counts = {choice: counts[choice] for choice in sorted(counts, key=lambda c: order.index(c[1]))}
+    told, read = cost.table_of(cost.loads(plan.chunks, plan.documents), counts), cost.table(plan)
+    for name in ("seconds", "comm_seconds", "held_bytes", "workspace_bytes"):
+        for key, grid in getattr(read, name).items():
+            assert np.allclose(getattr(told, name)[key], grid, rtol=1e-12, atol=1.01), (name, key)
+    assert np.allclose(told.recompute_seconds, read.recompute_seconds, rtol=1e-12)
+
+
+@given(mixed())
+@settings(deadline=None)
+def test_ledgers_of_mixtures_end_at_zero(both: tuple[Cost, Plan]) -> None:
+    cost, plan = both
+    played = play(plan, cost.table(plan))
+    assert played.left_bytes == (0.0,) * plan.stages
+    assert min(played.peak_bytes) >= 0
+
+
+def twins(difference: float) -> tuple[Cost, Cost]:
+    """llama3-8b, and the same in two kinds that differ so much in what nothing depends on (W's
+    gathers under ZeRO 1)."""
+    one = named_cost("llama3-8b", "h100-80g", pp=4, tp=8)
+    figures = layer_figures(one.profile)
+    gathers = {**figures.gather_seconds, Kind.WEIGHT: figures.gather_seconds[Kind.WEIGHT]}
+    gathers[Kind.WEIGHT] += difference
+    other = dataclasses.replace(figures, gather_seconds=gathers)
+    made = one.profile.with_kinds({"even": figures, "odd": other})
+    return one, dataclasses.replace(one, profile=made, layer_kinds=("even", "odd") * 16)
+
+
+def test_kinds_with_the_same_figures_are_one() -> None:
+    one, two = twins(0.0)
+    assert two.kinds.number == 1
+    _, apart = twins(1.0)
+    assert apart.kinds.number == 2 and apart.kinds.counts.tolist() == [[4.0] * 4] * 2
+    plan = arbitrary_plan([9000, 500, 7000], (8,) * 4, Random(1), letters="kfmo")
+    for other in (two, apart):
+        tables = [cost.table(plan) for cost in (one, other)]
+        for name in ("seconds", "held_bytes", "workspace_bytes", "comm_seconds"):
+            for key, grid in getattr(tables[0], name).items():
+                found = np.asarray(getattr(tables[1], name)[key])
+                if other is two:
+                    assert np.array_equal(found, grid), (name, key)
+                assert np.allclose(found, grid, rtol=1e-12, atol=1.01), (name, key)
+
+
+# --- what a cost refuses --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kinds", "error"),
+    [
+        ((), "the cost model has layers of the kinds dense, window, "),
+        (("dense", "dens"), "layers of kind 'dens': the cost model knows dense, window, "),
+        (("dense",) * 3, "kinds of layers '3*dense': of 3 layers, but the stages have 2"),
+    ],
+)
+def test_which_layer_is_which_must_be_said(kinds: tuple[str, ...], error: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Cost(PROFILE, (1, 1), (1e12,) * 2, layer_kinds=kinds)
+    assert str(caught.value).startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("ep", "experts", "error"),
+    [
+        (3, 12, "ep 3: expected a divisor of tp x cp, 8; experts that replicas share cannot be "),
+        (8, 12, "ep 8: expected a divisor of the 12 experts"),
+        (2, 0, "ep 2: the model has no experts; leave it out"),
+    ],
+)
+def test_expert_degrees(ep: int, experts: int, error: str) -> None:
+    assert expert_degree(None, 4, 2, experts) == (4 if experts else 1)
+    assert expert_degree(4, 4, 2, 12) == 4 and expert_degree(None, 4, 2, None) == 8
+    with pytest.raises(ValueError) as caught:
+        expert_degree(ep, 4, 2, experts)
+    assert str(caught.value).startswith(error)
+
+
+def test_exchanges_and_states_by_expert_degree() -> None:
+    """2 x k x hidden elements a token go there and back, what stays on the device not; a layer's
+    experts and their optimizer are shared."""
+    at = {ep: named_cost("qwen3-30b-a3b", "h200-141g", pp=4, tp=2, cp=4, ep=ep) for ep in (1, 2, 8)}
+    token = 2 * 2 * 8 * 2048
+    rates = at[1].profile.all_to_all_bytes_per_second
+    for ep in (2, 8):
+        more = at[ep].comm_seconds_per(Kind.FORWARD) - at[1].comm_seconds_per(Kind.FORWARD)
+        assert more[1, 0] == pytest.approx(12 * token * (ep - 1) / ep / 8 / rates[ep])
+        assert (more[:, 1:] == 0).all()
+        fewer = at[1].states_bytes[1] - at[ep].states_bytes[1]
+        experts = 12 * 128 * 3 * 2048 * 768
+        assert fewer == pytest.approx(6 * experts * (1 - 1 / ep), abs=4)
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+# Published: the makers' own counts, in billions; of Gemma 3 without its eyes.
+PUBLISHED = {
+    "llama3-8b": 8.03, "llama3-70b": 70.6, "qwen3-8b": 8.2, "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.0, "deepseek-v3": 671.0, "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8, "gemma3-27b": 27.0,
+}  # fmt: skip
+# Of which a token meets, embedding and output layer as the makers count them.
+ACTIVE = {"qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22.0, "deepseek-v3": 37.0, "gpt-oss-120b": 5.1}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    assert model(name).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_meets_the_published_number_of_parameters(name: str) -> None:
+    known = model(name)
+    met = sum(known.shapes[kind].active_parameters for kind in known.layer_kinds)
+    ends = known.vocabulary_parameters * (1 if name.startswith("gpt-oss") else 2)
+    assert (met + ends) / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)
+
+
+def test_flops_by_hand() -> None:
+    """Linears 2 x parameters, pairs QK' and PV, in each of the shapes."""
+    qwen = model("qwen3-30b-a3b").shapes["experts"]
+    attention = 2048 * (32 + 4 + 4 + 32) * 128
+    experts = 8 * 3 * 2048 * 768 + 2048 * 128  # and the router
+    assert qwen.flops_per_token == 2 * (attention + experts + 2 * 2048)
+    assert qwen.flops_per_pair == 4 * 32 * 128
+    deepseek = model("deepseek-v3").shapes["experts"]
+    queries = 7168 * 1536 + 1536 + 1536 * 128 * 192
+    latents = 7168 * (512 + 64) + 512
+    up, out = 512 * 128 * (128 + 128), 128 * 128 * 7168
+    mlp = 9 * 3 * 7168 * 2048 + 7168 * 256
+    assert deepseek.flops_per_token == 2 * (queries + latents + up + out + mlp + 2 * 7168)
+    assert deepseek.flops_per_pair == 2 * 128 * (192 + 128)
+    assert deepseek.flops_per_context_token == 2 * up
+    window = model("gpt-oss-120b").shapes["window"]
+    assert window.flops_per_pair == 4 * 64 * 64
+    assert window.flops_per_token == 2 * (
+        2880 * 64 * (64 + 8 + 8 + 64) + 4 * 3 * 2880 * 2880 + 2880 * 128 + 2 * 2880
+    )
+    gemma = model("gemma3-27b")
+    assert gemma.layer_kinds.count("full") == 10 and gemma.layer_kinds[:6] == (
+        *("window",) * 5, "full",
+    )  # fmt: skip
+    assert gemma.shapes["full"].flops_per_token == 2 * (
+        5376 * 128 * (32 + 16 + 16 + 32) + 3 * 5376 * 21504 + 2 * 5376
+    )
+
+
+def test_what_later_slices_get() -> None:
+    """Of DeepSeek-V3: the latent, 1,152 bytes a token on every device, or 81,920 of K and V."""
+    shape = model("deepseek-v3")
+    made = profile(shape, DEVICES["h100-80g"])
+    latent = made.kinds["experts"]
+    assert latent.kv_bytes_per_token == 1152 and latent.kv_gradient_bytes_per_token == 2304
+    expanded = {
+        kind: dataclasses.replace(value, carries_latents=False)
+        for kind, value in shape.kinds.items()
+    }
+    plain = profile(dataclasses.replace(shape, kinds=expanded), DEVICES["h100-80g"])
+    assert plain.kinds["experts"].kv_bytes_per_token == 81_920
+    assert not plain.kinds["experts"].kv_replicated and latent.kv_replicated
+    assert not plain.kinds["experts"].context_seconds and latent.context_seconds[Kind.FORWARD] > 0
+
+
+def test_layers_with_half_of_it() -> None:
+    """An attention layer and an MLP layer hold, compute and move what a whole layer does, together;
+    but there is a layer input and a launch for each."""
+    shapes = {"whole": LayerShape(), "attention": KINDS["attention"], "mlp": KINDS["mlp"]}
+    several = Model("m", 3, 64, 176, 4, 2, 16, 1000, gated=True, kinds=shapes,
+                    pattern="whole attention mlp")  # fmt: skip
+    of = profile(several, DEVICES["h100-80g"]).kinds
+    whole, halves = of["whole"], (of["attention"], of["mlp"])
+    for name in ("layer_parameters", "tensor_bytes_per_token", "all_to_all_bytes_per_token",
+                 "kv_bytes_per_token"):  # fmt: skip
+        assert getattr(whole, name) == sum(getattr(half, name) for half in halves), name
+    for kind in COMPUTE:
+        whole_F, *parts = (each.layer_seconds[kind] for each in (whole, *halves))
+        assert whole_F.per_token == pytest.approx(sum(part.per_token for part in parts))
+        assert whole_F.per_pair == sum(part.per_pair for part in parts)
+    for letter in "kmnb":
+        parts = [half.saved_bytes[letter].per_token for half in halves]
+        assert whole.saved_bytes[letter].per_token == sum(parts), letter
+    weights = [half.weight_input_bytes.per_token for half in halves]
+    assert whole.weight_input_bytes.per_token == sum(weights)
+
+
+def model_file(tmp_path, **change) -> str:
+    plain = Model("mine", 4, 64, 128, 4, 2, 16, 100, gated=True)
+    kinds = {"kinds": {"local": {"window": 128}, "far": {}}, "pattern": "2*(local far)"}
+    shape = {**dataclasses.asdict(plain), **kinds}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**shape, **change}))
+    return str(path)
+
+
+def test_a_model_of_several_kinds_of_ones_own(tmp_path) -> None:
+    found = model(model_file(tmp_path))
+    assert found.layer_kinds == ("local", "far") * 2
+    assert found.shapes["local"].shape == LayerShape(window=128)
+    cost = named_cost(model_file(tmp_path), "h100-80g", pp=2)
+    assert cost.kinds.names == ("local", "far") and cost.kinds.counts.tolist() == [[1, 1]] * 2
+    experts = {"experts": 4, "active_experts": 1, "expert_hidden": 9}
+    alone = model(model_file(tmp_path, kinds={"far": experts}, pattern=""))
+    assert alone.layer_kinds == ("far",) * 4 and alone.most_experts == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"pattern": ""}, "pattern is missing: expected which layer is of which kind"),
+        ({"pattern": "3*far"}, "pattern '3*far': of 3 layers; expected 4"),
+        ({"pattern": "4*near"}, "pattern: 'near' is none of kinds, local, far"),
+        ({"pattern": "4*"}, "kinds of layers '4*': expected kinds in the order of the layers"),
+        ({"pattern": 4}, "pattern 4: expected a text"),
+        ({"kinds": {}}, "pattern '2*(local far)': expected kinds beside it"),
+        ({"kinds": []}, "kinds: expected an object from a kind's name to its sizes"),
+        ({"kinds": {"a b": {}}}, "kinds: 'a b': expected a word of letters, digits"),
+        ({"kinds": {"far": 3}}, "kinds: far: expected an object of sizes"),
+        ({"kinds": {"far": {"windw": 3}}}, "kinds: far: unknown field 'windw'; did you mean windo"),
+        ({"kinds": {"far": {"window": -1}}}, "kinds: far: window -1: expected a whole number of a"),
+        ({"kinds": {"far": {"window": 10**12}}}, "kinds: far: window 1000000000000: expected at m"),
+        ({"kinds": {"far": {"attention": 1}}}, "kinds: far: attention 1: expected true or false"),
+        ({"kinds": {"far": {"attention": False, "mlp": False}}}, "kinds: far: attention false, ml"),
+        ({"kinds": {"far": {"experts": 4}}}, "kinds: far: active_experts 0: expected 1 to 4, the "),
+        ({"kinds": {"far": {"experts": 4, "active_experts": 5}}}, "kinds: far: active_experts 5: "),
+        ({"kinds": {"far": {"experts": 4, "active_experts": 2}}}, "kinds: far: expert_hidden 0: "),
+        ({"kinds": {"far": {"expert_hidden": 4}}}, "kinds: far: expert_hidden 4: expected experts"),
+        ({"kinds": {"far": {"rotary_size": 4}}}, "kinds: far: rotary_size 4: expected kv_rank bes"),
+        ({"kinds": {"far": {"attention": False, "window": 4}}}, "kinds: far: attention false: win"),
+        ({"kinds": {"far": {"mlp": False, "ffn_hidden": 4}}}, "kinds: far: mlp false: experts and"),
+    ],
+)  # fmt: skip
+def test_a_bad_model_file_is_one_line(tmp_path, change: dict, error: str) -> None:
+    path = model_file(tmp_path, **change)
+    with pytest.raises(ValueError) as caught:
+        model(path)
+    assert str(caught.value).startswith(f"model file {path}: {error}")
+    assert "\n" not in str(caught.value)
+
+
+# --- profiles -------------------------------------------------------------------------------------
+
+
+def test_profiles_of_several_kinds_go_to_text_and_back(tmp_path) -> None:
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+    assert list(PROFILE.kinds) == list(KINDS)
+    for kind, figures in PROFILE.kinds.items():
+        alone = PROFILE.of_kind(kind)
+        assert layer_figures(alone) == layer_figures(figures) and list(alone.kinds) == [kind]
+    again = PROFILE.of_kind("mlp").with_kinds(PROFILE.kinds)
+    assert again == PROFILE
+
+
+def test_version_1_is_one_kind() -> None:
+    """The first files knew no kinds; how their figures came about stood before their source."""
+    made = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
+    old = json.loads(made.to_json())
+    old["profile"] = 1
+    del old["provenance"]["kind"]
+    assert not {"layer_kind", "other_kinds", "window", "context_seconds"} & old.keys()
+    assert Profile.from_json(json.dumps(old)) == made
+    old["provenance"]["source"] = "measured; held bytes 1%"
+    found = Profile.from_json(json.dumps(old))
+    assert found.provenance.kind == MEASURED
+    assert Profile.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ('"window": 7', '"window": 7.5', "other_kinds: window: window: 7.5: expected a whole numb"),
+        ('"window": 7', '"windw": 7', "other_kinds: window: unknown windw"),
+        ('"other_kinds": {', '"other_kinds": {"a b": {},', "other_kinds: 'a b': expected a word"),
+        ('"other_kinds": {', '"other_kinds": {"a": {},', "other_kinds: a: lacks all_to_all_bytes_"),
+        ('"layer_kind": "dense"', '"layer_kind": "mlp"', "other_kinds: mlp is the name of the fir"),
+        ('"kind": "analytic"', '"kind": "guess"', "provenance: kind 'guess': expected measured or"),
+        ('"context_seconds": {', '"context_seconds": {"X": 1,', "expected an object with some of "),
+        ('"kv_replicated": true', '"kv_replicated": 1', "kv_replicated: 1: expected true or false"),
+    ],
+)  # fmt: skip
+def test_a_bad_profile_of_several_kinds_is_one_line(old: str, new: str, error: str) -> None:
+    text = PROFILE.to_json()
+    assert old in text
+    with pytest.raises(ValueError) as caught:
+        Profile.from_json(text.replace(old, new, 1), "p.json")
+    assert str(caught.value).startswith("profile file p.json: ") and error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- what a recomputed layer's forward needs ------------------------------------------------------
+
+
+def test_a_recomputed_layers_forward_is_promised_what_it_needs() -> None:
+    """Per letter where that is known; else what a kept layer needs, as before."""
+    made = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
+    kept, full = Workspace(3.0, 3.0, 0.0, 10.0), Workspace(40.0, 40.0, 0.0, 100.0)
+    known = dataclasses.replace(
+        made,
+        workspace_bytes={**made.workspace_bytes, Kind.FORWARD: kept},
+        forward_workspace_bytes={"f": full},
+    )
+    chunks = [Chunk.parse(["0[0:500]"]), Chunk.parse(["1[0:100]"])]
+    for per_letter, in_full in ((known, 40 * 100 + 100), (
+        dataclasses.replace(known, forward_workspace_bytes={}), 3 * 100 + 10
+    )):  # fmt: skip
+        cost = Cost(per_letter, (2, 2), (1e12,) * 2)
+        loads = cost.loads(chunks, (500, 100))
+        counts = {"f": np.array([[0.0, 1.0], [0.0, 0.0]]), "k": np.array([[2.0, 1.0], [2.0, 2.0]])}
+        found = cost.table_of(loads, counts).workspace_bytes[Kind.FORWARD]
+        assert found[0].tolist() == [3 * 500 + 10, in_full]
+        assert found[1].tolist() == [3 * 500 + 10, 3 * 100 + 10]
+    assert Profile.from_json(known.to_json()) == known
+
+
+def test_the_model_file_of_the_docs(tmp_path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cost_model.md").read_text()
+    start = text.index('    {"name": "mine"')
+    path = tmp_path / "mine.json"
+    path.write_text(text[start : text.index("\n\n", start)])
+    found = model(str(path))
+    assert format_kinds(found.layer_kinds) == "3*local far local far 2*experts"
+    assert named_cost(str(path), "h100-80g", pp=2, tp=4).ep == 4
+    fields = {field.name for field in dataclasses.fields(LayerShape)}
+    assert all(f"`{name}`" in text for name in fields), fields

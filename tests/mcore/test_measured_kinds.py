@@ -1,0 +1,132 @@
+"""Every kind of layer is measured alone, by the ranks that have it: made-up layers, found again."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_epp.cost.models import LayerShape, Model
+from megatron_epp.cost.profile import MEASURED, Profile, Provenance, layer_figures
+from megatron_epp.ir import FULL, KEEP, Kind
+from megatron_epp.mcore.patching import cpu_host
+
+cpu_host.install_cpu_host()
+
+from megatron_epp.mcore.calibrate import measure  # noqa: E402
+from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
+from megatron_epp.mcore.calibrate.probe import Measured, Shape  # noqa: E402
+from megatron_epp.mcore.job_cost import kinds_of_stage  # noqa: E402
+
+ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
+# Of a layer: forward seconds per token, per pair that its window leaves, per chunk; its window;
+# bytes per token from F to B.
+RULES = {
+    "local": (2e-6, 4e-9, 1e-4, 100, 700.0),
+    "far": (3e-6, 2e-9, 2e-4, 0, 500.0),
+}
+
+
+class MadeUpLayers:
+    """A stage with both ends, whose layers take what RULES say. ``runs`` counts layers by kind."""
+
+    first, last, head_tokens, keeps_last = True, True, 0, False
+    device = torch.device("cpu")
+    config = SimpleNamespace(
+        tensor_model_parallel_size=1, context_parallel_size=1, kv_channels=16, num_query_groups=2,
+        params_dtype=torch.float32,
+    )  # fmt: skip
+
+    def __init__(self, word: tuple[str, ...], at: int = 0, runs: list[str] | None = None):
+        self.word, self.at = word, at
+        self.runs: list[str] = [] if runs is None else runs
+        self.layer = SimpleNamespace(mlp=None, input_layernorm=None, pre_mlp_layernorm=None)
+
+    def of_layer(self, at: int) -> "MadeUpLayers":
+        return MadeUpLayers(self.word, at, self.runs)
+
+    def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
+        kind = self.word[self.at]
+        self.runs.append(kind)
+        token, pair, chunk, window, held = RULES[kind]
+        seconds = token * shape.tokens + pair * shape.pairs_within(window) + chunk
+        again = seconds if letters == FULL else 0.0
+        kept = 64.0 if letters == FULL else held
+        return Measured(
+            seconds, 2 * seconds + again, round(kept * shape.tokens),
+            weight_seconds=token * shape.tokens if split else 0.0,
+        )  # fmt: skip
+
+    def embedding(self, shape: Shape, weigh: bool = False) -> Measured:
+        return Measured(1e-7 * shape.tokens, 2e-7 * shape.tokens, shape.tokens)
+
+    def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measured:
+        return Measured(5e-7 * shape.tokens, 1e-6 * shape.tokens, 8 * shape.tokens)
+
+    def module_seconds(self, shape: Shape, module) -> float:
+        return 1e-7 * shape.tokens * (1 + len(self.word[self.at]))
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield SimpleNamespace(control=dist.group.WORLD, stages=1, stage=0)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def copies(monkeypatch) -> None:
+    """What the host's memory is worth has nothing to do with layers."""
+    monkeypatch.setattr(measure, "host_rate", lambda probe, groups: 1e9)
+
+
+def shaped(word: tuple[str, ...]) -> Model:
+    kinds = {kind: LayerShape(window=RULES[kind][3]) for kind in sorted(set(word))}
+    return Model("m", len(word), 64, 128, 4, 2, 16, 1000, kinds=kinds, pattern=" ".join(word))
+
+
+def measured(groups, word: tuple[str, ...]) -> tuple[Profile, list[str]]:
+    probe = MadeUpLayers(word)
+    return calibrate(probe, groups, shaped(word), 65536, ORIGIN, False, word), probe.runs
+
+
+def test_each_kind_is_found_again(groups) -> None:
+    made, runs = measured(groups, ("local", "far", "local"))
+    assert list(made.kinds) == ["local", "far"] and made.provenance.kind == MEASURED
+    assert [kind for at, kind in enumerate(runs) if runs[at - 1 : at] != [kind]] == ["local", "far"]
+    for kind, figures in made.kinds.items():
+        token, pair, chunk, window, held = RULES[kind]
+        forward = figures.layer_seconds[Kind.FORWARD]
+        assert figures.window == window
+        assert forward.per_token == pytest.approx(token, rel=0.02)
+        assert forward.per_pair == pytest.approx(pair, rel=0.02)
+        assert forward.per_chunk == pytest.approx(chunk, rel=0.05)
+        assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
+        assert figures.recompute_seconds["m"].per_token == pytest.approx(1e-7 * (1 + len(kind)))
+    assert f"{made.provenance.source}".count("seconds of F") == 2
+
+
+def test_a_kind_among_others_is_measured_as_it_is_alone(groups) -> None:
+    """Alone in the model, or one of two: the same layer's figures."""
+    both, _ = measured(groups, ("local", "far"))
+    for kind in RULES:
+        alone, _ = measured(groups, (kind,))
+        assert list(alone.kinds) == [kind]
+        assert layer_figures(alone) == layer_figures(both.of_kind(kind))
+    ends = {f.name for f in dataclasses.fields(Profile)} - {
+        f.name for f in dataclasses.fields(type(layer_figures(both)))
+    }
+    first = measured(groups, ("local",))[0]
+    for name in ends - {"provenance", "other_kinds"}:
+        assert getattr(both, name) == getattr(first, name), name
+
+
+def test_a_stages_kinds_follow_its_layers_numbers() -> None:
+    model = shaped(("local", "far", "local", "local"))
+    stage = SimpleNamespace(
+        decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=n) for n in (2, 3)])
+    )
+    assert kinds_of_stage(model, stage) == ("far", "local")
+    assert kinds_of_stage(Model("m", 4, 64, 128, 4, 2, 16, 1000), stage) == ()

@@ -1,0 +1,164 @@
+"""Layers of several kinds through the command line: --ep, --layer-kinds, model files, pictures."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.__main__ import main
+from megatron_epp.control.planner_process import PlannerProcess
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.models import MODELS, LayerShape, Model
+from megatron_epp.ir import Plan, Step
+from megatron_epp.planner import ALL, Options, plan_step
+
+LENGTHS = (9000, 1500, 900, 300, 12, 4000, 2500)
+QWEN = ["--model", "qwen3-30b-a3b", "--device", "h100-80g", "--pp", 4, "--tp", 8]
+KINDS = {"dense": LayerShape(), "local": LayerShape(window=64)}
+MODEL = Model("m", 4, 64, 176, 4, 2, 16, 1000, gated=True, kinds=KINDS, pattern="dense 3*local")
+
+
+@pytest.fixture
+def lengths(tmp_path) -> str:
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, LENGTHS)))
+    return str(path)
+
+
+@pytest.fixture
+def measured(tmp_path) -> list:
+    """The options of a machine known by a profile file alone."""
+    path = tmp_path / "two.json"
+    profile(MODEL, DEVICES["h100-80g"]).save(str(path))
+    return ["--cost-model", str(path), "--layers", 2, 2, "--memory-budget-gib", 10]
+
+
+def said(capsys, *words) -> str:
+    assert main(list(map(str, words))) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words) -> str:
+    assert main(list(map(str, words))) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("megatron_epp: error: ") and shown.count("\n") == 1
+    return shown
+
+
+def facts(capsys, lengths, *machine) -> dict:
+    return json.loads(said(capsys, "plan", "--lengths", lengths, "--json", "--effort", 0, *machine))
+
+
+def test_the_degree_of_experts_has_an_effect(capsys, lengths) -> None:
+    """Fewer devices share them: more memory, fewer bytes on the way."""
+    eight, two = (facts(capsys, lengths, *QWEN, "--ep", ep) for ep in (8, 4))
+    assert max(two["peak_bytes"]) > 1.2 * max(eight["peak_bytes"])
+    assert two["comm_ratio"] < eight["comm_ratio"]
+    assert facts(capsys, lengths, *QWEN)["peak_bytes"] == eight["peak_bytes"]  # the default
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--ep", 3], "ep 3: expected a divisor of tp x cp, 8; experts that replicas share "),
+        (["--ep", 0], "argument --ep: '0'"),
+        (["--layer-kinds", "48*experts"], "--layer-kinds: the model says what its layers are; "),
+    ],
+)
+def test_bad_options_of_a_model(capsys, lengths, words, error) -> None:
+    assert error in refused(capsys, "plan", "--lengths", lengths, *QWEN, *words)
+
+
+def test_experts_of_a_model_that_has_none(capsys, lengths) -> None:
+    machine = ["--model", "llama3-8b", "--device", "h100-80g", "--pp", 2, "--tp", 8, "--ep", 8]
+    assert "ep 8: the model has no experts; leave it out" in refused(
+        capsys, "plan", "--lengths", lengths, *machine
+    )
+
+
+def test_which_layer_is_which_has_an_effect(capsys, lengths, measured) -> None:
+    """Layers with a window take less time: of the first stage's, or of neither's."""
+    far, near = (
+        facts(capsys, lengths, *measured, "--pp", 2, "--layer-kinds", kinds)["seconds"]
+        for kinds in ("4*dense", "4*local")
+    )
+    mixed = facts(capsys, lengths, *measured, "--pp", 2, "--layer-kinds", "2*dense 2*local")
+    assert near < mixed["seconds"] <= far
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            [],
+            "--layer-kinds is missing: the profile knows the kinds dense, local; expected that of ",
+        ),
+        (
+            ["--layer-kinds", "3*dense"],
+            "kinds of layers '3*dense': of 3 layers, but the stages hav",
+        ),
+        (["--layer-kinds", "4*dens"], "layers of kind 'dens': the cost model knows dense, local"),
+        (
+            ["--layer-kinds", "4*("],
+            "kinds of layers '4*(': expected kinds in the order of the layer",
+        ),
+    ],
+)
+def test_kinds_that_do_not_fit_the_profile(capsys, lengths, measured, words, error) -> None:
+    told = refused(capsys, "plan", "--lengths", lengths, *measured, "--pp", 2, *words)
+    assert error[:80] in told
+
+
+def test_a_plan_tells_for_which_kinds_it_is(capsys, lengths, measured, tmp_path) -> None:
+    """Also to those who simulate and draw it later; a picture and a report name the kinds."""
+    plan = str(tmp_path / "a.plan")
+    kinds = ["--layer-kinds", "dense 3*local"]
+    told = said(capsys, "plan", "--lengths", lengths, *measured, "--pp", 2, *kinds, "-o", plan)
+    assert "layers      dense 3*local" in told
+    assert "--layer-kinds 'dense 3*local'" in Path(plan).read_text().split("\n")[0]
+    told = said(capsys, "simulate", plan)
+    assert "1 dense, 1 local" in told and "2 local" in told
+    picture = tmp_path / "a.svg"
+    said(capsys, "draw", plan, "-o", str(picture))
+    assert "layers dense 3*local" in picture.read_text()
+    both = [*QWEN, "--ep", 4]
+    said(capsys, "plan", "--lengths", lengths, *both, "-o", plan, "--effort", 0)
+    assert "--ep 4" in Path(plan).read_text().split("\n")[0]
+
+
+def test_compare_speaks_of_the_kinds(capsys, lengths) -> None:
+    machine = ["--model", "gpt-oss-20b", "--device", "h100-80g", "--pp", 2, "--tp", 8]
+    words = ["compare", "--lengths", lengths, *machine, "--effort", 0]
+    told = said(capsys, *words, "--planner", "epp", "packing", "infinipipe", "megatron-hybrid-cp")
+    assert "of the kinds 12*(window full), ep 8" in " ".join(told.split())
+    every = json.loads(said(capsys, *words, "--planner", "packing", "--json"))
+    assert "kinds" not in every[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_can_be_planned_for(capsys, lengths, name) -> None:
+    """On as many stages as hold its states."""
+    pp = {"deepseek-v3": 16, "qwen3-235b-a22b": 8, "llama3-70b": 4}.get(name, 4)
+    tp = 4 if name == "gpt-30b" else 8  # of 52 heads
+    machine = ["--model", name, "--device", "h200-141g", "--pp", pp, "--tp", tp, "--dp", 4]
+    made = facts(capsys, lengths, *machine, "--planner", "packing")
+    step = Step.parse(made["plan"])
+    assert sum(step.plans[0].layers) == MODELS[name].layers
+    assert made["fits"]
+
+
+def test_the_planner_process_knows_the_kinds() -> None:
+    """Of layers, and how many devices share experts: it plans what is planned here."""
+    cost = named_cost("gpt-oss-20b", "h100-80g", pp=2, tp=8, ep=4)
+    options = Options(context=16384, levers=ALL - {"uneven"}, effort=0)
+    process = PlannerProcess(cost, options, "packing", 1)
+    try:
+        process.ask("one", LENGTHS, False)
+        text = process.reply("one")["step"]
+    finally:
+        process.close()
+    here = plan_step(LENGTHS, cost, options, "packing", 1)
+    assert text == str(here.step)
+    assert Plan.parse(str(here.step.plans[0])).predicted is not None
