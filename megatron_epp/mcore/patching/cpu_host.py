@@ -90,9 +90,10 @@ def install_cpu_host() -> bool:
     """Make Megatron run without a GPU; returns whether the stand-ins are in place.
 
     Call it before the first import of megatron: it keeps Transformer Engine and apex out, and
-    torch.compile from compiling. A second call changes nothing but the environment, and on a machine
-    with a CUDA GPU no call does anything. ValueError: megatron was imported before and uses Transformer Engine; or there are
-    GPUs that torch cannot use, where nobody said that they are not to be used.
+    torch.compile from compiling. A second call changes nothing but the environment; on a machine
+    with a CUDA GPU no call does anything. ValueError: megatron was imported before and uses
+    Transformer Engine; or there are GPUs that torch cannot use, where nobody said that they are not
+    to be used.
     """
     if has_gpu():
         return False
