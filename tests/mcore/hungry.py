@@ -11,6 +11,8 @@ hungry.py WAY <flags>
 
 import os
 import sys
+from copy import copy
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from megatron_epp.mcore.patching import cpu_host
@@ -43,20 +45,25 @@ class StarvedInLayer:
     """Attention that has no memory in layer 1 of iteration 2, once: a stage is made for each."""
 
     def __init__(self):
-        self.iterations, self.done = 0, False
+        self.shared = SimpleNamespace(iterations=0, done=False)
 
     def attention_for(self, *asked):
         self.plain = attention_for(*asked)
         self.name, self.keeps_last = self.plain.name, self.plain.keeps_last
         return self
 
-    def make_stage(self, *arguments):
-        self.iterations += 1
-        return ModelStage(*arguments)
+    def of_layer(self, *asked):
+        own = copy(self)
+        own.plain = self.plain.of_layer(*asked)
+        return own
+
+    def make_stage(self, *arguments, **others):
+        self.shared.iterations += 1
+        return ModelStage(*arguments, **others)
 
     def __call__(self, q, k, v, state, layer, drop):
-        if self.iterations == 2 and layer == 1 and not self.done:
-            self.done = True
+        if self.shared.iterations == 2 and layer == 1 and not self.shared.done:
+            self.shared.done = True
             raise MemoryError("none for the scores")
         return self.plain(q, k, v, state, layer, drop)
 

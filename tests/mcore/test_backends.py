@@ -38,6 +38,8 @@ def config(**changes) -> SimpleNamespace:
         "tensor_model_parallel_size": 2,
         "context_parallel_size": 1,
         "params_dtype": torch.bfloat16,
+        "window_size": None,
+        "softmax_type": "vanilla",
     }
     return SimpleNamespace(**fields | changes)
 

@@ -191,8 +191,10 @@ def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
     mine = tensors(tmp_path / "resumed" / "iter_0000006", tmp_path / "a.pt")
     theirs = tensors(folder / "iter_0000006", tmp_path / "b.pt")
     assert mine.keys() == theirs.keys()
-    biases = [name for name in mine if name.endswith(("expert_bias", "softmax_offset"))]
-    assert len(biases) >= 2 and all(mine[name].any() for name in biases)
+    # After three iterations: a bias that goes to and fro is back where it was after six.
+    third = tensors(folder / "iter_0000003", tmp_path / "c.pt")
+    biases = [name for name in third if name.endswith(("expert_bias", "softmax_offset"))]
+    assert len(biases) >= 2 and not [name for name in biases if not third[name].any()]
     assert any("experts" in name and "exp_avg" in name for name in mine)
     for name in (name for name in mine if mine[name].is_floating_point()):
         assert torch.equal(mine[name], theirs[name]), name
@@ -383,10 +385,7 @@ def test_experts_are_scaled_down_with_their_structure() -> None:
     [([0] * 3 + [1] * 5, [0, 1, 1, 1]), (2, [1, 0, 1, 0]), ([0] * 4 + [1] * 4, [0, 0, 1, 1])],
 )
 def test_a_stage_keeps_both_kinds_of_its_layers(frequency, kept) -> None:
-    assert (
-        small_experts(given(moe_layer_freq=frequency), 64, 1, [4, 4], [2, 2])["moe_layer_freq"]
-        == kept
-    )
+    assert small_kinds(given(moe_layer_freq=frequency), [4, 4], [2, 2])["moe_layer_freq"] == kept
 
 
 def test_a_pattern_of_other_length_is_one_line() -> None:

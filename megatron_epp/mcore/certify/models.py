@@ -27,7 +27,7 @@ def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str
     """Join a world of ``ranks`` that meets at a file: no port to be taken by somebody else."""
     dist.init_process_group(
         backend,
-        init_method=meeting.as_uri(),
+        store=dist.FileStore(str(meeting), ranks),  # a URL would quote blanks in the path
         rank=rank,
         world_size=ranks,
         timeout=patience,

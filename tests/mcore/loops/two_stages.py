@@ -223,7 +223,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=(folder / "meeting").as_uri(),
+        store=dist.FileStore(str(folder / "meeting"), 2),
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=60),
