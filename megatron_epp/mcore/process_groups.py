@@ -29,12 +29,11 @@ def make_groups(device: torch.device) -> Groups:
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     payload: dict[Payload, dist.ProcessGroup] = {}
-    over_nccl = dist.get_backend() == "nccl"  # not where ranks share a GPU
     if len(pipeline) > 1:
         for direction in Payload:
             payload[direction] = dist.new_group(
                 timeout=timeout,
-                pg_options=message_options(device, timeout) if over_nccl else None,
+                pg_options=message_options(device, timeout),
                 group_desc=f"epp_{direction.name.lower()}",
             )
     together = mpu.get_tensor_and_context_parallel_group()
@@ -57,8 +56,9 @@ def make_groups(device: torch.device) -> Groups:
 
 
 def message_options(device: torch.device, timeout: timedelta) -> Any:
-    """How NCCL carries the messages of one direction; None on a host without a GPU."""
-    if device.type != "cuda":
+    """How NCCL carries the messages of one direction; None where it does not: on a host without a
+    GPU, and where ranks share one."""
+    if device.type != "cuda" or dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout  # torch warns where it is not the group's own
