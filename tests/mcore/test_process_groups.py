@@ -69,10 +69,14 @@ def test_groups_of_two_stages_and_of_two_peers(tmp_path) -> None:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
-def test_messages_hold_few_blocks_of_a_gpu() -> None:
+def test_messages_hold_few_blocks_of_a_gpu(monkeypatch) -> None:
     from megatron_epp.mcore.process_groups import message_options
 
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     options = message_options(torch.device("cuda"), timedelta(minutes=MINUTES))
     assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
     assert options._timeout == timedelta(minutes=MINUTES)
     assert message_options(torch.device("cpu"), timedelta(minutes=MINUTES)) is None
+    # Ranks that share a GPU.
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    assert message_options(torch.device("cuda"), timedelta(minutes=MINUTES)) is None
