@@ -4,7 +4,7 @@ No planner would choose them. They cut, pack, order and recompute in every way t
 allows, so that an executor that runs them right runs whatever a planner may think of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -50,7 +50,7 @@ def arbitrary_plan(
         replica=replica,
         replicas=replicas,
     )
-    orders = _orders(bare, random, split_backward)
+    orders = arbitrary_orders(bare, random, split_backward)
     return Plan(
         bare.documents, bare.layers, chunks, bare.recompute, orders, replica, replicas, None
     )
@@ -78,7 +78,17 @@ def _chunks(lengths: Sequence[int], random: Random) -> tuple[Chunk, ...]:
     return tuple(Chunk(tuple(spans)) for spans in made)
 
 
-def _orders(plan: Plan, random: Random, split_backward: float) -> tuple[tuple[Op, ...], ...]:
+def arbitrary_orders(
+    plan: Plan,
+    random: Random,
+    split_backward: float,
+    besides: Callable[[int, Op, Sequence[set[Op]]], bool] = lambda stage, op, finished: True,
+) -> tuple[tuple[Op, ...], ...]:
+    """Orders of all stages of ``plan``, one random walk through what is ready.
+
+    besides   (stage, op, ops finished on every stage): what an op of a stage waits for that no
+              rule says
+    """
     needs = needs_of(plan, TRAINING)  # it has no order yet, so it looks like an evaluation
     pending: list[set[Op]] = []
     for _ in plan.layers:
@@ -94,7 +104,7 @@ def _orders(plan: Plan, random: Random, split_backward: float) -> tuple[tuple[Op
     finished: list[set[Op]] = [set() for _ in plan.layers]
 
     def ready(stage: int, op: Op) -> bool:
-        return all(
+        return besides(stage, op, finished) and all(
             any(other in finished[where] for other in ops) for _, where, ops in needs(stage, op)
         )
 

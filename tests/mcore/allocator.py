@@ -58,7 +58,7 @@ class Rules:
     again: int = 220 * 1024  # a layer that lives again
     logits: int = 6 * 32_000  # of a block of the head's tokens, while F runs
     head_weight: int = 250 * MIB
-    library: int = 32 * MIB  # with the first call, for ever
+    kernels: int = 32 * MIB  # with the first call, for ever
 
 
 class MadeUpProbe:
@@ -96,7 +96,7 @@ class MadeUpProbe:
         memory.peak = base = memory.now
         if not self.called:
             self.called = True
-            memory.take(self.rules.library)
+            memory.take(self.rules.kernels)
         blocks = [memory.take(size) for size in saved]
         memory.give(memory.take(forward))
         held, forward_peak = memory.now - base, memory.peak - base

@@ -8,7 +8,7 @@ user's model flags are taken with their structure and scaled down.
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,20 +141,22 @@ def _prepare(children: Children, flags: tuple[str, ...], trial: Trial) -> Prepar
     prepared = children.ask(
         [PLAIN], "prepare", flags, trial.degrees, trial.overlap, trial.lora_rank
     )[PLAIN]
-    if isinstance(prepared, InputRefused):
-        raise ValueError(prepared.reason)
-    if isinstance(prepared, Failed):
-        raise ChildLost(f"{prepared.reason}\n{prepared.traceback}")
+    require_prepared(prepared)
     ranks = range(trial.degrees.ranks)
     answers = children.ask(
         ranks, "prepare", prepared.args, prepared.frame, prepared.weights, trial.lora_rank
     )
-    for answer in answers.values():
+    require_prepared(*answers.values())
+    return prepared
+
+
+def require_prepared(*answers: object) -> None:
+    """ValueError: a process refused the input. ChildLost: it failed."""
+    for answer in answers:
         if isinstance(answer, InputRefused):
             raise ValueError(answer.reason)
         if isinstance(answer, Failed):
             raise ChildLost(f"{answer.reason}\n{answer.traceback}")
-    return prepared
 
 
 def _batch(children: Children, number: int, prepared: Prepared, trial: Trial) -> Judged:
@@ -236,17 +238,20 @@ def row(judged: Judged) -> str:
         f"{judged.loss_error:.1e}",
         f"{judged.gradient_error:.1e}",
     ]
-    widths = (width for _, width in _COLUMNS)
+    return table_row(_COLUMNS, cells, judged.parameter, judged.problems + judged.routing)
+
+
+def table_row(
+    columns: Sequence[tuple[str, int]], cells: Sequence[str], parameter: str, why: Sequence[str]
+) -> str:
+    """``cells`` under ``columns``, the worst parameter behind them, and a line for each ``why``."""
+    widths = (width for _, width in columns)
     line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "\n        ".join(
-        [f"{line}  {judged.parameter}".rstrip(), *judged.problems, *judged.routing]
-    )
+    return "\n        ".join([f"{line}  {parameter}".rstrip(), *why])
 
 
 def verdict(judged: Sequence[Judged]) -> str:
     """The last lines: what was run, and whether it is certified."""
-    collectives = sum((batch.collectives for batch in judged), Counter())
-    issued = ", ".join(f"{name} {count}" for name, count in sorted(collectives.items()))
     every = [batch.coverage for batch in judged]
     blank = [batch.untargeted for batch in judged]
     lines = [
@@ -258,21 +263,31 @@ def verdict(judged: Sequence[Judged]) -> str:
         "two halves",
         f"without any target: {sum(u.slices for u in blank)} slices, "
         f"{sum(u.chunks for u in blank)} chunks, {sum(u.replicas for u in blank)} replicas",
-        f"collectives: {issued or 'none'}",
+        issued(batch.collectives for batch in judged),
+        conclusion(
+            {batch.number: batch.passed for batch in judged},
+            max(max(batch.loss_error, batch.gradient_error) for batch in judged),
+            "messages as planned, collectives all on the list, nothing kept behind an iteration",
+        ),
     ]
-    failed = [str(batch.number) for batch in judged if not batch.passed]
-    worst = max(max(batch.loss_error, batch.gradient_error) for batch in judged)
+    return "\n".join(lines)
+
+
+def issued(collectives: Iterable[Counter[str]]) -> str:
+    """How often each collective was called, in one line."""
+    counts = sorted(sum(collectives, Counter()).items())
+    return f"collectives: {', '.join(f'{name} {count}' for name, count in counts) or 'none'}"
+
+
+def conclusion(passed: Mapping[int, bool], worst: float, held: str) -> str:
+    """Whether it is certified: ``passed`` by the number of a batch; ``held``: what else did."""
+    failed = [str(number) for number, held_up in passed.items() if not held_up]
     if failed:
-        lines.append(
-            f"not certified: {len(failed)} of {len(judged)} batches differ from the plain model: "
+        return (
+            f"not certified: {len(failed)} of {len(passed)} batches differ from the plain model: "
             f"{' '.join(failed)} (bound {BOUND:g}, worst {worst:.1e})"
         )
-    else:
-        lines.append(
-            f"certified: {len(judged)} batches, worst error {worst:.1e} (bound {BOUND:g}); "
-            "messages as planned, collectives all on the list, nothing kept behind an iteration"
-        )
-    return "\n".join(lines)
+    return f"certified: {len(passed)} batches, worst error {worst:.1e} (bound {BOUND:g}); {held}"
 
 
 # ------------------------------------------------------------------ the command line

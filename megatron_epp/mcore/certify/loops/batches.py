@@ -20,7 +20,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import KEEP, TRAINING, Chunk, Kind, Op, Plan, Span, needs_of, slices_of
+from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
+from megatron_epp.ir.random_plan import arbitrary_orders
 from megatron_epp.mcore.certify.scale_down import CONTEXT
 
 LOSSES = ("tokens", "mean", "sequence")
@@ -145,7 +146,7 @@ def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tens
 # ------------------------------------------------------------------ plans
 
 
-def arbitrary_orders(
+def grouped_orders(
     bare: Plan, group_of: Sequence[int], random: Random, split: float
 ) -> tuple[tuple[Op, ...], ...]:
     """Orders of all stages, one random walk through what is ready.
@@ -153,48 +154,15 @@ def arbitrary_orders(
     group_of   of every chunk: the micro-batch whose loss it takes part in; on the last stage no
                backward of a group comes before its last forward
     """
-    needs = needs_of(bare, TRAINING)
     last = bare.stages - 1
-    pending: list[set[Op]] = []
-    for _ in bare.layers:
-        ops = set()
-        for chunk in range(len(bare.chunks)):
-            ops.add(Op(Kind.FORWARD, chunk))
-            halves = random.random() < split
-            ops |= (
-                {Op(Kind.INPUT, chunk), Op(Kind.WEIGHT, chunk)}
-                if halves
-                else {Op(Kind.BACKWARD, chunk)}
-            )
-        pending.append(ops)
-    done: list[list[Op]] = [[] for _ in bare.layers]
-    finished: list[set[Op]] = [set() for _ in bare.layers]
     mates = {g: [c for c, of in enumerate(group_of) if of == g] for g in set(group_of)}
 
-    def ready(stage: int, op: Op) -> bool:
-        if stage == last and op.kind in (Kind.BACKWARD, Kind.INPUT):
-            together = mates[group_of[op.chunk]]
-            if any(Op(Kind.FORWARD, c) not in finished[stage] for c in together):
-                return False
-        return all(
-            any(other in finished[where] for other in ops) for _, where, ops in needs(stage, op)
-        )
+    def forwards_done(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
+        if stage != last or op.kind not in (Kind.BACKWARD, Kind.INPUT):
+            return True
+        return all(Op(Kind.FORWARD, c) in finished[stage] for c in mates[group_of[op.chunk]])
 
-    lean = random.random()
-    while any(pending):
-        stage = random.choice([s for s, ops in enumerate(pending) if ops])
-        able = sorted(
-            (op for op in pending[stage] if ready(stage, op)), key=lambda op: (op.chunk, str(op))
-        )
-        if not able:
-            continue
-        forwards = [op for op in able if op.kind is Kind.FORWARD]
-        others = [op for op in able if op.kind is not Kind.FORWARD]
-        op = random.choice((forwards if random.random() < lean else others) or able)
-        pending[stage].remove(op)
-        finished[stage].add(op)
-        done[stage].append(op)
-    return tuple(map(tuple, done))
+    return arbitrary_orders(bare, random, split, forwards_done)
 
 
 def forward_walk(chunks: int, earlier: Sequence[int], random: Random) -> tuple[Op, ...]:
@@ -224,7 +192,7 @@ def arbitrary_whole_plan(
         orders = (forward_walk(count, [-1] * count, random),) * len(layers)
     else:
         share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
-        orders = arbitrary_orders(bare, range(count), random, share)
+        orders = grouped_orders(bare, range(count), random, share)
     return Plan(bare.documents, bare.layers, bare.chunks, bare.recompute, orders)
 
 
@@ -276,5 +244,5 @@ def arbitrary_sliced_plan(
         orders = (forward_walk(len(chunks), slices_of(bare).earlier, random),) * len(layers)
     else:
         share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
-        orders = arbitrary_orders(bare, group_of, random, share)
+        orders = grouped_orders(bare, group_of, random, share)
     return Plan(bare.documents, bare.layers, bare.chunks, bare.recompute, orders)

@@ -14,12 +14,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from megatron_epp.control.files import scratch_folder
-from megatron_epp.mcore.certify.command import BOUND, Trial, read
+from megatron_epp.mcore.certify.command import (
+    BOUND,
+    Trial,
+    conclusion,
+    issued,
+    read,
+    require_prepared,
+    table_row,
+)
 from megatron_epp.mcore.certify.compare import worst_gradient
 from megatron_epp.mcore.certify.loops.batches import LoopFrame, draw_micro_batches
 from megatron_epp.mcore.certify.loops.results import LoopComputed, LoopReference
 from megatron_epp.mcore.certify.processes import ChildLost, Children
-from megatron_epp.mcore.certify.protocol import PLAIN, Failed, InputRefused, Prepared, Role
+from megatron_epp.mcore.certify.protocol import PLAIN, Failed, Prepared, Role
 
 LEVELS = ("level0", "level1")
 
@@ -102,10 +110,7 @@ def _prepare(
     prepared = children.ask(
         [PLAIN], "prepare_loop", flags, trial.degrees, trial.overlap, per_token, sliced
     )[PLAIN]
-    if isinstance(prepared, InputRefused):
-        raise ValueError(prepared.reason)
-    if isinstance(prepared, Failed):
-        raise ChildLost(f"{prepared.reason}\n{prepared.traceback}")
+    require_prepared(prepared)
     frame = LoopFrame(
         prepared.frame.vocabulary,
         prepared.frame.layers,
@@ -115,9 +120,7 @@ def _prepare(
     )
     ranks = range(trial.degrees.ranks)
     answers = children.ask(ranks, "prepare_loop", prepared.args, frame, prepared.weights)
-    for answer in answers.values():
-        if isinstance(answer, Failed):
-            raise ChildLost(f"{answer.reason}\n{answer.traceback}")
+    require_prepared(*answers.values())
     return prepared, frame
 
 
@@ -200,33 +203,22 @@ def loop_row(judged: LoopJudged) -> str:
         f"{judged.value_error:.1e}",
         f"{judged.gradient_error:.1e}",
     ]
-    widths = (width for _, width in _COLUMNS)
-    line = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-    return "\n        ".join([f"{line}  {judged.parameter}".rstrip(), *judged.problems])
+    return table_row(_COLUMNS, cells, judged.parameter, judged.problems)
 
 
 def loop_verdict(judged: Sequence[LoopJudged]) -> str:
     """The last lines: what was run, and whether it is certified."""
-    collectives = sum((batch.collectives for batch in judged), Counter())
-    issued = ", ".join(f"{name} {count}" for name, count in sorted(collectives.items()))
     losses = Counter(batch.loss for batch in judged)
     lines = [
         f"losses: {', '.join(f'{name} {count}' for name, count in sorted(losses.items()))}; "
         f"{sum(batch.chunks for batch in judged)} chunks of "
         f"{sum(batch.micro_batches for batch in judged)} micro-batches, "
         f"{sum(batch.halved for batch in judged)} backwards in two halves",
-        f"collectives: {issued or 'none'}",
+        issued(batch.collectives for batch in judged),
+        conclusion(
+            {batch.number: batch.passed for batch in judged},
+            max(max(batch.value_error, batch.gradient_error) for batch in judged),
+            "values in the caller's order, collectives all on the list",
+        ),
     ]
-    failed = [str(batch.number) for batch in judged if not batch.passed]
-    worst = max(max(batch.value_error, batch.gradient_error) for batch in judged)
-    if failed:
-        lines.append(
-            f"not certified: {len(failed)} of {len(judged)} batches differ from the plain model: "
-            f"{' '.join(failed)} (bound {BOUND:g}, worst {worst:.1e})"
-        )
-    else:
-        lines.append(
-            f"certified: {len(judged)} batches, worst error {worst:.1e} (bound {BOUND:g}); values "
-            "in the caller's order, collectives all on the list"
-        )
     return "\n".join(lines)
