@@ -221,6 +221,9 @@ class Profile(LayerFigures):
     states                        bytes per parameter
     host_bytes_per_second         between one device and its host's memory, one direction; 0: not
                                   known, nothing can be offloaded
+    routing                       tokens that the experts of the fullest device get, over an even
+                                  share: what training learnt of it, by which memory that routing
+                                  decides is multiplied
     layer_kind                    the name of the first kind
     other_kinds                   the figures of further kinds, by name
     """
@@ -244,6 +247,7 @@ class Profile(LayerFigures):
     last_parameters: float
     states: States
     host_bytes_per_second: float = 0.0
+    routing: float = 1.0
     layer_kind: str = LAYER_KIND
     other_kinds: Mapping[str, LayerFigures] = dataclasses.field(default_factory=dict)
 
@@ -412,6 +416,12 @@ def _whole(value: Any) -> int:
     return value
 
 
+def _routing(value: Any) -> float:
+    if (number := _number(value)) < 1:
+        raise ValueError(f"{value!r}: expected a number of at least 1")
+    return number
+
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
@@ -454,6 +464,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "all_to_all_bytes_per_second": _by_degree,
     "tensor_bytes_per_second": _by_degree,
     "states": _flat(States),
+    "routing": _routing,
     "window": _whole,
     "context_seconds": _some(COMPUTE, _LETTERS_OF_KINDS, _number),
     "kv_replicated": _flag,

@@ -190,7 +190,7 @@ def calibrate(
         there = mine is not None
         _measure_bytes(mine or probe, readings, context, window, layers=there, ends=first)
         shapes = grid(layer, context, flops)
-        _measure_seconds(mine, groups, shapes, readings, window)
+        _measure_seconds(mine, groups, shapes, readings, layer)
         if first:
             _measure_end_seconds(probe, groups, shapes, readings)
         if mine is not None:
@@ -305,9 +305,9 @@ def _measure_seconds(
     groups: Groups,
     shapes: Sequence[tuple[Shape, str]],
     readings: Readings,
-    window: int,
+    layer: Layer,
 ):
-    """``probe``: None where the stage has no such layer; it waits for those that have."""
+    """``probe``: None where the stage has no such ``layer``; it waits for those that have."""
     runs: dict[tuple[Shape, str], list[Measured]] = {}
     if probe is not None:
         probe.layers(shapes[0][0], KEEP)  # what happens only once: threads, buffers, gradients
@@ -321,10 +321,11 @@ def _measure_seconds(
         for key, got in runs.items()
     }
     for (shape, letter), (forward, backward) in typical.items():
-        load = (shape.tokens, shape.pairs_within(window), 0)
+        load = (shape.tokens, shape.pairs_within(layer.shape.window), 0)
         if letter == KEEP:
-            readings.forward.append(Sample(KEEP, False, False, *load, forward))
-            readings.backward.append(Sample(KEEP, False, False, *load, backward))
+            for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
+                behind = shape.context if layer.carries_latents else 0
+                rows.append(Sample(KEEP, False, False, *load, seconds, context=behind))
         elif (shape, KEEP) in typical:
             plain = typical[shape, KEEP]
             readings.again.append((letter, max(0.0, backward - plain[1]), plain[0]))
@@ -446,6 +447,7 @@ def _fitted(
         last_workspace_tokens=float(probe.head_tokens),
         recompute_workspace_bytes=again,
         forward_workspace_bytes=forward,
+        expert_bytes_per_token=0.0,  # part of what was measured
         host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,

@@ -16,7 +16,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megatron_epp.cost.loads import pairs_before
+from megatron_epp.cost.loads import pairs_within
 from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import Aside
@@ -57,12 +57,7 @@ class Shape:
 
     def pairs_within(self, window: int) -> int:
         """Where a query sees at most ``window`` keys; 0: all before it."""
-        if not window:
-            return sum(span.pairs for span in self.spans)
-        return sum(
-            int(pairs_before(span.stop, window) - pairs_before(span.start, window))
-            for span in self.spans
-        )
+        return pairs_within(self.spans, window)
 
     @property
     def rows(self) -> tuple[Rows, ...]:
