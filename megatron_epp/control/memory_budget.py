@@ -67,8 +67,9 @@ class Event:
                 f"{line[:60]!r} is no budget event; expected "
                 "'iteration N stage N budget_bytes N correction X.XXXXXX REASON'"
             )
-        routing = float(match[5] or 1)
-        return cls(*map(int, match.group(1, 2, 3)), float(match[4]), match[6], routing)
+        iteration, stage, budget_bytes = map(int, match.group(1, 2, 3))
+        correction, routing = float(match[4]), float(match[5] or 1)
+        return cls(iteration, stage, budget_bytes, correction, match[6], routing)
 
 
 class MemoryBudget:
