@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.devices import MOST_GIB
-from megatron_epp.mcore import modelopt_flags, replaced
+from megatron_epp.mcore import replaced
+from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
 
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves

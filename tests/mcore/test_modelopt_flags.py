@@ -9,7 +9,7 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore.modelopt_flags import MEANT, add_arguments  # noqa: E402
+from megatron_epp.mcore.patching.modelopt_flags import MEANT, add_arguments  # noqa: E402
 
 
 @pytest.fixture

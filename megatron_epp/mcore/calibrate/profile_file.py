@@ -83,10 +83,6 @@ def _of_kinds(args: Any) -> list[str]:
         words.append(f"exchanged by {args.moe_token_dispatcher_type}")
     if args.window_size:
         words.append(f"window {args.window_size[0]}")
-    if args.multi_latent_attention:
-        ranks = f"{args.q_lora_rank or 0} and {args.kv_lora_rank}"
-        sizes = f"{args.qk_head_dim} + {args.qk_pos_emb_head_dim}, {args.v_head_dim}"
-        words.append(f"latents of {ranks}, heads of {sizes}")
     kinds = model_shape(args).kinds
     if len(kinds) > 1:
         words.append(f"kinds {' '.join(kinds)}")

@@ -87,7 +87,7 @@ def _experts(args: Any) -> dict[str, int]:
     }
 
 
-def _latents(args: Any) -> dict[str, int]:
+def _latents(args: Any) -> dict[str, Any]:
     if not getattr(args, "multi_latent_attention", False):
         return {}
     return {
@@ -95,6 +95,7 @@ def _latents(args: Any) -> dict[str, int]:
         "query_rank": args.q_lora_rank or 0,
         "rotary_size": args.qk_pos_emb_head_dim,
         "value_size": args.v_head_dim,
+        "carries_latents": getattr(args, "epp_mla_keeps", "latents") != "expanded",
     }
 
 
