@@ -78,7 +78,7 @@ def _of_all_layers(flag: str, given: Sequence[int], layers: int) -> tuple[bool, 
     return tuple(map(bool, given))
 
 
-def _experts(args: Any) -> dict[str, int]:
+def _experts(args: Any) -> dict[str, Any]:
     return {
         "experts": args.num_experts,
         "active_experts": args.moe_router_topk,
