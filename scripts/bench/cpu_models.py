@@ -5,7 +5,7 @@
 
 Two pipeline stages (gloo, one core each) of a model with experts like Qwen3-MoE's (16 experts, 4 of
 a token, norms of Q and K), and of one like gpt-oss (every second layer sees 128 keys in front,
-sinks, YaRN where this version runs it, 8 experts, 2 of a token). Documents are the source text of
+sinks, biases, YaRN, 8 experts, 2 of a token). Documents are the source text of
 this Python's standard library, or --data-path; a document longer than the context is truncated. As
 in cpu_pipeline.py, every batch runs in turn, in one job, with the same weights and kernels:
 
@@ -45,14 +45,14 @@ from headline import heading, host, write
 
 _COMMON = """
     --num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
-    --hidden-size 128 --num-attention-heads 4 --kv-channels 32 --group-query-attention
-    --num-query-groups 2 --normalization RMSNorm --disable-bias-linear
+    --hidden-size 128 --num-attention-heads 2 --kv-channels 32 --group-query-attention
+    --num-query-groups 1 --normalization RMSNorm
     --untie-embeddings-and-output-weights --moe-token-dispatcher-type alltoall
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
 """
 MODELS = {
     "qwen3-moe": f"""{_COMMON}
-        --swiglu --position-embedding-type rope --qk-layernorm --ffn-hidden-size 384
+        --disable-bias-linear --swiglu --position-embedding-type rope --qk-layernorm --ffn-hidden-size 384
         --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 96
     """,
     "gpt-oss": f"""{_COMMON}
@@ -63,12 +63,12 @@ MODELS = {
     """,
 }
 CASES = (
-    "qwen3-moe:16384x10",
-    "gpt-oss:16384x10",
-    "qwen3-moe:8192x16",
-    "gpt-oss:8192x16",
-    "qwen3-moe:32768x6",
-    "gpt-oss:32768x6",
+    "qwen3-moe:16384x6",
+    "gpt-oss:16384x6",
+    "qwen3-moe:8192x8",
+    "gpt-oss:8192x8",
+    "qwen3-moe:32768x4",
+    "gpt-oss:32768x4",
 )
 
 
@@ -214,7 +214,7 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", type=Case.parse, metavar="MODEL:CONTEXTxDOCUMENTS",
                         default=[Case.parse(case) for case in CASES])  # fmt: skip
-    parser.add_argument("--batches", type=int, default=3, help="batches of each case")
+    parser.add_argument("--batches", type=int, default=2, help="batches of each case")
     parser.add_argument("--first", type=int, default=0, help="number of the first batch")
     parser.add_argument("--effort", type=int, default=4)
     parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
