@@ -358,7 +358,7 @@ class Cost:
         modules = SELECTIVE.get(letter, ())
         if letter == FULL:
             row[0] += self._all_to_all(of) + self._tensor(of) + self._experts(of)
-        elif "core_attn" in modules:
+        elif "core_attn" in modules or "mla_up_proj" in modules:
             row[0] += self._all_to_all(of)
         elif "mlp" in modules:
             row[0] += self._tensor(of) / 2 + self._experts(of)

@@ -39,7 +39,7 @@ from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, 
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
-from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import seams
@@ -157,8 +157,7 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
     if hooks.pre_wrap is not None:
         model_config.pre_wrap_hooks.append(hooks.pre_wrap)
     job = Job(args, config, hooks)
-    if args.context_parallel_size > 1:
-        allow_context_parallelism(model_config)
+    mend_layer_spec(model_config)
     job.install(model_config)
     seams.apply_schedule_seam(job.choose_schedule)
 

@@ -141,7 +141,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron_epp.mcore.data.row_share import RowShare
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
-    from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+    from megatron_epp.mcore.model.layer_spec import mend_layer_spec
     from megatron_epp.mcore.process_groups import make_groups
 
     flags = _with_defaults(_without_layout(flags))
@@ -159,8 +159,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     initialize_megatron(
         get_embedding_ranks=megatron_gpt.embedding_ranks, allow_no_cuda=not cpu_host.has_gpu()
     )
-    if cp > 1:
-        allow_context_parallelism(model_config)
+    mend_layer_spec(model_config)
     config = Config.of(args)
 
     def attach(models: list[Any]) -> list[Any]:

@@ -82,10 +82,12 @@ def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
     from megatron.training.training import get_megatron_ddp_config
 
     from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
+    from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 
     args = copy.copy(alone.args)
     args.num_layers = args.encoder_num_layers = layers
     description = gpt_config_from_args(args)
+    mend_layer_spec(description)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = description.get_builder_cls()(description)
     model = builder.build_model(groups, pre_process=first, post_process=last)

@@ -20,7 +20,7 @@ from megatron.training.training import get_megatron_ddp_config
 
 from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
-from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 
 
 def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
@@ -54,8 +54,9 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def plain_model(args: Namespace) -> GPTModel:
-    """Megatron's model as it is."""
+    """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py)."""
     description = gpt_config_from_args(args)
+    mend_layer_spec(description)
     return description.get_builder_cls()(description).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
@@ -66,8 +67,7 @@ def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: in
     ``install`` hooks the job into the model's configuration, after whoever puts adapters there.
     """
     description = gpt_config_from_args(args)
-    if args.context_parallel_size > 1:
-        allow_context_parallelism(description)
+    mend_layer_spec(description)
     if lora_rank:
         description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])
     install(description)
