@@ -44,13 +44,9 @@ class PartsAttention:
         scale: float,
         before: int | None = None,
         sinks: Callable[[], Tensor | None] = lambda: None,
-        latents: bool = False,
     ):
-        self.scale, self.before, self.sinks, self.latents = scale, before, sinks, latents
-
-    def keeping_latents(self) -> "PartsAttention":
-        """The same where layers with latent attention keep latents (latents.py)."""
-        return PartsAttention(self.scale, self.before, self.sinks, True)
+        self.scale, self.before, self.sinks = scale, before, sinks
+        self.latents = False  # whether latent attention keeps them (latents.py): of the whole job
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "PartsAttention":
         """The same of a layer in which queries see ``before`` inputs in front of them (None: all),

@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import OFFLOAD, Kind, Plan, Program, Step, Transfer, lower
+from megatron_epp.layers.attention import latents
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
@@ -32,6 +33,9 @@ from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic, Transferred
+
+# Tokens of a context that are expanded at a time: as small as the contexts are.
+LATENTS_BLOCK = 7
 
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
@@ -93,6 +97,7 @@ class Rank:
         self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray], lora_rank: int
     ) -> None:
         seams.install(seams.EPP_SEAMS)
+        latents.BLOCK = LATENTS_BLOCK
         self.args, self.frame = pickle.loads(args), frame
         self.args.rank = dist.get_rank()
         self.steps = DrawnSteps()
