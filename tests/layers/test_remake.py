@@ -198,17 +198,20 @@ def test_several_outputs_are_made_again_from_the_inputs_alone() -> None:
             made = linear(a * b).tanh()
             return made[:, :HIDDEN].contiguous(), made[:, HIDDEN:].sigmoid()
 
+        def with_weight(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            return *function(a, b), linear.weight.view_as(linear.weight)
+
         meter = SavedBytesMeter(linear.parameters())
         with meter.watch(Store({})):
             if again:
-                outputs, promises = remade_all(function, inputs, list(linear.parameters()))
+                outputs, promises = remade_all(with_weight, inputs)
                 promised = list(zip(outputs, promises, strict=True))
             else:
-                outputs, promised = function(*inputs), []
-            first, second = outputs
+                outputs, promised = with_weight(*inputs), []
+            first, second, weight = outputs
             loss = without_all(promised, lambda: first.square().sum() + second.square().sum())
             held = meter.now
-            (loss + linear(inputs[0]).sum()).backward()
+            (loss + (inputs[0] @ weight.t()).sum()).backward()
             assert meter.now == 0
         return held, [t.grad for t in (*inputs, linear.weight)]
 
@@ -224,7 +227,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
     a = torch.ones(4, dtype=torch.float64)
     b = torch.ones(4, dtype=torch.float64, requires_grad=True)
     frozen = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
-    (made,), _ = remade_all(lambda a, b: (a * b * frozen,), (a, b), (frozen,))
+    (made, _), _ = remade_all(lambda a, b: (a * b * frozen, frozen.view_as(frozen)), (a, b))
     made.sum().backward()
     assert a.grad is None and frozen.grad is None
     assert torch.equal(b.grad, torch.ones_like(b))

@@ -91,16 +91,15 @@ def remade(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Pro
 
 
 def remade_all(
-    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[Promise, ...]]:
     """``function(*inputs)``, several outputs, keeping the inputs alone; and a promise for each.
 
-    ``weights``: parameters inside whose gradients are returned with the inputs', and not added up
-    on the way: whoever uses one elsewhere, too, has one sum of both.
+    The backward of what is inside is one, of all outputs: a weight that is used outside, too, may
+    be returned among them, and then has one gradient, the sum of both.
     """
-    again = _AllAgain(function, tuple(inputs), tuple(w for w in weights if w.requires_grad))
-    outputs = _RemadeAll.apply(again, *again.inputs, *again.weights)
-    again.inputs = ()  # saved by the node
+    again = _AllAgain(function)
+    outputs = _RemadeAll.apply(again, *inputs)
     return outputs, tuple(_OneOf(again, index) for index in range(len(outputs)))
 
 
@@ -171,22 +170,18 @@ class _Remade(torch.autograd.Function):
 class _AllAgain:
     """A run of ``function`` in backward, with its graph."""
 
-    def __init__(
-        self,
-        function: Callable[..., tuple[Tensor, ...]],
-        inputs: tuple[Tensor, ...],
-        weights: tuple[Tensor, ...],
-    ):
-        self.function, self.inputs, self.weights = function, inputs, weights
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
+        self.function = function
         self.node: Any = None  # given back in its backward: no cycle stays
         self.run: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def made(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(the inputs, the outputs that hang on them)."""
         if self.run is None:
+            needed = self.node.needs_input_grad[1:]
             inputs = tuple(
-                x.detach().requires_grad_(needed)
-                for x, needed in zip(self.node.saved_tensors, self.node.wanted, strict=True)
+                x.detach().requires_grad_(wanted)
+                for x, wanted in zip(self.node.saved_tensors, needed, strict=True)
             )
             with torch.enable_grad():
                 self.run = inputs, self.function(*inputs)
@@ -205,21 +200,17 @@ class _OneOf:
 
 class _RemadeAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: _AllAgain, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, again: _AllAgain, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.again, again.node = again, ctx
-        ctx.save_for_backward(*again.inputs)
-        ctx.wanted = tuple(x.requires_grad for x in again.inputs)
+        ctx.save_for_backward(*inputs)
         with torch.no_grad():
-            return again.function(*again.inputs)
+            return again.function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
         again, ctx.again = ctx.again, None
         inputs, outputs = again.made()
         again.node = again.run = None
-        wanted = [x for x in inputs if x.requires_grad]
-        found = iter(
-            torch.autograd.grad(outputs, [*wanted, *again.weights], gradients, allow_unused=True)
-        )
-        of_inputs = [next(found) if x.requires_grad else None for x in inputs]
-        return None, *of_inputs, *found
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, *(x.grad for x in inputs)

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.flash import MOST_HEAD_SIZE, FlashKernel
+from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
@@ -126,9 +127,16 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     reasons = []
     for name in (TE, TORCH) if wanted == AUTO else (wanted,):
         try:
-            kernel = _KERNELS[name](heads)
+            kernel = _kernel(name, heads)
             require_right(
-                kernel, heads.query, heads.key, heads.size, heads.scale, heads.dtype, device
+                kernel,
+                heads.query,
+                heads.key,
+                heads.size,
+                heads.scale,
+                heads.dtype,
+                device,
+                heads.value,
             )
         except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
             # Transformer Engine refuses by assertions in a dozen places.
@@ -140,6 +148,13 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     raise ValueError(
         f"--epp-attention {wanted}: no attention can be used on this device ({'; '.join(reasons)})"
     )
+
+
+def _kernel(name: str, heads: Heads) -> Kernel:
+    """Kernels that know one size of heads get the larger one."""
+    if heads.size == heads.value:
+        return _KERNELS[name](heads)
+    return PaddedKernel(_KERNELS[name](replace(heads, size=max(heads.size, heads.value), value=0)))
 
 
 def _transformer_engine(heads: Heads) -> Kernel:

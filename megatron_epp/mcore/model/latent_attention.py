@@ -67,11 +67,6 @@ class LatentLayer:
         self._tensor = config.tensor_model_parallel_size
         up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
         self._queries = getattr(around, up)
-        self._up_weights = tuple(
-            parameter
-            for module in (self._queries, around.linear_kv_up_proj)
-            for parameter in module.parameters()
-        )
 
     def install(self) -> None:
         around = self.around
@@ -111,21 +106,27 @@ class LatentLayer:
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
 
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
+            """And the up-projection, whose gradient from the context is one with that from here."""
             made = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
-            return made if self.ulysses is None else self.ulysses.to_heads(*made)
+            exchanged = made if self.ulysses is None else self.ulysses.to_heads(*made)
+            weight = self.around.linear_kv_up_proj.weight if expands else None
+            return exchanged if weight is None else (*exchanged, weight.view_as(weight))
 
+        keeps = self.attention.latents and any(rows.cut for rows in state.rows)
+        expands = keeps and any(rows.span.start > 0 for rows in state.rows)
         made_of = queries_sL, latent_sR, rotary_t1P
         promised: tuple[tuple[Tensor, Promise], ...] = ()
         if UP_PROJECTION in self.dropped.modules:
-            qkv, promises = remade_all(heads, made_of, self._up_weights)
-            promised = tuple(zip(qkv, promises, strict=True))
+            made, promises = remade_all(heads, made_of)
+            promised = tuple(zip(made[:3], promises, strict=False))
         else:
-            qkv = heads(*made_of)
+            made = heads(*made_of)
         latents = None
-        if self.attention.latents and any(rows.cut for rows in state.rows):
-            latents = self._carried(latent_sR, rotary_t1P)
+        if keeps:
+            weight_NR = made[3] if expands else self.around.linear_kv_up_proj.weight.detach()
+            latents = self._carried(latent_sR, rotary_t1P, weight_NR)
         self._made = _Made(promised, latents)
-        return *qkv, None, None
+        return *made[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The queries' latent, or what queries are made of; the latent, behind its norm; the key
@@ -228,7 +229,7 @@ class LatentLayer:
             self.dropped.promise(out, promise)
         return out.flatten(1)
 
-    def _carried(self, latent_sR: Tensor, rotary_t1P: Tensor) -> Latents:
+    def _carried(self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor) -> Latents:
         """Of all rows of the chunk, with the part of the up-projection that makes K and V of the
         heads that this rank attends with. Their gradients here are of these heads alone: what made
         the rows whole adds them up over the ranks."""
@@ -236,7 +237,7 @@ class LatentLayer:
             gather = self.around.config.sequence_parallel
             whole = gather_from_sequence_parallel_region if gather else _shared
             latent_sR = whole(latent_sR)
-        latent_t1R, weight_NR = latent_sR[:, None], self.around.linear_kv_up_proj.weight
+        latent_t1R = latent_sR[:, None]
         if self.ulysses is not None:
             latent_t1R, rotary_t1P = self.ulysses.to_all((latent_t1R, rotary_t1P))
             weight_NR = self.ulysses.of_my_heads(weight_NR)
