@@ -137,7 +137,7 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
         "biases" if args.add_bias_linear else "no biases",
         "untied" if args.untie_embeddings_and_output_weights else "tied",
     ]
-    words += ["qk-layernorm"] * args.qk_layernorm
+    words += ["qk-layernorm"] * args.qk_layernorm + ["qk-l2-norm"] * args.qk_l2_norm
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
     words += _latents_in_words(args) + experts_in_words(args) + _window_in_words(args)
     words += ["sequence parallel"] * args.sequence_parallel

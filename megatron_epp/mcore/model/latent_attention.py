@@ -60,7 +60,6 @@ class LatentLayer:
     ):
         self.around, self.attention, self.layer = around, attention, layer
         self.context, self.dropped, self.ulysses, self._alone = context, dropped, ulysses, alone
-        self.keeps_last = attention.keeps_last
         self._latents = LatentsAttention(attention.scale)
         self._made: _Made | None = None  # by project, for attend
         config = around.config
@@ -70,6 +69,7 @@ class LatentLayer:
 
     def install(self) -> None:
         around = self.around
+        self._plain = around.get_query_key_value_tensors, around._run_core_attention
         around.get_query_key_value_tensors = self.project
         around._run_core_attention = self.attend
         # The output layer's consumer comes last; of two readers of the norm the first leaves what
@@ -99,8 +99,11 @@ class LatentLayer:
         **ignored: Any,
     ) -> tuple[Tensor | None, ...]:
         """Q [T, H, D], K [T, H, D] and V [T, H, V] of the heads that this rank attends with, and
-        for Megatron two that only inference uses."""
-        state: ChunkState = packed_seq_params.state
+        for Megatron two that only inference uses. Where there is no chunk, as Megatron has it."""
+        state: ChunkState | None = getattr(packed_seq_params, "state", None)
+        if state is None:
+            others = key_value_states, position_ids, packed_seq_params
+            return self._plain[0](hidden_s1E, *others, **ignored)
         queries_sL, latent_sR, key_tP = self._compressed(hidden_s1E)
         table, factor = self._table(state, packed_seq_params.positions)
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
@@ -211,6 +214,10 @@ class LatentLayer:
         **ignored: Any,
     ) -> Tensor:
         """[t, H V], of this rank's rows and all heads of the tensor-parallel rank."""
+        if getattr(packed_seq_params, "state", None) is None:
+            return self._plain[1](
+                query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
+            )
         made, self._made = self._made, None
         assert made is not None, "attention follows its projections"
         state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
