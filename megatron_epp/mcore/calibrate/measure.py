@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import device as named_device
@@ -21,7 +22,7 @@ from megatron_epp.cost.fit import Sample, fit_profile, line_above
 from megatron_epp.cost.models import Layer, Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
-from megatron_epp.layers.recompute.wrap import ON_DEVICE
+from megatron_epp.layers.recompute.wrap import OF_LATENTS, ON_DEVICE
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
 from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
@@ -188,7 +189,8 @@ def calibrate(
         window = layer.shape.window
         # The ends once, whatever their stages' layers are.
         there = mine is not None
-        _measure_bytes(mine or probe, readings, context, window, layers=there, ends=first)
+        letters = _letters(layer)
+        _measure_bytes(mine or probe, readings, context, window, letters, layers=there, ends=first)
         shapes = grid(layer, context, flops)
         _measure_seconds(mine, groups, shapes, readings, layer)
         if first:
@@ -219,6 +221,7 @@ def _measure_bytes(
     readings: Readings,
     context: int,
     window: int = 0,
+    letters: str = ON_DEVICE,
     *,
     layers: bool = True,
     ends: bool = True,
@@ -227,7 +230,7 @@ def _measure_bytes(
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
         if layers:
-            _measure_layer_bytes(probe, readings, tokens, tokens in sizes[-2:], window)
+            _measure_layer_bytes(probe, readings, tokens, tokens in sizes[-2:], window, letters)
         if not ends:
             continue
         shape = Shape(tokens)
@@ -245,10 +248,10 @@ def _measure_bytes(
 
 
 def _measure_layer_bytes(
-    probe: Probe, readings: Readings, tokens: int, fits_line: bool, window: int
+    probe: Probe, readings: Readings, tokens: int, fits_line: bool, window: int, letters: str
 ):
     """``fits_line``: whether what is held from F to B is one of the fit's samples."""
-    for letter in ON_DEVICE:
+    for letter in letters:
         for cut in (False, True):
             shape = Shape(tokens, cut=cut)
             measured = _weighed(probe, shape, letter)
@@ -258,6 +261,11 @@ def _measure_layer_bytes(
                 readings.held.append(Sample(letter, False, False, *load, measured.held_bytes))
             if not cut:
                 readings.peaks += _peaks(measured, letter, False, tokens)
+
+
+def _letters(layer: Layer) -> str:
+    """The choices that layers of this kind have figures of their own for."""
+    return ON_DEVICE + OF_LATENTS if layer.latent else ON_DEVICE
 
 
 def _sizes(probe: Probe, context: int) -> list[int]:
@@ -356,6 +364,20 @@ def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings
     for name, parts in modules.items():
         seconds = [sum(probe.module_seconds(shape, p) for p in parts) for _ in range(REPEATS)]
         readings.module_seconds[name] = median(seconds) / shape.tokens
+    seconds = [_up_projection_seconds(probe, shape) for _ in range(REPEATS)]
+    readings.module_seconds["mla_up_proj"] = median(seconds) / shape.tokens
+
+
+def _up_projection_seconds(probe: Probe, shape: Shape) -> float:
+    """0 where the layer makes nothing of latents."""
+    config, attention = probe.config, probe.layer.self_attention
+    if not isinstance(attention, MultiLatentAttention):
+        return 0.0
+    of_queries = (
+        attention.linear_q_proj if config.q_lora_rank is None else (attention.linear_q_up_proj)
+    )
+    kv = probe.module_seconds(shape, attention.linear_kv_up_proj, config.kv_lora_rank)
+    return kv + probe.module_seconds(shape, of_queries, config.q_lora_rank or 0)
 
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings):
@@ -419,6 +441,7 @@ def _fitted(
         link_seconds=sorted(best_link.items()),
     )
     profile = fitted.profile
+    letters = _letters(model.shapes[kind])
     workspace, last_workspace, again, forward = _workspaces(
         [peak for readings in every for peak in readings.peaks], probe.head_tokens
     )
@@ -434,7 +457,7 @@ def _fitted(
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
         recompute_seconds=_recompute_seconds(every, profile),
         saved_bytes={
-            letter: profile.saved_bytes[letter if letter in ON_DEVICE else KEEP]
+            letter: profile.saved_bytes[letter if letter in letters else KEEP]
             for letter in profile.saved_bytes
         },
         first_bytes=_alike(profile.first_bytes),

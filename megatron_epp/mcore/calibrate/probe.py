@@ -21,6 +21,7 @@ from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import Aside
 from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.hooks import ChunkParams
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
@@ -143,14 +144,14 @@ class Probe:
     @property
     def keeps_last(self) -> bool:
         """Whether the stage's attention has the store keep the K and V of last slices, too."""
-        return self.layer.self_attention.core_attention.forward.keeps_last
+        return self.layer.self_attention.keeps_last
 
     def most_context(self, share: float) -> int:
         """Tokens of a context whose K and V in one layer, with their gradients as the store and as
         a kernel has them, take ``share`` of the GPU's memory."""
         total = torch.cuda.get_device_properties(self.device).total_memory
-        ranks = self.config.tensor_model_parallel_size * self.config.context_parallel_size
-        channels = 2 * self.config.kv_channels * max(1, self.config.num_query_groups // ranks)
+        heads = Heads.of(self.config)
+        channels = heads.key * (heads.size + heads.value)
         gradient = torch.promote_types(self._dtype, torch.float32)
         return int(share * total) // (channels * (2 * self._dtype.itemsize + gradient.itemsize))
 
@@ -207,9 +208,14 @@ class Probe:
         positions = params.positions[None]
         return self._pass(lambda: self.model.embedding(tokens, positions), store, weigh)
 
-    def module_seconds(self, shape: Shape, module: Callable[[Tensor], Any]) -> float:
-        """Forward alone of one of a layer's modules."""
+    def module_seconds(
+        self, shape: Shape, module: Callable[[Tensor], Any], channels: int = 0
+    ) -> float:
+        """Forward alone of one of a layer's modules; ``channels``: of its input, 0: as hidden
+        states have."""
         hidden = self._hidden(shape)
+        if channels:
+            hidden = self._normal((len(hidden), channels)).requires_grad_()
         began = self.now()
         module(hidden)
         return self.now() - began
@@ -264,9 +270,8 @@ class Probe:
 
     def _answer(self, store: Store):
         """What a later slice's backward leaves behind for one that is not the last."""
-        for layer, document, key_CGD in store:
-            zeros = torch.zeros_like(key_CGD)
-            store.add_gradient(layer, document, zeros, zeros)
+        for layer, document, kept in store:
+            store.add_gradient(layer, document, *map(torch.zeros_like, kept))
 
     def _chunk(self, shape: Shape, letters: str) -> tuple[Store, ChunkParams]:
         """A chunk in the middle of its iteration: the K and V before it are kept, and gradients
@@ -274,13 +279,9 @@ class Probe:
         # Room for all of it: some kernels read the last slice's K and V behind its context's.
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
-        groups = self.config.num_query_groups // self.config.tensor_model_parallel_size
-        groups //= self.config.context_parallel_size
-        size = (shape.context, max(1, groups), self.config.kv_channels)
         for layer in range(self.at, self.at + len(letters)):
             if shape.context:
-                key, value = (self._normal(size) for _ in range(2))
-                store.append(layer, 0, 0, key, value)
+                store.append(layer, 0, 0, *map(self._normal, self._kept_sizes(shape.context)))
         rows = self.share.padded(shape.tokens)
         state = ChunkState(0, shape.rows, rows, KEEP * self.at + letters, store)
         positions = torch.zeros(rows, dtype=torch.int64)
@@ -288,6 +289,14 @@ class Probe:
             counted = torch.arange(part.span.start, part.span.stop)
             positions[part.start : part.stop] = counted % self.context
         return store, ChunkParams.of(state, positions[self.share.mine(rows)].to(self.device))
+
+    def _kept_sizes(self, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Of the two tensors that are kept of a context: K and V, or latents and rotated keys."""
+        if self.layer.self_attention.keeps_latents:
+            config = self.config
+            return (tokens, 1, config.kv_lora_rank), (tokens, 1, config.qk_pos_emb_head_dim)
+        heads = Heads.of(self.config)
+        return (tokens, heads.key, heads.size), (tokens, heads.key, heads.value)
 
     def _hidden(self, shape: Shape) -> Tensor:
         rows = self.share.message(self.share.padded(shape.tokens))
@@ -314,7 +323,8 @@ class Probe:
         rotary = getattr(self.model, "rotary_pos_emb", None)
         if rotary is None:
             return None
-        return rotary(rotary.get_rotary_seq_len(params), packed_seq=True)
+        made = rotary(rotary.get_rotary_seq_len(params), packed_seq=True)
+        return made[0] if isinstance(made, tuple) else made
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:
