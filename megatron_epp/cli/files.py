@@ -41,16 +41,18 @@ def read_text(path: str, what: str) -> str:
         ) from error
 
 
-def read_plans(path: str) -> tuple[Plan, ...]:
-    """The plans of all replicas that the file holds; one on its own may be of any replica."""
+def read_plans(path: str) -> tuple[tuple[Plan, ...], Step | None]:
+    """The plans of all replicas that the file holds, and their step; one on its own, which may be
+    of any replica, has none."""
     return _plans(read_text(path, "plan"), path)
 
 
-def _plans(text: str, path: str) -> tuple[Plan, ...]:
+def _plans(text: str, path: str) -> tuple[tuple[Plan, ...], Step | None]:
     try:
         if text.count("plan v1") == 1 and "step v1" not in text:
-            return (Plan.parse(text),)
-        return Step.parse(text).plans
+            return (Plan.parse(text),), None
+        step = Step.parse(text)
+        return step.plans, step
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
 
@@ -58,7 +60,7 @@ def _plans(text: str, path: str) -> tuple[Plan, ...]:
 def read_plan(path: str, replica: int) -> tuple[Plan, str | None]:
     """One replica's plan of the file at ``path``, which can run; the machine it was made for."""
     text = read_text(path, "plan")
-    plans = _plans(text, path)
+    plans, _ = _plans(text, path)
     if len(plans) == 1 and replica in (0, plans[0].replica):
         plan = plans[0]
     elif replica >= len(plans):
