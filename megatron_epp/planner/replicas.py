@@ -10,7 +10,7 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import PlanError, Step
 from megatron_epp.planner.evaluation import evaluation_plans
-from megatron_epp.planner.options import Options
+from megatron_epp.planner.options import MOST_EFFORT, Options
 from megatron_epp.planner.order.emit_block import PlannedBlock
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import BLOCKS, BlockFunction, planner_of
@@ -102,10 +102,17 @@ def plan_step(
 
 
 def _unit_planner(planner: str, options: Options) -> BlockFunction:
-    """What plans the documents of one unit: of a replica, or of a block in lockstep."""
+    """What plans the documents of one unit: of a replica, or of a block in lockstep, for which it
+    may look as hard as for each of its replicas."""
     alone = planner_of(planner)
     if options.lockstep > 1:
-        return BLOCKS[planner]
+        block = BLOCKS[planner]
+
+        def plan_block(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
+            effort = min(options.effort * options.lockstep, MOST_EFFORT)
+            return block(lengths, cost, dataclasses.replace(options, effort=effort))
+
+        return plan_block
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
         return PlannedBlock((tuple(range(len(lengths))),), (alone(lengths, cost, options),))

@@ -28,5 +28,13 @@ class Groups:
     lockstep: int = 1
 
     @property
+    def in_lockstep(self) -> tuple[int, ...]:
+        """The ranks of other replicas and of this one that run every op together; none where
+        replicas run freely."""
+        if self.lockstep == 1 or self.peers is None:
+            return ()
+        return tuple(dist.get_process_group_ranks(self.peers.group))
+
+    @property
     def stages(self) -> int:
         return len(self.pipeline_ranks)
