@@ -52,7 +52,7 @@ def require_runs(step: Step, lengths: list[int], width: int) -> None:
 def test_every_planner_plans_blocks(planner, width, replicas) -> None:
     lengths = heavy_tailed(1, 40)
     cost = machine(pp=3, room_gib=20)
-    options = Options(effort=1, lockstep=width)
+    options = Options(effort=int(replicas == 2), lockstep=width)
     made = plan_step(lengths, cost, options, planner, replicas)
     require_runs(made.step, lengths, width)
     assert [found.plan for found in made.planned] == list(made.step.plans)
@@ -134,15 +134,11 @@ def test_what_a_block_may_hold_is_enough_for_each(lengths, cost, width, seed, sp
     _require_bound(lengths, cost, width, seed, split)
 
 
-@pytest.mark.parametrize("pattern", ["(dense window)*4", "latents experts*5"])
-def test_so_with_layers_of_several_kinds(pattern) -> None:
+@pytest.mark.parametrize(("pattern", "layers"), [("4*(dense window)", 8), ("latents 5*experts", 6)])
+def test_so_with_layers_of_several_kinds(pattern, layers) -> None:
     for seed in range(4):
-        cost = mixture(pattern, len(mixture_layers(pattern)), 2)
+        cost = mixture(pattern, layers, 2)
         _require_bound(heavy_tailed(seed, 15), cost, 3, seed, bool(seed % 2))
-
-
-def mixture_layers(pattern: str) -> range:
-    return range(8 if "4" in pattern else 6)
 
 
 def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> None:
