@@ -22,13 +22,14 @@ from megatron_epp.planner import (
 )
 from megatron_epp.planner.chunks.block import BlockChunking, build_block, folded
 from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams, build_chunks
-from megatron_epp.planner.order.block_table import block_seconds, in_step
+from megatron_epp.planner.order.block_table import block_seconds
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of, tables_in_step
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking
+from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 from tests.planner.cases import LENGTHS, machine, machines, mixture
 from tests.planner.test_deal import heavy_tailed

@@ -9,14 +9,14 @@ last backward, the gradients of the largest of them as long as any of the group'
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import BACKWARDS, DOCUMENT_ITEMS, Item, Kind, Table
+from megatron_epp.ir import DOCUMENT_ITEMS, Item, Kind, Table
+from megatron_epp.sim.in_step import in_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,40 +49,6 @@ def table_of(cost: Cost, loads: Loads, counts: Counts, forward_only: bool = Fals
             kind: np.max([table.workspace_bytes[kind] for table in tables], axis=0)
             for kind in tables[0].workspace_bytes
         },
-    )
-
-
-def in_step(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """``tables`` of replicas in lockstep, each with the seconds of the slowest at every op."""
-
-    def most(each: Sequence[Any]) -> np.ndarray:
-        return np.max([np.asarray(one) for one in each], axis=0)
-
-    again = most([table.recompute_seconds for table in tables])
-    seconds = {}
-    for kind in tables[0].seconds:
-        if kind in BACKWARDS:
-            both = [
-                np.asarray(table.seconds[kind]) + np.asarray(table.recompute_seconds)
-                for table in tables
-            ]
-            seconds[kind] = most(both) - again
-        else:
-            seconds[kind] = most([table.seconds[kind] for table in tables])
-    comm = {kind: most([table.comm_seconds[kind] for table in tables]) for kind in seconds}
-    link = {
-        payload: most([table.link_seconds[payload] for table in tables])
-        for payload in tables[0].link_seconds
-    }
-    return tuple(
-        dataclasses.replace(
-            table,
-            seconds=seconds,
-            recompute_seconds=again,
-            comm_seconds=comm,
-            link_seconds=link,
-        )
-        for table in tables
     )
 
 

@@ -14,10 +14,10 @@ from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import block_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.block_table import in_step
 from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
 from megatron_epp.planner.order.problem import loads_of, with_kept
 from megatron_epp.planner.result import Planned
+from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 
 
