@@ -7,15 +7,18 @@ import sys
 from megatron_epp.cli import machine
 from megatron_epp.cli.files import read_plans
 from megatron_epp.cli.options import PROGRAM
-from megatron_epp.ir import Plan, PlanError, check
+from megatron_epp.ir import Plan, PlanError, check, check_skeletons
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plans = read_plans(arguments.plan)
+    plans, step = read_plans(arguments.plan)
     for plan in plans:
         where = f"replica {plan.replica}: " if len(plans) > 1 else ""
         try:
             check(plan)
+            if step is not None and plan is plans[-1]:
+                where = ""
+                check_skeletons(step)
         except PlanError as error:
             line, *grid = str(error).split("\n")
             if not grid or arguments.json:

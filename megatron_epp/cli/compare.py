@@ -39,7 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     work = [(number, name) for number in numbers for name in names]
     for number, name in bar(work, len(work), "planning"):
         try:
-            made.append(outcome(number, batches[number], cost, options, name, arguments.dp))
+            made.append(
+                outcome(number, batches[number], cost, options, name, arguments.dp, priced=True)
+            )
         except ValueError as error:
             failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
     if not made:
@@ -68,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"Longest time to plan: {seconds_text(slowest.plan_seconds)} ({slowest.planner}, batch "
         f"{slowest.batch}); the first start took {seconds_text(cold)} more."
     )
-    for line in _verdict(made):
+    for line in (*_verdict(made), *_lockstep_prices(names, made, options.lockstep)):
         _say(line)
     for name, why in failed.items():
         _say(f"{name} failed: {why}")
@@ -191,6 +193,26 @@ def _table(names: Sequence[str], made: Sequence[Outcome]) -> str:
 
 def _median_share(shares: Sequence[float]) -> str:
     return share_text(max(0.0, statistics.median(shares)))
+
+
+def _lockstep_prices(names: Sequence[str], made: Sequence[Outcome], lockstep: int) -> list[str]:
+    """What every planner takes in lockstep against replicas that run freely."""
+    told = []
+    for name in names:
+        prices = [
+            each.lockstep_price
+            for each in made
+            if each.planner == name and each.free_seconds is not None
+        ]
+        if prices:
+            spread = f" ({min(prices):+.1%} to {max(prices):+.1%})" * (len(prices) > 1)
+            told.append(f"{name} {statistics.median(prices):+.1%}{spread}")
+    if not told:
+        return []
+    return [
+        f"In lockstep, blocks of {lockstep} replicas, against replicas that run freely at the same "
+        f"cost of every op (simulated): {', '.join(told)}"
+    ]
 
 
 def _verdict(made: Sequence[Outcome]) -> list[str]:

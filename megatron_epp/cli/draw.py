@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_epp.cli import machine, made_for
@@ -14,6 +14,7 @@ from megatron_epp.show.shapes import Drawing
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import Timeline, timeline, timeline_of
 from megatron_epp.show.torch_csv import to_torch_csv
+from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 from megatron_epp.sim.unit_table import unit_table
 
@@ -21,9 +22,9 @@ Runs = list[Timeline]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan, said = read_plan(arguments.plan, arguments.replica)
+    plan, said, block = read_plan(arguments.plan, arguments.replica)
     taken = made_for.fill(arguments, said)
-    runs = _runs(arguments, plan)
+    runs = _runs(arguments, plan, block)
     if arguments.output is None:
         for one in runs:
             sys.stdout.write(text_gantt(one, arguments.width, colour=sys.stdout.isatty()))
@@ -39,13 +40,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _runs(arguments: argparse.Namespace, plan: Plan) -> Runs:
+def _runs(arguments: argparse.Namespace, plan: Plan, block: Sequence[Plan]) -> Runs:
     """Predicted first where a machine is named or nothing was measured; then what was measured."""
     title = _title(arguments)
     runs = []
     if machine.wanted(arguments):
         cost = machine.plan_cost(arguments, plan)
-        played = play(plan, cost.table(plan))
+        played = play(plan, in_step([cost.table(one) for one in block])[0])
         kinds = f", layers {cost.kinds_text}" if cost.kinds_text else ""
         runs.append(timeline_of(played, f"{title}, predicted{kinds}", cost.budget_bytes))
     elif arguments.records is None:

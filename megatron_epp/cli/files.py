@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_epp.cli import made_for
-from megatron_epp.ir import Op, Plan, PlanError, Step, Timed, check, parse_records
+from megatron_epp.ir import (
+    Op,
+    Plan,
+    PlanError,
+    Step,
+    Timed,
+    check,
+    check_skeletons,
+    parse_records,
+)
 
 # More than this is no plan: 100,000 chunks on 64 stages take about 120 MiB.
 _MOST_BYTES = 256 << 20
@@ -41,24 +50,27 @@ def read_text(path: str, what: str) -> str:
         ) from error
 
 
-def read_plans(path: str) -> tuple[Plan, ...]:
-    """The plans of all replicas that the file holds; one on its own may be of any replica."""
+def read_plans(path: str) -> tuple[tuple[Plan, ...], Step | None]:
+    """The plans of all replicas that the file holds, and their step; one on its own, which may be
+    of any replica, has none."""
     return _plans(read_text(path, "plan"), path)
 
 
-def _plans(text: str, path: str) -> tuple[Plan, ...]:
+def _plans(text: str, path: str) -> tuple[tuple[Plan, ...], Step | None]:
     try:
         if text.count("plan v1") == 1 and "step v1" not in text:
-            return (Plan.parse(text),)
-        return Step.parse(text).plans
+            return (Plan.parse(text),), None
+        step = Step.parse(text)
+        return step.plans, step
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
 
 
-def read_plan(path: str, replica: int) -> tuple[Plan, str | None]:
-    """One replica's plan of the file at ``path``, which can run; the machine it was made for."""
+def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ...]]:
+    """One replica's plan of the file at ``path``, which can run; the machine it was made for; and
+    the plans that run in lockstep with it, its own first."""
     text = read_text(path, "plan")
-    plans = _plans(text, path)
+    plans, step = _plans(text, path)
     if len(plans) == 1 and replica in (0, plans[0].replica):
         plan = plans[0]
     elif replica >= len(plans):
@@ -68,11 +80,16 @@ def read_plan(path: str, replica: int) -> tuple[Plan, str | None]:
         )
     else:
         plan = plans[replica]
+    block = (plan,) if step is None else step.block(plan.replica)
     try:
-        check(plan)
+        if step is not None:
+            check_skeletons(step)
+        for one in block:
+            check(one)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
-    return plan, made_for.comment_in(text)
+    others = (one for one in block if one is not plan)
+    return plan, made_for.comment_in(text), (plan, *others)
 
 
 def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:

@@ -112,7 +112,7 @@ def _measured_cost(
             "expected that of every layer"
         )
     experts = None if any(each.expert_parameters for each in profile.kinds.values()) else 0
-    ep = expert_degree(arguments.ep, arguments.tp, cp, experts)
+    ep = expert_degree(arguments.ep, arguments.tp, cp, experts, dp)
     degrees = (arguments.tp, cp, dp, zero or 1, ep)
     return Cost(budgeted(profile), layers, (budget,) * pp, *degrees, kinds)
 

@@ -327,8 +327,8 @@ def _machine(
         "--ep",
         type=whole(1),
         metavar="N",
-        help="devices of a stage that share a layer's experts, a divisor of tp x cp (default: as "
-        "many as divide the experts)",
+        help="devices that share a layer's experts: a divisor of tp x cp (default: as many as "
+        "divide the experts), or a multiple, over replicas that then run in lockstep",
     )
     group.add_argument(
         "--memory-budget-gib",
@@ -407,6 +407,13 @@ def _planner(command: argparse.ArgumentParser, *, names: str | None) -> None:
         default=1,
         metavar="TOKENS",
         help="chunks are padded to a multiple of this (default: 1)",
+    )
+    group.add_argument(
+        "--lockstep",
+        type=whole(1),
+        metavar="N",
+        help="replicas that run op by op together, a divisor of --dp (default: those that share a "
+        "layer's experts, ep / (tp x cp))",
     )
     width = max(map(len, LEVERS))
     lines = (

@@ -1,7 +1,7 @@
 """What a planner made of one batch, over all replicas, as numbers for tables and JSON."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,9 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """slowest: of the replicas, whose plan the iteration waits for. step: None without pipeline."""
+    """slowest: of the replicas, whose plan the iteration waits for. step: None without pipeline.
+    free_seconds: of replicas in lockstep, what they would take if each ran for itself; None where
+    they do, or nobody asked."""
 
     batch: int
     planner: str
@@ -32,6 +34,12 @@ class Outcome:
     lower_bound_seconds: float
     plan_seconds: float
     step: Step | None
+    free_seconds: float | None = None
+
+    @property
+    def lockstep_price(self) -> float:
+        """What lockstep adds, as a share of what replicas take that run freely."""
+        return self.seconds / self.free_seconds - 1 if self.free_seconds else 0.0
 
     @property
     def seconds(self) -> float:
@@ -77,13 +85,32 @@ class Outcome:
 
 
 def outcome(
-    batch: int, lengths: Sequence[int], cost: Cost, options: Options, planner: str, replicas: int
+    batch: int,
+    lengths: Sequence[int],
+    cost: Cost,
+    options: Options,
+    planner: str,
+    replicas: int,
+    priced: bool = False,
 ) -> Outcome:
-    """Plan one batch with the planner of that name; a ValueError where it cannot."""
+    """Plan one batch with the planner of that name; a ValueError where it cannot.
+
+    priced   plan replicas in lockstep as free ones, too, for the price of lockstep
+    """
     found: tuple[Planned | PlannedGroups, ...]
+    free = None
     if planner in PIPELINES:
         planned = plan_step(lengths, cost, options, planner, replicas)
         found, step, took = planned.planned, planned.step, planned.plan_seconds
+        if priced and options.lockstep > 1:
+            alone = replace(options, lockstep=1)
+            others = plan_step(lengths, cost, alone, planner, replicas).planned
+            free = max(each.seconds for each in others)
+    elif options.lockstep > 1:
+        raise ValueError(
+            f"planner {planner!r} knows no replicas in lockstep (--ep, --lockstep); expected one "
+            f"of {', '.join(PIPELINES)}"
+        )
     else:
         deals = balance_replicas(lengths, cost, replicas)
         found = tuple(GROUPS[planner]([lengths[d] for d in held], cost, options) for held in deals)
@@ -96,7 +123,7 @@ def outcome(
         longest = lower_bound_seconds(np.array([max(lengths)]), cost)
         share = lower_bound_seconds(np.array(sorted(lengths, reverse=True)), cost) / replicas
         bound = min(bound, max(longest, share))
-    return Outcome(batch, planner, slowest, found, bound, took, step)
+    return Outcome(batch, planner, slowest, found, bound, took, step, free)
 
 
 def known_planner(name: str) -> str:

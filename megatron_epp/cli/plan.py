@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     cost = layout_cost(arguments, lengths, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
-    made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp)
+    made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)
     text = _text(made.step)
     if arguments.output is not None:
         if text is None:
@@ -41,6 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         facts["tokens"] = sum(lengths)
         facts["documents"] = len(lengths)
         facts["read"] = _read(batches.corpus.counts)
+        if made.free_seconds is not None:
+            facts["lockstep"] = {"replicas": options.lockstep, "free_seconds": made.free_seconds}
         facts["plan"] = text
         print(json.dumps(facts))
         return 0
@@ -85,10 +87,35 @@ def options_of(arguments: argparse.Namespace) -> Options:
         levers,
         multiple=arguments.multiple,
         open_layers=not arguments.layers,
+        lockstep=_lockstep(arguments),
     )
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
     return options
+
+
+def _lockstep(arguments: argparse.Namespace) -> int:
+    """Replicas of a block: as named, or those that share a layer's experts."""
+    named, shared = arguments.lockstep, 1
+    if isinstance(arguments.cp, int) and arguments.ep is not None:
+        shared = max(1, arguments.ep // (arguments.tp * arguments.cp))
+    elif arguments.ep is not None and arguments.ep > arguments.tp:
+        raise Refused(
+            f"--ep {arguments.ep}: how many replicas share a layer's experts depends on --cp; "
+            "expected a number for it"
+        )
+    if named is not None and named % shared:
+        raise Refused(
+            f"--lockstep {named}: {shared} replicas share a layer's experts (--ep); expected a "
+            "multiple"
+        )
+    lockstep = shared if named is None else named
+    if arguments.dp % lockstep:
+        what = "--ep" if named is None else "--lockstep"
+        raise Refused(
+            f"{what}: {lockstep} replicas in lockstep; expected a divisor of --dp {arguments.dp}"
+        )
+    return lockstep
 
 
 def _text(step: Step | None) -> str | None:
@@ -124,9 +151,22 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         *([f"offloaded   {share_text(offloaded)} of what layers save{host}"] if offloaded else []),
         f"chunks      {found.chunks}"
         + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
+        *_lockstep_lines(made),
         f"peak GiB    {peaks} of {budgets}" + ("" if made.fits else "  OVER THE BUDGET"),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _lockstep_lines(made: Outcome) -> list[str]:
+    """What lockstep costs, where there is one."""
+    if made.step is None or made.free_seconds is None:
+        return []
+    empty = sum(not chunk.spans for plan in made.step.plans for chunk in plan.chunks)
+    return [
+        f"lockstep    blocks of {made.step.lockstep} replicas, {empty} chunks empty; takes "
+        f"{made.lockstep_price:+.1%} against {seconds_text(made.free_seconds)} of replicas that "
+        "run freely (simulated)"
+    ]
 
 
 def _evaluation(

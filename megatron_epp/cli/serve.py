@@ -134,6 +134,7 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
 def _warm_up(cost: Cost, options: Options) -> None:
     """Load solver and compiled code before the first request comes."""
     try:
-        answer({"lengths": list(_WARM_UP)}, cost, options)
+        width = options.lockstep
+        answer({"lengths": list(_WARM_UP) * width, "replicas": width}, cost, options)
     except ValueError:
         return  # a budget too small for these: the requests will tell

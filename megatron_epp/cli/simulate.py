@@ -15,6 +15,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.show.table import plain
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text
+from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import IdleTail, Simulation, Wait, play
 
 _MOST_BUBBLES = 8
@@ -22,10 +23,15 @@ _MOST_PARTS = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan, said = read_plan(arguments.plan, arguments.replica)
+    plan, said, block = read_plan(arguments.plan, arguments.replica)
     taken = made_for.fill(arguments, said)
     cost = machine.plan_cost(arguments, plan)
-    played = play(plan, cost.table(plan), noise=arguments.noise, seed=arguments.seed)
+    played = play(
+        plan,
+        in_step([cost.table(one) for one in block])[0],
+        noise=arguments.noise,
+        seed=arguments.seed,
+    )
     if arguments.output is not None:
         write(arguments.output, format_records(played.records))
     facts = _facts(plan, cost, played)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_epp.control.step_source import SourcedStep, StepSource
-from megatron_epp.ir import PlanError, Step, check
+from megatron_epp.ir import PlanError, Step, check, check_skeletons
 from megatron_epp.runtime.consensus import agree
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.groups import Groups
@@ -43,7 +43,9 @@ class AcceptedSteps:
         except RuntimeError as error:
             logger.error("%s; a rank is lost: %s", self.waiting, str(error).splitlines()[0])
             raise
-        accept(made, lengths, forward_only, self.layers, self.groups.replica, self.groups.replicas)
+        groups = self.groups
+        place = groups.replica, groups.replicas, groups.lockstep
+        accept(made, lengths, forward_only, self.layers, *place)
         if following is not None:
             self.steps.look_ahead(iteration + 1, following)
         self.waited_seconds = time.perf_counter() - began
@@ -57,8 +59,14 @@ def accept(
     layers: tuple[int, ...],
     replica: int,
     replicas: int,
+    lockstep: int = 1,
 ) -> None:
-    """Raise a PlanError unless ``replica`` of this job can run the step on these documents."""
+    """Raise a PlanError unless ``replica`` of this job can run the step on these documents.
+
+    ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton every
+    rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared its
+    text, so all refuse it, or none.
+    """
     step, source = made.step, made.source
     if len(step.plans) != replicas:
         raise PlanError(
@@ -74,11 +82,19 @@ def accept(
             f"{source} is for {_difference(step.lengths, lengths)}: a plan runs only on documents "
             "of the lengths it was made for (leave --epp-plan out to plan each batch)"
         )
+    if step.lockstep % lockstep:
+        planned = f"lockstep {step.lockstep}" if step.lockstep > 1 else "replicas that run freely"
+        raise PlanError(
+            f"{source} is for {planned}; this job's experts are spread over {lockstep} "
+            f"replicas each, which run together: expected a step with 'lockstep {lockstep}'"
+        )
     if plan.forward_only != forward_only:
         kind = "evaluation" if plan.forward_only else "training"
         raise PlanError(f"{source} is for {kind} only")
     try:
-        check(plan)
+        check_skeletons(step)
+        for one in step.block(replica):  # a block begins together, or not at all
+            check(one)
     except PlanError as error:
         raise PlanError(f"{source} cannot be run: {error}") from error
 

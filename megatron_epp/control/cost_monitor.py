@@ -48,11 +48,18 @@ class CostMonitor:
         self._recorded: dict[int, Profile] = {}  # by iteration, of the run that is resumed
         self._tried = -PAUSE
 
-    def busy(self, cost: Cost, plan: Plan, records: Sequence[Timed]) -> float:
-        """Seconds that the cost model predicts for this rank's ops."""
-        found = residuals(plan, cost.table(plan), records)
-        self._samples.extend((one.kind, self._sample(cost, plan, one)) for one in found)
-        return sum(one.predicted for one in found)
+    def busy(
+        self, cost: Cost, plan: Plan, records: Sequence[Timed], block: Sequence[Plan] = ()
+    ) -> float:
+        """Seconds that the cost model predicts for this rank's ops. In lockstep an op takes as long
+        as the slowest of the ``block``'s plans: that is what is learnt from it."""
+        each = [
+            [(one, other) for one in residuals(other, cost.table(other), records)]
+            for other in (block or (plan,))
+        ]
+        found = [max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)]
+        self._samples.extend((one.kind, self._sample(cost, other, one)) for one, other in found)
+        return sum(one.predicted for one, _ in found)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
         # An offloaded layer computes what a kept one does; its copies are beside that.

@@ -90,7 +90,8 @@ class Observer:
         groups, predicted = self.groups, 0.0
         plan = step.plans[groups.replica]
         if isinstance(self.steps, Predicting) and failure is None and not plan.forward_only:
-            predicted = self.monitor.busy(self.steps.cost, plan, records)
+            block = step.block(groups.replica)
+            predicted = self.monitor.busy(self.steps.cost, plan, records, block)
         mine = StageReport.of(groups.replica, groups.stage, records, predicted, failure, host_bytes)
         return gather_report(mine, groups.leads, groups.control)
 

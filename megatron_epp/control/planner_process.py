@@ -72,6 +72,7 @@ class PlannerProcess:
             *("--memory-budget-gib", *budgets, "--context", str(options.context)),
             *("--levers", ",".join(sorted(options.levers)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),
+            *(("--lockstep", str(options.lockstep)) if options.lockstep > 1 else ()),
         ]
         if math.isfinite(cost.host_budget_bytes):
             self._command += ["--host-memory-gib", repr(cost.host_budget_bytes / GIB)]

@@ -14,6 +14,7 @@ from megatron_epp.cost.residuals import Sorted, residuals
 from megatron_epp.ir import COMPUTE, Kind, Op, Step, Timed, format_records, parse_records
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.show.table import plain
+from megatron_epp.sim.in_step import in_step
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +184,9 @@ class Recorder:
             timed.sort(key=lambda r: (r.stage, r.start))
             self.path(iteration, f"replica-{replica}.timed").write_text(format_records(timed))
             if cost is not None:
-                plan = step.plans[replica]
-                self._sorted.add(residuals(plan, cost.table(plan), timed))
+                block, plan = step.block(replica), step.plans[replica]
+                tables = in_step([cost.table(one) for one in block])
+                self._sorted.add(residuals(plan, tables[block.index(plan)], timed))
         if cost is not None:
             text = plain(Sorted.HEADERS, self._sorted.rows())
             (self.folder / "errors.txt").write_text(

@@ -115,8 +115,10 @@ class Retry:
 
 
 def _tokens(step: Step, failed: StageReport) -> int:
+    """Of the chunk at which memory ran out; in lockstep, of the largest that ran with it."""
     assert failed.failure is not None
-    return step.plans[failed.replica].chunks[failed.failure.chunk].tokens
+    chunk = failed.failure.chunk
+    return max(plan.chunks[chunk].tokens for plan in step.block(failed.replica))
 
 
 def _no_other_plan(at: str, failed: StageReport) -> PlanError:

@@ -78,7 +78,8 @@ class Cost:
     tp, cp, dp     tensor- and context-parallel degrees of a stage, and replicas
     zero           1: weights stay on every device (Megatron's distributed optimizer);
                    3: states are spread over the stage's devices, layers gathered for every chunk
-    ep             devices that share the experts of a layer, inside the replica
+    ep             devices that share the experts of a layer; more than tp x cp: those of several
+                   replicas, which then run in lockstep
     layer_kinds    of all layers of the model, first to last, as the profile calls them; none: all
                    are of the profile's only kind
     host_budget_bytes   of the host's memory, for what one device offloads
@@ -860,24 +861,25 @@ def named_cost(
         cp,
         dp,
         zero,
-        expert_degree(ep, tp, cp, the_model.most_experts),
+        expert_degree(ep, tp, cp, the_model.most_experts, dp),
         kinds,
     )
     cost.require_states_fit()
     return cost
 
 
-def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None) -> int:
+def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int = 1) -> int:
     """Devices that share a layer's ``experts`` (None: some number): ``ep``, where it is possible;
-    default: as many of the tp * cp as divide them."""
+    default: as many of the tp * cp as divide them. More than those are of several of the ``dp``
+    replicas, all of each."""
     if ep is None:
         return tp * cp if experts is None else gcd(tp * cp, experts) if experts else 1
     if ep > 1 and experts == 0:
         raise ValueError(f"ep {ep}: the model has no experts; leave it out")
-    if (tp * cp) % ep:
+    if (tp * cp) % ep and (ep % (tp * cp) or dp % (ep // (tp * cp))):
         raise ValueError(
-            f"ep {ep}: expected a divisor of tp x cp, {tp * cp}; experts that replicas share "
-            "cannot be planned yet"
+            f"ep {ep}: expected a divisor of tp x cp, {tp * cp}, or a multiple of it whose share "
+            f"divides dp, {dp}"
         )
     if experts and experts % ep:
         raise ValueError(f"ep {ep}: expected a divisor of the {experts} experts")

@@ -36,7 +36,7 @@ def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residu
         if op.kind in BACKWARDS:
             seconds += float(table.recompute_seconds[record.stage][op.chunk])
         chunk = plan.chunks[op.chunk]
-        context = max(span.start for span in chunk.spans)
+        context = max((span.start for span in chunk.spans), default=0)
         found.append(
             Residual(
                 record.stage, op.kind, op.chunk, chunk.tokens, context, seconds, record.seconds

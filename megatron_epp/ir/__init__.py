@@ -15,6 +15,8 @@ Standard library only. Everything else in the project speaks in these words:
     order      the ops of a stage, first to last
     plan       chunks, orders and recompute choices of one replica for one iteration
     step       one iteration of the whole job: the dealing of documents, a plan per replica
+    block      neighbouring replicas that run op by op together, in lockstep
+    skeleton   what the plans of a block have alike: the ops, and where experts run again
     program    an order with its sends and receives
     window     chunks whose forward has run on a stage and whose backward has not
     bubble     time in which a stage runs no op
@@ -37,6 +39,7 @@ from megatron_epp.ir.op import (
 )
 from megatron_epp.ir.plan import Plan, Prediction
 from megatron_epp.ir.program.lower import Program, lower, lower_stage
+from megatron_epp.ir.program.skeleton import check_skeletons
 from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
@@ -94,6 +97,7 @@ __all__ = [
     "Transfer",
     "backward_of",
     "check",
+    "check_skeletons",
     "format_records",
     "lower",
     "lower_stage",

@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.span import Span
 
+EMPTY = "-"  # a chunk without spans, in a plan's text
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Spans side by side in one pass; the rows of its tensors are the spans in this order.
 
     Packed: whole short documents. Split: one slice of a long document. Hybrid: one slice of a
-    long document beside whole short ones. A document appears at most once in a chunk.
+    long document beside whole short ones. A document appears at most once in a chunk. Empty, ``-``
+    in text: it has its ops like any other, and computes nothing of its replica's documents; for
+    replicas in lockstep of which another has more chunks (ir.step).
     """
 
     spans: tuple[Span, ...]
 
     def __post_init__(self):
-        if not self.spans:
-            raise PlanError("a chunk holds no span; expected at least one")
         if len({span.document for span in self.spans}) != len(self.spans):
             raise PlanError(f"chunk {self}: a document appears twice; join its spans")
 
@@ -33,8 +35,11 @@ class Chunk:
         return sum(span.pairs for span in self.spans)
 
     def __str__(self) -> str:
-        return " ".join(map(str, self.spans))
+        return " ".join(map(str, self.spans)) or EMPTY
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> "Chunk":
-        return cls(tuple(map(Span.parse, words)))
+        words = tuple(words)
+        if not words:
+            raise PlanError(f"a chunk holds no span; expected at least one, or {EMPTY} for none")
+        return cls(() if words == (EMPTY,) else tuple(map(Span.parse, words)))

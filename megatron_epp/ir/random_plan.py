@@ -5,6 +5,7 @@ allows, so that an executor that runs them right runs whatever a planner may thi
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -19,6 +20,7 @@ from megatron_epp.ir import (
     Span,
     needs_of,
 )
+from megatron_epp.ir.recompute import MLP_AGAIN
 
 
 def arbitrary_plan(
@@ -54,6 +56,82 @@ def arbitrary_plan(
     return Plan(
         bare.documents, bare.layers, chunks, bare.recompute, orders, replica, replicas, None
     )
+
+
+def arbitrary_block(
+    lengths: Sequence[Sequence[int]],
+    layers: Sequence[int],
+    random: Random,
+    *,
+    split_backward: float = 0.0,
+    letters: str = KEEP + FULL,
+    first: int = 0,
+    replicas: int | None = None,
+) -> tuple[Plan, ...]:
+    """Plans for the replicas of a block, which run in lockstep: one skeleton, drawn as
+    :func:`arbitrary_plan` draws, contents each replica's own.
+
+    Slices stand in the order of their chunks, which are renamed alike for all at the end: where one
+    replica cuts a document, another may have any chunks, empty ones too.
+
+    lengths   of every replica's documents; first: the number of the first of them, of ``replicas``
+    """
+    drawn = [_in_order(_chunks(each, random)) for each in lengths]
+    count = max(map(len, drawn)) + random.randint(0, 1)
+    names = random.sample(range(count), count)
+    replicas = len(lengths) if replicas is None else replicas
+    again = [letter for letter in letters if letter in MLP_AGAIN]
+    other = [letter for letter in letters if letter not in MLP_AGAIN]
+    runs_again = [
+        [[random.choice(letters) in MLP_AGAIN for _ in range(layer)] for _ in range(count)]
+        for layer in layers
+    ]
+    bare = []
+    for number, (each, chunks) in enumerate(zip(lengths, drawn, strict=True)):
+        places = sorted(random.sample(range(count), len(chunks)))
+        spread = [Chunk(())] * count
+        for place, chunk in zip(places, chunks, strict=True):
+            spread[names[place]] = chunk
+        choices = tuple(
+            tuple(
+                "".join(random.choice(again if run else other) for run in of_chunk)
+                for of_chunk in of_stage
+            )
+            for of_stage in runs_again
+        )
+        orders: tuple[tuple[Op, ...], ...] = tuple(() for _ in layers)
+        bare.append(
+            Plan(
+                tuple(each), tuple(layers), tuple(spread), choices, orders, first + number, replicas
+            )
+        )
+    needs = [needs_of(plan, TRAINING) for plan in bare[1:]]
+
+    def met(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
+        return all(
+            any(one in finished[where] for one in ops)
+            for of_replica in needs
+            for _, where, ops in of_replica(stage, op)
+        )
+
+    orders = arbitrary_orders(bare[0], random, split_backward, met)
+    return tuple(replace(plan, orders=orders) for plan in bare)
+
+
+def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """``chunks`` with the slices of every document in order, in the places that they had."""
+    starts: dict[int, list[int]] = {}
+    for place, chunk in enumerate(chunks):
+        for span in chunk.spans:
+            starts.setdefault(span.document, []).append(place)
+    cut = {document: places for document, places in starts.items() if len(places) > 1}
+    ordered = list(chunks)
+    for document, places in cut.items():
+        slices = [chunks[place] for place in places]
+        slices.sort(key=lambda chunk: next(s.start for s in chunk.spans if s.document == document))
+        for place, chunk in zip(places, slices, strict=True):
+            ordered[place] = chunk
+    return ordered
 
 
 def _chunks(lengths: Sequence[int], random: Random) -> tuple[Chunk, ...]:

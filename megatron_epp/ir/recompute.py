@@ -21,6 +21,8 @@ SELECTIVE = {
 # Everything saved, but in the host's memory between F and B: copied out while F runs, back while
 # B (or I) runs. The K and V that later slices attend to stay on the device.
 OFFLOAD = "o"
+# Whose layers run their MLP again in backward: a layer of experts then exchanges rows once more.
+MLP_AGAIN = frozenset({FULL} | {letter for letter, run in SELECTIVE.items() if "mlp" in run})
 LETTERS = KEEP + FULL + "".join(SELECTIVE) + OFFLOAD
 
 _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{LETTERS}])")

@@ -1,6 +1,7 @@
 """One iteration of the whole job: which replica gets which document, and every replica's plan.
 
 step v1
+lockstep 2                           # left out where every replica runs for itself
 deal 0: 0 2 3                        # documents of the global batch, in replica 0's order
 deal 1: 1
 plan v1
@@ -9,6 +10,9 @@ replica 0 of 2
 plan v1
 replica 1 of 2
 ...
+
+``lockstep N``: N neighbouring replicas, a *block*, run the same ops on every stage in the same
+order, as their ranks share the experts of a layer (:mod:`.program.skeleton`: what must be alike).
 """
 
 import hashlib
@@ -20,6 +24,7 @@ from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.span import NUMBER
 
 _OTHER_VERSION = re.compile(r"(plan|step) v(?!1$)[0-9]+")
+_LOCKSTEP = re.compile(rf"lockstep ({NUMBER})")
 _DEAL = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
 
 
@@ -27,11 +32,13 @@ _DEAL = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
 class Step:
     """deals[r] are the documents of the global batch that replica r computes; plans[r] its plan.
 
-    Document d of plans[r] is document deals[r][d] of the global batch.
+    Document d of plans[r] is document deals[r][d] of the global batch. ``lockstep`` neighbouring
+    replicas are a block that runs op by op together; 1: every replica runs for itself.
     """
 
     deals: tuple[tuple[int, ...], ...]
     plans: tuple[Plan, ...]
+    lockstep: int = 1
 
     def __post_init__(self):
         dealt = sorted(document for deal in self.deals for document in deal)
@@ -54,6 +61,15 @@ class Step:
                 )
             if plan.layers != self.plans[0].layers:
                 raise PlanError(f"replica {replica}: layers differ from replica 0's")
+        if self.lockstep < 1 or len(self.plans) % self.lockstep:
+            raise PlanError(
+                f"lockstep {self.lockstep}: expected a divisor of the {len(self.plans)} replicas"
+            )
+
+    def block(self, replica: int) -> tuple[Plan, ...]:
+        """The plans of the replicas that run in lockstep with ``replica``, its own among them."""
+        first = replica - replica % self.lockstep
+        return self.plans[first : first + self.lockstep]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -71,7 +87,8 @@ class Step:
 
     def __str__(self) -> str:
         deals = (f"deal {r}: {' '.join(map(str, deal))}\n" for r, deal in enumerate(self.deals))
-        return "step v1\n" + "".join(deals) + "".join(map(str, self.plans))
+        lockstep = f"lockstep {self.lockstep}\n" if self.lockstep > 1 else ""
+        return "step v1\n" + lockstep + "".join(deals) + "".join(map(str, self.plans))
 
     @classmethod
     def parse(cls, text: str) -> "Step":
@@ -92,10 +109,18 @@ class Step:
             return cls((tuple(range(len(plans[0].documents))),), tuple(plans))
         if not head or head[0] != "step v1":
             raise PlanError("expected the line 'step v1' before the plans of several replicas")
+        rest, lockstep = head[1:], 1
+        if rest and rest[0].split()[0] == "lockstep":
+            line = rest.pop(0)
+            match = _LOCKSTEP.fullmatch(line)
+            if match is None or (lockstep := int(match[1])) < 2:
+                raise PlanError(
+                    f"{line!r}: expected 'lockstep N' of at least 2 replicas, or no such line"
+                )
         deals: list[tuple[int, ...]] = []
-        for line in head[1:]:
+        for line in rest:
             match = _DEAL.fullmatch(line)
             if match is None or int(match[1]) != len(deals):
                 raise PlanError(f"{line!r}: expected 'deal {len(deals)}: DOCUMENT ...'")
             deals.append(tuple(map(int, match[2].split())))
-        return cls(tuple(deals), tuple(plans))
+        return cls(tuple(deals), tuple(plans), lockstep)

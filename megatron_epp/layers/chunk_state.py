@@ -46,6 +46,11 @@ class ChunkState:
     ledger: Any = None
     scratch: dict = field(default_factory=dict)
 
+    @property
+    def used(self) -> int:
+        """Rows in front of the padding; none of an empty chunk."""
+        return self.rows[-1].stop if self.rows else 0
+
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int) -> tuple[Rows, ...]:
     """The rows of ``chunk``: its spans one behind the other."""

@@ -56,6 +56,7 @@ def make_planning(
         levers=training_levers(config.epp_levers, args),
         effort=config.epp_effort,
         multiple=multiple,
+        lockstep=groups.lockstep,
     )
     if "offload" in {word.strip() for word in config.epp_levers.split(",")}:
         _require_rate(profile, config)

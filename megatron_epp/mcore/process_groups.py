@@ -9,6 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.training import get_args
 
 from megatron_epp.ir import Payload
+from megatron_epp.mcore.refusals import lockstep_of
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
@@ -25,7 +26,8 @@ def make_groups(device: torch.device) -> Groups:
     the world, so there are three however large it is: a message names both its ends, and NCCL makes
     a communicator for each pair of ranks that speak.
     """
-    timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
+    args = get_args()
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     payload: dict[Payload, dist.ProcessGroup] = {}
@@ -37,7 +39,13 @@ def make_groups(device: torch.device) -> Groups:
                 group_desc=f"epp_{direction.name.lower()}",
             )
     together = mpu.get_tensor_and_context_parallel_group()
-    busy = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
+    busy = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
+    lockstep = lockstep_of(args)
+    if lockstep > 1:
+        # The ranks that share a layer's experts are all those of the block's replicas.
+        together = mpu.get_expert_tensor_and_model_parallel_group()
+        busy += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
+        busy.append(together)
     stage = mpu.get_pipeline_model_parallel_rank()
     connect(payload, stage, len(pipeline), device, pipeline)
     for group in (*busy, mpu.get_data_parallel_group(with_context_parallel=True)):
@@ -52,6 +60,7 @@ def make_groups(device: torch.device) -> Groups:
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
         timeout=timeout,
         peers=Peers(together, busy, device) if together.size() > 1 else None,
+        lockstep=lockstep,
     )
 
 

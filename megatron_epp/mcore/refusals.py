@@ -34,12 +34,27 @@ def _experts(args: argparse.Namespace) -> bool:
     return bool(getattr(args, "num_experts", None))
 
 
-def _experts_leave_the_replica(args: argparse.Namespace) -> bool:
-    """Whether ranks of several replicas hold one layer's experts together."""
+def lockstep_of(args: argparse.Namespace) -> int:
+    """Replicas whose ranks hold one layer's experts together, and run in lockstep; 1: each replica
+    has them all. Neighbours, as Megatron spreads experts over the ranks of a stage in order."""
+    if not _experts(args):
+        return 1
+    return max(1, _expert_ranks(args) // _dense_ranks(args))
+
+
+def _expert_ranks(args: argparse.Namespace) -> int:
+    return int(args.expert_model_parallel_size * args.expert_tensor_parallel_size)
+
+
+def _dense_ranks(args: argparse.Namespace) -> int:
+    return int(args.tensor_model_parallel_size * args.context_parallel_size)
+
+
+def _experts_share_parts_of_replicas(args: argparse.Namespace) -> bool:
     if not _experts(args):
         return False
-    experts = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    return bool(args.tensor_model_parallel_size * args.context_parallel_size % experts)
+    experts, dense = _expert_ranks(args), _dense_ranks(args)
+    return bool(experts % dense and dense % experts)
 
 
 _POSITIONS = frozenset({"rope", "yarn", "learned_absolute", "none"})
@@ -62,11 +77,24 @@ REFUSALS = (
         ),
     ),
     Refusal(
-        "experts spread over several replicas (--expert-model-parallel-size times "
-        "--expert-tensor-parallel-size does not divide the tensor times the context ranks)",
+        "experts spread over parts of replicas (--expert-model-parallel-size times "
+        "--expert-tensor-parallel-size neither divides the tensor times the context ranks nor is a "
+        "multiple of them)",
         "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
+        "--tensor-model-parallel-size times --context-parallel-size, or is a multiple of it",
+        _experts_share_parts_of_replicas,
+    ),
+    Refusal(
+        "experts spread over replicas that exchange by gathering "
+        "(--moe-token-dispatcher-type allgather)",
+        "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
+        lambda args: lockstep_of(args) > 1 and args.moe_token_dispatcher_type == "allgather",
+    ),
+    Refusal(
+        "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
+        "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
-        _experts_leave_the_replica,
+        lambda args: lockstep_of(args) > 1 and bool(args.use_tp_pp_dp_mapping),
     ),
     Refusal(
         "experts over tensor-parallel ranks that all hold the same rows",
@@ -320,6 +348,13 @@ def refuse(args: argparse.Namespace) -> None:
     for refusal in REFUSALS:
         if refusal.asked(args):
             raise ValueError(f"--epp does not run {refusal.what}: {refusal.instead}")
+    blocks, replicas = lockstep_of(args), getattr(args, "data_parallel_size", None)
+    if replicas is not None and replicas % blocks:
+        raise ValueError(
+            f"--expert-model-parallel-size {args.expert_model_parallel_size}: with "
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} experts are spread "
+            f"over {blocks} replicas; expected that to divide the {replicas} of the job"
+        )
     if args.context_parallel_size > 1:
         ranks = args.tensor_model_parallel_size
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

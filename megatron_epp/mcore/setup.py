@@ -208,7 +208,13 @@ class Job:
         self._place = Place(self.args, self.config, groups, layers, rows, device, attention)
         if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
             speak_when_terminated(self._waiting, dist.get_rank())
-        Watcher(self._waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
+        Watcher(
+            self._waiting,
+            groups.pipeline_ranks,
+            dist.get_rank(),
+            groups.timeout,
+            together=groups.in_lockstep,
+        ).start()
         return models
 
     def _claim_folders(self, groups: Groups) -> None:

@@ -84,7 +84,7 @@ class StageRunner:
             is_last = stage == self.groups.stages - 1
             refuse_split(model, early_modules(model, self.early_head and is_last))
         slices = slices_of(plan)
-        program = lower_stage(plan, stage)
+        program = lower_stage(plan, stage, step.block(replica))
         store = store_for(plan, slices, self.keeps_last)
         feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
         self.clock.start()

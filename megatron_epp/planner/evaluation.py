@@ -1,17 +1,21 @@
 """Plans for evaluation: forwards only, through the same chunker."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError, check
+from megatron_epp.ir import Plan, PlanError, check
 from megatron_epp.planner.chunks.bin_packing import longest_first
+from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.problem import loads_of, rates_of, with_kept
+from megatron_epp.planner.order.emit import Draft, SortedBatch
+from megatron_epp.planner.order.emit_block import Share, shares_of
+from megatron_epp.planner.order.list_scheduler import F
+from megatron_epp.planner.order.problem import rates_of, with_kept
 from megatron_epp.sim.play import play
 
 # A document that does not fit in so many slices is refused: its K and V alone are too large.
@@ -29,7 +33,14 @@ def evaluation_plan(
     Activations are not kept, so memory asks only for a chunk's own workspace and for the K and V
     of one cut document at a time. A PlanError where even that does not fit.
     """
-    options = options or Options()
+    alone = replace(options or Options(), lockstep=1)
+    return evaluation_plans(lengths, cost, alone, most)[1][0]
+
+
+def evaluation_plans(
+    lengths: Sequence[int], cost: Cost, options: Options, most: int | None = None
+) -> tuple[tuple[tuple[int, ...], ...], tuple[Plan, ...]]:
+    """:func:`evaluation_plan` for the replicas of a block, and which of the documents each has."""
     batch = SortedBatch.of(lengths)
     longest = int(batch.lengths[0])
     total = int(batch.lengths.sum())
@@ -40,37 +51,36 @@ def evaluation_plan(
                 f"document {batch.names[0]} of {longest} tokens does not fit in evaluation, even "
                 f"in {FINEST} slices: raise the memory budget or use more devices"
             )
-        plan, peaks = _plan(batch, cost, options, most)
+        shares, peaks = _shares(batch, cost, options, most)
+        plans = tuple(share.plan for share in shares)
         room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
         used = np.array(peaks) - np.array(cost.states_bytes)
         worst = float((used / np.maximum(room, 1.0)).max())
         if worst <= 1:
-            check(plan)
-            return plan
-        most = min(most - 1, int(max(chunk.tokens for chunk in plan.chunks) * SMALLER))
+            for plan in plans:
+                check(plan)
+            return tuple(share.deal for share in shares), plans
+        largest = max(chunk.tokens for plan in plans for chunk in plan.chunks)
+        most = min(most - 1, int(largest * SMALLER))
 
 
-def _plan(
+def _shares(
     batch: SortedBatch, cost: Cost, options: Options, most: int
-) -> tuple[Plan, tuple[int, ...]]:
-    """The plan with chunks of at most ``most`` tokens, and its peaks."""
-    rates = rates_of(cost)
+) -> tuple[tuple[Share, ...], np.ndarray]:
+    """Plans with chunks of at most ``most`` tokens, and their peaks, [stages]."""
+    rates, width = rates_of(cost), options.lockstep
     total = float(rates.document_seconds(batch.lengths).sum())
-    wanted = max(cost.stages, round(ideal_chunks(total, rates, cost.stages)))
+    wanted = max(cost.stages, round(ideal_chunks(total / width, rates, cost.stages))) * width
     cuts = cut_each(batch.lengths, total / wanted, rates, most, options.multiple)
     loose = rates.span_seconds(cuts.tails).sum()
     loose += rates.span_seconds(cuts.shorts).sum()
     bins = max(1, round(float(loose) * wanted / total))
     bucket, buckets = longest_first(cuts, rates, bins, most)
-    chunking = assemble(cuts, bucket, buckets, rates)
-    order = tuple(Op(Kind.FORWARD, chunk) for chunk in range(chunking.count))
-    plan = Plan(
-        documents=batch.documents,
-        layers=cost.layers,
-        chunks=chunking.ir_chunks(batch.names),
-        recompute=tuple((KEEP * layers,) * chunking.count for layers in cost.layers),
-        orders=(order,) * cost.stages,
-    )
-    loads = batch.named(loads_of(chunking, batch.lengths, options.multiple))
+    chunking = folded(assemble(cuts, bucket, buckets, rates), width, rates)
+    forwards = np.tile(np.arange(chunking.count), (cost.stages, 1))
+    draft = Draft(chunking, {}, np.full(forwards.shape, F), forwards)
+    shares = shares_of(batch, draft, cost, options)
     counts = with_kept(cost, {}, chunking.count)
-    return plan, play(plan, cost.table_of(loads, counts, forward_only=True)).peak_bytes
+    tables = [cost.table_of(share.loads, counts, forward_only=True) for share in shares]
+    played = [play(share.plan, table) for share, table in zip(shares, tables, strict=True)]
+    return shares, np.max([each.peak_bytes for each in played], axis=0)

@@ -6,6 +6,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import Kind
 from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.order.block_table import block_seconds
 
 
 def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = False) -> float:
@@ -35,13 +36,23 @@ def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = Fa
     return float(np.minimum(in_one, in_halves).max())
 
 
+def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int) -> float:
+    """The same for ``width`` replicas however the documents are dealt to them: one has at least its
+    share of the work, and one the longest document.
+
+    lengths   sorted, longest first
+    """
+    whole = lower_bound_seconds(lengths, cost)
+    return whole if width == 1 else max(whole / width, lower_bound_seconds(lengths[:1], cost))
+
+
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:
     """No plan that runs these chunks in this order, backwards whole, is faster.
 
     Every stage waits for the first chunk, does all work, and waits for the last gradient.
     """
-    forward = cost.seconds(Kind.FORWARD, loads)
-    backward = cost.seconds(Kind.BACKWARD, loads)
+    forward = block_seconds(cost, Kind.FORWARD, loads)
+    backward = block_seconds(cost, Kind.BACKWARD, loads)
     last = int(chunking.backward[-1])
     ramp = np.cumsum(forward[:, 0]) - forward[:, 0]
     tail = np.cumsum(backward[:, last]) - backward[:, last]

@@ -38,6 +38,8 @@ class Options:
     effort        how much work the search may do, in proportion; 0 takes the first good plan
     multiple      executors pad the tokens of a chunk to a multiple of this; costs count the padding
     open_layers   whether stages may get other numbers of layers than the cost says (lever uneven)
+    lockstep      replicas of a block, which share the experts of a layer and have one skeleton
+                  (ir.program.skeleton); 1: every replica is planned for itself
     """
 
     context: int = 0
@@ -45,13 +47,15 @@ class Options:
     effort: int = 4
     multiple: int = 1
     open_layers: bool = False
+    lockstep: int = 1
 
     def __post_init__(self):
         for name in ("context", "effort"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 0")
-        if self.multiple < 1:
-            raise ValueError(f"multiple {self.multiple}: expected at least 1")
+        for name in ("multiple", "lockstep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
         for lever in sorted(self.levers - ALL):
             raise ValueError(_unknown(lever))
 

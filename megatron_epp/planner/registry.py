@@ -18,11 +18,13 @@ from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch, emit
+from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import Planned, PlannedGroups
 
 DraftFunction = Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
 PlanFunction = Callable[[Sequence[int], Cost, Options], Planned]
+BlockFunction = Callable[[Sequence[int], Cost, Options], PlannedBlock]
 GroupFunction = Callable[[Sequence[int], Cost, Options], PlannedGroups]
 
 
@@ -37,6 +39,24 @@ def _pipeline(name: str, draft: DraftFunction) -> PlanFunction:
         assert made is not None, "nothing was excluded, so there is a draft"
         planned = emit(name, batch, made.draft, made.cost, options)
         return dataclasses.replace(planned, plan_seconds=time.perf_counter() - began)
+
+    return plan
+
+
+def _block(name: str, draft: DraftFunction) -> BlockFunction:
+    """The planner ``name`` for the replicas of a block (options.lockstep), whose documents it
+    deals to them; a PlanError where a document fits no plan."""
+
+    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
+        began = time.perf_counter()
+        batch = SortedBatch.of(lengths)
+        require_fit(cost, batch.documents)
+        made = draft(batch, cost, options)
+        assert made is not None, "nothing was excluded, so there is a draft"
+        found = emit_block(name, batch, made.draft, made.cost, options)
+        took = (time.perf_counter() - began) / options.lockstep
+        planned = tuple(dataclasses.replace(each, plan_seconds=took) for each in found.planned)
+        return dataclasses.replace(found, planned=planned)
 
     return plan
 
@@ -63,6 +83,8 @@ _DRAFTS: Mapping[str, DraftFunction] = {
 PIPELINES: Mapping[str, PlanFunction] = {
     name: _pipeline(name, draft) for name, draft in _DRAFTS.items()
 }
+# The same for the replicas of a block together.
+BLOCKS: Mapping[str, BlockFunction] = {name: _block(name, draft) for name, draft in _DRAFTS.items()}
 # Methods without a pipeline, for comparison.
 GROUPS: Mapping[str, GroupFunction] = {
     "flexsp": _groups(flexsp.plan),

@@ -9,10 +9,11 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import PlanError, Step
-from megatron_epp.planner.evaluation import evaluation_plan
-from megatron_epp.planner.options import Options
+from megatron_epp.planner.evaluation import evaluation_plans
+from megatron_epp.planner.options import MOST_EFFORT, Options
+from megatron_epp.planner.order.emit_block import PlannedBlock
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.registry import PlanFunction, planner_of
+from megatron_epp.planner.registry import BLOCKS, BlockFunction, planner_of
 from megatron_epp.planner.result import Planned, PlannedStep
 
 # At most this many rounds of balancing, each but the first with what the plans before it took, and
@@ -26,31 +27,36 @@ WHOLE_EFFORT = 4
 
 
 def balance_replicas(
-    lengths: Sequence[int], cost: Cost, replicas: int, overhead: Sequence[float] | None = None
+    lengths: Sequence[int],
+    cost: Cost,
+    replicas: int,
+    overhead: Sequence[float] | None = None,
+    least: int = 1,
 ) -> Deals:
     """Give every document to a replica: longest first, each to the replica that is done first.
 
-    Returns the documents of every replica, in the order of the batch; at least one each.
+    Returns the documents of every replica, in the order of the batch; at least ``least`` each.
 
     overhead   per replica, seconds that its plan takes beside its documents' own work
     """
     documents = len(lengths)
-    if not 1 <= replicas <= documents:
+    if not 1 <= replicas * least <= documents:
         raise ValueError(
-            f"{documents} documents for {replicas} replicas: expected at least one for each; "
-            "raise the global batch size or lower the data-parallel degree"
+            f"{documents} documents for {replicas * least} replicas: expected at least one for "
+            "each; raise the global batch size or lower the data-parallel degree"
         )
     seconds = rates_of(cost).document_seconds(np.asarray(lengths, dtype=np.int64)).tolist()
     order = sorted(range(documents), key=lambda d: -lengths[d])
     start = [0.0] * replicas if overhead is None else list(overhead)
     deals: list[list[int]] = [[] for _ in range(replicas)]
     # The longest documents go one to each, so that no replica stays empty.
-    for replica, document in enumerate(order[:replicas]):
+    for number, document in enumerate(order[: replicas * least]):
+        replica = number % replicas
         deals[replica].append(document)
         start[replica] += seconds[document]
     heap = [(taken, replica) for replica, taken in enumerate(start)]
     heapq.heapify(heap)
-    for document in order[replicas:]:
+    for document in order[replicas * least :]:
         taken, replica = heap[0]
         deals[replica].append(document)
         heapq.heapreplace(heap, (taken + seconds[document], replica))
@@ -66,10 +72,17 @@ def plan_step(
     takes beside the work itself; the balance whose slowest replica is fastest is kept. All replicas
     have the same layers on a stage: where they are open and the replicas' plans want different
     ones, those of the slowest replica and those of ``cost`` are planned with.
+
+    Replicas in lockstep (``options.lockstep``) are planned together, block by block: documents are
+    balanced over the blocks, and within a block dealt so that chunks at one position are alike.
     """
     began = time.perf_counter()
-    plan = planner_of(planner)
+    plan = _unit_planner(planner, options)
     lengths = tuple(lengths)
+    if replicas % options.lockstep:
+        raise ValueError(
+            f"lockstep {options.lockstep}: expected a divisor of the {replicas} replicas"
+        )
     if replicas > WHOLE_EFFORT and options.effort > 1:
         effort = max(1, options.effort * WHOLE_EFFORT // replicas)
         options = dataclasses.replace(options, effort=effort)
@@ -84,15 +97,34 @@ def plan_step(
         )
         for replica, found in enumerate(planned)
     )
-    step = Step(deals, tuple(found.plan for found in named))
+    step = Step(deals, tuple(found.plan for found in named), options.lockstep)
     return PlannedStep(step, named, time.perf_counter() - began)
+
+
+def _unit_planner(planner: str, options: Options) -> BlockFunction:
+    """What plans the documents of one unit: of a replica, or of a block in lockstep, for which it
+    may look as hard as for each of its replicas."""
+    alone = planner_of(planner)
+    if options.lockstep > 1:
+        block = BLOCKS[planner]
+
+        def plan_block(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
+            effort = min(options.effort * options.lockstep, MOST_EFFORT)
+            return block(lengths, cost, dataclasses.replace(options, effort=effort))
+
+        return plan_block
+
+    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
+        return PlannedBlock((tuple(range(len(lengths))),), (alone(lengths, cost, options),))
+
+    return plan
 
 
 def _with_layers(
     lengths: tuple[int, ...],
     cost: Cost,
     options: Options,
-    plan: PlanFunction,
+    plan: BlockFunction,
     replicas: int,
     layers: Iterable[tuple[int, ...]],
 ) -> tuple[Deals, tuple[Planned, ...]]:
@@ -111,48 +143,63 @@ def _with_layers(
 
 
 def _planned(
-    lengths: tuple[int, ...], cost: Cost, options: Options, plan: PlanFunction, replicas: int
+    lengths: tuple[int, ...], cost: Cost, options: Options, plan: BlockFunction, replicas: int
 ) -> tuple[Deals, tuple[Planned, ...]]:
     """The balance whose slowest replica is fastest, and every replica's plan."""
-    rates = rates_of(cost)
+    rates, width = rates_of(cost), options.lockstep
+    units = replicas // width
     best: tuple[Deals, tuple[Planned, ...]] | None = None
     overhead: list[float] | None = None
-    for _ in range(BALANCING_ROUNDS if replicas > 1 and options.effort > 0 else 1):
-        deals = balance_replicas(lengths, cost, replicas, overhead)
-        if best is not None and deals == best[0]:
+    seen: Deals | None = None
+    for _ in range(BALANCING_ROUNDS if units > 1 and options.effort > 0 else 1):
+        dealt = balance_replicas(lengths, cost, units, overhead, width)
+        if dealt == seen:
             break
-        planned = tuple(
-            plan([lengths[document] for document in held], cost, options) for held in deals
-        )
+        seen = dealt
+        made = [plan([lengths[document] for document in held], cost, options) for held in dealt]
+        planned = tuple(found for block in made for found in block.planned)
         if best is None or _slowest(planned) < _slowest(best[1]):
-            best = deals, planned
-        ends = [found.seconds for found in planned]
+            best = _renamed(dealt, [block.deals for block in made]), planned
+        ends = [block.planned[0].seconds for block in made]
         if max(ends) - min(ends) <= APART * max(ends):
             break
         overhead = [
-            found.seconds
-            - float(rates.document_seconds(np.array([lengths[d] for d in held])).sum())
-            for held, found in zip(deals, planned, strict=True)
+            end * width - float(rates.document_seconds(np.array([lengths[d] for d in held])).sum())
+            for held, end in zip(dealt, ends, strict=True)
         ]
     assert best is not None
     return best
 
 
+def _renamed(dealt: Deals, within: Sequence[Deals]) -> Deals:
+    """Documents of every replica by their numbers in the batch; ``within``: of each unit's replicas
+    by those among its own."""
+    return tuple(
+        tuple(held[document] for document in deal)
+        for held, deals in zip(dealt, within, strict=True)
+        for deal in deals
+    )
+
+
 def evaluation_step(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, most: int | None = None
 ) -> Step:
-    """A step of forwards alone: documents balanced, every replica's evaluation plan.
+    """A step of forwards alone: documents balanced, every replica's evaluation plan; in lockstep
+    where ``options`` say so.
 
     ``most``: tokens of a chunk, None where memory alone decides.
     """
-    deals = balance_replicas(lengths, cost, replicas)
-    plans = (evaluation_plan([lengths[d] for d in held], cost, options, most) for held in deals)
+    width = options.lockstep
+    dealt = balance_replicas(lengths, cost, replicas // width, least=width)
+    made = [evaluation_plans([lengths[d] for d in held], cost, options, most) for held in dealt]
+    plans = (plan for _, plans in made for plan in plans)
     return Step(
-        deals,
+        _renamed(dealt, [deals for deals, _ in made]),
         tuple(
             dataclasses.replace(plan, replica=replica, replicas=replicas)
             for replica, plan in enumerate(plans)
         ),
+        width,
     )
 
 

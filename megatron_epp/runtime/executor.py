@@ -203,8 +203,8 @@ class Executor:
         if self.peers is not None and not self.peers.all_failed(where):
             raise OutOfMemory(
                 f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
-                "layers; the others wait for it in there, so the iteration cannot be repeated: "
-                "lower --epp-memory-budget-gib"
+                "layers, or their experts; the others wait for it in there, so the iteration "
+                "cannot be repeated: lower --epp-memory-budget-gib"
             ) from None
         return reason
 

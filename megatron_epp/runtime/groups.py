@@ -12,8 +12,9 @@ from megatron_epp.runtime.stage_peers import Peers
 @dataclass(frozen=True, slots=True)
 class Groups:
     """``control`` spans the world, on the host; so do those of ``payload``, one per direction,
-    where there is more than one stage; ``peers`` the tensor- and context-parallel ranks of the
-    stage, None where it has one rank."""
+    where there is more than one stage; ``peers`` the ranks that compute every op of the stage
+    together: its tensor- and context-parallel ones, of all replicas of a block; None where that is
+    one rank. ``lockstep``: replicas of a block, which share the experts of a layer."""
 
     control: dist.ProcessGroup
     payload: dict[Payload, dist.ProcessGroup]
@@ -24,6 +25,15 @@ class Groups:
     leads: bool  # of its stage's tensor- and context-parallel ranks, the one that reports
     timeout: timedelta  # after which who waits for another rank fails
     peers: Peers | None = None
+    lockstep: int = 1
+
+    @property
+    def in_lockstep(self) -> tuple[int, ...]:
+        """The ranks of other replicas and of this one that run every op together; none where
+        replicas run freely."""
+        if self.lockstep == 1 or self.peers is None:
+            return ()
+        return tuple(dist.get_process_group_ranks(self.peers.group))
 
     @property
     def stages(self) -> int:

@@ -24,7 +24,8 @@ LOST_STATUS = 1
 
 
 class Watcher:
-    """``ranks``: this pipeline's, by stage. ``timeout``: of the process groups.
+    """``ranks``: this pipeline's, by stage. ``timeout``: of the process groups. ``together``: those
+    that run every op with this one, of several replicas in lockstep.
 
     ``tell`` and ``end``: what lines are given to, and what ends the process.
     """
@@ -39,11 +40,13 @@ class Watcher:
         grace_seconds: float = GRACE_SECONDS,
         tell: Callable[[str], None] | None = None,
         end: Callable[[int], object] = os._exit,
+        together: Sequence[int] = (),
     ):
         self.waiting, self.ranks, self.rank = waiting, tuple(ranks), rank
         self.patience_seconds = patience_seconds
         self.last_seconds = timeout.total_seconds() + grace_seconds
         self.tell, self.end = tell or _to_stderr, end
+        self.together = tuple(together)
         self.ended = False
         self._since, self._after = -1.0, 0.0
 
@@ -95,6 +98,9 @@ class Watcher:
             return f"{line}: {self._explained(what)}"
         message = self._arriving()
         if message is None:
+            if isinstance(what, Op) and self.together:
+                ranks = " ".join(map(str, self.together))
+                return f"{line}, which ranks {ranks} run together, their replicas being in lockstep"
             return line
         transfer = Transfer(Kind.RECEIVE, message)
         return f"{line}; its device waits for {transfer}: {self._explained(transfer)}"

@@ -252,7 +252,7 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
         parts = [f"slice {place + 1} of {count} of document {document}"] if count else []
         if whole:
             parts.append(f"{whole} whole document{'s' if whole > 1 else ''}")
-        names.append(" and ".join(parts))
+        names.append(" and ".join(parts) or "no document")
     return tuple(names)
 
 

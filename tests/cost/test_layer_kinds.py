@@ -370,7 +370,8 @@ def test_which_layer_is_which_must_be_said(kinds: tuple[str, ...], error: str) -
 @pytest.mark.parametrize(
     ("ep", "experts", "error"),
     [
-        (3, 12, "ep 3: expected a divisor of tp x cp, 8; experts that replicas share cannot be "),
+        (3, 12, "ep 3: expected a divisor of tp x cp, 8, or a multiple of it whose share divides "),
+        (16, 16, "ep 16: expected a divisor of tp x cp, 8, or a multiple of it whose share "),
         (8, 12, "ep 8: expected a divisor of the 12 experts"),
         (2, 0, "ep 2: the model has no experts; leave it out"),
     ],
@@ -378,6 +379,7 @@ def test_which_layer_is_which_must_be_said(kinds: tuple[str, ...], error: str) -
 def test_expert_degrees(ep: int, experts: int, error: str) -> None:
     assert expert_degree(None, 4, 2, experts) == (4 if experts else 1)
     assert expert_degree(4, 4, 2, 12) == 4 and expert_degree(None, 4, 2, None) == 8
+    assert expert_degree(16, 4, 2, 16, dp=4) == 16  # of two replicas each
     with pytest.raises(ValueError) as caught:
         expert_degree(ep, 4, 2, experts)
     assert str(caught.value).startswith(error)

@@ -1,7 +1,7 @@
 """A plan's orders with their sends and receives: the program that each stage executes."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_epp.ir.check import backward_of
 from megatron_epp.ir.needs import needs_of
@@ -41,13 +41,20 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     return tuple(map(tuple, _programs(plan, range(plan.stages), rules)))
 
 
-def lower_stage(plan: Plan, stage: int) -> Program:
-    """``lower(plan)[stage]``, without the programs of the others."""
-    return tuple(_programs(plan, (stage,), None)[stage])
+def lower_stage(plan: Plan, stage: int, block: Sequence[Plan] = ()) -> Program:
+    """``lower(plan)[stage]``, without the programs of the others.
+
+    block   the plans that run in lockstep with it, itself among them: the same program for all, so
+            that replicas which meet in their ops do not wait for each other's messages besides
+    """
+    return tuple(_programs(plan, (stage,), None, block)[stage])
 
 
 def _programs(
-    plan: Plan, stages: range | tuple[int, ...], rules: Rules | None
+    plan: Plan,
+    stages: range | tuple[int, ...],
+    rules: Rules | None,
+    block: Sequence[Plan] = (),
 ) -> list[list[Op | Transfer | Post]]:
     """A program per stage, empty for those that are not among ``stages``."""
     programs: list[list[Op | Transfer | Post]] = [[] for _ in plan.orders]
@@ -60,7 +67,7 @@ def _programs(
             made.setdefault((message.source, producer), []).append(message)
     posted: dict[tuple[int, int], deque[Message]] = {}
     waited: set[Message] = set()
-    for place in sequence(plan, rules):
+    for place in sequence(plan, rules, block):
         stage, op = place
         if stage in stages:
             program = programs[stage]

@@ -6,7 +6,7 @@ each took as long as it has work. Real durations differ; what that costs is a me
 little late (scripts/bench/issue_order.py), never one that cannot come.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_epp.ir.check import walk
 from megatron_epp.ir.needs import needs_of
@@ -29,16 +29,21 @@ FORWARDS: Mapping[Kind, int] = {
 }
 
 
-def sequence(plan: Plan, rules: Rules | None = None) -> Iterator[tuple[int, Op]]:
+def sequence(
+    plan: Plan, rules: Rules | None = None, block: Sequence[Plan] = ()
+) -> Iterator[tuple[int, Op]]:
     """(stage, op) of every op of ``plan``, in the order in which they would end.
 
     Whole numbers only, so that all machines agree; O(n log n) for n ops. Raises as ``walk`` does
     where the plan cannot run.
 
     rules   default: those that govern ``plan``
+    block   the plans that run in lockstep with it, itself among them: every op ends as late as the
+            latest of theirs, so that all have one sequence
     """
     slices = slices_of(plan)
-    needs, units = needs_of(plan, rules, slices), _units(plan)
+    needs, together = needs_of(plan, rules, slices), block or (plan,)
+    units = [max(each) for each in zip(*map(_units, together), strict=True)]
     ends = {kind: [[0] * len(plan.chunks) for _ in plan.layers] for kind in COMPUTE}
     free = [0] * plan.stages
     ended = []
@@ -50,7 +55,7 @@ def sequence(plan: Plan, rules: Rules | None = None) -> Iterator[tuple[int, Op]]
                 start = max(start, ends[other.kind][where][other.chunk])
         layers = FORWARDS.get(kind, 0) * plan.layers[stage]
         if kind in BACKWARDS:
-            layers += plan.recompute[stage][chunk].count(FULL)
+            layers += max(one.recompute[stage][chunk].count(FULL) for one in together)
         stop = start + layers * units[chunk]
         free[stage] = ends[kind][stage][chunk] = stop
         ended.append((stop, place, stage, op))

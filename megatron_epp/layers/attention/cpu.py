@@ -163,7 +163,7 @@ class ChunkAttention(torch.autograd.Function):
                 store.add_gradient(layer, span.document, dk, dv)
             elif rows.cut:
                 store.release(layer, span.document)
-        used = state.rows[-1].stop
+        used = state.used
         for gradient in (dq_THD, dk_TGD, dv_TGD):
             gradient[used:] = 0
         dsinks_H = None
@@ -273,5 +273,5 @@ def _attend_rows(
             lse = total_HT
         out_THD[mine] = out
         lse_TH[mine] = lse.transpose(0, 1)
-    out_THD[state.rows[-1].stop :] = 0  # padding
+    out_THD[state.used :] = 0  # padding
     return out_THD, lse_TH

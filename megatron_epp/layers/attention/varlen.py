@@ -200,7 +200,7 @@ class _Attend(torch.autograd.Function):
         ctx.kept = [_each_tensor(hooks.pack, needed) for needed in kept]
         if again is not None:
             again.of(ctx, _once_more)
-        stored = all(piece.slice is not None for piece in pieces)
+        stored = bool(pieces) and all(piece.slice is not None for piece in pieces)
         ctx.save_for_backward(q_THD, *(() if stored else (k_TGD, v_TGD)))
         return out_THD
 
@@ -263,6 +263,8 @@ class _Call:
             if piece.slice is not None:
                 dk, dv = self._of_slice(piece.slice, dk, dv)
             made.append((dq, dk, dv))
+        if k_TGD is not None and v_TGD is not None and not made:  # an empty chunk
+            return torch.zeros_like(q_THD), torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
         dq_THD, dk_TGD, dv_TGD = (
             self._joined(parts, q_THD) for parts in zip(*made, strict=True)
         )  # fmt: skip
@@ -299,6 +301,8 @@ class _Call:
 
     def _joined(self, parts: Sequence[Tensor], q_THD: Tensor) -> Tensor:
         """The pieces' rows one behind the other, and zeros for the padding."""
+        if not parts:
+            return torch.zeros_like(q_THD)
         total, used = q_THD.shape[0], self.pieces[-1].stop
         if len(parts) == 1 and used == total:
             return parts[0].contiguous()

@@ -63,9 +63,10 @@ SCHEDULE = (
     ),
     Listed(
         "memory limit",
-        "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+        "TENSOR_AND_CONTEXT_PARALLEL_GROUP|EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
         _from("megatron_epp.runtime.stage_peers.Peers.any"),
-        "after every op, with --epp-memory-limit-gib only: no rank of a stage gives up alone",
+        "after every op, with --epp-memory-limit-gib only: no rank of a stage gives up alone, nor "
+        "one of several replicas in lockstep",
     ),
     Listed(
         "records",

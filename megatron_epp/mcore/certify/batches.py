@@ -1,12 +1,13 @@
 """Random documents, dealt at random and run by an arbitrary plan: a certificate's batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 import numpy
 
 from megatron_epp.ir import KEEP, OFFLOAD, SELECTIVE, Chunk, Kind, Op, Plan, Step, slices_of
-from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
 from megatron_epp.mcore.certify.scale_down import CONTEXT
 
 MASKED = 0.15  # share of tokens that carry no loss
@@ -21,6 +22,7 @@ class Frame:
     layers           of each stage
     letters          the recompute choices to draw from
     splits           whether the executor runs I and W in place of B
+    lockstep         replicas of a block, which share the experts of a layer
     """
 
     vocabulary: int
@@ -28,6 +30,7 @@ class Frame:
     replicas: int
     letters: str
     splits: bool
+    lockstep: int = 1
 
 
 def letters_drawn(executable: str) -> str:
@@ -76,7 +79,7 @@ class Drawn:
                 for span, found in zip(chunk.spans, every, strict=True)
                 if span.document == document
             )
-            chunks += sum(not any(every) for every in has_target)
+            chunks += sum(bool(every) and not any(every) for every in has_target)
             replicas += not any(map(any, has_target))
         return Untargeted(slices, chunks, replicas)
 
@@ -99,24 +102,50 @@ def draw(seed: int, number: int, frame: Frame) -> Drawn:
     # None, some or all backwards are split.
     share = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
     deals = _deals(len(lengths), frame.replicas, random)
-    plans = tuple(
-        arbitrary_plan(
-            [lengths[document] for document in deal],
-            frame.layers,
-            random,
-            split_backward=share,
-            letters=frame.letters,
-            replica=replica,
-            replicas=frame.replicas,
-        )
-        for replica, deal in enumerate(deals)
-    )
-    step = Step(deals, plans)
+    plans = _plans(lengths, deals, frame, random, share)
+    step = Step(deals, plans, frame.lockstep)
     return Drawn(
         tokens,
         _loss_masks(number, generator, step),
         step,
-        Step(deals, tuple(map(forwards_of, plans))),
+        Step(deals, tuple(map(forwards_of, plans)), frame.lockstep),
+    )
+
+
+def _plans(
+    lengths: Sequence[int],
+    deals: Sequence[Sequence[int]],
+    frame: Frame,
+    random: Random,
+    share: float,
+) -> tuple[Plan, ...]:
+    """Of every replica; of those in lockstep with one skeleton. ``share``: of backwards split."""
+    dealt = [[lengths[document] for document in deal] for deal in deals]
+    if frame.lockstep == 1:
+        return tuple(
+            arbitrary_plan(
+                each,
+                frame.layers,
+                random,
+                split_backward=share,
+                letters=frame.letters,
+                replica=replica,
+                replicas=frame.replicas,
+            )
+            for replica, each in enumerate(dealt)
+        )
+    return tuple(
+        plan
+        for first in range(0, frame.replicas, frame.lockstep)
+        for plan in arbitrary_block(
+            dealt[first : first + frame.lockstep],
+            frame.layers,
+            random,
+            split_backward=share,
+            letters=frame.letters,
+            first=first,
+            replicas=frame.replicas,
+        )
     )
 
 
@@ -200,6 +229,7 @@ class Coverage:
     offloaded   layers of all chunks and stages, which are not among those recomputed
     packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages,
     halved      backwards run as I and W             selective   those of them in part
+    empty       chunks without a document, of replicas in lockstep
     """
 
     documents: int
@@ -214,6 +244,7 @@ class Coverage:
     layers: int
     halved: int
     window: int
+    empty: int = 0
 
     @classmethod
     def of(cls, step: Step) -> "Coverage":
@@ -237,13 +268,20 @@ class Coverage:
                 for op in order
             ),
             window=max(_window(order) for plan in step.plans for order in plan.orders),
+            empty=kinds.count("empty"),
         )
 
 
 def _chunk_kinds(plan: Plan) -> list[str]:
     documents = slices_of(plan).document
     return [
-        "packed" if document < 0 else "split" if len(chunk.spans) == 1 else "hybrid"
+        "empty"
+        if not chunk.spans
+        else "packed"
+        if document < 0
+        else "split"
+        if len(chunk.spans) == 1
+        else "hybrid"
         for chunk, document in zip(plan.chunks, documents, strict=True)
     ]
 

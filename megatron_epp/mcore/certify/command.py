@@ -256,8 +256,9 @@ def verdict(judged: Sequence[Judged]) -> str:
     blank = [batch.untargeted for batch in judged]
     lines = [
         f"chunks: {sum(c.packed for c in every)} packed, {sum(c.split for c in every)} split, "
-        f"{sum(c.hybrid for c in every)} hybrid; up to {max(c.window for c in every)} in flight on "
-        f"a stage; {sum(c.recomputed for c in every)} of {sum(c.layers for c in every)} layers "
+        f"{sum(c.hybrid for c in every)} hybrid{_empty(every)}; up to "
+        f"{max(c.window for c in every)} in flight on a stage; "
+        f"{sum(c.recomputed for c in every)} of {sum(c.layers for c in every)} layers "
         f"recomputed, {sum(c.selective for c in every)} in part, "
         f"{sum(c.offloaded for c in every)} offloaded; {sum(c.halved for c in every)} backwards in "
         "two halves",
@@ -271,6 +272,11 @@ def verdict(judged: Sequence[Judged]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _empty(every: Sequence[Coverage]) -> str:
+    count = sum(c.empty for c in every)
+    return f", {count} empty in lockstep" if count else ""
 
 
 def issued(collectives: Iterable[Counter[str]]) -> str:

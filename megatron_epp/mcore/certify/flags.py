@@ -165,6 +165,8 @@ def experts_in_words(args: Namespace) -> list[str]:
     ranks = args.expert_model_parallel_size
     kinds = args.moe_router_load_balancing_type
     words = [f"{args.num_experts} experts, {args.moe_router_topk} of a token, over {ranks} ranks"]
+    lockstep = refusals.lockstep_of(args)
+    words += [f"{lockstep} replicas in lockstep"] * (lockstep > 1)
     words += [args.moe_router_score_function]
     words += ["shared experts"] * bool(args.moe_shared_expert_intermediate_size)
     words += [f"{args.moe_router_num_groups} groups"] * bool(args.moe_router_num_groups)

@@ -24,6 +24,7 @@ from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.flags import refusals_as_value_errors
+from megatron_epp.mcore.refusals import lockstep_of
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
 JITTER = 0.1
@@ -59,7 +60,14 @@ class Plain:
             weights[key] = tensor + scale * generator.standard_normal(tensor.shape)
         fill(self.model, weights)
         letters = letters_drawn(EXECUTABLE + OF_LATENTS * args.multi_latent_attention)
-        self.frame = Frame(args.padded_vocab_size, small.layers, degrees.dp, letters, splits=True)
+        self.frame = Frame(
+            args.padded_vocab_size,
+            small.layers,
+            degrees.dp,
+            letters,
+            splits=True,
+            lockstep=lockstep_of(small.elastic),
+        )
         return Prepared(
             pickle.dumps(small.elastic),
             self.frame,

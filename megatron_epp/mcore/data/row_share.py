@@ -34,8 +34,9 @@ class RowShare:
         return self.parts * self.splits
 
     def padded(self, tokens: int) -> int:
-        """Rows of a chunk of ``tokens``, over all ranks."""
-        return -(-tokens // self.multiple) * self.multiple
+        """Rows of a chunk of ``tokens``, over all ranks; one each of an empty chunk, as Megatron's
+        routers take no tensor without rows."""
+        return -(-max(1, tokens) // self.multiple) * self.multiple
 
     def mine(self, rows: int) -> slice:
         """This rank's of a chunk's padded ``rows``, one behind the other."""

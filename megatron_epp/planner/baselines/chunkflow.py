@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL
+from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
@@ -30,7 +31,8 @@ def draft(
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None
     for size in sizes(context, options.multiple):
-        chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
+        rates = rates_of(cost)
+        chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
         loads = loads_of(chunking, batch.lengths, options.multiple)
         bound = ordered_bound_seconds(chunking, loads, cost)
         law = shrinking(chunking.sizes, cost.stages)

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.chunks.bin_packing import first_fit
+from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
@@ -29,7 +30,8 @@ def draft(
     context = max(options.context, longest)
     whole = cut_at(batch.lengths, np.array([0, longest]))
     bucket, buckets = first_fit(whole, context)
-    chunking = assemble(whole, bucket, buckets, rates_of(cost))
+    rates = rates_of(cost)
+    chunking = folded(assemble(whole, bucket, buckets, rates), options.lockstep, rates)
     loads = loads_of(chunking, batch.lengths, options.multiple)
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None

@@ -14,8 +14,8 @@ from megatron_epp.planner.epp.search import PreparedChunkings, Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import SortedBatch, exact_peaks, plan_of
-from megatron_epp.planner.order.problem import loads_of
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.emit_block import block_peaks, shares_of
 from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
@@ -50,7 +50,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
             candidates.append(other)
     best = min(candidates, key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
-        peaks = exact_peaks(batch, best.draft, best.cost, options).astype(np.int64)
+        peaks = block_peaks(batch, best.draft, best.cost, options).astype(np.int64)
         if (peaks > np.array(best.cost.budget_bytes)).any():
             raise no_plan_fits(best.cost, batch.documents, tuple(peaks.tolist()))
     return best
@@ -97,8 +97,11 @@ def _own(
         best = _on_devices(batch, cost, options, tables, host)
         if best is None or not offload_of(best.draft.counts):
             return best
-        loads = batch.named(loads_of(best.draft.chunking, batch.lengths, options.multiple))
-        taken = max(host_peak_bytes(cost, plan_of(batch, best.draft, cost), loads))
+        taken = max(
+            bytes_
+            for share in shares_of(batch, best.draft, cost, options)
+            for bytes_ in host_peak_bytes(cost, share.plan, share.loads)
+        )
         if taken <= cost.host_budget_bytes:
             return best
         assert not host.at_once, "all that is offloaded fits at once"
@@ -115,7 +118,7 @@ def _on_devices(
         made = found.draft()
         if "exact" in options.levers:
             return ScoredDraft(found.seconds, found.over_bytes, made, cost)
-        exact = exact_peaks(batch, made, cost, options)
+        exact = block_peaks(batch, made, cost, options)
         over = exact - np.array(cost.budget_bytes)
         if (over <= 0).all():
             return ScoredDraft(found.seconds, 0.0, made, cost)

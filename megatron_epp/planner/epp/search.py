@@ -12,6 +12,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts, split_choice
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL
+from megatron_epp.planner.chunks.block import build_block
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import ideal_chunks
@@ -293,9 +294,9 @@ class Search:
             self.effort.spend(ops)
             return table
         before = self.effort.left
-        chunking = build_chunks(
-            params, self.batch.lengths, self.rates, self.most, self.options.multiple
-        )
+        given = params, self.batch.lengths, self.rates, self.most, self.options.multiple
+        width = self.options.lockstep
+        chunking = build_chunks(*given) if width == 1 else build_block(*given, width)
         table = self.table(chunking, bare=params.bare)
         self.tables[params] = table, before - self.effort.left
         return table
@@ -415,7 +416,7 @@ class Search:
 
     def _grid(self) -> Candidate:
         total = float(self.rates.document_seconds(self.batch.lengths).sum())
-        ideal = ideal_chunks(total, self.rates, self.cost.stages)
+        ideal = ideal_chunks(total / self.options.lockstep, self.rates, self.cost.stages)
         factors = GRID if "chunks" in self.levers else (1.0,)
         whole = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.

@@ -15,6 +15,7 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.bin_packing import alg1
+from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Rates, cut_at, equal_points
 from megatron_epp.planner.feasibility import most_tokens
@@ -125,7 +126,7 @@ def chunkings(
             if name == "equal time" and limit == first:
                 continue
             bucket, buckets = alg1(cuts, rates, target, min(limit, capacity))
-            chunking = assemble(cuts, bucket, buckets, rates)
+            chunking = folded(assemble(cuts, bucket, buckets, rates), options.lockstep, rates)
             yield chunking, f"K {slices}, T_m {min(limit, capacity)} ({name})"
 
 

@@ -1,6 +1,6 @@
 """A chunking on a machine as arrays: what schedulers and searches compute with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -8,8 +8,10 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Choice, Counts, split_choice
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import KEEP, Kind
+from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Rates
+from megatron_epp.planner.order.block_table import BlockLoads, table_of
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import op_arrays
 
@@ -28,7 +30,19 @@ def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:
-    """What the cost model reads; the tokens that a chunk is padded by count as a short document."""
+    """What the cost model reads; the tokens that a chunk is padded by count as a short document.
+    Of a block's chunking, the block's with those of its replicas (:mod:`.block_table`)."""
+    if isinstance(chunking, BlockChunking):
+        members = tuple(loads_of(member, lengths, multiple) for member in chunking.members)
+        groups = np.maximum(chunking.document, 0)
+        cut = np.where(chunking.document >= 0, chunking.slice_tokens, 0)
+        of_groups = np.bincount(groups, weights=cut, minlength=chunking.groups)
+        own = _loads(chunking, of_groups, multiple)
+        return BlockLoads(*(getattr(own, field.name) for field in fields(Loads)), members)
+    return _loads(chunking, lengths, multiple)
+
+
+def _loads(chunking: Chunking, lengths: np.ndarray, multiple: int) -> Loads:
     cut = chunking.document >= 0
     same = cut[1:] & (chunking.document[1:] == chunking.document[:-1])
     number = np.arange(chunking.count)
@@ -104,7 +118,7 @@ def every_layer(cost: Cost, letter: str, left: list[np.ndarray]) -> Counts:
 
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
     """The work of ``chunking`` where ``counts`` layers are recomputed."""
-    table = cost.table_of(loads, with_kept(cost, counts, chunking.count))
+    table = table_of(cost, loads, with_kept(cost, counts, chunking.count))
     return ScheduleProblem(
         ops=op_arrays(table, loads),
         backward_order=chunking.backward,

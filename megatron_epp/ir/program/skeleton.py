@@ -1,0 +1,93 @@
+"""What replicas in lockstep must have alike: their skeleton.
+
+Ranks of several replicas that hold a layer's experts together meet in it, in every forward, every
+backward, and wherever backward runs the experts again:
+
+    replica 0   stage 0: F0 F1 B1 B0   recompute 0: 2k 1f1k
+    replica 1   stage 0: F0 F1 B1 B0   recompute 0: 2k 1m1k      alike: layer 0 runs again in B1
+
+So the ops of every stage are the same in the same order, and for every chunk the same layers run
+their MLP again, by whichever letter (ir.recompute.MLP_AGAIN); documents, spans, tokens and all else
+that is recomputed are each replica's own. Then what can run alone can run together: the replicas'
+needs are the same, and every one of them is met where the orders say so.
+
+Which layers have experts is known to the model and not to a plan: the letters of all layers count.
+"""
+
+from typing import NoReturn
+
+from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.grid import COLUMNS
+from megatron_epp.ir.plan import Plan
+from megatron_epp.ir.recompute import MLP_AGAIN, format_recompute
+from megatron_epp.ir.step import Step
+
+
+def check_skeletons(step: Step) -> None:
+    """Raise a :class:`PlanError` unless the replicas of every block of ``step`` have one skeleton;
+    O(ops). One line says where they part; the ops of all replicas around that place follow it."""
+    for first in range(0, len(step.plans), step.lockstep):
+        block = step.block(first)
+        for plan in block[1:]:
+            _compare(step.lockstep, block, plan)
+
+
+def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
+    leader = block[0]
+    who = f"lockstep {lockstep}: replica {plan.replica}"
+    if len(plan.chunks) != len(leader.chunks):
+        raise PlanError(
+            f"{who} has {len(plan.chunks)} chunks, replica {leader.replica} {len(leader.chunks)}; "
+            "expected the same number, with '-' for a chunk without spans"
+        )
+    for stage, (order, other) in enumerate(zip(leader.orders, plan.orders, strict=True)):
+        if order == other:
+            continue
+        at = next(
+            (at for at, (one, two) in enumerate(zip(order, other, strict=False)) if one != two),
+            min(len(order), len(other)),
+        )
+        here = str(other[at]) if at < len(other) else "nothing"
+        there = str(order[at]) if at < len(order) else "nothing"
+        _parted(
+            f"{who} runs {here} on stage {stage} where replica {leader.replica} runs {there}; "
+            "expected the same ops in the same order",
+            block,
+            stage,
+            at,
+        )
+    again: dict[str, tuple[bool, ...]] = {}
+    for stage, (choices, others) in enumerate(zip(leader.recompute, plan.recompute, strict=True)):
+        if choices == others:
+            continue
+        for chunk, (one, two) in enumerate(zip(choices, others, strict=True)):
+            for choice in (one, two):
+                if choice not in again:
+                    again[choice] = tuple(letter in MLP_AGAIN for letter in choice)
+            if again[one] != again[two]:
+                raise PlanError(
+                    f"{who} recomputes {format_recompute(two)} of chunk {chunk} on stage {stage}, "
+                    f"replica {leader.replica} {format_recompute(one)}; expected the same layers "
+                    f"to run their MLP again ({', '.join(sorted(MLP_AGAIN))})"
+                )
+
+
+def _parted(line: str, block: tuple[Plan, ...], stage: int, at: int) -> NoReturn:
+    """With a row of ops for every replica of the block, aligned, the place marked."""
+    first = max(0, at - COLUMNS // 2)
+    stop = max(min(first + COLUMNS, len(plan.orders[stage])) for plan in block)
+    rows = []
+    for plan in block:
+        order = plan.orders[stage]
+        cells = [str(order[place]) if place < len(order) else "." for place in range(first, stop)]
+        cells += ["."] * (at - first + 1 - len(cells))
+        cells[at - first] = f">{cells[at - first]}"
+        rows.append((f"replica {plan.replica}:", cells, " ..." if stop < len(order) else ""))
+    width = max(len(cell) for _, cells, _ in rows for cell in cells)
+    name = max(len(who) for who, _, _ in rows)
+    before = "... " if first else ""
+    grid = [
+        f"  {who:<{name}} {before}{' '.join(f'{cell:>{width}}' for cell in cells)}{behind}"
+        for who, cells, behind in rows
+    ]
+    raise PlanError("\n".join([line, *grid]))

@@ -1,0 +1,304 @@
+"""Chunks of the replicas of a block, side by side: chunk k of each runs while chunk k of all does.
+
+    position    0  1  2  3  |  4  5  |  6  |  7
+    replica 0   a0 a1 a2 a3 |  d0 d1 |  .  |  .       a, b, c, d: slices of cut documents
+    replica 1   b0 b1 c0 c1 |  .  .  |  .  |  .       .: a pack, or nothing
+
+Replicas in lockstep have one order of ops, so a group (the chunks between two bars) is one for all
+of them: its forwards run from left to right, its backwards from right to left. The longest of its
+documents has as many slices as the group has positions; others fit in there, one behind the other.
+Every position takes as long as the slowest replica's chunk, so documents are dealt to make those
+alike: short ones go, longest first, to the place that is done first, beside slices, too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams
+from megatron_epp.planner.chunks.slicing import Rates, Spans, cut_each
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChunking(Chunking):
+    """A chunking as long as those of ``members``, one for each replica of the block.
+
+    Its own arrays are of the slowest at each position, but tokens, which are the most of any; a
+    group of several positions counts as one cut document. Members' groups are the block's.
+    """
+
+    members: tuple[Chunking, ...]
+
+    def arranged(self, order: Sequence[int] | np.ndarray) -> "BlockChunking":
+        """The same chunks with the groups in another order, those of all members alike."""
+        whole = Chunking(*_fields(self)).arranged(order)
+        # Documents are groups here, numbered as they stand.
+        names = np.where(whole.document >= 0, whole.group, -1)
+        members = tuple(member.arranged(order) for member in self.members)
+        return BlockChunking(*_fields(whole)[:5], names, whole.slice_tokens, members)
+
+
+def _fields(chunking: Chunking) -> tuple[Any, ...]:
+    c = chunking
+    return c.spans, c.chunk, c.starts, c.tokens, c.pairs, c.document, c.slice_tokens
+
+
+def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:
+    """``chunking``, of the documents of all replicas of a block, dealt to ``width`` of them; as it
+    is where ``width`` is 1."""
+    if width == 1:
+        return chunking
+    seconds = rates.chunk_spans_seconds(
+        chunking.spans, chunking.chunk, chunking.tokens, chunking.pairs
+    )
+    sizes, starts = chunking.sizes, chunking.starts
+    cut = np.flatnonzero(sizes > 1)
+    runs = cut[np.argsort(-sizes[cut], kind="stable")]
+    groups, places = _deal_runs(sizes[runs].tolist(), width)
+    member = np.zeros(chunking.count, dtype=np.int64)
+    position = np.zeros(chunking.count, dtype=np.int64)
+    free = np.ones((width, sum(groups)), dtype=bool)
+    for run, (who, first) in zip(runs, places, strict=True):
+        inside = np.arange(starts[run], starts[run + 1])
+        member[inside], position[inside] = who, first + np.arange(len(inside))
+        free[who, position[inside]] = False
+    packs = starts[:-1][sizes == 1]
+    packs = packs[np.argsort(-seconds[packs], kind="stable")]
+    more = -(-max(0, len(packs) - int(free.sum())) // width)
+    # The longest packs stand beside each other, the others beside slices.
+    alone = [(who, sum(groups) + place) for place in range(more) for who in range(width)]
+    beside = [(int(who), int(place)) for place, who in np.argwhere(free.T)]
+    for pack, (who, place) in zip(packs, [*alone, *beside], strict=False):
+        member[pack], position[pack] = who, place
+    at = chunking.chunk
+    ends = np.cumsum([0, *groups, *([1] * more)])
+    return _block(chunking.spans, member[at], position[at], ends, width, rates)
+
+
+def build_block(
+    params: ChunkingParams,
+    lengths: np.ndarray,
+    rates: Rates,
+    most_tokens: int,
+    multiple: int,
+    width: int,
+) -> BlockChunking:
+    """The chunks of ``params``, whose numbers are those of one replica, for ``width`` replicas.
+
+    lengths   of all their documents, sorted, longest first
+    """
+    total = float(rates.document_seconds(lengths).sum())
+    target = total / (width * params.chunks)
+    cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
+    inner = np.bincount(cuts.slices.document, minlength=len(cuts.tails))
+    groups, places = _deal_runs((inner + 1).tolist(), width)
+    cut = Spans(
+        np.concatenate((cuts.slices.document, cuts.tails.document)),
+        np.concatenate((cuts.slices.start, cuts.tails.start)),
+        np.concatenate((cuts.slices.stop, cuts.tails.stop)),
+    )
+    order = np.lexsort((cut.start, cut.document))
+    cut = Spans(cut.document[order], cut.start[order], cut.stop[order])
+    who, first = np.array(places, dtype=np.int64).reshape(-1, 2).T
+    behind = np.arange(len(cut)) - (np.cumsum(inner + 1) - inner - 1)[cut.document]
+    cut_member, cut_position = who[cut.document], first[cut.document] + behind
+    front, back = TAPERS[params.front], TAPERS[params.back]
+    missing = np.array([1 - share for share in front + back])
+    beside = sum(groups)
+    wanted = round(total / width / target + missing.sum()) + params.extra_bins
+    more = max(wanted - beside, 0 if beside else 1)
+    short_seconds = rates.span_seconds(cuts.shorts)
+    short_tokens = cuts.shorts.tokens.astype(np.float64)
+    while True:
+        count = beside + more
+        seconds, tokens = np.zeros((count, width)), np.zeros((count, width))
+        np.add.at(seconds, (cut_position, cut_member), rates.span_seconds(cut))
+        np.add.at(tokens, (cut_position, cut_member), cut.tokens)
+        small = min(len(missing), more)
+        if small:
+            seconds[count - small :] += (missing[len(missing) - small :] * target)[:, None]
+        # Those without slices first: of places alike the long ones of all replicas share one.
+        rows = np.concatenate((np.arange(beside, count), np.arange(beside)))
+        place, fits = _fill(
+            seconds[rows].ravel(), tokens[rows].ravel(), short_seconds, short_tokens, most_tokens
+        )
+        if fits:
+            break
+        more += max(1, more // 4)
+    member, position = place % width, rows[place // width]
+    _sort_packs(member, position, short_seconds, beside, count, width)
+    spans = Spans(
+        np.concatenate((cut.document, cuts.shorts.document)),
+        np.concatenate((cut.start, cuts.shorts.start)),
+        np.concatenate((cut.stop, cuts.shorts.stop)),
+    )
+    ends = np.cumsum([0, *groups, *([1] * more)])
+    block = _block(
+        spans,
+        np.concatenate((cut_member, member)),
+        np.concatenate((cut_position, position)),
+        ends,
+        width,
+        rates,
+    )
+    number = block.groups
+    order = np.arange(number)[::-1] if params.reverse else np.arange(number)
+    first_ones = np.arange(number - 1, number - 1 - min(len(front), number - len(groups)), -1)
+    return block.arranged(np.concatenate((first_ones, order[~np.isin(order, first_ones)])))
+
+
+@njit(cache=True)
+def _fill(seconds, tokens, short_seconds, short_tokens, most_tokens):
+    """The place of every short document: each to the one that is done first and has room."""
+    place = np.empty(len(short_seconds), dtype=np.int64)
+    for q in range(len(short_seconds)):
+        best = -1
+        for b in range(len(seconds)):
+            if tokens[b] + short_tokens[q] <= most_tokens and (
+                best < 0 or seconds[b] < seconds[best]
+            ):
+                best = b
+        if best < 0:
+            return place, False
+        seconds[best] += short_seconds[q]
+        tokens[best] += short_tokens[q]
+        place[q] = best
+    return place, True
+
+
+def _sort_packs(
+    member: np.ndarray,
+    position: np.ndarray,
+    seconds: np.ndarray,
+    beside: int,
+    count: int,
+    width: int,
+) -> None:
+    """Every replica's packs from position ``beside`` on, longest first."""
+    taken = np.zeros((width, count))
+    np.add.at(taken, (member, position), seconds)
+    for who in range(width):
+        order = beside + np.argsort(-taken[who, beside:], kind="stable")
+        new = np.arange(count)
+        new[order] = np.arange(beside, count)
+        mine = member == who
+        position[mine] = new[position[mine]]
+
+
+def _deal_runs(sizes: Sequence[int], width: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """Cut documents of ``sizes`` slices, most first, in groups of positions: every group's size,
+    and (replica, first position) of every document.
+
+    A document goes into the first group with room for it, to the replica with most of it there;
+    else it opens a group, at the replica that has fewest slices so far.
+    """
+    groups: list[int] = []
+    starts: list[int] = []
+    used: list[list[int]] = []  # positions taken, by group and replica
+    slices = [0] * width
+    places = []
+    for size in sizes:
+        for group, taken in enumerate(used):
+            if groups[group] - min(taken) >= size:
+                who = min(range(width), key=lambda r: (taken[r], slices[r]))
+                break
+        else:
+            group, taken = len(groups), [0] * width
+            starts.append(sum(groups))
+            groups.append(size)
+            used.append(taken)
+            who = min(range(width), key=lambda r: slices[r])
+        places.append((who, starts[group] + taken[who]))
+        taken[who] += size
+        slices[who] += size
+    return groups, places
+
+
+def _block(
+    spans: Spans,
+    member: np.ndarray,
+    position: np.ndarray,
+    starts: np.ndarray,
+    width: int,
+    rates: Rates,
+) -> BlockChunking:
+    """The block in which every span is computed by that member at that position.
+
+    starts   groups of positions
+    """
+    member = _nobody_empty(spans, member, width)
+    starts, position = _without_gaps(starts, position)
+    count = int(starts[-1])
+    sizes = np.diff(starts)
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    is_cut = np.bincount(spans.document)[spans.document] > 1
+    members = tuple(
+        _member(spans, member == who, is_cut, position, starts, count) for who in range(width)
+    )
+    taken = np.stack(
+        [
+            rates.chunk_spans_seconds(each.spans, each.chunk, each.tokens, each.pairs)
+            for each in members
+        ]
+    )
+    slowest = taken.argmax(axis=0)
+    at = np.arange(count)
+    shown = member == slowest[position]
+    return BlockChunking(
+        _select(spans, shown),
+        position[shown],
+        starts,
+        np.stack([each.tokens for each in members]).max(axis=0),
+        np.stack([each.pairs for each in members])[slowest, at],
+        np.where(sizes[group] > 1, group, -1),
+        np.stack([each.slice_tokens for each in members]).max(axis=0),
+        members,
+    )
+
+
+def _member(
+    spans: Spans,
+    mine: np.ndarray,
+    is_cut: np.ndarray,
+    position: np.ndarray,
+    starts: np.ndarray,
+    count: int,
+) -> Chunking:
+    own, chunk = _select(spans, mine), position[mine]
+    cut = is_cut[mine]
+    document = np.full(count, -1, dtype=np.int64)
+    slice_tokens = np.zeros(count, dtype=np.int64)
+    document[chunk[cut]] = own.document[cut]
+    slice_tokens[chunk[cut]] = own.tokens[cut]
+    tokens = np.bincount(chunk, weights=own.tokens, minlength=count).astype(np.int64)
+    pairs = np.bincount(chunk, weights=own.pairs, minlength=count).astype(np.int64)
+    return Chunking(own, chunk, starts, tokens, pairs, document, slice_tokens)
+
+
+def _select(spans: Spans, which: np.ndarray) -> Spans:
+    return Spans(spans.document[which], spans.start[which], spans.stop[which])
+
+
+def _nobody_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
+    """``member`` with a document moved, at its positions, to each that had none."""
+    member = member.copy()
+    for who in range(width):
+        if (member == who).any():
+            continue
+        counts = [len(np.unique(spans.document[member == other])) for other in range(width)]
+        donor = int(np.argmax(counts))
+        assert counts[donor] > 1, "a block has a document for each of its replicas"
+        member[spans.document == spans.document[member == donor].max()] = who
+    return member
+
+
+def _without_gaps(starts: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions without a document anywhere are closed up; only packs leave such."""
+    there = np.zeros(int(starts[-1]), dtype=bool)
+    there[position] = True
+    before = np.concatenate(([0], np.cumsum(there)))
+    return np.unique(before[starts]), before[position]

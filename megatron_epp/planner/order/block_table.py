@@ -1,0 +1,73 @@
+"""Seconds and bytes of a block of replicas in lockstep, from those of its replicas.
+
+An op takes as long as the slowest replica's, as their ranks meet in its layers. Of bytes this is a
+bound for each of the replicas: what a chunk holds is the most of any replica's; K and V of all
+documents that a replica has in a group of positions count from the group's first forward to its
+last backward, the gradients of the largest of them as long as any of the group's backwards run.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Counts
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import DOCUMENT_ITEMS, Item, Kind, Table
+from megatron_epp.sim.in_step import in_step
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoads(Loads):
+    """A block's loads (planner.chunks.block.BlockChunking), and those of its ``members``: their
+    chunks are at the same positions, their documents their own."""
+
+    members: tuple[Loads, ...]
+
+
+def table_of(cost: Cost, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
+    """``cost.table_of``; of a block's loads the slowest replica's seconds, and bytes that are
+    enough for each."""
+    if not isinstance(loads, BlockLoads):
+        return cost.table_of(loads, counts, forward_only)
+    tables = [cost.table_of(member, counts, forward_only) for member in loads.members]
+    whole = in_step(tables)[0]
+    held: dict[Item, np.ndarray] = {}
+    for item in tables[0].held_bytes:
+        of_members = [np.asarray(table.held_bytes[item]) for table in tables]
+        held[item] = (
+            _of_groups(item, of_members, loads)
+            if item in DOCUMENT_ITEMS
+            else np.max(of_members, axis=0)
+        )
+    return dataclasses.replace(
+        whole,
+        held_bytes=held,
+        workspace_bytes={
+            kind: np.max([table.workspace_bytes[kind] for table in tables], axis=0)
+            for kind in tables[0].workspace_bytes
+        },
+    )
+
+
+def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
+    """[stages, chunks]: ``cost.seconds``; of a block's loads the slowest replica's."""
+    if isinstance(loads, BlockLoads):
+        return np.max([cost.seconds(kind, member) for member in loads.members], axis=0)
+    return cost.seconds(kind, loads)
+
+
+def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) -> np.ndarray:
+    """[stages, groups]: the most of any member's documents there; of K and V together, of their
+    gradients of one, as a group's documents run backward one after the other."""
+    most = np.zeros((of_members[0].shape[0], len(loads.lengths)))
+    for held, member in zip(of_members, loads.members, strict=True):
+        cut = np.flatnonzero((member.document >= 0) & (member.earlier < 0))
+        group, documents = loads.document[cut], member.document[cut]
+        mine = np.zeros_like(most)
+        add = np.add if item is Item.KV else np.maximum
+        add.at(mine, (slice(None), group), held[:, documents])
+        most = np.maximum(most, mine)
+    return most

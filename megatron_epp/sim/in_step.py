@@ -1,0 +1,46 @@
+"""Seconds of replicas in lockstep: every op takes as long as the slowest's."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.ir import BACKWARDS, Table
+
+
+def in_step(tables: Sequence[Table]) -> tuple[Table, ...]:
+    """``tables`` of replicas in lockstep, each with the seconds of the slowest at every op, inside
+    of which their ranks meet; a replica that runs alone keeps its own."""
+    if len(tables) == 1:
+        return tuple(tables)
+
+    def most(each: Sequence[Any]) -> np.ndarray:
+        return np.max([np.asarray(one) for one in each], axis=0)
+
+    again = most([table.recompute_seconds for table in tables])
+    seconds = {}
+    for kind in tables[0].seconds:
+        if kind in BACKWARDS:
+            both = [
+                np.asarray(table.seconds[kind]) + np.asarray(table.recompute_seconds)
+                for table in tables
+            ]
+            seconds[kind] = most(both) - again
+        else:
+            seconds[kind] = most([table.seconds[kind] for table in tables])
+    comm = {kind: most([table.comm_seconds[kind] for table in tables]) for kind in seconds}
+    link = {
+        payload: most([table.link_seconds[payload] for table in tables])
+        for payload in tables[0].link_seconds
+    }
+    return tuple(
+        dataclasses.replace(
+            table,
+            seconds=seconds,
+            recompute_seconds=again,
+            comm_seconds=comm,
+            link_seconds=link,
+        )
+        for table in tables
+    )

@@ -1,0 +1,113 @@
+"""What lockstep costs: replicas that share a layer's experts against replicas that run freely.
+
+    python scripts/bench/lockstep.py [--models qwen3-30b-a3b gpt-oss-120b] [--blocks 2 4]
+                                     [--planners epp infinipipe packing] [--lengths wlb]
+                                     [--context 131072] [--documents 512] [--batches 3]
+                                     [--first 30] [-o RESULT.md]
+
+Everything here is simulated with the cost model of megatron_epp.cost, from the models' shapes and
+the H100's assumed rates: nothing ran on a GPU. Both sides pay the same for every op, exchanges
+over that many devices included, so the ratio is the price of lockstep alone: positions whose chunks
+are not alike, documents that must be in flight together, empty chunks. ``documents`` are those of
+all replicas, which are one block.
+"""
+
+import argparse
+import io
+import statistics
+import sys
+from collections.abc import Sequence
+
+from headline import ROOT, heading, host, write
+
+sys.path.insert(0, str(ROOT))
+
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.ir import check_skeletons
+from megatron_epp.planner import PIPELINES, Options, PlannedStep, plan_step
+
+DEVICE = "h100-80g"
+STAGES = {"qwen3-30b-a3b": 4, "gpt-oss-120b": 4, "deepseek-v3": 16}
+HEAD = ("model", "replicas", "planner", "free", "in lockstep", "price", "empty chunks",
+        "recompute, free", "in lockstep", "planned in")  # fmt: skip
+
+
+def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """Median (least .. most)."""
+    middle, low, high = statistics.median(values), min(values), max(values)
+    if not len(values) > 1:
+        return form.format(middle)
+    return f"{form.format(middle)} ({form.format(low)}..{form.format(high)})"
+
+
+def row(
+    name: str, width: int, planner: str, batches: Sequence[tuple[int, ...]], context: int
+) -> list[str]:
+    """The table's line of one model, block and planner."""
+    cost = named_cost(name, DEVICE, pp=STAGES[name], tp=8, dp=width, ep=8 * width)
+    free: list[PlannedStep] = []
+    locked: list[PlannedStep] = []
+    for batch in batches:
+        free.append(plan_step(batch, cost, Options(context), planner, width))
+        locked.append(plan_step(batch, cost, Options(context, lockstep=width), planner, width))
+        check_skeletons(locked[-1].step)
+        assert locked[-1].step.lockstep == width
+        assert all(found.fits for step in (free[-1], locked[-1]) for found in step.planned)
+    chunks = [[chunk for p in step.step.plans for chunk in p.chunks] for step in locked]
+    empty = [100 * sum(not c.spans for c in each) / len(each) for each in chunks]
+    recompute = [
+        spread([100 * max(p.recompute_ratio for p in step.planned) for step in steps], "{:.1f}%")
+        for steps in (free, locked)
+    ]
+    prices = [100 * (b.seconds / a.seconds - 1) for a, b in zip(free, locked, strict=True)]
+    return [
+        f"{name}, pp {STAGES[name]} tp 8 ep {8 * width}",
+        str(width),
+        planner,
+        spread([each.seconds for each in free], "{:.2f} s"),
+        spread([each.seconds for each in locked], "{:.2f} s"),
+        spread(prices, "{:+.1f}%"),
+        spread(empty, "{:.0f}%"),
+        *recompute,
+        spread([each.plan_seconds for each in locked], "{:.1f} s"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--models", nargs="+", default=["qwen3-30b-a3b", "gpt-oss-120b"], choices=list(STAGES)
+    )
+    parser.add_argument("--blocks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--planners", nargs="+", default=["epp", "infinipipe", "packing"], choices=list(PIPELINES)
+    )
+    parser.add_argument("--lengths", default="wlb")
+    parser.add_argument("--context", type=int, default=131_072)
+    parser.add_argument("--documents", type=int, default=512)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--first", type=int, default=30)
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    args = parser.parse_args()
+    corpus = open_corpus(args.lengths, args.context)
+    numbers = range(args.first, args.first + args.batches)
+    batches = [corpus.batch(number, args.documents) for number in numbers]
+    text = io.StringIO()
+    print("All times are simulated. Medians over the batches, (least..most) behind.\n", file=text)
+    print(f"### {args.lengths}, context {args.context // 1024}K, {args.documents} documents of all "
+          f"replicas, {args.batches} batches, {DEVICE}\n", file=text)  # fmt: skip
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", file=text)
+    for name in args.models:
+        for width in args.blocks:
+            for planner in args.planners:
+                print(f"{name}, {width} replicas, {planner}", file=sys.stderr, flush=True)
+                line = row(name, width, planner, batches, args.context)
+                print(f"| {' | '.join(line)} |", file=text)
+    print(file=text)
+    print(text.getvalue())
+    write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
+
+
+if __name__ == "__main__":
+    main()

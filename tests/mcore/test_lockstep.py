@@ -1,0 +1,244 @@
+"""Experts spread over replicas: certified, broken on purpose, trained, refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_epp.ir import Kind, Step, check_skeletons
+from megatron_epp.mcore.certify.batches import Frame, draw
+from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify, verdict
+from megatron_epp.mcore.certify.scale_down import Degrees
+from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.test_experts import EXPERTS, LENGTHS, OPTIMIZER, QWEN3, logged
+from tests.mcore.test_training import tensors
+
+SABOTAGE = Path(__file__).with_name("sabotage_lockstep.py")
+MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+SHORT = MODEL.replace("--num-layers 4", "--num-layers 2")
+
+
+def spread(model: str, ranks: int) -> tuple[tuple[str, ...], ...]:
+    return ((*model.split(), "--expert-model-parallel-size", str(ranks)),)
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        Trial(Degrees(pp=2, tp=1, dp=2), spread(MODEL, 2), batches=6, overlap=True),
+        Trial(Degrees(pp=1, tp=1, dp=4), spread(SHORT, 4), batches=3),
+    ],
+    ids=["two replicas, two stages", "four replicas"],
+)
+def test_random_blocks_compute_what_the_plain_model_computes(trial: Trial) -> None:
+    """Gradients, auxiliary losses, z-loss and the counts that move the bias, with any letters,
+    split backwards, and chunks that only one replica has."""
+    lines: list[str] = []
+    judged = certify(trial, lines.append)
+    assert all(batch.passed for batch in judged), "\n".join(lines)
+    assert f"{trial.degrees.dp} replicas in lockstep" in lines[0]
+    for what in ("packed", "split", "hybrid", "empty", "recomputed", "selective", "halved"):
+        assert sum(getattr(batch.coverage, what) for batch in judged) > 0, what
+    assert "empty in lockstep" in verdict(judged)
+    exchanges = {"expert exchange", "expert bias", "gradient reduction", "token count"}
+    assert all(exchanges <= set(batch.collectives) for batch in judged)
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+PAIR = Degrees(pp=1, tp=1, dp=2)
+WAYS = ("nothing", "deal wrongly", "count empty chunks", "nothing again")
+FRAME = Frame(61, (2,), replicas=2, letters="kfcmnabo", splits=True, lockstep=2)
+
+
+def fragile(step: Step) -> bool:
+    """Whether both replicas have documents of several lengths, and one an empty chunk."""
+    return len(set(step.lengths)) > 2 and any(
+        not chunk.spans for plan in step.plans for chunk in plan.chunks
+    )
+
+
+def seed_for(batches: int) -> int:
+    """With which every batch can be broken in every way."""
+    return next(
+        seed
+        for seed in range(100)
+        if all(fragile(draw(seed, number, FRAME).step) for number in range(batches))
+    )
+
+
+@pytest.fixture(scope="module")
+def judged() -> dict[str, Judged]:
+    trial = Trial(PAIR, spread(SHORT, 2), len(WAYS), seed_for(len(WAYS)), interfere=SABOTAGE)
+    return dict(zip(WAYS, certify(trial), strict=True))
+
+
+@pytest.mark.parametrize("way", ["nothing", "nothing again"])
+def test_untouched_blocks_pass(judged, way) -> None:
+    assert judged[way].passed, judged[way]
+
+
+def test_documents_dealt_wrongly_show(judged) -> None:
+    batch = judged["deal wrongly"]
+    assert not batch.problems
+    assert min(batch.loss_error, batch.gradient_error) > 1e6 * BOUND, batch
+
+
+def test_empty_chunks_that_count_show(judged) -> None:
+    """More tokens than there are choose experts; gradients of the loss are what they were."""
+    totals = [
+        re.search(r"counted other tokens: (\d+) in all where the plain model has (\d+)", line)
+        for line in judged["count empty chunks"].routing
+    ]
+    assert any(found and int(found[1]) > int(found[2]) for found in totals), judged
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("skip", "expected the same ops in the same order"),
+        ("recompute", "expected the same layers to run their MLP again"),
+        ("freely", "this job's experts are spread over 2 replicas each, which run together"),
+    ],
+)
+def test_a_broken_skeleton_is_refused_before_anything_runs(way, says, monkeypatch) -> None:
+    """By all ranks alike, so that nobody waits in an exchange: within a few seconds, not at the
+    timeout of the groups."""
+    monkeypatch.setenv("SABOTAGE_LOCKSTEP", way)
+    trial = Trial(PAIR, spread(SHORT, 2), 1, seed_for(1), patience_seconds=200, interfere=SABOTAGE)
+    (batch,) = certify(trial)
+    assert len(batch.problems) == 2 and len(set(batch.problems)) == 1, batch
+    assert "PlanError" in batch.problems[0] and says in batch.problems[0]
+
+
+# ------------------------------------------------------------------ inside the trainer
+
+SPREAD = {
+    **EXPERTS,
+    **OPTIMIZER,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "split": "80,20,0",
+    "eval_iters": 1,
+    "eval_interval": 2,
+    "save_interval": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS * 2)
+
+
+@pytest.fixture(scope="module")
+def three(corpus, tmp_path_factory) -> tuple[Path, Run]:
+    folder = tmp_path_factory.mktemp("three")
+    words = flags(corpus, epp=True, save=folder, epp_record=folder / "records", **SPREAD)
+    run = train(words)
+    assert run.status == 0, run.output
+    return folder, run
+
+
+def test_plans_of_training_are_in_lockstep(three) -> None:
+    folder, run = three
+    steps = [Step.parse(path.read_text()) for path in sorted(folder.glob("records/*.step"))]
+    assert len(steps) == 3
+    for step in steps:
+        assert step.lockstep == 2
+        check_skeletons(step)
+        assert step.plans[0].predicted.seconds == step.plans[1].predicted.seconds
+    assert len(logged("z_loss", run.output)) == 3
+    assert "validation loss at iteration 2" in run.output
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(corpus, three, tmp_path) -> None:
+    folder, straight = three
+    before = tmp_path / "before"
+    before.mkdir()
+    (before / "iter_0000002").symlink_to(folder / "iter_0000002")
+    (before / "latest_checkpointed_iteration.txt").write_text("2")
+    for kept in folder.glob("epp-*"):
+        (before / kept.name).write_bytes(kept.read_bytes())
+    words = flags(corpus, epp=True, load=before, save=tmp_path / "resumed", **SPREAD)
+    resumed = train(words)
+    assert resumed.status == 0, resumed.output
+    assert resumed.losses[0] == straight.losses[-1]
+    mine = tensors(tmp_path / "resumed" / "iter_0000003", tmp_path / "a.pt")
+    theirs = tensors(folder / "iter_0000003", tmp_path / "b.pt")
+    assert mine.keys() == theirs.keys() and any("expert_bias" in name for name in mine)
+    for name in (name for name in mine if mine[name].is_floating_point()):
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+def test_no_memory_in_one_replica_repeats_the_iteration_for_all(corpus, three, tmp_path) -> None:
+    """Both ranks find none at the same place; the losses are those of the run that had enough."""
+    _, free = three
+    program = (str(Path(__file__).parent / "hungry.py"), "together")
+    hit = train(flags(corpus, epp=True, save=tmp_path / "hit", **SPREAD), program=program)
+    assert hit.status == 0, hit.output
+    assert "repeated with less memory" in hit.output
+    assert hit.losses == pytest.approx(free.losses, rel=1e-5)
+    assert logged("z_loss", hit.output) == pytest.approx(logged("z_loss", free.output), rel=1e-5)
+
+
+def test_a_limit_of_one_replica_is_that_of_its_block(corpus, three) -> None:
+    """Rank 1 alone is above it; both give up at that op, and plan with less."""
+    _, free = three
+    peaks = [float(x) for x in re.findall(r"peak ([0-9.]+) of ", free.output)]
+    program = (str(Path(__file__).parent / "hungry.py"), "limit")
+    words = flags(corpus, epp=True, epp_memory_limit_gib=0.85 * max(peaks) / 1024, **SPREAD)
+    run = train(words, program=program)
+    assert run.status == 0, run.output
+    assert "repeated with less memory" in run.output
+    assert "out of memory (on another rank of this stage)" in run.output
+    assert run.losses == pytest.approx(free.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"moe_token_dispatcher_type": "allgather"},
+            "experts spread over replicas that exchange by gathering "
+            "(--moe-token-dispatcher-type allgather): give --moe-token-dispatcher-type alltoall",
+        ),
+        (
+            {"epp_plan": "free"},
+            "is for replicas that run freely; this job's experts are spread over 2 replicas each, "
+            "which run together: expected a step with 'lockstep 2'",
+        ),
+        (
+            {"epp_plan": "broken"},
+            "lockstep 2: replica 1 runs ",
+        ),
+    ],
+)
+def test_refused_with_status_2(corpus, three, tmp_path, changes, says) -> None:
+    folder, _ = three
+    step = Step.parse((folder / "records" / "iteration-000001.step").read_text())
+    if changes.get("epp_plan") == "free":
+        text = str(step).replace("lockstep 2\n", "")
+    else:
+        text = str(step)
+        second = text.index("plan v1", text.index("plan v1") + 1)
+        text = text[:second] + _backward_later(text[second:])
+    given = tmp_path / "given.step"
+    given.write_text(text)
+    changes = {**changes, **({"epp_plan": given} if "epp_plan" in changes else {})}
+    run = train(flags(corpus, epp=True, **{**SPREAD, **changes, "save_interval": None}))
+    assert run.status and set(run.statuses) <= {2, -15} and 2 in run.statuses, run.output
+    assert len(run.errors) == 1 and says in run.errors[0], run.output
+
+
+def _backward_later(plan: str) -> str:
+    """The text of ``plan`` with the first backward of stage 0 behind the forward that follows; or,
+    where none does, with the last two backwards changed."""
+    head, line = plan.split("stage 0: ")
+    ops, rest = line.split("\n", 1)
+    order = ops.split()
+    backwards = {kind.value for kind in Kind} - {"F", "W"}
+    at = next(i for i, op in enumerate(order) if op[0] in backwards)
+    order[at], order[at + 1] = order[at + 1], order[at]
+    return f"{head}stage 0: {' '.join(order)}\n{rest}"
