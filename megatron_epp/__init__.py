@@ -72,14 +72,14 @@ def install_schedule(
                      Megatron's local layers, not in Transformer Engine's (no GPU has run those)
     headroom         hold so much more than Megatron's 1F1B would, as a share of that
     timeout          (datetime.timedelta) how long a rank waits for another; default 10 minutes
-    observe          called behind every call with its plan, records and peak (loop_schedule.Ran)
+    observe          called behind every call with its plan, records and peak (loops/settings.py)
 
     Returns an object whose ``remove()`` puts Megatron's schedules back; it is a context, too. A
     ValueError says what cannot be used. A loop that keeps the function must be built behind this.
     """
     from megatron_epp.mcore.loops.install import Installed
-    from megatron_epp.mcore.loops.loop_schedule import TIMEOUT, Settings
     from megatron_epp.mcore.loops.plans.call_plan import Freedom
+    from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
 
     return Installed(
         Settings(

@@ -108,7 +108,14 @@ def _prepare(
 ) -> tuple[Prepared, LoopFrame]:
     sliced = level == "level1"
     prepared = children.ask(
-        [PLAIN], "prepare_loop", flags, trial.degrees, trial.overlap, per_token, sliced
+        [PLAIN],
+        "prepare_loop",
+        flags,
+        trial.degrees,
+        trial.overlap,
+        trial.lora_rank,
+        per_token,
+        sliced,
     )[PLAIN]
     require_prepared(prepared)
     frame = LoopFrame(
@@ -119,7 +126,9 @@ def _prepare(
         sliced,
     )
     ranks = range(trial.degrees.ranks)
-    answers = children.ask(ranks, "prepare_loop", prepared.args, frame, prepared.weights)
+    answers = children.ask(
+        ranks, "prepare_loop", prepared.args, frame, prepared.weights, trial.lora_rank
+    )
     require_prepared(*answers.values())
     return prepared, frame
 

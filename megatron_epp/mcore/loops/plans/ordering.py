@@ -25,7 +25,6 @@ from megatron_epp.sim.engine import OpArrays
 
 # What I leaves for W over what F leaves for B: inputs and output gradients of the linears alone.
 WEIGHT_INPUT_SHARE = 0.6
-GAIN = 0.015  # at least so much faster than the caller's order, or it is not worth another
 # Ops that a search may play; playing one takes most of a microsecond, and the loop waits meanwhile.
 LEAST_OPS, MOST_OPS = 12_000, 400_000
 SEARCH_SHARE = 0.005  # of the call's own seconds
@@ -223,7 +222,8 @@ def _orders(
 
 
 def forward_orders(seconds_SC: np.ndarray, reorder: bool) -> tuple[tuple[Op, ...], float, float]:
-    """The order of a pass of forwards, alike on all stages; its seconds, and those of the caller's.
+    """The best order of a pass of forwards found, alike on all stages; its seconds, and those of
+    the caller's.
 
     A pipeline of forwards is a flow shop: what counts is which chunks come first and last.
     """
@@ -237,8 +237,6 @@ def forward_orders(seconds_SC: np.ndarray, reorder: bool) -> tuple[tuple[Op, ...
             tried = flow_seconds(seconds_SC, order)
             if tried < takes * (1 - _ROUNDING):
                 best, takes = tuple(order), tried
-    if takes > given_takes * (1 - GAIN):
-        best, takes = given, given_takes
     return tuple(Op(Kind.FORWARD, c) for c in best), takes, given_takes
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span
 from megatron_epp.mcore.loops.plans import ordering
-from megatron_epp.mcore.loops.plans.call_plan import NAME, Freedom
+from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom
 from megatron_epp.mcore.loops.plans.stage_seconds import features
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
 
@@ -53,10 +53,11 @@ def sliced_plan(
             if tried is None:
                 continue
             found = tried
-        if best is None or found.seconds < best[0] * (1 - ordering.GAIN):
+        if best is None or found.seconds < best[0] * (1 - GAIN):
             best = found.seconds, cutting, found.orders
-    if best is None or (not forward_only and best[0] > given.seconds * (1 - ordering.GAIN)):
-        best = given.seconds, candidates[0], given.orders
+    by = PLANNED
+    if best is None or not (forward_only or freedom.pays(best[0], given.seconds)):
+        best, by = (given.seconds, candidates[0], given.orders), AS_GIVEN
     seconds, cutting, orders = best
     chunks = tuple(chunk for group in cutting for chunk in group)
     return Plan(
@@ -65,7 +66,7 @@ def sliced_plan(
         chunks=chunks,
         recompute=tuple((KEEP * count,) * len(chunks) for count in layers),
         orders=orders,
-        predicted=Prediction(seconds, (0.0,) * len(layers), NAME),
+        predicted=Prediction(seconds, (0.0,) * len(layers), by),
     )
 
 
