@@ -5,6 +5,7 @@ those of the chunk. Generation, evaluation of another kind, another schedule mee
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import nn
 
+from megatron_epp.cost.devices import GIB
 from megatron_epp.mcore.loops.adapter import Adapter
+from megatron_epp.mcore.loops.plans.memory import Memory
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, install_in_model
 
@@ -29,10 +32,20 @@ class AttachedModel:
     keeps_last   the attention wants K and V of a document's last slice kept
     head_again   of slices whose loss comes later, the head runs again in the backward, so that no
                  logits wait for it
+    memory       what slices may hold, for which plans recompute layers in the place of the loop's
+                 own flags; None: those are in force
     """
 
-    def __init__(self, model: GPTModel, adapter: Adapter, attention: Attention, head_again: bool):
-        self.adapter, self.head_again = adapter, head_again
+    def __init__(
+        self,
+        model: GPTModel,
+        adapter: Adapter,
+        attention: Attention,
+        head_again: bool,
+        memory: Memory | None,
+    ):
+        self.adapter, self.head_again, self.memory = adapter, head_again, memory
+        self._config = model.config
         self.slicing = True
         self.context = model.max_sequence_length
         self._chunk: ChunkParams | None = None
@@ -55,10 +68,14 @@ class AttachedModel:
     def computing(self, chunk: ChunkParams, head_again: bool) -> Iterator[None]:
         """The model's forwards in this context compute ``chunk``."""
         self._chunk, self._again = chunk, head_again and self.head_again
+        own = self._config.recompute_granularity
+        if self.memory is not None and own == "full":
+            self._config.recompute_granularity = None
         try:
             yield
         finally:
             self._chunk, self._again = None, False
+            self._config.recompute_granularity = own
 
     def _with_chunk(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
@@ -97,7 +114,11 @@ def attached(model: Any) -> AttachedModel | None:
 
 
 def attach_to(
-    model_chunks: Any, adapter: Adapter, attention: str, head_again: bool
+    model_chunks: Any,
+    adapter: Adapter,
+    attention: str = "auto",
+    head_again: bool = True,
+    memory_gib: float | None = None,
 ) -> AttachedModel:
     """Make the loop's model compute slices. ValueError: one line on what cannot."""
     chunks = model_chunks if isinstance(model_chunks, list | tuple) else [model_chunks]
@@ -121,7 +142,12 @@ def attach_to(
         chosen = attention_for(attention, model.config, this_device())
     except ValueError as refusal:
         raise ValueError(f"attach: {refusal}") from None
-    return AttachedModel(model, adapter, chosen, head_again)
+    memory = None
+    if memory_gib is not None:
+        if not 0 < memory_gib < math.inf:
+            raise ValueError(f"attach(memory_gib={memory_gib}): expected more than 0")
+        memory = Memory.of(model.config, model.vocab_size, memory_gib * GIB)
+    return AttachedModel(model, adapter, chosen, head_again, memory)
 
 
 # Settings of the model's configuration with which slices would compute something else.

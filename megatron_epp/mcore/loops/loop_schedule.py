@@ -6,7 +6,7 @@ calls is what it has learnt: process groups of this replica, seconds of ops, pla
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -167,7 +167,7 @@ class LoopSchedule:
         """The documents of the micro-batches cut into slices."""
         lengths = lengths_read(call, pipeline, batches, model)
         make, layers, rates = self.settings.make_sliced_plan, pipeline.layers, pipeline.rates_SK3
-        freedom = pipeline.freedom(call, self.settings.freedom)
+        freedom = replace(pipeline.freedom(call, self.settings.freedom), memory=model.memory)
         key = (tuple(lengths), call.forward_only, freedom, rates.tobytes(), "sliced")
         plan = pipeline.planning.plan(
             key, lambda: make(lengths, layers, rates, freedom, call.forward_only)

@@ -66,6 +66,8 @@ def test_the_command_line() -> None:
         main(["--loop", "level2"])
     with pytest.raises(ValueError, match="--batches 0: expected at least 1"):
         main(["--loop", "level1", "--batches", "0"])
+    with pytest.raises(ValueError, match="--loop level0 --cp 2: a loop's forward step takes its own"):
+        main(["--loop", "level0", "--cp", "2"])
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.loop not in LEVELS:
         raise ValueError(f"--loop {chosen.loop}: expected {' or '.join(LEVELS)}")
     trial = read(rest)
+    if trial.degrees.cp > 1:
+        raise ValueError(
+            f"--loop {chosen.loop} --cp {trial.degrees.cp}: a loop's forward step takes its own "
+            "part of a micro-batch over context-parallel ranks, with attention that Megatron has "
+            "for GPUs alone; certify --epp with --cp (without --loop), and loops without"
+        )
     try:
         judged = certify_loop(trial, chosen.loop, lambda line: print(line, flush=True))
     except ChildLost as error:

@@ -7,6 +7,7 @@ import numpy as np
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span, check
 from megatron_epp.mcore.loops.extents import Extent
+from megatron_epp.mcore.loops.plans.memory import Memory
 from megatron_epp.mcore.loops.plans.stage_seconds import features
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
@@ -26,12 +27,15 @@ class Freedom:
     split      split backwards into I and W
     headroom   hold so much more than Megatron's 1F1B does, as a share of that; 0: no more
     price      so many times longer than predicted do planned orders take (track_record)
+    memory     what slices may hold, in bytes, and layers be recomputed for; None: as many tokens as
+               by headroom, and nothing is recomputed
     """
 
     reorder: bool = True
     split: bool = True
     headroom: float = 0.0
     price: float = 1.0
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         if not self.headroom >= 0:

@@ -10,16 +10,17 @@ seconds and sizes, bounded in work.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from megatron_epp.ir import COMPUTE, Kind, Op
+from megatron_epp.ir import COMPUTE, KIND_CODE, Kind, Op
 from megatron_epp.planner.order.emit import NOTHING, merge_iw
 from megatron_epp.planner.order.list_scheduler import B, F, I, Policy, Schedule, W, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
+from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import shrinking
 from megatron_epp.sim.engine import OpArrays
 
@@ -43,7 +44,7 @@ class Work:
     """Chunks of a call in the caller's order.
 
     seconds   [kinds, stages, chunks]
-    rows      [chunks] tokens, by which memory is counted
+    rows      [chunks] tokens, by which memory is counted; or [stages, chunks] bytes
     sizes     [groups] chunks of every group; they add up to all chunks
     """
 
@@ -67,11 +68,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """orders[s]: the ops of stage s. seconds: predicted. note: how it was found."""
+    """orders[s]: the ops of stage s. seconds: predicted. note: how it was found. recompute[s][c]:
+    letters of the layers of chunk c there; (): none is recomputed."""
 
     orders: tuple[tuple[Op, ...], ...]
     seconds: float
     note: str
+    recompute: tuple[tuple[str, ...], ...] = ()
 
 
 def rows_of_1f1b(whole: Work) -> np.ndarray:
@@ -180,7 +183,7 @@ def _given(whole: Work) -> Schedule:
 def _problem(work: Work, order: Sequence[int], room_rows: np.ndarray) -> ScheduleProblem:
     chunks = work.chunks(order)
     sizes = work.sizes[list(order)]
-    rows_SC = np.tile(work.rows[chunks].astype(float), (work.stages, 1))
+    rows_SC = np.broadcast_to(work.rows, (work.stages, len(chunks)))[:, chunks].astype(float)
     moved = np.zeros((len(COMPUTE), 2, *rows_SC.shape))
     moved[F, 0] = moved[B, 1] = moved[I, 1] = rows_SC
     moved[I, 0] = moved[W, 1] = WEIGHT_INPUT_SHARE * rows_SC
@@ -219,6 +222,19 @@ def _orders(
         )
         for row in zip(codes.tolist(), played.chunks.tolist(), strict=True)
     )
+
+
+def retimed(work: Work, found: Ordered) -> Ordered:
+    """The orders of ``found``, where ``work`` says what their ops take now."""
+    shape = work.stages, max(map(len, found.orders))
+    kinds, chunks = np.full(shape, NOTHING, dtype=np.int8), np.zeros(shape, dtype=np.int64)
+    for stage, ops in enumerate(found.orders):
+        kinds[stage, : len(ops)] = [KIND_CODE[op.kind] for op in ops]
+        chunks[stage, : len(ops)] = [op.chunk for op in ops]
+    problem = _problem(work, range(len(work.sizes)), np.full(work.stages, np.inf))
+    nothing = np.zeros(work.stages)
+    orders = Schedule(0.0, nothing, 0.0, kinds, chunks, nothing, nothing)
+    return replace(found, seconds=replayed(problem, orders).seconds)
 
 
 def forward_orders(seconds_SC: np.ndarray, reorder: bool) -> tuple[tuple[Op, ...], float, float]:
