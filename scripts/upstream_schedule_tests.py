@@ -15,11 +15,10 @@ they are, for want of Transformer Engine or of bf16 kernels: they tell nothing, 
 import argparse
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -109,15 +108,14 @@ def run(checkout: Path, tests: str, stands_in: bool, only: str, patience: float)
             command += ["-k", only]
         launched = subprocess.Popen(
             command, cwd=home, env=environment, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True,
+            stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
             launched.wait(patience)
         except subprocess.TimeoutExpired:
             print(f"not done in {patience:.0f} s; what had been said by then:")
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(launched.pid, signal.SIGKILL)
+            launched.terminate()  # torchrun ends its processes, each in a session of its own
             launched.wait()
         logs = sorted((home / "logs").rglob("0/stdout.log"))
         said = logs[0].read_text(errors="replace") if logs else ""
@@ -133,11 +131,15 @@ def compare(checkout: Path, tests: str, only: str, patience: float) -> tuple[int
     """How many tests of a file passed as they are; those that do not with ours in their place."""
     before, after = (run(checkout, tests, stands_in, only, patience) for stands_in in (False, True))
     print(tests)
-    width = max(map(len, before), default=0)
+    # Cases of one test that end alike are one line.
+    lines: Counter[tuple[str, str, str]] = Counter()
     for name, verdict in before.items():
         ours = after.get(name, "did not run")
-        same = "the same" if ours == verdict else ours
-        print(f"  {name.ljust(width)}  {verdict[:150]}; with ours: {same[:150]}")
+        lines[name.partition("[")[0], verdict, "the same" if ours == verdict else ours] += 1
+    width = max((len(name) for name, _, _ in lines), default=0)
+    for (name, verdict, ours), count in lines.items():
+        times = f" x {count}" if count > 1 else ""
+        print(f"  {name.ljust(width)}  {verdict[:150]}{times}; with ours: {ours[:150]}")
     passed = [name for name, verdict in before.items() if verdict == "PASSED"]
     worse = [name for name in passed if after.get(name) != "PASSED"]
     still = len(passed) - len(worse)

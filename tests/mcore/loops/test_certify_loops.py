@@ -66,7 +66,7 @@ def test_the_command_line() -> None:
         main(["--loop", "level2"])
     with pytest.raises(ValueError, match="--batches 0: expected at least 1"):
         main(["--loop", "level1", "--batches", "0"])
-    with pytest.raises(ValueError, match="--loop level0 --cp 2: a loop's forward step takes its own"):
+    with pytest.raises(ValueError, match="--loop level0 --cp 2: a loop's forward step takes"):
         main(["--loop", "level0", "--cp", "2"])
 
 

@@ -82,8 +82,10 @@ def _micro_batch(
     samples, rows = len(lengths), -(-max(lengths) // MULTIPLE) * MULTIPLE
     tokens = torch.from_numpy(generator.integers(0, frame.vocabulary, (samples, rows + 1)))
     mask = torch.from_numpy((generator.random((samples, rows)) >= MASKED).astype(float))
-    mask[:, 0] = 1  # every sequence has a target
     for sample, length in enumerate(lengths):
+        if sample % 2:  # a prompt carries no loss
+            mask[sample, : int(generator.integers(0, length))] = 0
+        mask[sample, length - 1] = 1  # every sequence has a target
         mask[sample, length:] = 0
     return {
         "tokens": tokens[:, :-1].contiguous(),
