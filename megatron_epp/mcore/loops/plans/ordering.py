@@ -116,7 +116,8 @@ class _Search:
         self, work: Work, room_rows: np.ndarray, policies: Sequence[PolicyParams], ops: int
     ):
         self.work, self.room_rows, self.policies = work, room_rows, policies
-        self.left = ops
+        # One order at least is played by every policy: the first may not fit.
+        self.left = max(ops, 3 * len(policies) * work.stages * work.seconds.shape[2])
         self.best: Ordered | None = None
         self._best_order: tuple[int, ...] | None = None
         self._best_policy: PolicyParams | None = None
