@@ -1,6 +1,6 @@
 """``python -m megatron_epp certify --loop level0|level1``: training loops of others.
 
-Random micro-batches with a loss per token, a mean, or a ratio clipped per sequence go through
+Random micro-batches with a loss per token, a mean, or ratios clipped per sequence go through
 ``get_forward_backward_func`` as a loop calls it, and are run by arbitrary plans: level0 whole
 micro-batches in any order, level1 slices of their documents. Compared in float64 with Megatron's
 model on every document alone and the same loss: every micro-batch's value, at its place, and every
