@@ -113,7 +113,8 @@ def run(checkout: Path, tests: str, stands_in: bool, only: str, patience: float)
         try:
             launched.wait(patience)
         except subprocess.TimeoutExpired:
-            print(f"not done in {patience:.0f} s; what had been said by then:")
+            whose = "with ours" if stands_in else "as they are"
+            print(f"{tests} {whose}: not done in {patience:.0f} s; what had been said by then:")
         finally:
             launched.terminate()  # torchrun ends its processes, each in a session of its own
             launched.wait()
@@ -152,7 +153,7 @@ def main() -> int:
     parser.add_argument("--megatron", required=True, type=Path, help="a checkout of Megatron-LM")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help="files of the checkout")
     parser.add_argument("-k", dest="only", default="", help="pytest's: tests of these names alone")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, of every run")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds, of every run")
     chosen = parser.parse_args()
     checkout = chosen.megatron.resolve()
     for tests in chosen.tests:

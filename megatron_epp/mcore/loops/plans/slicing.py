@@ -38,12 +38,15 @@ def sliced_plan(
     PlanError: nothing holds as little as ``freedom.memory`` wants.
     """
     mean_3 = (rates_SK3[:, ordering.F] + rates_SK3[:, ordering.B]).mean(0)
-    candidates = list(_cuttings(lengths, Rates(*map(float, mean_3))))
+    token, pair, op = mean_3.tolist()
+    candidates = list(_cuttings(lengths, Rates(token, pair, op)))
     whole = _whole_work(lengths, rates_SK3)
     given = ordering.given_order(whole)
     room = ordering.rows_of_1f1b(whole) * (1 + freedom.headroom)
     ops = max(1, ordering.search_ops(given.seconds) // len(candidates))
-    best, best_cutting, by = None, candidates[0], PLANNED
+    best: ordering.Ordered | None = None
+    found: ordering.Ordered | None
+    best_cutting, by = candidates[0], PLANNED
     for cutting in candidates:
         work = _work_of(cutting, rates_SK3)
         if forward_only:
