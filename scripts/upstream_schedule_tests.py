@@ -51,6 +51,9 @@ if cpu_host.install_cpu_host():
         return init("gloo", **others)
 
     def new(ranks=None, timeout=None, backend=None, pg_options=None, **others):
+        # Some tests make groups that only their members know of. NCCL meets when a group first
+        # speaks; gloo at once, under a name that groups of other ranks must not share.
+        others["use_local_synchronization"] = ranks is not None
         return new_group(ranks, timeout=timeout, backend="gloo", **others)
 
     torch.distributed.init_process_group = dist.init_process_group = init_process_group
