@@ -72,14 +72,14 @@ def install_schedule(
                      Megatron's local layers, not in Transformer Engine's (no GPU has run those)
     headroom         hold so much more than Megatron's 1F1B would, as a share of that
     timeout          (datetime.timedelta) how long a rank waits for another; default 10 minutes
-    observe          called behind every call with its plan, records and peak (loop_schedule.Ran)
+    observe          called behind every call with its plan, records and peak (loops/settings.py)
 
     Returns an object whose ``remove()`` puts Megatron's schedules back; it is a context, too. A
     ValueError says what cannot be used. A loop that keeps the function must be built behind this.
     """
     from megatron_epp.mcore.loops.install import Installed
-    from megatron_epp.mcore.loops.loop_schedule import TIMEOUT, Settings
     from megatron_epp.mcore.loops.plans.call_plan import Freedom
+    from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
 
     return Installed(
         Settings(
@@ -93,7 +93,12 @@ def install_schedule(
 
 
 def attach(
-    model_chunks: Any, adapter: Any, *, attention: str = "auto", head_again: bool = True
+    model_chunks: Any,
+    adapter: Any,
+    *,
+    attention: str = "auto",
+    head_again: bool = True,
+    memory_gib: float | None = None,
 ) -> Any:
     """Cut the documents of a training loop's micro-batches: slices in any loop.
 
@@ -106,6 +111,10 @@ def attach(
                    mcore/loops/adapters has two for common forms
     attention      as --epp-attention
     head_again     the output layer of slices runs again in the backward; else logits are kept
+    memory_gib     what a stage may hold for slices between forward and backward, estimated from the
+                   model's shape: layers are then recomputed per stage and chunk, where that fills
+                   it, in the place of the model's own recompute of whole layers. Default: as many
+                   tokens as Megatron's 1F1B would hold, recomputed as the model says
 
     Returns an object with ``adapter``, which another pass may replace, and ``slicing``, which False
     turns off: whole micro-batches then. A ValueError says in one line what cannot be cut.
@@ -113,7 +122,7 @@ def attach(
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import installed
 
-    made = attach_to(model_chunks, adapter, attention, head_again)
+    made = attach_to(model_chunks, adapter, attention, head_again, memory_gib)
     if installed() is None:
         install_schedule()
     return made

@@ -29,15 +29,7 @@ def make_groups(device: torch.device) -> Groups:
     args = get_args()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
-    pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-    payload: dict[Payload, dist.ProcessGroup] = {}
-    if len(pipeline) > 1:
-        for direction in Payload:
-            payload[direction] = dist.new_group(
-                timeout=timeout,
-                pg_options=message_options(device, timeout),
-                group_desc=f"epp_{direction.name.lower()}",
-            )
+    payload = message_groups(device, timeout)
     together = mpu.get_tensor_and_context_parallel_group()
     busy = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     lockstep = lockstep_of(args)
@@ -46,15 +38,13 @@ def make_groups(device: torch.device) -> Groups:
         together = mpu.get_expert_tensor_and_model_parallel_group()
         busy += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
         busy.append(together)
-    stage = mpu.get_pipeline_model_parallel_rank()
-    connect(payload, stage, len(pipeline), device, pipeline)
     for group in (*busy, mpu.get_data_parallel_group(with_context_parallel=True)):
         _speak_once(group, device)
     return Groups(
         control=control,
         payload=payload,
-        pipeline_ranks=tuple(pipeline),
-        stage=stage,
+        pipeline_ranks=tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())),
+        stage=mpu.get_pipeline_model_parallel_rank(),
         replica=mpu.get_data_parallel_rank(),
         replicas=mpu.get_data_parallel_world_size(),
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
@@ -62,6 +52,25 @@ def make_groups(device: torch.device) -> Groups:
         peers=Peers(together, busy, device) if together.size() > 1 else None,
         lockstep=lockstep,
     )
+
+
+def message_groups(device: torch.device, timeout: timedelta) -> dict[Payload, dist.ProcessGroup]:
+    """A group that spans the world for each direction of messages, every link of which has spoken
+    once; none where there is one stage. Collective over the world.
+
+    ValueError: torch.distributed was initialised in a way in which pipelines stand still.
+    """
+    pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    made: dict[Payload, dist.ProcessGroup] = {}
+    if len(pipeline) > 1:
+        for direction in Payload:
+            made[direction] = dist.new_group(
+                timeout=timeout,
+                pg_options=message_options(device, timeout),
+                group_desc=f"epp_{direction.name.lower()}",
+            )
+    connect(made, mpu.get_pipeline_model_parallel_rank(), len(pipeline), device, pipeline)
+    return made
 
 
 def message_options(device: torch.device, timeout: timedelta) -> Any:

@@ -1,24 +1,27 @@
 #!/usr/bin/env python3
 """Training loops of others on this host's CPU: Megatron's schedule, whole micro-batches, slices.
 
-    scripts/bench/cpu_loops.py [--cases sft agent] [--batches N] [--pp 2] [-o RESULT.md]
+    scripts/bench/cpu_loops.py [--cases sft agent] [--pp 2 4] [--batches 3] [--busy-host]
+                               [-o RESULT.md]
 
-A loop of its own on megatron.core (no trainer): --pp stages (gloo, one core each), 8 layers, hidden
-512, 8 heads in 4 groups; a micro-batch is [1, T] tokens of one document, or of several packed ones
-in the agent case. In one run, in turn and in changing order, on the same micro-batches, weights and
-kernels (torch's flash attention for all):
+A loop of its own on megatron.core (no trainer): --pp stages (gloo), 8 layers, hidden 128, 4 heads
+in 2 groups; a micro-batch is one document [1, T]. In one run, in turn and in changing order, on the
+same micro-batches, weights and kernels (torch's flash attention for all):
 
     stock    Megatron's forward_backward_pipelining_without_interleaving, shapes by handshake
     level0   megatron_epp.install_schedule: planned order, split backward, planned shapes
     level1   megatron_epp.attach: documents in slices
 
-    sft      32 documents, lengths log-normal around 600 tokens, at most 4096
-    agent    8 documents around 900 tokens, and one of 12288
+    sft      24 documents, lengths log-normal around 300 tokens, at most 2048
+    agent    8 documents around 400 tokens, and one of 3072
 
-Seconds are of the whole call, planning included, the slowest rank's; the first batches warm up.
-Ratios are stock's seconds over the others', medians over the batches. Bubbles: stages' idle share
-of the call. Peaks: bytes that autograd saved and kept K and V, the largest of all stages. With more
-stages than cores, processes share them: orders and peaks are as they would be, seconds are not.
+Where every stage has a core of its own, seconds are of the whole call, planning included, the
+slowest rank's. Where stages share cores, every op's processor seconds are measured, and the orders
+that ran are replayed with them as if each stage had a core: messages and planning cost nothing
+then, for none of the three. Both are printed where both can be had. Ratios are stock's seconds over
+the others', medians over the batches (least to most); the first calls warm up. Bubbles: stages'
+idle share. Peaks: bytes that autograd saved and kept K and V, the largest of all stages. Every call
+must end in stock's losses and gradients.
 """
 
 import argparse
@@ -30,7 +33,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from headline import ROOT, heading, host, write
 
@@ -38,9 +43,10 @@ sys.path.insert(0, str(ROOT))
 
 VARIANTS = ("stock", "level0", "level1")
 CASES = ("sft", "agent")
-WARM_UP = 2
-HIDDEN, LAYERS, HEADS, GROUPS, WORDS = 512, 8, 8, 4, 8192
-SIZES = {"sft": 4096, "agent": 12288}
+WARM_UP = 2  # calls of each; ours measure in the first, and plan from the second on
+HIDDEN, LAYERS, HEADS, GROUPS, WORDS = 128, 8, 4, 2, 2048
+LONGEST = {"sft": 2048, "agent": 3072}
+TOLERANCE = 1e-4  # of losses and gradients in float32, other kernels and orders
 
 
 def lengths_of(case: str, batch: int) -> list[int]:
@@ -48,17 +54,18 @@ def lengths_of(case: str, batch: int) -> list[int]:
     chance = random.Random(f"{case} {batch}")
     if case == "sft":
         return [
-            max(32, min(SIZES[case], round(chance.lognormvariate(6.4, 0.8)))) for _ in range(32)
+            max(32, min(LONGEST[case], round(chance.lognormvariate(5.7, 0.8)))) for _ in range(24)
         ]
-    few = [max(64, min(4096, round(chance.lognormvariate(6.8, 0.5)))) for _ in range(8)]
-    few.insert(chance.randrange(9), SIZES[case])
+    few = [max(64, min(2048, round(chance.lognormvariate(6.0, 0.5)))) for _ in range(8)]
+    few.insert(chance.randrange(9), LONGEST[case])
     return few
 
 
 # ------------------------------------------------------------------ inside the processes
 
 
-def work(rank: int, case: str, batches: int, stages: int, folder: str) -> None:
+def work(rank: int, case: str, batches: int, stages: int, shared: bool, folder: str) -> None:
+    """One stage. ``shared``: cores are, and ops are timed in their processor's seconds."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from megatron_epp.mcore.patching import cpu_host
 
@@ -68,31 +75,41 @@ def work(rank: int, case: str, batches: int, stages: int, folder: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from megatron_epp.ir import COMPUTE
     from megatron_epp.mcore.loops.adapters.packed import Packed
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import Installed
-    from megatron_epp.mcore.loops.loop_schedule import Settings
+    from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+    from megatron_epp.mcore.loops.settings import Settings
+    from megatron_epp.runtime import clock
     from megatron_epp.runtime.kv_store import Store
     from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
     torch.set_num_threads(1)
+    now = time.thread_time if shared else time.perf_counter
+    if shared:
+        patch.object(clock, "time", SimpleNamespace(perf_counter=now)).start()
     meeting = (Path(folder) / "meeting").as_uri()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=stages)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
     model_parallel_cuda_manual_seed(1)
-    model = build_model(stages, rank, SIZES[case])
+    model = build_model(stages, rank, LONGEST[case])
     ran: list[Any] = []
     settings = Settings(
         observe=ran.append, make_meter=lambda model: SavedBytesMeter(model.parameters())
     )
-    installed = Installed(settings)
+    level0 = Installed(settings).schedule
+    stock = level0.stock
+    # Each learns its own seconds.
+    schedules = {"level0": level0, "level1": LoopSchedule(settings, stock)}
     sliced = attach_to(model, Packed(token_loss), "auto", head_again=True)
-    busy = watch_stock()
+    stock_ops = watch_stock(now)
     results = []
     for batch in range(-WARM_UP, batches):
-        micro_batches = made_up(lengths_of(case, batch % max(batches, 1)))
-        turn = VARIANTS if batch % 2 else tuple(reversed(VARIANTS))
-        for variant in turn:
+        micro_batches = made_up(lengths_of(case, batch))
+        made: dict[str, list[float]] = {}
+        for turn in range(len(VARIANTS)):
+            variant = VARIANTS[(batch + turn) % len(VARIANTS)]
             sliced.slicing = variant == "level1"
             keywords = {
                 "forward_step_func": forward_step,
@@ -103,42 +120,86 @@ def work(rank: int, case: str, batches: int, stages: int, folder: str) -> None:
                 "micro_batch_size": 1,
             }
             model.zero_grad(set_to_none=True)
-            busy.clear()
+            stock_ops.clear()
             dist.barrier()
             began = time.perf_counter()
             if variant == "stock":
                 meter = SavedBytesMeter(model.parameters())
                 with meter.watch(Store({})):
-                    installed.schedule.stock[True](**keywords)
+                    losses = stock[True](**keywords)
                 meter.op_peak()
-                peak, spent, chunks = meter.peak_bytes, sum(busy), len(micro_batches)
+                peak, chunks, ops = meter.peak_bytes, len(micro_batches), list(stock_ops)
             else:
-                installed.schedule(True, keywords)
+                losses = schedules[variant](True, keywords)
                 done = ran[-1]
                 peak, chunks = done.peak_bytes, len(done.plan.chunks)
-                spent = sum(r.seconds for r in done.records if r.op in compute_ops(done))
+                ops = [
+                    (str(r.op.kind.value), r.op.chunk, r.seconds)
+                    for r in done.records
+                    if r.op.kind in COMPUTE
+                ]
             seconds = time.perf_counter() - began
+            made[variant] = outcome(model, losses)
             every: list[Any] = [None] * stages
-            dist.all_gather_object(every, (seconds, spent, peak))
-            if batch >= 0 and rank == 0:
-                longest = max(one[0] for one in every)
-                results.append(
-                    {
-                        "batch": batch,
-                        "variant": variant,
-                        "seconds": longest,
-                        "bubble": 1 - sum(one[1] for one in every) / stages / longest,
-                        "peak": max(one[2] for one in every),
-                        "chunks": chunks,
-                    }
-                )
+            dist.all_gather_object(every, (seconds, ops, peak))
+            if rank > 0:
+                continue
+            longest = max(one[0] for one in every)
+            replayed = replay([one[1] for one in every])
+            busy = sum(took for one in every for _, _, took in one[1])
+            result = {
+                "variant": variant,
+                "seconds": longest,
+                "replayed": replayed,
+                "bubble": 1 - busy / stages / (replayed if shared else longest),
+                "peak": max(one[2] for one in every),
+                "chunks": chunks,
+            }
+            results += [result] * (batch >= 0)
+            said = f"batch {batch + 1} of {batches}" if batch >= 0 else "warming up"
+            print(
+                f"  {case}, {stages} stages, {said}: {variant} {longest:.2f} s, replayed "
+                f"{replayed:.2f} s, {chunks} chunks",
+                file=sys.stderr,
+                flush=True,
+            )
+        for variant, found in made.items():
+            far = max(abs(a / b - 1) for a, b in zip(found, made["stock"], strict=True))
+            assert far < TOLERANCE, f"{variant}, batch {batch}: {found}; stock {made['stock']}"
     if rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))
     dist.barrier()
 
 
-def compute_ops(done: Any) -> set:
-    return {op for order in done.plan.orders for op in order}
+def outcome(model: Any, losses: list[dict]) -> list[float]:
+    """The losses of all micro-batches, and the norm of this stage's gradients."""
+    squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+    return [*(float(item["lm loss"]) for item in losses), squares**0.5]
+
+
+def replay(orders: list[list[tuple[str, int, float]]]) -> float:
+    """Seconds of the call, were nothing between ops: those of every stage in their order, each as
+    soon as its stage is free and the neighbour has made what it needs."""
+    last = len(orders) - 1
+    done: dict[tuple[str, int, int], float] = {}
+    free, at = [0.0] * len(orders), [0] * len(orders)
+    while any(at[s] < len(orders[s]) for s in range(len(orders))):
+        before = list(at)
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                kind, chunk, seconds = order[at[stage]]
+                needs: float | None = 0.0
+                if kind == "F" and stage > 0:
+                    needs = done.get(("F", stage - 1, chunk))
+                elif kind in "BI" and stage < last:
+                    needs = done.get(("B", stage + 1, chunk))
+                if needs is None:
+                    break
+                free[stage] = max(free[stage], needs) + seconds
+                done["B" if kind == "I" else kind, stage, chunk] = free[stage]
+                at[stage] += 1
+        assert at != before, "the orders wait for each other"
+    return max(free)
 
 
 def build_model(stages: int, stage: int, context: int) -> Any:
@@ -187,27 +248,24 @@ def build_model(stages: int, stage: int, context: int) -> Any:
     return model
 
 
-def watch_stock() -> list[float]:
-    """Seconds that Megatron's schedules spend in forward and backward steps."""
-    from unittest.mock import patch
-
+def watch_stock(now: Any) -> list[tuple[str, int, float]]:
+    """The forward and backward steps of Megatron's schedule, in the order run, with seconds."""
     from megatron.core.pipeline_parallel import schedules
 
-    spent: list[float] = []
+    seen: list[tuple[str, int, float]] = []
 
-    def timed(function: Any) -> Any:
+    def timed(function: Any, kind: str) -> Any:
         def run(*args: Any, **named: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args, **named)
-            finally:
-                spent.append(time.perf_counter() - began)
+            number, began = sum(one[0] == kind for one in seen), now()
+            made = function(*args, **named)
+            seen.append((kind, number, now() - began))
+            return made
 
         return run
 
-    for name in ("forward_step", "backward_step"):
-        patch.object(schedules, name, timed(getattr(schedules, name))).start()
-    return spent
+    for name, kind in (("forward_step", "F"), ("backward_step", "B")):
+        patch.object(schedules, name, timed(getattr(schedules, name), kind)).start()
+    return seen
 
 
 def made_up(lengths: list[int]) -> list[dict]:
@@ -246,17 +304,19 @@ def token_loss(batch: dict, losses: Any, non_loss_data: bool = False) -> Any:
 # ------------------------------------------------------------------ the table
 
 
-def row(case: str, stages: int, results: list[dict]) -> list[str]:
+def row(case: str, stages: int, shared: bool, results: list[dict]) -> list[str]:
     def of(variant: str, key: str) -> list[float]:
         return [r[key] for r in results if r["variant"] == variant]
 
-    cells = [case, str(stages), f"{statistics.median(of('stock', 'seconds')):.2f}"]
-    for variant in VARIANTS[1:]:
-        ratios = [
-            a / b for a, b in zip(of("stock", "seconds"), of(variant, "seconds"), strict=True)
-        ]
-        cells.append(f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-    for key, scale, form in (("bubble", 100, "{:.0f}"), ("peak", 2**-20, "{:.0f}")):
+    def ratios(variant: str, key: str) -> str:
+        found = [a / b for a, b in zip(of("stock", key), of(variant, key), strict=True)]
+        return f"{statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+
+    cells = [case, str(stages), f"{statistics.median(of('stock', 'replayed')):.2f}"]
+    for key in ("seconds", "replayed"):
+        for variant in VARIANTS[1:]:
+            cells.append("-" if shared and key == "seconds" else ratios(variant, key))
+    for key, scale, form in (("bubble", 100, "{:.0f}"), ("peak", 2**-20, "{:.1f}")):
         medians = [statistics.median(of(v, key)) * scale for v in VARIANTS]
         cells.append(" / ".join(map(form.format, medians)))
     cells.append(" / ".join(f"{statistics.median(of(v, 'chunks')):.0f}" for v in VARIANTS))
@@ -266,9 +326,11 @@ def row(case: str, stages: int, results: list[dict]) -> list[str]:
 HEAD = (
     "case",
     "stages",
-    "stock s",
-    "level 0, times stock",
-    "level 1, times stock",
+    "stock s, replayed",
+    "level 0, measured",
+    "level 1, measured",
+    "level 0, replayed",
+    "level 1, replayed",
     "bubble % (stock / 0 / 1)",
     "peak MiB (stock / 0 / 1)",
     "chunks",
@@ -280,20 +342,29 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--batches", type=int, default=6, help="measured, of each case")
-    parser.add_argument("--pp", type=int, nargs="+", default=[2], help="pipeline stages")
+    parser.add_argument("--batches", type=int, default=3, help="measured, of each case")
+    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline stages")
+    parser.add_argument(
+        "--busy-host", action="store_true", help="other work runs beside: as if stages shared cores"
+    )
     parser.add_argument("-o", "--output", help="append the table to this file, as markdown")
     chosen = parser.parse_args()
+    if chosen.batches < 1 or min(chosen.pp) < 2 or any(LAYERS % stages for stages in chosen.pp):
+        parser.error(
+            f"expected --batches of at least 1 and --pp of 2 and more that divide {LAYERS}"
+        )
+    cores = len(os.sched_getaffinity(0))
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     for stages in chosen.pp:
         for case in chosen.cases:
+            shared = stages > cores or chosen.busy_host
             with tempfile.TemporaryDirectory() as folder:
-                arguments = (case, chosen.batches, stages, folder)
+                arguments = (case, chosen.batches, stages, shared, folder)
                 torch.multiprocessing.spawn(work, arguments, nprocs=stages)
                 results = json.loads((Path(folder) / "results.json").read_text())
             expected = chosen.batches * len(VARIANTS)
             assert len(results) == expected, f"{len(results)} of {expected} calls were seen"
-            lines.append("| " + " | ".join(row(case, stages, results)) + " |")
+            lines.append("| " + " | ".join(row(case, stages, shared, results)) + " |")
             print("\n".join(lines[-1:] if len(lines) > 3 else lines), flush=True)
     write(chosen.output, heading(host()) + "\n".join(lines) + "\n\n")
 

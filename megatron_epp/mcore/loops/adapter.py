@@ -1,6 +1,6 @@
 """What slices in a loop of others must know of its micro-batches: three functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,18 @@ class Adapter(Protocol):
         they came from. Returns what Megatron's schedules take: (loss, report), or (loss, tokens,
         report); with ``non_loss_data`` anything, which is collected.
         """
+
+
+def parts_of(
+    micro_batch: Mapping[str, Any], keys: Iterable[str], where: tuple[slice, slice]
+) -> dict[str, Tensor | None]:
+    """The part of the tensors ``keys`` [B, S, ...] at ``where``, as far as the micro-batch has
+    them."""
+    return {
+        key: None if micro_batch[key] is None else micro_batch[key][where]
+        for key in keys
+        if key in micro_batch
+    }
 
 
 def rows_of(

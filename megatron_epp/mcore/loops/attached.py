@@ -5,6 +5,7 @@ those of the chunk. Generation, evaluation of another kind, another schedule mee
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import nn
 
+from megatron_epp.cost.devices import GIB
 from megatron_epp.mcore.loops.adapter import Adapter
-from megatron_epp.mcore.model.attention import attention_for, this_device
+from megatron_epp.mcore.loops.plans.memory import Memory
+from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, install_in_model
 
 _HERE = "_megatron_epp_attached"
@@ -29,18 +32,27 @@ class AttachedModel:
     keeps_last   the attention wants K and V of a document's last slice kept
     head_again   of slices whose loss comes later, the head runs again in the backward, so that no
                  logits wait for it
+    memory       what slices may hold, for which plans recompute layers in the place of the loop's
+                 own flags; None: those are in force
     """
 
-    def __init__(self, model: GPTModel, adapter: Adapter, attention: str, head_again: bool):
-        self.adapter, self.head_again = adapter, head_again
+    def __init__(
+        self,
+        model: GPTModel,
+        adapter: Adapter,
+        attention: Attention,
+        head_again: bool,
+        memory: Memory | None,
+    ):
+        self.adapter, self.head_again, self.memory = adapter, head_again, memory
+        self._config = model.config
         self.slicing = True
         self.context = model.max_sequence_length
         self._chunk: ChunkParams | None = None
         self._again = False
         own = [layer.self_attention.core_attention.forward for layer in model.decoder.layers]
-        chosen = attention_for(attention, model.config, this_device())
-        self.keeps_last = chosen.keeps_last
-        install_in_model(model, self.context, chosen)
+        self.keeps_last = attention.keeps_last
+        install_in_model(model, self.context, attention)
         for layer, plain in zip(model.decoder.layers, own, strict=True):
             core = layer.self_attention.core_attention
             core.forward = _by_params(core.forward, plain)
@@ -56,10 +68,14 @@ class AttachedModel:
     def computing(self, chunk: ChunkParams, head_again: bool) -> Iterator[None]:
         """The model's forwards in this context compute ``chunk``."""
         self._chunk, self._again = chunk, head_again and self.head_again
+        own = self._config.recompute_granularity
+        if self.memory is not None and own == "full":
+            self._config.recompute_granularity = None
         try:
             yield
         finally:
             self._chunk, self._again = None, False
+            self._config.recompute_granularity = own
 
     def _with_chunk(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
@@ -98,7 +114,11 @@ def attached(model: Any) -> AttachedModel | None:
 
 
 def attach_to(
-    model_chunks: Any, adapter: Adapter, attention: str, head_again: bool
+    model_chunks: Any,
+    adapter: Adapter,
+    attention: str = "auto",
+    head_again: bool = True,
+    memory_gib: float | None = None,
 ) -> AttachedModel:
     """Make the loop's model compute slices. ValueError: one line on what cannot."""
     chunks = model_chunks if isinstance(model_chunks, list | tuple) else [model_chunks]
@@ -118,7 +138,16 @@ def attach_to(
     reason = cannot_slice(model)
     if reason is not None:
         raise ValueError(f"attach: {reason}; whole micro-batches (install_schedule) can be run")
-    return AttachedModel(model, adapter, attention, head_again)
+    try:
+        chosen = attention_for(attention, model.config, this_device())
+    except ValueError as refusal:
+        raise ValueError(f"attach: {refusal}") from None
+    memory = None
+    if memory_gib is not None:
+        if not 0 < memory_gib < math.inf:
+            raise ValueError(f"attach(memory_gib={memory_gib}): expected more than 0")
+        memory = Memory.of(model.config, model.vocab_size, memory_gib * GIB)
+    return AttachedModel(model, adapter, chosen, head_again, memory)
 
 
 # Settings of the model's configuration with which slices would compute something else.
@@ -126,12 +155,10 @@ _SETTINGS = {
     "num_moe_experts": "mixture of experts",
     "multi_latent_attention": "multi-latent attention",
     "mtp_num_layers": "multi-token prediction",
-    "window_size": "sliding windows",
     "experimental_attention_variant": "an attention variant",
     "fp8": "fp8",
     "fp4": "fp4",
     "attention_dropout": "dropout in attention",
-    "softmax_type": "another softmax than the plain one",
 }
 _PLAIN = (None, False, 0, 0.0, "vanilla")
 
@@ -145,7 +172,18 @@ def cannot_slice(model: Any) -> str | None:
         if getattr(config, name, None) not in _PLAIN:
             return f"slices do not compute {what} ({name})"
     if config.context_parallel_size > 1:
-        return "slices are not spread over context-parallel ranks in loops (context_parallel_size)"
+        return (
+            "slices are not spread over context-parallel ranks in loops, whose forward steps take "
+            "their own part of a micro-batch (context_parallel_size)"
+        )
+    window = config.window_size
+    if window and not (0 < window[0] < model.max_sequence_length and window[1] == 0):
+        return (
+            f"slices compute windows of inputs in front of a token, fewer than the context "
+            f"(window_size {window})"
+        )
+    if config.softmax_type not in ("vanilla", "learnable", "off-by-one"):
+        return f"slices do not compute a softmax of type {config.softmax_type} (softmax_type)"
     if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
         return f"slices do not compute positions of type {model.position_embedding_type}"
     return None

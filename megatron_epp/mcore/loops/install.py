@@ -14,7 +14,8 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
-from megatron_epp.mcore.loops.loop_schedule import LoopSchedule, Settings
+from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+from megatron_epp.mcore.loops.settings import Settings
 
 # By whether there are several stages.
 TARGETS = {

@@ -6,104 +6,44 @@ calls is what it has learnt: process groups of this replica, seconds of ops, pla
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.utils import unwrap_model
 
-from megatron_epp.ir import Plan, PlanError, Timed, lower_stage
-from megatron_epp.mcore.loops.adapter import lengths_of
-from megatron_epp.mcore.loops.agreement import (
-    LoopFailed,
-    Told,
-    agreed,
-    exchange,
-    raise_what_others_met,
-    refused_by,
-)
+from megatron_epp.ir import Plan, lower_stage
+from megatron_epp.mcore.loops.agreement import LoopFailed, Told, exchange, raise_what_others_met
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.calls import LoopCall, fixed_shape, not_ours, process_groups
 from megatron_epp.mcore.loops.draws import MicroBatches
-from megatron_epp.mcore.loops.extents import Extent, Extents, measured
 from megatron_epp.mcore.loops.guarded import Guarded
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
-from megatron_epp.mcore.loops.plans.call_plan import Freedom, Planning, whole_plan
-from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, features, guessed_rates
-from megatron_epp.mcore.loops.replica_groups import make_replica_groups
+from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
+from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, Freedom
+from megatron_epp.mcore.loops.plans.stage_seconds import features
+from megatron_epp.mcore.loops.reading import extents_read, lengths_read
+from megatron_epp.mcore.loops.settings import Ran, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
-from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.clock import CudaClock, HostClock
-from megatron_epp.runtime.executor import BEFORE, Elsewhere, Executor, Waiting
-from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.executor import Elsewhere, Executor
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.malloc_trim import HostHeap
-from megatron_epp.runtime.memory_meter import Meter, NoMeter
-from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=10)
-
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What became of a call on this rank. plan: that ran; records: of its ops here; peak_bytes: the
-    most that chunks held, where a meter was given."""
+class _Work:
+    """What a call comes to on this rank. shape: of a chunk's message; sizes_3C: of all chunks."""
 
     plan: Plan
-    records: tuple[Timed, ...]
-    peak_bytes: int
-
-
-def _sliced_plan(*arguments: Any) -> Plan:
-    # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.mcore.loops.plans.slicing import sliced_plan
-
-    return sliced_plan(*arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the user says; see :func:`megatron_epp.install_schedule`."""
-
-    lengths: Extents | None = None
-    freedom: Freedom = field(default_factory=Freedom)
-    split_engines: bool = False  # split backwards of Transformer Engine's linears, too
-    timeout: timedelta = TIMEOUT
-    observe: Callable[[Ran], None] | None = None
-    make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
-    make_plan: Callable[..., Plan] = whole_plan
-    make_sliced_plan: Callable[..., Plan] = _sliced_plan
-    make_stage: Callable[..., MicroBatchStage] = MicroBatchStage
-
-
-@dataclass
-class _Pipeline:
-    """A model's pipeline as this rank knows it, from the model's first call on."""
-
-    group: Any  # Megatron's, of which it was made; Megatron may make its groups anew
-    groups: Groups | None  # None: one stage, alone
-    stage: int
-    stages: int
-    layers: tuple[int, ...]
-    rates_SK3: np.ndarray
-    seconds: StageSeconds
-    planning: Planning
-    waiting: Waiting
-    split_refused: str | None
-    measured: bool = False  # whether ``rates_SK3`` are, on all stages
-
-    @property
-    def control(self) -> Any:
-        return None if self.groups is None else self.groups.control
+    stage: MicroBatchStage | SliceStage
+    shape: Callable[[int], tuple[int, ...]]
+    sizes_3C: np.ndarray
 
 
 class LoopSchedule:
@@ -111,8 +51,7 @@ class LoopSchedule:
 
     def __init__(self, settings: Settings, stock: dict[bool, Callable[..., Any]]):
         self.settings, self.stock = settings, stock
-        self._pipelines: WeakKeyDictionary[Any, _Pipeline] = WeakKeyDictionary()
-        self._groups: tuple[Any, Groups, Waiting] | None = None
+        self._pipelines = Pipelines(settings)
         self._said: set[str] = set()
         self._calls = 0
         self._clock: HostClock | CudaClock | None = None
@@ -127,11 +66,11 @@ class LoopSchedule:
         stages = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
         reason = not_ours(call, stages)
         if reason is None and pipelined and call.pg_collection is not None:
-            reason = self._other_pipeline(call.pg_collection)
+            reason = _other_pipeline(call.pg_collection)
         if reason is not None:
             return self._leave(reason, pipelined, keywords)
         try:
-            pipeline = self._pipeline(call, stages)
+            pipeline = self._pipelines.of(call, stages)
         except ValueError as refusal:  # such a world that our messages would stand still in it
             return self._leave(str(refusal), pipelined, keywords)
         batches = MicroBatches(call.one_iterator, call.num_microbatches)
@@ -147,8 +86,16 @@ class LoopSchedule:
             )
         return found
 
+    def _leave(self, reason: str, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
+        """Megatron's own schedule runs the call; said once for every reason, by one rank."""
+        if reason not in self._said:
+            self._said.add(reason)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                logger.warning("Megatron's own schedule runs calls with %s", reason)
+        return self.stock[pipelined](**keywords)
+
     def _serve(
-        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches
+        self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches
     ) -> list[Any] | None:
         """What the loop is returned; None where the call cannot be planned."""
         groups, config = process_groups(call), call.config
@@ -176,123 +123,21 @@ class LoopSchedule:
             config.timers("forward-backward").stop()
         return work.stage.in_callers_order()
 
-    def _leave(self, reason: str, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
-        """Megatron's own schedule runs the call; said once for every reason, by one rank."""
-        if reason not in self._said:
-            self._said.add(reason)
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                logger.warning("Megatron's own schedule runs calls with %s", reason)
-        return self.stock[pipelined](**keywords)
-
-    def _other_pipeline(self, collection: Any) -> str | None:
-        theirs = dist.get_process_group_ranks(collection.pp)
-        mine = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-        return None if theirs == mine else "pipelines other than Megatron's global groups say"
-
     # -------------------------------------------------------------- before the ops
 
-    def _pipeline(self, call: LoopCall, stages: int) -> _Pipeline:
-        """What is known of the call's model. Collective where it is new."""
-        group = None if stages == 1 else mpu.get_pipeline_model_parallel_group()
-        made = self._pipelines.get(call.one_model)
-        if made is None or made.group is not group:
-            made = self._pipelines[call.one_model] = self._make_pipeline(call, group, stages)
-        return made
-
-    def _groups_of(self, group: Any) -> tuple[Groups | None, Waiting]:
-        """Ours, made once for Megatron's pipeline ``group``; models share them."""
-        if group is None:
-            return None, Waiting(0)
-        if self._groups is None or self._groups[0] is not group:
-            groups = make_replica_groups(this_device(), self.settings.timeout)
-            waiting = Waiting(groups.stage)
-            waiting.enter(BEFORE)
-            Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
-            self._groups = group, groups, waiting
-        return self._groups[1:]
-
-    def _make_pipeline(self, call: LoopCall, group: Any, stages: int) -> _Pipeline:
-        groups, waiting = self._groups_of(group)
-        stage = 0 if groups is None else groups.stage
-        (model,) = unwrap_model([call.one_model])
-        decoder = getattr(model, "decoder", None)
-        layers = len(getattr(decoder, "layers", ()) or ())
-        words = getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0
-        seconds = StageSeconds(guessed_rates(call.config, layers, words))
-        refused = self._split_refused(call.one_model)
-        mine = (stage, layers, seconds.guess, refused)
-        every = exchange(Told(mine), None if groups is None else groups.control)
-        by_stage = {told.value[0]: told.value for told in reversed(every)}
-        return _Pipeline(
-            group,
-            groups,
-            stage,
-            stages,
-            tuple(by_stage[s][1] for s in range(stages)),
-            np.stack([by_stage[s][2] for s in range(stages)]),
-            seconds,
-            Planning(groups),
-            waiting,
-            next((told.value[3] for told in every if told.value[3]), None),
-        )
-
-    def _split_refused(self, model: Any) -> str | None:
-        """Why this stage cannot split backwards; None: it can."""
-        if not self.settings.freedom.split:
-            return "not wanted"
-        try:
-            if not self.settings.split_engines and has_engines(model):
-                return "no GPU has run the split backward of Transformer Engine's linears yet"
-            refuse_split(model)
-            seams.install([seams.COLUMN_LINEAR, seams.ROW_LINEAR])
-        except (PlanError, ValueError) as refusal:
-            return str(refusal)
-        return None
-
-    def _extents(
-        self,
-        call: LoopCall,
-        pipeline: _Pipeline,
-        batches: MicroBatches,
-        shape: tuple[int, ...] | None,
-    ) -> list[Extent] | None:
-        """The extent of every micro-batch; None where shapes differ and nobody knows them.
-        Collective. ValueError: ranks differ, or a rank refuses what it reads; on every rank."""
-        count = call.num_microbatches
-        if pipeline.stages == 1:
-            return [Extent(1)] * count  # order and messages need none
-        mine: list[Extent | None] | None = None
-        refusal = None
-        if shape is None or self.settings.lengths is not None:
-            try:
-                if batches.readable:
-                    mine = [
-                        measured(batches.item(number), self.settings.lengths, number)
-                        for number in range(count)
-                    ]
-            except Exception as error:
-                refusal = refused_by(error)
-        found = self._agreed(call, pipeline, mine, refusal, "it has")
-        if shape is not None and (found is None or None in found):
-            config = call.config
-            parts = mpu.get_context_parallel_world_size()
-            parts *= config.tensor_model_parallel_size if config.sequence_parallel else 1
-            return [Extent(shape[0] * parts, shape[1])] * count
-        if found is None or None in found:
-            return None
-        return found
-
     def _whole(
-        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches, groups: Any
-    ) -> "_Work | None":
+        self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, groups: Any
+    ) -> _Work | None:
         """Every micro-batch a chunk; None where their shapes differ and nobody knows them."""
         fixed = fixed_shape(call, groups) if pipeline.stages > 1 else None
-        extents = self._extents(call, pipeline, batches, fixed)
+        extents = extents_read(call, pipeline, batches, fixed, self.settings.lengths)
         if extents is None:
             return None
         make, layers, rates = self.settings.make_plan, pipeline.layers, pipeline.rates_SK3
         # What was never measured may be wrong about which order is better.
-        freedom = self._freedom(call, pipeline) if pipeline.measured else Freedom(False, False)
+        freedom = Freedom(False, False)
+        if pipeline.measured:
+            freedom = pipeline.freedom(call, self.settings.freedom)
         key = (tuple(extents), call.forward_only, freedom, rates.tobytes())
         plan = pipeline.planning.plan(
             key, lambda: make(extents, layers, rates, freedom, call.forward_only)
@@ -314,15 +159,15 @@ class LoopSchedule:
     def _sliced(
         self,
         call: LoopCall,
-        pipeline: _Pipeline,
+        pipeline: ModelPipeline,
         batches: MicroBatches,
         groups: Any,
         model: AttachedModel,
-    ) -> "_Work":
+    ) -> _Work:
         """The documents of the micro-batches cut into slices."""
-        lengths = self._lengths(call, pipeline, batches, model)
+        lengths = lengths_read(call, pipeline, batches, model)
         make, layers, rates = self.settings.make_sliced_plan, pipeline.layers, pipeline.rates_SK3
-        freedom = self._freedom(call, pipeline)
+        freedom = replace(pipeline.freedom(call, self.settings.freedom), memory=model.memory)
         key = (tuple(lengths), call.forward_only, freedom, rates.tobytes(), "sliced")
         plan = pipeline.planning.plan(
             key, lambda: make(lengths, layers, rates, freedom, call.forward_only)
@@ -337,59 +182,10 @@ class LoopSchedule:
             plan, stage, lambda c: (stage.rows(c) // multiple, 1, config.hidden_size), sizes
         )
 
-    def _lengths(
-        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches, model: AttachedModel
-    ) -> list[tuple[int, ...]]:
-        """Of every micro-batch's documents. Collective. ValueError: as ``_extents``."""
-        mine, refusal = None, None
-        try:
-            if batches.readable:
-                mine = [
-                    lengths_of(model.adapter, batches.item(number), number, model.context)
-                    for number in range(call.num_microbatches)
-                ]
-        except Exception as error:
-            refusal = refused_by(error)
-        found = self._agreed(call, pipeline, mine, refusal, "documents of")
-        if found is None:
-            raise ValueError("no rank of the replica has a data iterator; slices need to read one")
-        return found
-
-    def _agreed(
-        self,
-        call: LoopCall,
-        pipeline: _Pipeline,
-        mine: list[Any] | None,
-        refusal: str | None,
-        what: str,
-    ) -> list[Any] | None:
-        pipeline.waiting.enter("what all ranks of the replica have read")
-        every = exchange(Told((call.num_microbatches, mine), refusal), pipeline.control)
-        raise_what_others_met(every, pipeline.control)
-        counts = [told.value[0] for told in every]
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"num_microbatches differs over the ranks of a pipeline: {counts}; expected one "
-                "number"
-            )
-        return agreed([told.value[1] for told in every], what, pipeline.control)
-
-    def _freedom(self, call: LoopCall, pipeline: _Pipeline) -> Freedom:
-        wanted = self.settings.freedom
-        if call.first_val_step is not None and call.forward_only:
-            return Freedom(False, False)
-        return Freedom(
-            # The experts' ranks meet inside of layers, those of other replicas too; what routers
-            # recorded is replayed in the order of the forwards.
-            reorder=wanted.reorder and not getattr(call.config, "num_moe_experts", None),
-            split=wanted.split and pipeline.split_refused is None,
-            headroom=wanted.headroom,
-        )
-
     # -------------------------------------------------------------- the ops, and behind them
 
     def _run(
-        self, call: LoopCall, pipeline: _Pipeline, batches: MicroBatches, work: "_Work"
+        self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, work: _Work
     ) -> None:
         config, device, stage = call.config, this_device(), work.stage
         clock, heap = self._instruments(device)
@@ -420,11 +216,13 @@ class LoopSchedule:
         )
         with stage:
             records = executor.run()
+        took = 0.0
         if guarded.error is None and executor.failure is None:
             batches.finish()
             if not call.forward_only and pipeline.groups is not None:
                 pipeline.seconds.saw(work.sizes_3C, records)
-        self._judge(pipeline, guarded.error, executor.failure)
+                took = records[-1].stop
+        self._judge(pipeline, work.plan, took, guarded.error, executor.failure)
         if self.settings.observe is not None:
             self.settings.observe(Ran(work.plan, records, meter.peak_bytes))
 
@@ -435,15 +233,25 @@ class LoopSchedule:
             self._heap = None if on_gpu else HostHeap()
         return self._clock, self._heap
 
-    def _judge(self, pipeline: _Pipeline, error: Exception | None, failure: Any) -> None:
-        """Tell and hear what became of the ops. Collective. Raises where a rank failed."""
+    def _judge(
+        self,
+        pipeline: ModelPipeline,
+        plan: Plan,
+        took_seconds: float,
+        error: Exception | None,
+        failure: Any,
+    ) -> None:
+        """Tell and hear what became of the ops. Collective. Raises where a rank failed.
+
+        ``took_seconds``: this rank's ops, from the call's beginning; 0 where they are no measure.
+        """
         pipeline.waiting.enter("what became of the call on all ranks of the replica")
         refusal = str(error) if isinstance(error, ValueError) else None
         if failure is not None:
             error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
         words = None if error is None else f"{type(error).__name__}: {error}"
         learnt = pipeline.seconds
-        mine = Told((pipeline.stage, learnt.rates, learnt.measured), refusal, words)
+        mine = Told((pipeline.stage, learnt.rates, learnt.measured, took_seconds), refusal, words)
         every = exchange(mine, pipeline.control)
         if error is not None and refusal is None:
             raise error
@@ -451,17 +259,17 @@ class LoopSchedule:
             raise_what_others_met(every, pipeline.control)
         except (ValueError, LoopFailed) as heard:
             raise heard from error
+        if pipeline.measured and plan.predicted is not None:  # else it was predicted by a guess
+            pipeline.track_record.saw(
+                plan.predicted.planner != AS_GIVEN,
+                plan.predicted.seconds,
+                max(told.value[3] for told in every),
+            )
         # The first rank of a stage speaks for it: all ranks reckon with the same numbers.
-        by_stage = {told.value[0]: told.value for told in reversed(every)}
-        pipeline.rates_SK3 = np.stack([by_stage[s][1] for s in range(pipeline.stages)])
-        pipeline.measured = all(by_stage[s][2] for s in range(pipeline.stages))
+        pipeline.learn({told.value[0]: told.value[1:3] for told in reversed(every)})
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What a call comes to on this rank. shape: of a chunk's message; sizes_3C: of all chunks."""
-
-    plan: Plan
-    stage: MicroBatchStage | SliceStage
-    shape: Callable[[int], tuple[int, ...]]
-    sizes_3C: np.ndarray
+def _other_pipeline(collection: Any) -> str | None:
+    theirs = dist.get_process_group_ranks(collection.pp)
+    mine = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    return None if theirs == mine else "pipelines other than Megatron's global groups say"

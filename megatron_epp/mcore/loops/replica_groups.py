@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.ir import Payload
-from megatron_epp.mcore.process_groups import message_options
+from megatron_epp.mcore.process_groups import message_groups
 from megatron_epp.runtime.groups import Groups
-from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
 
 CONTROL = "epp_loop_control"
@@ -50,22 +48,13 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
         made = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=CONTROL)
         control = made if me in ranks else control
     assert control is not None, "this rank is part of a replica"
-    payload: dict[Payload, dist.ProcessGroup] = {}
-    if len(pipeline) > 1:
-        for way in Payload:
-            payload[way] = dist.new_group(
-                timeout=timeout,
-                pg_options=message_options(device, timeout),
-                group_desc=f"epp_{way.name.lower()}",
-            )
-    stage = mpu.get_pipeline_model_parallel_rank()
-    connect(payload, stage, len(pipeline), device, pipeline)
+    payload = message_groups(device, timeout)
     busy = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
     return Groups(
         control=control,
         payload=payload,
         pipeline_ranks=tuple(pipeline),
-        stage=stage,
+        stage=mpu.get_pipeline_model_parallel_rank(),
         replica=0,
         replicas=1,
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,

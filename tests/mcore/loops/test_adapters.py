@@ -127,3 +127,51 @@ def test_slices_side_by_side_are_padded_together() -> None:
     ]
     made = side_by_side(parts, 4)
     assert made["tokens"].tolist() == [[1, 1, 2, 0]] and made["labels"] is None
+
+
+# ------------------------------------------------------------------ models that cannot be cut
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({}, None),
+        ({"window_size": (5, 0), "softmax_type": "learnable"}, None),
+        ({"num_moe_experts": 8}, "slices do not compute mixture of experts (num_moe_experts)"),
+        ({"multi_latent_attention": True}, "slices do not compute multi-latent attention"),
+        ({"mtp_num_layers": 1}, "slices do not compute multi-token prediction"),
+        ({"experimental_attention_variant": "dsa"}, "slices do not compute an attention variant"),
+        ({"fp8": "hybrid"}, "slices do not compute fp8 (fp8)"),
+        ({"fp4": "e2m1"}, "slices do not compute fp4 (fp4)"),
+        ({"attention_dropout": 0.1}, "slices do not compute dropout in attention"),
+        ({"context_parallel_size": 2}, "slices are not spread over context-parallel ranks"),
+        ({"window_size": (5, 5)}, "slices compute windows of inputs in front of a token, fewer"),
+        ({"window_size": (64, 0)}, "slices compute windows of inputs in front of a token, fewer"),
+        ({"softmax_type": "odd"}, "slices do not compute a softmax of type odd (softmax_type)"),
+        ({"position_embedding_type": "yarn"}, "slices do not compute positions of type yarn"),
+    ],
+)
+def test_attach_says_what_slices_do_not_compute(changed, says) -> None:
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    from megatron.core.models.gpt import GPTModel
+
+    from megatron_epp.mcore.loops.attached import cannot_slice
+
+    plain = {
+        "num_moe_experts": None,
+        "attention_dropout": 0.0,
+        "context_parallel_size": 1,
+        "window_size": None,
+        "softmax_type": "vanilla",
+    }
+    model = GPTModel.__new__(GPTModel)
+    positions = changed.get("position_embedding_type", "rope")
+    model.__dict__ |= {
+        "config": SimpleNamespace(**(plain | changed)),
+        "max_sequence_length": 64,
+        "position_embedding_type": positions,
+    }
+    found = cannot_slice(model)
+    assert found is None if says is None else str(found).startswith(says)

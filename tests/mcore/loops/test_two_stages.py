@@ -56,6 +56,8 @@ BAD = {
     "twice": "rank 0: the forward step drew twice for micro-batch",
     "differ": "micro-batch 2 differs over ranks: it has Extent(rows=10, samples=1, documents=()) "
     "on rank 0, Extent(rows=11, samples=1, documents=()) on rank 1",
+    "sliced twice": "rank 0: the forward step drew twice for one chunk: expected one draw",
+    "sliced differ": "micro-batch 2 differs over ranks: documents of (10,) on rank 0, (11,) on ra",
     "count": "num_microbatches differs over the ranks of a pipeline: [3, 4]; expected one number",
     "early": "rank 0: the data iterator ended after 2 of the 4 micro-batches",
     "many": "rank 1: micro-batch",
@@ -78,6 +80,13 @@ def test_bad_calls_end_on_both_ranks_with_one_line(answers, case) -> None:
         said = answers[rank][case]
         assert said.startswith("ValueError: " + BAD[case]), said
         assert "\n" not in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slices_go_with_the_loops_own_recompute_and_with_a_plans(answers, rank) -> None:
+    worst, letters = answers[rank]["recomputed"]
+    assert worst < 1e-12
+    assert {"f", "k"} == set(letters)  # little memory: some layers of some chunks
 
 
 def test_what_is_no_scalar_is_shown(answers) -> None:

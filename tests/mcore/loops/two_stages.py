@@ -31,6 +31,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_epp.mcore.loops.adapters.samples import Samples
+from megatron_epp.mcore.loops.plans.memory import Memory
 
 LENGTHS = (20, 60, 10, 33)
 
@@ -146,13 +147,14 @@ def outcome(do) -> str:
     return "went well"
 
 
+def twice(data_iterator, model):
+    made = forward_step(data_iterator, model)
+    next(data_iterator)
+    return made
+
+
 def failures(model, rank: int) -> dict[str, str]:
     found = {}
-
-    def twice(data_iterator, model):
-        made = forward_step(data_iterator, model)
-        next(data_iterator)
-        return made
 
     def many(data_iterator, model):
         output, _ = forward_step(data_iterator, model)
@@ -189,13 +191,44 @@ class ShortMasks(Samples):
         return made | {"loss_mask": made["loss_mask"][:, :-1]}
 
 
-def sliced_failures(model) -> dict[str, str]:
-    found = {}
+def recomputed(model, attached, ran: list) -> list:
+    """The largest difference that recompute makes to gradients of slices, the loop's own and that
+    of a plan within little memory; and what the plan recomputes on this stage."""
+    static = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    model.train()
+    little = Memory.of(model.config, rl_loop.WORDS, 0.6 * 2**20)
+    made = []
+    for settings, memory in ((dict.fromkeys(static), None), (static, None), (static, little)):
+        model.zero_grad(set_to_none=True)
+        attached.memory = memory
+        with patch.multiple(model.config, **settings):
+            call(model, micro_batches())
+        made.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    attached.memory = None
+    plain, *others = made
+    worst = max(
+        float((again[name] - plain[name]).abs().max() / plain[name].abs().max())
+        for again in others
+        for name in plain
+    )
+    return [worst, "".join(ran[-1].plan.recompute[ran[-1].records[0].stage])]
+
+
+def sliced_failures(model, rank: int, ran: list) -> dict[str, object]:
+    found: dict[str, object] = {}
     found["half an adapter"] = outcome(lambda: megatron_epp.attach(model, object()))
     found["two chunks"] = outcome(lambda: megatron_epp.attach([model, model], Samples(loss)))
     found["no GPT"] = outcome(lambda: megatron_epp.attach(torch.nn.Linear(1, 1), Samples(loss)))
     made = megatron_epp.attach(model, Samples(loss))
     found["sliced"] = outcome(lambda: call(model, micro_batches()))
+    found["recomputed"] = recomputed(model, made, ran)
+    found["sliced twice"] = outcome(lambda: call(model, micro_batches(), twice))
+    other = micro_batches((20, 60, 11, 33) if rank else LENGTHS)
+    found["sliced differ"] = outcome(lambda: call(model, other))
     found["attached again"] = outcome(lambda: megatron_epp.attach(model, Samples(loss)))
     made.adapter = Lying(loss)
     found["lying"] = outcome(lambda: call(model, micro_batches()))
@@ -234,14 +267,15 @@ def main() -> None:
         model = rl_loop.build_model(rank)
         model.config.finalize_model_grads_func = None
         stock, expected = contract(model)
-        installed = megatron_epp.install_schedule(split_backward=False)
+        ran: list = []
+        installed = megatron_epp.install_schedule(split_backward=False, observe=ran.append)
         ours, gradients = contract(model)
         worst = max(
             float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
             for name in expected
         )
         answers = {"stock": stock, "ours": ours, "worst": worst, **failures(model, rank)}
-        answers |= sliced_failures(model)
+        answers |= sliced_failures(model, rank, ran)
         installed.remove()
         answers["removed"] = get_forward_backward_func() is installed.schedule.stock[True]
     (folder / f"answers.{rank}").write_text(json.dumps(answers))

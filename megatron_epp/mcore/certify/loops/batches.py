@@ -1,10 +1,12 @@
 """Random micro-batches as loops of others make them, a loss for each, and an arbitrary plan.
 
-    loss       returned           scaled by Megatron to
-    tokens     sum, tokens, ...   sum / all tokens, or mean / micro-batches
-    mean       mean, ...          mean / micro-batches
-    sequence   mean over sequences of the mean of a clipped ratio and a divergence, ...
-               mean / micro-batches
+    loss        returned           scaled by Megatron to
+    tokens      sum, tokens, ...   sum / all tokens, or mean / micro-batches
+    mean        mean, ...          mean / micro-batches
+    sequence    mean over sequences of the mean of a clipped ratio and a divergence, ...
+                mean / micro-batches
+    sequences   the same summed, sequences, ...
+                sum / all sequences
 
 B samples of a micro-batch, S tokens of the longest, the others padded.
 """
@@ -25,6 +27,7 @@ from megatron_epp.ir.random_plan import arbitrary_orders
 from megatron_epp.mcore.certify.scale_down import CONTEXT
 
 LOSSES = ("tokens", "mean", "sequence")
+COUNTED = ("tokens", "sequences")  # what a mean over all micro-batches is taken of
 MASKED = 0.15  # share of tokens that carry no loss
 CLIP, DIVERGENCE = 0.2, 0.1
 MULTIPLE = 4  # of rows, as loops pad them for tensor-parallel ranks
@@ -59,7 +62,8 @@ def draw_micro_batches(seed: int, number: int, frame: LoopFrame) -> DrawnMicroBa
     """Batch ``number``: the same on every process that asks for it."""
     random = Random(f"loop {seed} {number}")
     generator = numpy.random.default_rng([seed, number, 7])
-    loss = "tokens" if frame.per_token else LOSSES[number % len(LOSSES)]
+    losses = COUNTED if frame.per_token else LOSSES
+    loss = losses[number % len(losses)]
     made = []
     for _ in range(frame.replicas):
         count = random.randint(2, 6)
@@ -82,8 +86,10 @@ def _micro_batch(
     samples, rows = len(lengths), -(-max(lengths) // MULTIPLE) * MULTIPLE
     tokens = torch.from_numpy(generator.integers(0, frame.vocabulary, (samples, rows + 1)))
     mask = torch.from_numpy((generator.random((samples, rows)) >= MASKED).astype(float))
-    mask[:, 0] = 1  # every sequence has a target
     for sample, length in enumerate(lengths):
+        if sample % 2:  # a prompt carries no loss
+            mask[sample, : int(generator.integers(0, length))] = 0
+        mask[sample, length - 1] = 1  # every sequence has a target
         mask[sample, length:] = 0
     return {
         "tokens": tokens[:, :-1].contiguous(),
@@ -126,12 +132,16 @@ def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = 
     if batch["loss"] == "mean":
         value = (token_losses_BS * mask_BS).sum() / mask_BS.sum()
     else:
-        value = clipped(batch, token_losses_BS, mask_BS)
+        each_B = clipped(batch, token_losses_BS, mask_BS)
+        if batch["loss"] == "sequences":
+            total = each_B.sum()
+            return total, torch.tensor(len(each_B)).int(), {"value": total.detach().item()}
+        value = each_B.mean()
     return value, {"value": value.detach().item()}
 
 
 def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """Over sequences, the mean of each one's mean clipped ratio and divergence."""
+    """[B]: of each sequence, the mean of its clipped ratio and divergence."""
     difference_BS = batch["old_losses"].to(token_losses_BS.dtype) - token_losses_BS
     ratio_BS = difference_BS.exp()
     advantage_B1 = batch["advantages"].to(token_losses_BS.dtype)[:, None]
@@ -140,7 +150,7 @@ def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tens
     )
     divergence_BS = (-difference_BS).exp() + difference_BS - 1
     each_BS = (DIVERGENCE * divergence_BS - gain_BS) * mask_BS
-    return (each_BS.sum(1) / mask_BS.sum(1)).mean()
+    return each_BS.sum(1) / mask_BS.sum(1)
 
 
 # ------------------------------------------------------------------ plans

@@ -1,6 +1,6 @@
 """``python -m megatron_epp certify --loop level0|level1``: training loops of others.
 
-Random micro-batches with a loss per token, a mean, or a ratio clipped per sequence go through
+Random micro-batches with a loss per token, a mean, or ratios clipped per sequence go through
 ``get_forward_backward_func`` as a loop calls it, and are run by arbitrary plans: level0 whole
 micro-batches in any order, level1 slices of their documents. Compared in float64 with Megatron's
 model on every document alone and the same loss: every micro-batch's value, at its place, and every
@@ -62,6 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.loop not in LEVELS:
         raise ValueError(f"--loop {chosen.loop}: expected {' or '.join(LEVELS)}")
     trial = read(rest)
+    if trial.degrees.cp > 1:
+        raise ValueError(
+            f"--loop {chosen.loop} --cp {trial.degrees.cp}: a loop's forward step takes its own "
+            "part of a micro-batch over context-parallel ranks, with attention that Megatron has "
+            "for GPUs alone; certify --epp with --cp (without --loop), and loops without"
+        )
     try:
         judged = certify_loop(trial, chosen.loop, lambda line: print(line, flush=True))
     except ChildLost as error:
@@ -108,7 +114,14 @@ def _prepare(
 ) -> tuple[Prepared, LoopFrame]:
     sliced = level == "level1"
     prepared = children.ask(
-        [PLAIN], "prepare_loop", flags, trial.degrees, trial.overlap, per_token, sliced
+        [PLAIN],
+        "prepare_loop",
+        flags,
+        trial.degrees,
+        trial.overlap,
+        trial.lora_rank,
+        per_token,
+        sliced,
     )[PLAIN]
     require_prepared(prepared)
     frame = LoopFrame(
@@ -119,7 +132,9 @@ def _prepare(
         sliced,
     )
     ranks = range(trial.degrees.ranks)
-    answers = children.ask(ranks, "prepare_loop", prepared.args, frame, prepared.weights)
+    answers = children.ask(
+        ranks, "prepare_loop", prepared.args, frame, prepared.weights, trial.lora_rank
+    )
     require_prepared(*answers.values())
     return prepared, frame
 

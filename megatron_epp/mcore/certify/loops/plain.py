@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.compare import whole
 from megatron_epp.mcore.certify.loops.batches import (
     LoopFrame,
@@ -25,10 +26,16 @@ class PlainLoop(Plain):
     """Megatron's model in one process, the loop's losses, Megatron's scaling written out."""
 
     def prepare_loop(
-        self, flags: Sequence[str], degrees: Degrees, overlap: bool, per_token: bool, sliced: bool
+        self,
+        flags: Sequence[str],
+        degrees: Degrees,
+        overlap: bool,
+        lora_rank: int,
+        per_token: bool,
+        sliced: bool,
     ) -> Prepared:
         """As ``prepare``; the arguments of the ranks' model are those of a loop."""
-        made = self.prepare(flags, degrees, overlap, lora_rank=0)
+        made = self.prepare(flags, degrees, overlap, lora_rank)
         args = pickle.loads(made.args)
         args.calculate_per_token_loss = per_token
         frame = made.frame
@@ -68,7 +75,7 @@ class PlainLoop(Plain):
         if self.loop_frame.per_token:
             total = total / tokens
         total.backward()
-        gradients = whole(shards(self.model, lambda parameter: parameter.grad))
+        gradients = whole(shards(self.model, lambda one: gradient(one, "grad")))
         return LoopReference(tuple(map(tuple, values)), tuple(map(tuple, sums)), gradients)
 
     def _token_losses(self, batch: MicroBatch) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.ir import OFFLOAD, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.allowed_collectives import name_of
 from megatron_epp.mcore.certify.batches import letters_drawn
 from megatron_epp.mcore.certify.loops.allowed import LOOP
@@ -36,8 +37,8 @@ from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.extents import Extent
 from megatron_epp.mcore.loops.install import Installed, installed
-from megatron_epp.mcore.loops.loop_schedule import Ran, Settings
 from megatron_epp.mcore.loops.plans.call_plan import Freedom
+from megatron_epp.mcore.loops.settings import Ran, Settings
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic
 
@@ -51,7 +52,11 @@ class LoopRank(Rank):
         self.number = 0
 
     def prepare_loop(
-        self, args: bytes, frame: LoopFrame, weights: Mapping[str, numpy.ndarray]
+        self,
+        args: bytes,
+        frame: LoopFrame,
+        weights: Mapping[str, numpy.ndarray],
+        lora_rank: int,
     ) -> None:
         if (before := installed()) is not None:
             before.remove()
@@ -59,7 +64,7 @@ class LoopRank(Rank):
         self.args, self.loop_frame = pickle.loads(args), frame
         self.args.rank = dist.get_rank()
         begin(self.args, self.seed)
-        self.model = elastic_model(self.args, lambda description: None)
+        self.model = elastic_model(self.args, lambda description: None, lora_rank)
         get_model_config(self.model).variable_seq_lengths = True
         fill(self.model.module, weights)
         Installed(
@@ -95,7 +100,7 @@ class LoopRank(Rank):
             replica,
             tuple(item["value"] for item in values),
             tuple(collected),
-            shards(self.model.module, lambda parameter: parameter.main_grad),
+            shards(self.model.module, lambda one: gradient(one, "main_grad")),
             chunks=len(plan.chunks),
             cut=whole,
             halved=sum(op.kind.value == "W" for order in plan.orders for op in order),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.mcore.loops.adapter import parts_of
+
 _TOKENS = ("input_ids", "tokens")
 
 
@@ -35,12 +37,8 @@ class Packed:
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
         first, end = documents_of(micro_batch)[document]
-        mine = slice(first + start, min(first + stop, end))
-        return {
-            key: None if micro_batch[key] is None else micro_batch[key][:, mine]
-            for key in self.keys
-            if key in micro_batch
-        }
+        mine = slice(None), slice(first + start, min(first + stop, end))
+        return parts_of(micro_batch, self.keys, mine)
 
     def loss(
         self,

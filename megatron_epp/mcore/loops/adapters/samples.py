@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from megatron_epp.mcore.loops.adapter import parts_of
+
 # loss_of(micro-batch, outputs [B, S, ...]) as the loop's own loss function returns it
 LossOf = Callable[..., Any]
 
@@ -49,13 +51,8 @@ class Samples:
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        return {
-            key: None
-            if micro_batch[key] is None
-            else micro_batch[key][document : document + 1, start:stop]
-            for key in self.keys
-            if key in micro_batch
-        }
+        mine = slice(document, document + 1), slice(start, stop)
+        return parts_of(micro_batch, self.keys, mine)
 
     def loss(
         self,

@@ -7,12 +7,16 @@ import numpy as np
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span, check
 from megatron_epp.mcore.loops.extents import Extent
+from megatron_epp.mcore.loops.plans.memory import Memory
 from megatron_epp.mcore.loops.plans.stage_seconds import features
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
 
 MOST_REMEMBERED = 64  # plans of calls that looked alike
-NAME = "loop"
+GAIN = 0.015  # at least so much faster than the caller's order, or it is not worth another
+# By whom a plan says that it was made.
+PLANNED = "loop"
+AS_GIVEN = "loop-as-given"  # whole micro-batches in the caller's order, by 1F1B
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +26,24 @@ class Freedom:
     reorder    run them in another order
     split      split backwards into I and W
     headroom   hold so much more than Megatron's 1F1B does, as a share of that; 0: no more
+    price      so many times longer than predicted do planned orders take (track_record)
+    memory     what slices may hold, in bytes, and layers be recomputed for; None: as many tokens as
+               by headroom, and nothing is recomputed
     """
 
     reorder: bool = True
     split: bool = True
     headroom: float = 0.0
+    price: float = 1.0
+    memory: Memory | None = None
 
     def __post_init__(self) -> None:
         if not self.headroom >= 0:
             raise ValueError(f"headroom {self.headroom}: expected at least 0")
+
+    def pays(self, seconds: float, given_seconds: float) -> bool:
+        """Whether an order of ``seconds``, as predicted, is worth leaving the caller's for."""
+        return seconds * self.price < given_seconds * (1 - GAIN)
 
 
 def whole_plan(
@@ -50,27 +63,32 @@ def whole_plan(
             for number in range(len(extents))
             for kind in ((Kind.FORWARD,) if forward_only else (Kind.FORWARD, Kind.BACKWARD))
         )
-        return uncut(extents, layers, (orders,), 0.0)
+        return uncut(extents, layers, (orders,), 0.0, AS_GIVEN)
     # Imported where plans are made: the compiler takes a second to load.
     from megatron_epp.mcore.loops.plans import ordering
 
     tokens, pairs = [e.tokens for e in extents], [e.pairs for e in extents]
     seconds = np.einsum("skf,fc->ksc", rates_SK3, features(tokens, pairs))
     if forward_only:
-        order, takes, _ = ordering.forward_orders(seconds[ordering.F], freedom.reorder)
-        return uncut(extents, layers, (order,) * len(layers), takes)
+        order, takes, given = ordering.forward_orders(seconds[ordering.F], freedom.reorder)
+        if freedom.pays(takes, given):
+            return uncut(extents, layers, (order,) * len(layers), takes, PLANNED)
+        order = tuple(Op(Kind.FORWARD, number) for number in range(len(extents)))
+        return uncut(extents, layers, (order,) * len(layers), given, AS_GIVEN)
     work = ordering.Work(seconds, np.array(tokens), np.ones(len(tokens), dtype=np.int64))
     found = ordering.given_order(work)
     if freedom.reorder or freedom.split:
         room = ordering.rows_of_1f1b(work) * (1 + freedom.headroom)
         ops = ordering.search_ops(found.seconds)
         tried = ordering.best_order(work, room, freedom.split, freedom.reorder, ops)
-        if tried is not None and tried.seconds < found.seconds * (1 - ordering.GAIN):
-            found = tried
-    return uncut(extents, layers, found.orders, found.seconds)
+        if tried is not None and freedom.pays(tried.seconds, found.seconds):
+            return uncut(extents, layers, tried.orders, tried.seconds, PLANNED)
+    return uncut(extents, layers, found.orders, found.seconds, AS_GIVEN)
 
 
-def uncut(extents: Sequence[Extent], layers: Sequence[int], orders: tuple, seconds: float) -> Plan:
+def uncut(
+    extents: Sequence[Extent], layers: Sequence[int], orders: tuple, seconds: float, by: str
+) -> Plan:
     """Micro-batches as chunks, each a document of its own."""
     tokens = tuple(extent.tokens for extent in extents)
     return Plan(
@@ -79,7 +97,7 @@ def uncut(extents: Sequence[Extent], layers: Sequence[int], orders: tuple, secon
         chunks=tuple(Chunk((Span(number, 0, count),)) for number, count in enumerate(tokens)),
         recompute=tuple((KEEP * count,) * len(tokens) for count in layers),
         orders=orders,
-        predicted=Prediction(seconds, (0.0,) * len(layers), NAME),
+        predicted=Prediction(seconds, (0.0,) * len(layers), by),
     )
 
 

@@ -10,22 +10,22 @@ seconds and sizes, bounded in work.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from megatron_epp.ir import COMPUTE, Kind, Op
+from megatron_epp.ir import COMPUTE, KIND_CODE, Kind, Op
 from megatron_epp.planner.order.emit import NOTHING, merge_iw
 from megatron_epp.planner.order.list_scheduler import B, F, I, Policy, Schedule, W, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
+from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import shrinking
 from megatron_epp.sim.engine import OpArrays
 
 # What I leaves for W over what F leaves for B: inputs and output gradients of the linears alone.
 WEIGHT_INPUT_SHARE = 0.6
-GAIN = 0.015  # at least so much faster than the caller's order, or it is not worth another
 # Ops that a search may play; playing one takes most of a microsecond, and the loop waits meanwhile.
 LEAST_OPS, MOST_OPS = 12_000, 400_000
 SEARCH_SHARE = 0.005  # of the call's own seconds
@@ -44,7 +44,7 @@ class Work:
     """Chunks of a call in the caller's order.
 
     seconds   [kinds, stages, chunks]
-    rows      [chunks] tokens, by which memory is counted
+    rows      [chunks] tokens, by which memory is counted; or [stages, chunks] bytes
     sizes     [groups] chunks of every group; they add up to all chunks
     """
 
@@ -68,11 +68,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ordered:
-    """orders[s]: the ops of stage s. seconds: predicted. note: how it was found."""
+    """orders[s]: the ops of stage s. seconds: predicted. note: how it was found. recompute[s][c]:
+    letters of the layers of chunk c there; (): none is recomputed."""
 
     orders: tuple[tuple[Op, ...], ...]
     seconds: float
     note: str
+    recompute: tuple[tuple[str, ...], ...] = ()
 
 
 def rows_of_1f1b(whole: Work) -> np.ndarray:
@@ -114,7 +116,8 @@ class _Search:
         self, work: Work, room_rows: np.ndarray, policies: Sequence[PolicyParams], ops: int
     ):
         self.work, self.room_rows, self.policies = work, room_rows, policies
-        self.left = ops
+        # One order at least is played by every policy: the first may not fit.
+        self.left = max(ops, 3 * len(policies) * work.stages * work.seconds.shape[2])
         self.best: Ordered | None = None
         self._best_order: tuple[int, ...] | None = None
         self._best_policy: PolicyParams | None = None
@@ -181,7 +184,7 @@ def _given(whole: Work) -> Schedule:
 def _problem(work: Work, order: Sequence[int], room_rows: np.ndarray) -> ScheduleProblem:
     chunks = work.chunks(order)
     sizes = work.sizes[list(order)]
-    rows_SC = np.tile(work.rows[chunks].astype(float), (work.stages, 1))
+    rows_SC = np.broadcast_to(work.rows, (work.stages, len(chunks)))[:, chunks].astype(float)
     moved = np.zeros((len(COMPUTE), 2, *rows_SC.shape))
     moved[F, 0] = moved[B, 1] = moved[I, 1] = rows_SC
     moved[I, 0] = moved[W, 1] = WEIGHT_INPUT_SHARE * rows_SC
@@ -222,8 +225,22 @@ def _orders(
     )
 
 
+def retimed(work: Work, found: Ordered) -> Ordered:
+    """The orders of ``found``, where ``work`` says what their ops take now."""
+    shape = work.stages, max(map(len, found.orders))
+    kinds, chunks = np.full(shape, NOTHING, dtype=np.int8), np.zeros(shape, dtype=np.int64)
+    for stage, ops in enumerate(found.orders):
+        kinds[stage, : len(ops)] = [KIND_CODE[op.kind] for op in ops]
+        chunks[stage, : len(ops)] = [op.chunk for op in ops]
+    problem = _problem(work, range(len(work.sizes)), np.full(work.stages, np.inf))
+    nothing = np.zeros(work.stages)
+    orders = Schedule(0.0, nothing, 0.0, kinds, chunks, nothing, nothing)
+    return replace(found, seconds=replayed(problem, orders).seconds)
+
+
 def forward_orders(seconds_SC: np.ndarray, reorder: bool) -> tuple[tuple[Op, ...], float, float]:
-    """The order of a pass of forwards, alike on all stages; its seconds, and those of the caller's.
+    """The best order of a pass of forwards found, alike on all stages; its seconds, and those of
+    the caller's.
 
     A pipeline of forwards is a flow shop: what counts is which chunks come first and last.
     """
@@ -237,8 +254,6 @@ def forward_orders(seconds_SC: np.ndarray, reorder: bool) -> tuple[tuple[Op, ...
             tried = flow_seconds(seconds_SC, order)
             if tried < takes * (1 - _ROUNDING):
                 best, takes = tuple(order), tried
-    if takes > given_takes * (1 - GAIN):
-        best, takes = given, given_takes
     return tuple(Op(Kind.FORWARD, c) for c in best), takes, given_takes
 
 

@@ -12,9 +12,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span
+from megatron_epp.cost.devices import GIB
+from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, PlanError, Prediction, Span
 from megatron_epp.mcore.loops.plans import ordering
-from megatron_epp.mcore.loops.plans.call_plan import NAME, Freedom
+from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom
+from megatron_epp.mcore.loops.plans.memory import Memory
+from megatron_epp.mcore.loops.plans.recompute import Held, fitted
 from megatron_epp.mcore.loops.plans.stage_seconds import features
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
 
@@ -30,43 +33,60 @@ def sliced_plan(
     freedom: Freedom,
     forward_only: bool,
 ) -> Plan:
-    """The plan that takes least, micro-batches cut or whole; lengths[micro-batch] of documents."""
+    """The plan that takes least, micro-batches cut or whole; lengths[micro-batch] of documents.
+
+    PlanError: nothing holds as little as ``freedom.memory`` wants.
+    """
     mean_3 = (rates_SK3[:, ordering.F] + rates_SK3[:, ordering.B]).mean(0)
-    rates = Rates(*map(float, mean_3))
-    documents = tuple(length for of in lengths for length in of)
+    token, pair, op = mean_3.tolist()
+    candidates = list(_cuttings(lengths, Rates(token, pair, op)))
     whole = _whole_work(lengths, rates_SK3)
-    best: tuple[float, list[list[Chunk]], tuple[tuple[Op, ...], ...]] | None = None
-    candidates = list(_cuttings(lengths, rates))
     given = ordering.given_order(whole)
     room = ordering.rows_of_1f1b(whole) * (1 + freedom.headroom)
     ops = max(1, ordering.search_ops(given.seconds) // len(candidates))
+    best: ordering.Ordered | None = None
+    found: ordering.Ordered | None
+    best_cutting, by = candidates[0], PLANNED
     for cutting in candidates:
         work = _work_of(cutting, rates_SK3)
         if forward_only:
-            order = tuple(Op(Kind.FORWARD, c) for c in range(len(work.rows)))
-            seconds = ordering.flow_seconds(work.seconds[ordering.F], range(len(work.rows)))
-            found = ordering.Ordered((order,) * len(layers), seconds, "")
+            found = _forwards(work)
+        elif freedom.memory is not None:
+            found = fitted(
+                work, _held(cutting, lengths, layers, freedom.memory), freedom.split,
+                freedom.reorder, ops,
+            )  # fmt: skip
         elif len(layers) == 1:
             found = _in_turn(work)
         else:
-            tried = ordering.best_order(work, room, freedom.split, freedom.reorder, ops)
-            if tried is None:
-                continue
-            found = tried
-        if best is None or found.seconds < best[0] * (1 - ordering.GAIN):
-            best = found.seconds, cutting, found.orders
-    if best is None or (not forward_only and best[0] > given.seconds * (1 - ordering.GAIN)):
-        best = given.seconds, candidates[0], given.orders
-    seconds, cutting, orders = best
-    chunks = tuple(chunk for group in cutting for chunk in group)
+            found = ordering.best_order(work, room, freedom.split, freedom.reorder, ops)
+        if found is not None and (best is None or found.seconds < best.seconds * (1 - GAIN)):
+            best, best_cutting = found, cutting
+    if freedom.memory is not None:
+        if best is None:
+            raise PlanError(
+                f"attach(memory_gib={freedom.memory.budget_bytes / GIB:.6g}): no order of slices "
+                "holds so little, not even with all layers recomputed; expected more, for a "
+                f"micro-batch of {max(map(sum, lengths))} tokens"
+            )
+    elif best is None or not (forward_only or freedom.pays(best.seconds, given.seconds)):
+        best, best_cutting, by = given, candidates[0], AS_GIVEN
+    chunks = tuple(chunk for group in best_cutting for chunk in group)
     return Plan(
-        documents=documents,
+        documents=tuple(length for of in lengths for length in of),
         layers=tuple(layers),
         chunks=chunks,
-        recompute=tuple((KEEP * count,) * len(chunks) for count in layers),
-        orders=orders,
-        predicted=Prediction(seconds, (0.0,) * len(layers), NAME),
+        recompute=best.recompute or tuple((KEEP * count,) * len(chunks) for count in layers),
+        orders=best.orders,
+        predicted=Prediction(best.seconds, (0.0,) * len(layers), by),
     )
+
+
+def _forwards(work: ordering.Work) -> ordering.Ordered:
+    """Forwards alone, as they stand, alike on all stages."""
+    order = tuple(Op(Kind.FORWARD, chunk) for chunk in range(len(work.rows)))
+    seconds = ordering.flow_seconds(work.seconds[ordering.F], range(len(work.rows)))
+    return ordering.Ordered((order,) * work.stages, seconds, "forwards")
 
 
 def _cuttings(lengths: Sequence[Sequence[int]], rates: Rates) -> Iterator[list[list[Chunk]]]:
@@ -82,6 +102,25 @@ def _cuttings(lengths: Sequence[Sequence[int]], rates: Rates) -> Iterator[list[l
         if key not in seen:
             seen.add(key)
             yield cutting
+
+
+def _held(
+    cutting: Sequence[Sequence[Chunk]],
+    lengths: Sequence[Sequence[int]],
+    layers: Sequence[int],
+    memory: Memory,
+) -> Held:
+    documents = [length for of in lengths for length in of]
+    chunks = [chunk for group in cutting for chunk in group]
+    return Held(
+        memory,
+        tokens=np.array([chunk.tokens for chunk in chunks]),
+        cut=np.array(
+            [chunk.spans[0].tokens < documents[chunk.spans[0].document] for chunk in chunks]
+        ),
+        loss=np.array([chunk is group[-1] for group in cutting for chunk in group]),
+        layers=np.array(layers),
+    )
 
 
 def _firsts(lengths: Sequence[Sequence[int]]) -> list[int]:

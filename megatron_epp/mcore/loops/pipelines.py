@@ -1,0 +1,147 @@
+"""The pipelines that a loop's models are: what this rank knows of each, from its first call on."""
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.utils import unwrap_model
+
+from megatron_epp.ir import PlanError
+from megatron_epp.mcore.loops.agreement import Told, exchange
+from megatron_epp.mcore.loops.calls import LoopCall
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, Planning
+from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, guessed_rates
+from megatron_epp.mcore.loops.plans.track_record import TrackRecord
+from megatron_epp.mcore.loops.replica_groups import make_replica_groups
+from megatron_epp.mcore.loops.settings import Settings
+from megatron_epp.mcore.model.attention import this_device
+from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
+from megatron_epp.mcore.patching import seams
+from megatron_epp.runtime.executor import BEFORE, Waiting
+from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.watcher import Watcher
+
+
+@dataclass
+class ModelPipeline:
+    """One model's pipeline.
+
+    group          Megatron's, of which ours were made; Megatron may make its groups anew
+    groups         ours; None: one stage, alone
+    layers         of every stage
+    rates_SK3      of every stage, by which seconds follow (stage_seconds); ``measured``: whether
+                   they are, on all stages
+    seconds        what this rank's stage learns of its ops
+    track_record   whether predictions came true
+    split_refused  why no stage may split backwards; None: all can
+    """
+
+    group: Any
+    groups: Groups | None
+    stage: int
+    layers: tuple[int, ...]
+    rates_SK3: np.ndarray
+    seconds: StageSeconds
+    planning: Planning
+    waiting: Waiting
+    split_refused: str | None
+    measured: bool = False
+    track_record: TrackRecord = field(default_factory=TrackRecord)
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def control(self) -> Any:
+        return None if self.groups is None else self.groups.control
+
+    def freedom(self, call: LoopCall, wanted: Freedom) -> Freedom:
+        """What a plan of ``call`` may do, of what the user ``wanted``."""
+        if call.first_val_step is not None and call.forward_only:
+            return Freedom(False, False)
+        return Freedom(
+            # The experts' ranks meet inside of layers, those of other replicas too; what routers
+            # recorded is replayed in the order of the forwards.
+            reorder=wanted.reorder and not getattr(call.config, "num_moe_experts", None),
+            split=wanted.split and self.split_refused is None,
+            headroom=wanted.headroom,
+            price=self.track_record.price,
+        )
+
+    def learn(self, rates: dict[int, tuple[np.ndarray, bool]]) -> None:
+        """What every stage has measured by now, and whether it has."""
+        self.rates_SK3 = np.stack([rates[stage][0] for stage in range(self.stages)])
+        self.measured = all(rates[stage][1] for stage in range(self.stages))
+
+
+class Pipelines:
+    """Of all models that were seen; those of one process group share ours."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self._known: WeakKeyDictionary[Any, ModelPipeline] = WeakKeyDictionary()
+        self._groups: tuple[Any, Groups, Waiting] | None = None
+
+    def of(self, call: LoopCall, stages: int) -> ModelPipeline:
+        """What is known of the call's model. Collective where it is new.
+
+        ValueError: such a world that our messages would stand still in it.
+        """
+        group = None if stages == 1 else mpu.get_pipeline_model_parallel_group()
+        made = self._known.get(call.one_model)
+        if made is None or made.group is not group:
+            made = self._known[call.one_model] = self._make(call, group, stages)
+        return made
+
+    def _make(self, call: LoopCall, group: Any, stages: int) -> ModelPipeline:
+        groups, waiting = self._groups_of(group)
+        stage = 0 if groups is None else groups.stage
+        (model,) = unwrap_model([call.one_model])
+        decoder = getattr(model, "decoder", None)
+        layers = len(getattr(decoder, "layers", ()) or ())
+        words = getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0
+        seconds = StageSeconds(guessed_rates(call.config, layers, words))
+        refused = self._split_refused(call.one_model)
+        mine = (stage, layers, seconds.guess, refused)
+        every = exchange(Told(mine), None if groups is None else groups.control)
+        by_stage = {told.value[0]: told.value for told in reversed(every)}
+        return ModelPipeline(
+            group,
+            groups,
+            stage,
+            tuple(by_stage[s][1] for s in range(stages)),
+            np.stack([by_stage[s][2] for s in range(stages)]),
+            seconds,
+            Planning(groups),
+            waiting,
+            next((told.value[3] for told in every if told.value[3]), None),
+        )
+
+    def _groups_of(self, group: Any) -> tuple[Groups | None, Waiting]:
+        """Ours, made once for Megatron's pipeline ``group``."""
+        if group is None:
+            return None, Waiting(0)
+        if self._groups is None or self._groups[0] is not group:
+            groups = make_replica_groups(this_device(), self.settings.timeout)
+            waiting = Waiting(groups.stage)
+            waiting.enter(BEFORE)
+            Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
+            self._groups = group, groups, waiting
+        return self._groups[1:]
+
+    def _split_refused(self, model: Any) -> str | None:
+        """Why this stage cannot split backwards; None: it can."""
+        if not self.settings.freedom.split:
+            return "not wanted"
+        try:
+            if not self.settings.split_engines and has_engines(model):
+                return "no GPU has run the split backward of Transformer Engine's linears yet"
+            refuse_split(model)
+            seams.install([seams.COLUMN_LINEAR, seams.ROW_LINEAR])
+        except (PlanError, ValueError) as refusal:
+            return str(refusal)
+        return None

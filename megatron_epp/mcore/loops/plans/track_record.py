@@ -1,0 +1,44 @@
+"""Whether calls by planned orders take as long as was predicted: else the caller's order is run.
+
+    price = (measured / predicted, in planned orders) / (measured / predicted, in the caller's)
+
+A prediction leaves out what happens between ops, and a machine may be busy with other things. What
+slows both kinds of calls down alike cancels. A planned order must gain so much more by prediction.
+"""
+
+from collections import deque
+from statistics import median
+
+CALLS = 5  # of each kind that count
+RETRY = 16  # calls in the caller's order, behind which a planned one is tried again
+MOST = 2.0
+STEP = 0.02  # in which a price is told: plans are remembered by it
+
+
+class TrackRecord:
+    """Of one pipeline; all its ranks are told the same."""
+
+    def __init__(self) -> None:
+        self._planned: deque[float] = deque(maxlen=CALLS)
+        self._given: deque[float] = deque(maxlen=CALLS)
+        self._in_turn = 0
+
+    def saw(self, planned: bool, predicted_seconds: float, measured_seconds: float) -> None:
+        """A call is over; ``planned``: its order was not the caller's by 1F1B."""
+        if not (predicted_seconds > 0 and measured_seconds > 0):
+            return
+        (self._planned if planned else self._given).append(measured_seconds / predicted_seconds)
+        self._in_turn = 0 if planned else self._in_turn + 1
+        if self._in_turn >= RETRY:
+            self._planned.clear()
+            self._in_turn = 0
+
+    @property
+    def price(self) -> float:
+        """What to multiply a planned order's predicted seconds by: 1 to ``MOST``, in steps. Until
+        the caller's order has been measured its prediction is believed."""
+        if not self._planned:
+            return 1.0
+        given = median(self._given) if self._given else 1.0
+        found = min(MOST, max(1.0, median(self._planned) / given))
+        return round(round(found / STEP) * STEP, 6)

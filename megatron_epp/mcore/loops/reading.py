@@ -1,0 +1,92 @@
+"""What all ranks of a replica have read of a call's micro-batches: as large on each of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state as mpu
+
+from megatron_epp.mcore.loops.adapter import lengths_of
+from megatron_epp.mcore.loops.agreement import (
+    Told,
+    agreed,
+    exchange,
+    raise_what_others_met,
+    refused_by,
+)
+from megatron_epp.mcore.loops.attached import AttachedModel
+from megatron_epp.mcore.loops.calls import LoopCall
+from megatron_epp.mcore.loops.draws import MicroBatches
+from megatron_epp.mcore.loops.extents import Extent, Extents, measured
+from megatron_epp.mcore.loops.pipelines import ModelPipeline
+
+
+def extents_read(
+    call: LoopCall,
+    pipeline: ModelPipeline,
+    batches: MicroBatches,
+    shape: tuple[int, ...] | None,
+    by: Extents | None,
+) -> list[Extent] | None:
+    """The extent of every micro-batch, by the loop's own function where there is one; None where
+    shapes differ and nobody knows them. ``shape``: of all messages, where it is one. Collective.
+
+    ValueError: ranks differ, or a rank refuses what it reads; on every rank.
+    """
+    count = call.num_microbatches
+    if pipeline.stages == 1:
+        return [Extent(1)] * count  # order and messages need none
+    needed = shape is None or by is not None
+    found = _agreed(
+        call,
+        pipeline,
+        batches,
+        (lambda number: measured(batches.item(number), by, number)) if needed else None,
+        "it has",
+    )
+    if shape is not None and (found is None or None in found):
+        config = call.config
+        parts = mpu.get_context_parallel_world_size()
+        parts *= config.tensor_model_parallel_size if config.sequence_parallel else 1
+        return [Extent(shape[0] * parts, shape[1])] * count
+    return None if found is None or None in found else found
+
+
+def lengths_read(
+    call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, model: AttachedModel
+) -> list[tuple[int, ...]]:
+    """Of every micro-batch's documents. Collective. ValueError: as :func:`extents_read`."""
+    found = _agreed(
+        call,
+        pipeline,
+        batches,
+        lambda number: lengths_of(model.adapter, batches.item(number), number, model.context),
+        "documents of",
+    )
+    if found is None:
+        raise ValueError("no rank of the replica has a data iterator; slices need to read one")
+    return found
+
+
+def _agreed(
+    call: LoopCall,
+    pipeline: ModelPipeline,
+    batches: MicroBatches,
+    read: Callable[[int], Any] | None,
+    what: str,
+) -> list[Any] | None:
+    """``read`` of every micro-batch's number, alike on all ranks that have an iterator."""
+    mine, refusal = None, None
+    if read is not None and batches.readable:
+        try:
+            mine = [read(number) for number in range(call.num_microbatches)]
+        except Exception as error:
+            refusal = refused_by(error)
+    pipeline.waiting.enter("what all ranks of the replica have read")
+    every = exchange(Told((call.num_microbatches, mine), refusal), pipeline.control)
+    raise_what_others_met(every, pipeline.control)
+    counts = [told.value[0] for told in every]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"num_microbatches differs over the ranks of a pipeline: {counts}; expected one number"
+        )
+    return agreed([told.value[1] for told in every], what, pipeline.control)

@@ -1,0 +1,46 @@
+"""What the user of a loop's schedule says, and what a call tells him."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from megatron_epp.ir import Plan, Timed
+from megatron_epp.mcore.loops.extents import Extents
+from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan
+from megatron_epp.runtime.memory_meter import Meter, NoMeter
+
+TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What became of a call on this rank. plan: that ran; records: of its ops here; peak_bytes: the
+    most that chunks held, where a meter was given."""
+
+    plan: Plan
+    records: tuple[Timed, ...]
+    peak_bytes: int
+
+
+def _sliced_plan(*arguments: Any) -> Plan:
+    # Imported where plans are made: the compiler takes a second to load.
+    from megatron_epp.mcore.loops.plans.slicing import sliced_plan
+
+    return sliced_plan(*arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """See :func:`megatron_epp.install_schedule`."""
+
+    lengths: Extents | None = None
+    freedom: Freedom = field(default_factory=Freedom)
+    split_engines: bool = False  # split backwards of Transformer Engine's linears, too
+    timeout: timedelta = TIMEOUT
+    observe: Callable[[Ran], None] | None = None
+    make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
+    make_plan: Callable[..., Plan] = whole_plan
+    make_sliced_plan: Callable[..., Plan] = _sliced_plan
+    make_stage: Callable[..., MicroBatchStage] = MicroBatchStage

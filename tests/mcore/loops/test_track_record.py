@@ -1,0 +1,68 @@
+"""Planned orders that take longer than predicted give way to the caller's, and come back."""
+
+import pytest
+
+from megatron_epp.mcore.loops.extents import Extent
+from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom, whole_plan
+from megatron_epp.mcore.loops.plans.track_record import CALLS, MOST, RETRY, TrackRecord
+from tests.mcore.loops.test_ordering import rates
+
+TOKENS = [100, 400, 100, 300, 100, 200, 100, 350]
+
+
+def test_a_planned_order_has_its_price() -> None:
+    record = TrackRecord()
+    assert record.price == 1.0
+    record.saw(True, 1.0, 1.2)
+    assert record.price == pytest.approx(1.2)  # the caller's order is believed until measured
+    record.saw(False, 2.0, 2.4)
+    assert record.price == 1.0  # whatever slows both down
+    record.saw(True, 1.0, 40.0)
+    record.saw(True, 1.0, 40.0)
+    assert record.price == MOST
+
+
+def test_faster_than_predicted_is_no_reason_for_more() -> None:
+    record = TrackRecord()
+    record.saw(True, 1.0, 0.5)
+    assert record.price == 1.0
+
+
+def test_one_slow_call_among_many_counts_little() -> None:
+    record = TrackRecord()
+    for measured in [1.0] * (CALLS - 1) + [3.0]:
+        record.saw(True, 1.0, measured)
+    assert record.price == 1.0
+
+
+def test_what_was_not_measured_says_nothing() -> None:
+    record = TrackRecord()
+    record.saw(True, 0.0, 5.0)
+    record.saw(True, 5.0, 0.0)
+    assert record.price == 1.0
+
+
+def test_after_many_calls_in_the_callers_order_a_planned_one_is_tried() -> None:
+    record = TrackRecord()
+    record.saw(True, 1.0, 1.6)
+    for _ in range(RETRY - 1):
+        record.saw(False, 1.0, 1.0)
+        assert record.price == pytest.approx(1.6)
+    record.saw(False, 1.0, 1.0)
+    assert record.price == 1.0
+
+
+def test_what_does_not_pay_runs_in_the_callers_order() -> None:
+    extents = [Extent(count) for count in TOKENS]
+    planned, given = (
+        whole_plan(extents, (1,) * 4, rates(4), Freedom(price=price), False) for price in (1.0, 2.0)
+    )
+    assert planned.predicted is not None and given.predicted is not None
+    assert (planned.predicted.planner, given.predicted.planner) == (PLANNED, AS_GIVEN)
+    assert planned.predicted.seconds < given.predicted.seconds * (1 - GAIN)
+    assert [op.chunk for op in given.orders[0] if op.kind.value == "F"] == list(range(8))
+    # The price that it takes is what the planned order gains.
+    pays = given.predicted.seconds * (1 - GAIN) / planned.predicted.seconds
+    for price, name in ((pays - 1e-6, PLANNED), (pays + 1e-6, AS_GIVEN)):
+        plan = whole_plan(extents, (1,) * 4, rates(4), Freedom(price=price), False)
+        assert plan.predicted is not None and plan.predicted.planner == name

@@ -1,0 +1,45 @@
+"""The benchmark of loops replays orders as the planner plays them; its lengths are as it says."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+sys.path.insert(0, str(BENCH))
+
+import cpu_loops  # noqa: E402
+
+from megatron_epp.ir import KIND_CODE  # noqa: E402
+from megatron_epp.mcore.loops.extents import Extent  # noqa: E402
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan  # noqa: E402
+from megatron_epp.mcore.loops.plans.stage_seconds import features  # noqa: E402
+from tests.mcore.loops.test_ordering import rates  # noqa: E402
+
+
+@pytest.mark.parametrize("freedom", [Freedom(), Freedom(False, False), Freedom(headroom=1.0)])
+def test_what_was_predicted_is_what_is_replayed(freedom) -> None:
+    tokens = [100, 400, 100, 300, 100, 200, 100, 350]
+    stages = 4
+    plan = whole_plan([Extent(n) for n in tokens], (1,) * stages, rates(stages), freedom, False)
+    pairs = [n * (n + 1) / 2 for n in tokens]
+    seconds = np.einsum("skf,fc->ksc", rates(stages), features(tokens, pairs))
+    measured = [
+        [(op.kind.value, op.chunk, seconds[KIND_CODE[op.kind], stage, op.chunk]) for op in order]
+        for stage, order in enumerate(plan.orders)
+    ]
+    assert plan.predicted is not None
+    assert cpu_loops.replay(measured) == pytest.approx(plan.predicted.seconds, rel=1e-9)
+
+
+def test_orders_that_wait_for_each_other_do_not_pass() -> None:
+    with pytest.raises(AssertionError, match="wait for each other"):
+        cpu_loops.replay([[("B", 0, 1.0), ("F", 0, 1.0)], [("F", 0, 1.0), ("B", 0, 1.0)]])
+
+
+def test_one_document_of_the_agent_case_is_longer_than_a_fair_share() -> None:
+    for batch in range(-2, 3):
+        lengths = cpu_loops.lengths_of("agent", batch)
+        assert max(lengths) == cpu_loops.LONGEST["agent"] > sum(lengths) / 4
+        assert len(cpu_loops.lengths_of("sft", batch)) == 24
