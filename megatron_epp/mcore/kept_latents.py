@@ -19,7 +19,9 @@ from megatron_epp.runtime.groups import Groups
 logger = logging.getLogger(__name__)
 
 
-def choose(args: Any, model: Any, attention: Attention, layers: tuple[int, ...], groups: Groups):
+def choose(
+    args: Any, model: Any, attention: Attention, layers: tuple[int, ...], groups: Groups
+) -> None:
     """Decide for all ranks, and say so in ``args.epp_mla_keeps`` and to ``attention``. Collective.
 
     ``layers``: of every stage. ValueError: latents are asked for where they cannot be.

@@ -52,7 +52,8 @@ _COMMON = """
 """
 MODELS = {
     "qwen3-moe": f"""{_COMMON}
-        --disable-bias-linear --swiglu --position-embedding-type rope --qk-layernorm --ffn-hidden-size 384
+        --disable-bias-linear --swiglu --position-embedding-type rope --qk-layernorm
+        --ffn-hidden-size 384
         --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 96
     """,
     "gpt-oss": f"""{_COMMON}

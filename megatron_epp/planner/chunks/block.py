@@ -39,7 +39,16 @@ class BlockChunking(Chunking):
         # Documents are groups here, numbered as they stand.
         names = np.where(whole.document >= 0, whole.group, -1)
         members = tuple(member.arranged(order) for member in self.members)
-        return BlockChunking(*_fields(whole)[:5], names, whole.slice_tokens, members)
+        return BlockChunking(
+            whole.spans,
+            whole.chunk,
+            whole.starts,
+            whole.tokens,
+            whole.pairs,
+            names,
+            whole.slice_tokens,
+            members,
+        )
 
 
 def _fields(chunking: Chunking) -> tuple[Any, ...]:

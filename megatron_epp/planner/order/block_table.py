@@ -68,6 +68,6 @@ def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) 
         group, documents = loads.document[cut], member.document[cut]
         mine = np.zeros_like(most)
         add = np.add if item is Item.KV else np.maximum
-        add.at(mine, (slice(None), group), held[:, documents])
+        add.at(mine.T, group, held[:, documents].T)
         most = np.maximum(most, mine)
     return most
