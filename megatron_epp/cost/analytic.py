@@ -3,9 +3,9 @@
 The GPT models on A100 follow FlexSP's constants and the assumptions of our study, which rest on
 the papers; each stands below where it is used. Other pairs follow flops and bytes, kind of layer by
 kind of layer. Assumed of experts: tokens go to all alike, and a chunk's constant is twice a dense
-layer's, for the router, the exchanges and the wait that they end with. Assumed of latents: the
-latent of a token goes to every device of a stage, the K and V that are made of it again live whole
-while an op runs.
+layer's, for the router, the exchanges and the wait that they end with. Of latents: the latent
+of a token goes to every device of a stage, K and V are made of a context again block by block, and
+the gradient of the up-projection that this leaves is made in B, or in I.
 """
 
 import dataclasses
@@ -34,6 +34,7 @@ ATTENTION_BACKWARD = 2.5
 LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
 # LayerNorms move memory only; their recompute is taken as this share of the linears' forward.
 NORM_SHARE = 0.01
+CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at a time
 GRADIENT_BYTES = 4  # of kept K and V: the executor adds their gradients up in float32
 
 
@@ -143,16 +144,19 @@ def _figures(layer: Layer, device: Device) -> LayerFigures:
         return made
     again = layer.flops_per_context_token / device.linear_flops
     expanded = float(ELEMENT_BYTES * (layer.key_hidden + layer.value_hidden))
-    in_forward = Workspace(per_context_token=expanded)
-    in_backward = Workspace(per_context_token=2 * expanded)  # and their gradients
+    in_forward = Workspace(per_op=CONTEXT_BLOCK * expanded)
+    # With gradients of K and V, and those of the context's latents.
+    in_backward = Workspace(
+        per_context_token=float(ELEMENT_BYTES * layer.carried_hidden),
+        per_op=2 * CONTEXT_BLOCK * expanded,
+    )
     return dataclasses.replace(
         made,
         context_seconds={
             # Backward makes them again, and has the gradients of latents and of weights to make.
             Kind.FORWARD: again,
             Kind.BACKWARD: 3 * again,
-            Kind.INPUT: 2 * again,
-            Kind.WEIGHT: again,
+            Kind.INPUT: 3 * again,
         },
         workspace_bytes={
             **made.workspace_bytes,
@@ -198,9 +202,16 @@ def _layer(
         recompute_workspace_bytes={
             letter: _difference(saved[KEEP], saved[letter]) for letter in LETTERS
         },
-        # Q, K, V to heads and the output back: eq. 3.
+        # Q, K, V to heads and the output back: eq. 3; latents besides.
         all_to_all_bytes_per_token=float(
-            ELEMENT_BYTES * (layer.query_hidden + layer.carried_hidden + layer.output_hidden)
+            ELEMENT_BYTES
+            * (
+                layer.query_hidden
+                + layer.key_hidden
+                + layer.value_hidden
+                + layer.output_hidden
+                + (layer.carried_hidden if layer.carries_latents else 0)
+            )
         ),
         tensor_bytes_per_token=_tensor_bytes(layer),
         layer_parameters=layer.parameters,
@@ -307,11 +318,13 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
 
     Recomputing attention saves next to nothing with flash kernels: Q, K, V and the output stay as
     inputs of what is not recomputed. The K and V of a slice lie in its document's buffer; of a
-    window's the tail is a copy.
+    window's the tail is a copy, and so are latents.
     """
-    kv = 0.0 if layer.shape.window else float(ELEMENT_BYTES * layer.carried_hidden)
+    copied = layer.shape.window or layer.carries_latents
+    kv = 0.0 if copied else float(ELEMENT_BYTES * layer.carried_hidden)
     module = {
         "core_attn": 0.0,
+        "mla_up_proj": _expanded_bytes(layer),
         "mlp": float(ELEMENT_BYTES * _mlp_inside(layer)),
         "layernorm": float(ELEMENT_BYTES * layer.norms * layer.model.hidden),
     }
@@ -323,9 +336,20 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
     return {
         letter: Bytes(layer_input, layer_input)
         if letter == FULL
-        else Bytes(saved[letter], saved[letter] - kv)
+        else Bytes(saved[letter], saved[letter] - (0.0 if _without_kv(layer, letter) else kv))
         for letter in LETTERS
     }
+
+
+def _expanded_bytes(layer: Layer) -> float:
+    """Q, K and V, of a token's latents."""
+    if not layer.latent:
+        return 0.0
+    return float(ELEMENT_BYTES * (layer.query_hidden + layer.key_hidden + layer.value_hidden))
+
+
+def _without_kv(layer: Layer, letter: str) -> bool:
+    return layer.latent and "mla_up_proj" in SELECTIVE.get(letter, ())
 
 
 def _recompute_seconds(
@@ -335,10 +359,14 @@ def _recompute_seconds(
     module = {
         "core_attn": (0.0, attention),
         "mlp": (linear * mlp, 0.0),
+        "mla_up_proj": (linear * layer.up_parameters / layer.active_parameters, 0.0),
         "layernorm": (linear * NORM_SHARE, 0.0),
     }
     seconds = {KEEP: Seconds(), FULL: Seconds(linear, attention, launch)}
     for letter, modules in SELECTIVE.items():
+        if "mla_up_proj" in modules and not layer.latent:
+            seconds[letter] = Seconds()  # it has no such module, and keeps everything
+            continue
         tokens, pairs = zip(*(module[name] for name in modules), strict=True)
         seconds[letter] = Seconds(sum(tokens), sum(pairs), launch / 4)
     return seconds

@@ -356,12 +356,13 @@ class Cost:
         of, letter = self._of(choice)
         if letter == OFFLOAD:
             return np.zeros(self._width)
-        again = of.context_seconds.get(Kind.FORWARD, 0.0) if letter == FULL else 0.0
-        row = self._row(of.recompute_seconds[letter], of, again)
         modules = SELECTIVE.get(letter, ())
+        attends = letter == FULL or "core_attn" in modules
+        again = of.context_seconds.get(Kind.FORWARD, 0.0) if attends else 0.0
+        row = self._row(of.recompute_seconds[letter], of, again)
         if letter == FULL:
             row[0] += self._all_to_all(of) + self._tensor(of) + self._experts(of)
-        elif "core_attn" in modules:
+        elif "core_attn" in modules or "mla_up_proj" in modules:
             row[0] += self._all_to_all(of)
         elif "mlp" in modules:
             row[0] += self._tensor(of) / 2 + self._experts(of)

@@ -285,6 +285,14 @@ class Layer:
         return self.shape.kv_rank * (self.model.heads * self.model.head_size + self.value_hidden)
 
     @property
+    def up_parameters(self) -> int:
+        """That make Q, K and V of latents, Q of the hidden state where it has none; 0 without."""
+        if not self.latent:
+            return 0
+        made_of = self.shape.query_rank or self.model.hidden
+        return made_of * self.query_hidden + self.expansion_parameters
+
+    @property
     def attention_parameters(self) -> int:
         model, shape = self.model, self.shape
         if not shape.attention:

@@ -27,6 +27,8 @@ VERSION = 2
 _READABLE = (1, VERSION)
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 LETTERS = (KEEP, FULL, *SELECTIVE)
+# Files lack these where a layer's figures are those of KEEP, as of all layers in the first files.
+_YOUNGER_LETTERS = ("u",)
 
 
 def _check_numbers(value: Any) -> None:
@@ -333,6 +335,7 @@ def _plain(value: Any) -> Any:
         return {
             key.value if isinstance(key, Kind) else str(key): _plain(item)
             for key, item in value.items()
+            if key not in _YOUNGER_LETTERS or item != value.get(KEEP)
         }
     return value
 
@@ -395,7 +398,13 @@ def _by_kind(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
 
 
 def _by_letter(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
-    return _by(LETTERS, LETTERS, read)
+    def read_all(value: Any) -> dict:
+        if isinstance(value, dict) and KEEP in value:
+            # Of a layer without such a module: it keeps everything.
+            value = {**dict.fromkeys(_YOUNGER_LETTERS, value[KEEP]), **value}
+        return _by(LETTERS, LETTERS, read)(value)
+
+    return read_all
 
 
 def _some(known: tuple, names: tuple[str, ...], read: Callable[[Any], Any]) -> Callable:

@@ -15,6 +15,8 @@ SELECTIVE = {
     "n": ("layernorm",),
     "a": ("core_attn", "layernorm"),
     "b": ("mlp", "layernorm"),
+    # What makes Q, K and V of latents; a layer whose attention has none keeps everything.
+    "u": ("mla_up_proj",),
 }
 # Everything saved, but in the host's memory between F and B: copied out while F runs, back while
 # B (or I) runs. The K and V that later slices attend to stay on the device.

@@ -17,6 +17,9 @@ from megatron_epp.planner.options import MOST_EFFORT
 FUSED_LINEARS = "epp_fused_linears"
 
 
+AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
+
+
 def _flag(default: Any, help_: str, **how: Any) -> Any:
     """A field whose flag is ``--its-name``; ``how`` goes to ``add_argument``."""
     return dataclasses.field(default=default, metadata={"help": help_, **how})
@@ -69,6 +72,14 @@ class Config:
         "Attention kernels on a GPU: te (Transformer Engine), torch, or auto: the first of these "
         "that computes rightly on this device, tried at start. A CPU has torch's.",
         choices=("auto", "te", "torch"),
+    )
+    epp_mla_keeps: str = _flag(
+        "auto",
+        "What multi-latent attention keeps of a cut document for its later slices: expanded (K and "
+        "V of all heads), latents (which have no heads, and K and V are made of them again for "
+        "every later slice), or auto: the cheaper one for a document of --seq-length by the cost "
+        "model.",
+        choices=MLA_KEEPS,
     )
     epp_cost_model: str | None = _flag(
         None,

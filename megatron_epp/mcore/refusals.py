@@ -42,6 +42,7 @@ def _experts_leave_the_replica(args: argparse.Namespace) -> bool:
     return bool(args.tensor_model_parallel_size * args.context_parallel_size % experts)
 
 
+_POSITIONS = frozenset({"rope", "yarn", "learned_absolute", "none"})
 _PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", "none"})
 
 
@@ -146,9 +147,13 @@ REFUSALS = (
         _given("mtp_num_layers", 0),
     ),
     Refusal(
-        "multi-latent attention (--multi-latent-attention)",
-        "use grouped-query attention, or run without --epp",
-        _given("multi_latent_attention"),
+        "one product for both latents, and latents cached (--mla-down-proj-fusion, "
+        "--cache-mla-latents)",
+        "leave them out: the first saves one launch a chunk, the second is for inference",
+        lambda args: bool(
+            getattr(args, "mla_down_proj_fusion", False)
+            or getattr(args, "cache_mla_latents", False)
+        ),
     ),
     Refusal(
         "windows that are not W inputs in front of each, fewer than the context (--window-size)",
@@ -232,9 +237,10 @@ REFUSALS = (
         _given("defer_embedding_wgrad_compute"),
     ),
     Refusal(
-        "position embeddings other than rope, learned_absolute, none (--position-embedding-type)",
-        "use one of these three",
-        lambda args: args.position_embedding_type not in ("rope", "learned_absolute", "none"),
+        "position embeddings other than rope, yarn, learned_absolute, none "
+        "(--position-embedding-type)",
+        "use one of these four",
+        lambda args: args.position_embedding_type not in _POSITIONS,
     ),
     Refusal(
         "micro-batches of several samples (--micro-batch-size above 1)",

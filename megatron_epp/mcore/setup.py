@@ -34,11 +34,12 @@ from megatron_epp.mcore.data.item_documents import ItemDocuments, VarlenItems
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
+from megatron_epp.mcore.kept_latents import choose as choose_kept
 from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
-from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import seams
@@ -115,6 +116,14 @@ class Hooks:
     limit_bytes: Callable[[Config], float] = limit_bytes
 
 
+def _layers_of_stages(model: Any, groups: Groups) -> tuple[int, ...]:
+    """Collective."""
+    mine = torch.tensor([len(model.decoder.layers)])
+    every = torch.empty(groups.control.size(), dtype=mine.dtype)
+    dist.all_gather_into_tensor(every, mine, group=groups.control)
+    return tuple(int(every[rank]) for rank in groups.pipeline_ranks)
+
+
 # ------------------------------------------------------------------ the job
 
 
@@ -141,8 +150,7 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
     if hooks.pre_wrap is not None:
         model_config.pre_wrap_hooks.append(hooks.pre_wrap)
     job = Job(args, config, hooks)
-    if args.context_parallel_size > 1:
-        allow_context_parallelism(model_config)
+    mend_layer_spec(model_config)
     job.install(model_config)
     seams.apply_schedule_seam(job.choose_schedule)
 
@@ -186,18 +194,16 @@ class Job:
         device = this_device()
         attention = self.hooks.attention_for(self.config.epp_attention, model.config, device)
         warm_up(attention, Heads.of(model.config), self.args.seq_length, device)
+        groups = make_groups(device)
+        layers = _layers_of_stages(model, groups)
+        choose_kept(self.args, model, attention, layers, groups)
         self.hooks.install_in_model(model, self.args.seq_length, attention)
         if getattr(self.args, FUSED_LINEARS, False):
             fuse_weight_gradients(model)
-        groups = make_groups(device)
         self._waiting.stage = groups.stage
         self._claim_folders(groups)
         if self._reads_chats:
             self._chats = converted_chats(self.args, groups.control)
-        mine = torch.tensor([len(model.decoder.layers)])
-        every = torch.empty(groups.control.size(), dtype=mine.dtype)
-        dist.all_gather_into_tensor(every, mine, group=groups.control)
-        layers = tuple(int(every[rank]) for rank in groups.pipeline_ranks)
         rows = RowShare.of(self.args)
         self._place = Place(self.args, self.config, groups, layers, rows, device, attention)
         if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint

@@ -10,7 +10,8 @@ from torch import Tensor
 @dataclass(slots=True)
 class _Kept:
     """One layer's K/V of one document, and the gradients of its context's. C rows of the buffer or
-    of the context, G heads, D head size."""
+    of the context, G heads, D head size, which K and V need not have in common. Of latent attention
+    it may be latents and their rotated keys instead (layers/attention/latents.py)."""
 
     key_CGD: Tensor
     value_CGD: Tensor
@@ -72,8 +73,8 @@ class Store:
         if kept is None:
             assert start == 0, f"layer {layer}: document {document} begins at {start}"
             kept_rows = self.kept_tokens[document] if rows is None else rows
-            shape = (kept_rows, *key_TGD.shape[1:])
-            kept = _Kept(key_TGD.new_empty(shape), value_TGD.new_empty(shape))
+            key, value = (t.new_empty(kept_rows, *t.shape[1:]) for t in (key_TGD, value_TGD))
+            kept = _Kept(key, value)
             self._kept[layer, document] = kept
             self._grew(kept.bytes)
         stop = start + key_TGD.shape[0]

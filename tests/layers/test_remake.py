@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from megatron_epp.ir import Span
 from megatron_epp.layers.attention.cpu import ChunkAttention
 from megatron_epp.layers.chunk_state import ChunkState, Rows
-from megatron_epp.layers.recompute.outputs import AttendAgain, Dropped
+from megatron_epp.layers.recompute.outputs import (
+    AttendAgain,
+    Dropped,
+    remade_all,
+    without_all,
+)
 from megatron_epp.layers.recompute.wrap import (
     MODULES,
     wrap_consumer,
@@ -175,3 +180,54 @@ def test_attention_is_made_again_over_what_is_kept(context) -> None:
         assert torch.equal(mine, theirs)
     # The output (12 rows, 4 heads of 8) and its log-sum-exp are not held.
     assert kept_bytes - bytes_ >= 12 * 4 * 8 * BYTES
+
+
+def test_several_outputs_are_made_again_from_the_inputs_alone() -> None:
+    """And the gradient of a weight that is used elsewhere, too, arrives once, as one sum."""
+    generator = torch.Generator().manual_seed(4)
+    x, y = (torch.randn(ROWS, HIDDEN, generator=generator, dtype=torch.float64) for _ in range(2))
+    arrivals: list[Tensor] = []
+
+    def gradients(again: bool) -> tuple[int, list[Tensor]]:
+        linear = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False).double()
+        nn.init.constant_(linear.weight, 0.3)
+        inputs = [t.clone().requires_grad_() for t in (x, y)]
+        linear.weight.register_post_accumulate_grad_hook(arrivals.append)
+
+        def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            made = linear(a * b).tanh()
+            return made[:, :HIDDEN].contiguous(), made[:, HIDDEN:].sigmoid()
+
+        def with_weight(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+            return *function(a, b), linear.weight.view_as(linear.weight)
+
+        meter = SavedBytesMeter(linear.parameters())
+        with meter.watch(Store({})):
+            if again:
+                outputs, promises = remade_all(with_weight, inputs)
+                promised = list(zip(outputs, promises, strict=True))
+            else:
+                outputs, promised = with_weight(*inputs), []
+            first, second, weight = outputs
+            loss = without_all(promised, lambda: first.square().sum() + second.square().sum())
+            held = meter.now
+            (loss + (inputs[0] @ weight.t()).sum()).backward()
+            assert meter.now == 0
+        return held, [t.grad for t in (*inputs, linear.weight)]
+
+    held, plain = gradients(again=False)
+    less, mine = gradients(again=True)
+    assert len(arrivals) == 2  # one each
+    for one, other in zip(mine, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+    assert less == 2 * ROWS * HIDDEN * BYTES < held
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    a = torch.ones(4, dtype=torch.float64)
+    b = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    frozen = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+    (made, _), _ = remade_all(lambda a, b: (a * b * frozen, frozen.view_as(frozen)), (a, b))
+    made.sum().backward()
+    assert a.grad is None and frozen.grad is None
+    assert torch.equal(b.grad, torch.ones_like(b))

@@ -43,7 +43,7 @@ from megatron_epp.mcore.model import (  # noqa: E402
     hooks,
 )
 from megatron_epp.mcore.model.early_head import block_tokens  # noqa: E402
-from megatron_epp.mcore.model.layer_spec import allow_context_parallelism  # noqa: E402
+from megatron_epp.mcore.model.layer_spec import mend_layer_spec  # noqa: E402
 from megatron_epp.runtime import host_store  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
 
@@ -124,7 +124,7 @@ def world_of(tensor: int, context: int) -> Iterator[single_stage.Alone]:
         def description(args: Any) -> Any:
             made = described(args)
             if args.context_parallel_size > 1:
-                allow_context_parallelism(made)
+                mend_layer_spec(made)
             return made
 
         patch.setattr(argument_utils, "gpt_config_from_args", description)

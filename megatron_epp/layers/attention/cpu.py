@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
+from megatron_epp.layers.attention.merge import merged
 from megatron_epp.layers.attention.tails import Tails
 from megatron_epp.layers.attention.window import attend_window, attend_window_backward
 from megatron_epp.layers.chunk_state import ChunkState, Rows
@@ -45,6 +46,7 @@ class PartsAttention:
         sinks: Callable[[], Tensor | None] = lambda: None,
     ):
         self.scale, self.before, self.sinks = scale, before, sinks
+        self.latents = False  # whether latent attention keeps them (latents.py): of the whole job
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "PartsAttention":
         """The same of a layer in which queries see ``before`` inputs in front of them (None: all),
@@ -61,7 +63,8 @@ class PartsAttention:
 
 
 class ChunkAttention(torch.autograd.Function):
-    """T rows of the chunk, H query heads, G key heads, D head size, P inputs before a slice.
+    """T rows of the chunk, H query heads, G key heads, D head size (of V and the output it may be
+    another), P inputs before a slice.
 
     Forward keeps a slice's K and V in the store where later slices will want them. Backward adds
     the gradients of the context's K and V to the store, and to its own rows' what later slices
@@ -251,7 +254,7 @@ def _attend_rows(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [T, H] of every span over its own rows and its context."""
-    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TGD.shape[2])
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)
     for rows in state.rows:
@@ -263,7 +266,7 @@ def _attend_rows(
             out, lse = attend(q, k, v, True, seeing.scale)
             if rows.span.start > 0:
                 context = state.store.context(layer, rows.span.document, rows.span.start)
-                out, lse = _merge(out, lse, *attend(q, *context, False, seeing.scale))
+                out, lse = merged(out, lse, *attend(q, *context, False, seeing.scale))
         if seeing.sinks_H is not None:
             total_HT = torch.logaddexp(lse, seeing.sinks_H.to(lse.dtype)[:, None])
             out = (out * (lse - total_HT).exp().transpose(0, 1)[..., None]).to(out.dtype)
@@ -272,12 +275,3 @@ def _attend_rows(
         lse_TH[mine] = lse.transpose(0, 1)
     out_THD[state.rows[-1].stop :] = 0  # padding
     return out_THD, lse_TH
-
-
-def _merge(out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor):
-    """Softmax over two sets of keys from the softmax over each: weights by log-sum-exp."""
-    total_HT = torch.logaddexp(lse_HT, other_HT)
-    mine_TH1 = (lse_HT - total_HT).exp_().transpose(0, 1)[..., None]
-    theirs_TH1 = (other_HT - total_HT).exp_().transpose(0, 1)[..., None]
-    merged = out_THD * mine_TH1 + other_THD * theirs_TH1
-    return merged.to(out_THD.dtype), total_HT

@@ -1,7 +1,9 @@
 """Attention kernels of torch for the CPU with their log-sum-exp, forward and backward apart.
 
-T query rows, S key rows, H query heads, G key heads (H a multiple of G), D head size. ``causal``
-is for T = S only: the kernel aligns it at the top left, which is then also the bottom right.
+T query rows, S key rows, H query heads, G key heads (H a multiple of G), D head size, V that of
+values: the kernel knows one size, so the smaller ones get channels of zeros on their way into it.
+``causal`` is for T = S only: the kernel aligns it at the top left, which is then also the bottom
+right.
 
 Without a mask no query minds which others stand beside it, so the H / G query heads that share a
 key head are handed over as that many times the queries of G heads. The kernel takes more queries
@@ -9,56 +11,80 @@ at a time where there are more (256 from 768 on), so short slices gain.
 """
 
 from torch import Tensor, ops
+from torch.nn.functional import pad
 
 
-def attend(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, causal: bool, scale: float):
-    """Output [T, H, D] and log-sum-exp [H, T] (float32; float64 for float64)."""
+def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: float):
+    """Output [T, H, V] and log-sum-exp [H, T] (float32; float64 for float64)."""
     tokens, heads, _ = q_THD.shape
+    size, q_THD, k_SGD, v_SGV = _of_one_size(q_THD, k_SGD, v_SGV)
     if not causal:
         q_THD = _stacked(q_THD, k_SGD.shape[1])
-    q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_SGD, v_SGD))  # [1, H, T, D]
+    q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_SGD, v_SGV))  # [1, H, T, D]
     out, lse = ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, scale=scale
     )
-    return _apart(out[0].transpose(0, 1), heads), lse[0].reshape(heads, tokens)
+    return _apart(out[0, ..., :size].transpose(0, 1), heads), lse[0].reshape(heads, tokens)
 
 
-def attend_backward(grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, causal: bool, scale: float):
+def attend_backward(grad_THV, q_THD, k_SGD, v_SGV, out_THV, lse_HT, causal: bool, scale: float):
     """Gradients of q, k and v, given the output and log-sum-exp over *all* keys of the row.
 
     The keys passed may be a part of those that the row attended to: the probabilities follow
     from ``lse_HT``, so the gradients of parts add up to those of the whole.
     """
     heads, groups = q_THD.shape[1], k_SGD.shape[1]
+    sizes = q_THD.shape[2], k_SGD.shape[2], v_SGV.shape[2]
+    _, q_THD, k_SGD, v_SGV, grad_THV, out_THV = _of_one_size(q_THD, k_SGD, v_SGV, grad_THV, out_THV)
     if not causal:
-        grad_THD, q_THD, out_THD = (_stacked(t, groups) for t in (grad_THD, q_THD, out_THD))
+        grad_THV, q_THD, out_THV = (_stacked(t, groups) for t in (grad_THV, q_THD, out_THV))
         lse_HT = lse_HT.reshape(groups, -1)
-    grad, q, k, v, out = (t.transpose(0, 1)[None] for t in (grad_THD, q_THD, k_SGD, v_SGD, out_THD))
+    grad, q, k, v, out = (t.transpose(0, 1)[None] for t in (grad_THV, q_THD, k_SGD, v_SGV, out_THV))
     gradients = ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse_HT[None], 0.0, causal, scale=scale
     )
-    dq_THD, dk_SGD, dv_SGD = (t[0].transpose(0, 1) for t in gradients)
-    return _apart(dq_THD, heads), dk_SGD, dv_SGD
+    dq_THD, dk_SGD, dv_SGV = _of_own_sizes(gradients, sizes)
+    return _apart(dq_THD, heads), dk_SGD, dv_SGV
 
 
-def attend_masked(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, mask_TS: Tensor, scale: float):
+def attend_masked(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, mask_TS: Tensor, scale: float):
     """As :func:`attend`; ``mask`` is added to the scores, and hides no row entirely."""
-    q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_SGD, v_SGD))
+    size, q_THD, k_SGD, v_SGV = _of_one_size(q_THD, k_SGD, v_SGV)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q_THD, k_SGD, v_SGV))
     out, lse = ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, False, attn_mask=mask_TS[None, None], scale=scale
     )
-    return out[0].transpose(0, 1), lse[0]
+    return out[0, ..., :size].transpose(0, 1), lse[0]
 
 
 def attend_masked_backward(
-    grad_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, mask_TS: Tensor, scale: float
+    grad_THV, q_THD, k_SGD, v_SGV, out_THV, lse_HT, mask_TS: Tensor, scale: float
 ):
     """As :func:`attend_backward`, of :func:`attend_masked`."""
-    grad, q, k, v, out = (t.transpose(0, 1)[None] for t in (grad_THD, q_THD, k_SGD, v_SGD, out_THD))
+    sizes = q_THD.shape[2], k_SGD.shape[2], v_SGV.shape[2]
+    _, q_THD, k_SGD, v_SGV, grad_THV, out_THV = _of_one_size(q_THD, k_SGD, v_SGV, grad_THV, out_THV)
+    grad, q, k, v, out = (t.transpose(0, 1)[None] for t in (grad_THV, q_THD, k_SGD, v_SGV, out_THV))
     gradients = ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse_HT[None], 0.0, False, attn_mask=mask_TS[None, None], scale=scale
     )
-    return tuple(t[0].transpose(0, 1) for t in gradients)
+    return _of_own_sizes(gradients, sizes)
+
+
+def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor):
+    """V, and q, k, v and what has v's size, with as many channels each; zeros add nothing to a
+    score, nor to the product of a gradient and an output."""
+    size, other = v_SGV.shape[2], q_THD.shape[2]
+    if size < other:
+        wider = (pad(t, (0, other - size)) for t in (v_SGV, *of_values))
+        return size, q_THD, k_SGD, *wider
+    if size > other:
+        q_THD, k_SGD = (pad(t, (0, size - other)) for t in (q_THD, k_SGD))
+    return size, q_THD, k_SGD, v_SGV, *of_values
+
+
+def _of_own_sizes(gradients, sizes: tuple[int, int, int]) -> tuple[Tensor, ...]:
+    """The kernel's [1, H, T, D] each as [T, H, its own D]."""
+    return tuple(t[0, ..., :size].transpose(0, 1) for t, size in zip(gradients, sizes, strict=True))
 
 
 def _stacked(x_THD: Tensor, groups: int) -> Tensor:

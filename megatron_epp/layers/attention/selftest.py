@@ -32,10 +32,15 @@ def require_right(
     scale: float,
     dtype: torch.dtype,
     device: torch.device,
+    value_size: int = 0,
 ) -> None:
-    """Raise a ValueError that names ``kernel`` and what it gets wrong, if anything."""
+    """Raise a ValueError that names ``kernel`` and what it gets wrong, if anything.
+
+    ``value_size``: of values; 0: ``head_size``.
+    """
+    sizes = head_size, value_size or head_size
     for what, lengths in CALLS.items():
-        ours, plain = errors(kernel, lengths, heads, groups, head_size, scale, dtype, device)
+        ours, plain = errors(kernel, lengths, heads, groups, sizes, scale, dtype, device)
         for name, mine, theirs in zip(NAMES, ours, plain, strict=True):
             if not mine <= ALLOWANCE * theirs:  # nan is wrong, too
                 raise ValueError(
@@ -50,24 +55,26 @@ def errors(
     lengths: Sequence[tuple[int, int]],
     heads: int,
     groups: int,
-    head_size: int,
+    sizes: tuple[int, int],
     scale: float,
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[list[float], list[float]]:
     """(of ``kernel``, of plain attention in ``dtype``): of the output and of the gradients of q, k
-    and v, the root-mean-square distance to float64 over the size of the right answer.
+    and v, the root-mean-square distance to float64 over the size of the right answer. ``sizes``: of
+    heads of q and k, and of v.
     """
+    size, value = sizes
     queries, keys = zip(*lengths, strict=True)
     borders = Borders.of(queries, keys, device)
     generator = torch.Generator().manual_seed(20260117)
 
-    def draw(rows: int, count: int) -> Tensor:
-        made = torch.randn(rows, count, head_size, generator=generator, device="cpu")
+    def draw(rows: int, count: int, width: int) -> Tensor:
+        made = torch.randn(rows, count, width, generator=generator, device="cpu")
         return made.to(device, dtype)
 
-    q, grad = draw(sum(queries), heads), draw(sum(queries), heads)
-    k, v = draw(sum(keys), groups), draw(sum(keys), groups)
+    q, grad = draw(sum(queries), heads, size), draw(sum(queries), heads, value)
+    k, v = draw(sum(keys), groups, size), draw(sum(keys), groups, value)
     right, ours, plain = (
         _run(judge, grad.to(to), Operands(q.to(to), k.to(to), v.to(to), borders))
         for judge, to in (

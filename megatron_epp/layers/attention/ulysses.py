@@ -52,6 +52,33 @@ class Ulysses:
         """The attention's output of some heads [T, H/N, D] as that of some rows [t, H, D]."""
         return _ToRows.apply(self.group, out_THD)
 
+    def to_all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors of some rows [t, G, D] as those of all rows [T, G, D], on every rank; their
+        gradients, of some heads each, add up."""
+        return _ToAll.apply(self.group, *tensors)
+
+    def of_my_heads(self, weight_NK: Tensor) -> Tensor:
+        """Of a linear whose outputs are heads, one behind the other, those of this rank."""
+        return weight_NK.chunk(self.group.size())[self.group.rank()]
+
+
+class _ToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        whole = [x.new_empty(group.size() * len(x), *x.shape[1:]) for x in tensors]
+        for into, part in zip(whole, tensors, strict=True):
+            dist.all_gather_into_tensor(into, part.contiguous(), group=group)
+        return tuple(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        group = ctx.group
+        parts = [x.new_empty(len(x) // group.size(), *x.shape[1:]) for x in gradients]
+        for into, whole in zip(parts, gradients, strict=True):
+            dist.reduce_scatter_tensor(into, whole.contiguous(), group=group)
+        return None, *parts
+
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod

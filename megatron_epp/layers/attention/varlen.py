@@ -145,6 +145,7 @@ class VarlenAttention:
     """Attention of chunks by ``kernel``."""
 
     keeps_last = True
+    latents = False
 
     def __init__(self, kernel: Kernel):
         self.kernel = kernel

@@ -7,7 +7,7 @@ What is dropped is what the consumer saves of y (a hook on what autograd saves p
 place) and what the module saves beside x. The module's own backward then uses what was made again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -90,14 +90,31 @@ def remade(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Pro
     return _Remade.apply(x, again), again
 
 
+def remade_all(
+    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], tuple[Promise, ...]]:
+    """``function(*inputs)``, several outputs, keeping the inputs alone; and a promise for each.
+
+    The backward of what is inside is one, of all outputs: a weight that is used outside, too, may
+    be returned among them, and then has one gradient, the sum of both.
+    """
+    again = _AllAgain(function)
+    outputs = _RemadeAll.apply(again, *inputs)
+    return outputs, tuple(_OneOf(again, index) for index in range(len(outputs)))
+
+
 def without(tensor: Tensor, promise: Promise | None, function: Callable[[], Any]) -> Any:
     """``function()``, which saves ``tensor``, with the promise saved in its place."""
-    if promise is None:
-        return function()
-    where, numel = tensor.data_ptr(), tensor.numel()
+    return function() if promise is None else without_all([(tensor, promise)], function)
+
+
+def without_all(promised: Sequence[tuple[Tensor, Promise]], function: Callable[[], Any]) -> Any:
+    """``function()``, which saves tensors, with each one's promise saved in its place."""
+    places = {tensor.data_ptr(): (tensor.numel(), promise) for tensor, promise in promised}
 
     def pack(saved: Tensor) -> Any:
-        if saved.data_ptr() == where and saved.numel() == numel:
+        numel, promise = places.get(saved.data_ptr(), (None, None))
+        if saved.numel() == numel:
             return promise, saved.size(), saved.stride()
         return saved
 
@@ -148,3 +165,52 @@ class _Remade(torch.autograd.Function):
         again.node = again.run = None
         torch.autograd.backward(output, gradient)
         return x.grad, None
+
+
+class _AllAgain:
+    """A run of ``function`` in backward, with its graph."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
+        self.function = function
+        self.node: Any = None  # given back in its backward: no cycle stays
+        self.run: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+
+    def made(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(the inputs, the outputs that hang on them)."""
+        if self.run is None:
+            needed = self.node.needs_input_grad[1:]
+            inputs = tuple(
+                x.detach().requires_grad_(wanted)
+                for x, wanted in zip(self.node.saved_tensors, needed, strict=True)
+            )
+            with torch.enable_grad():
+                self.run = inputs, self.function(*inputs)
+        return self.run
+
+
+class _OneOf:
+    """The promise of one output of several."""
+
+    def __init__(self, again: _AllAgain, index: int):
+        self._again, self._index = again, index
+
+    def value(self) -> Tensor:
+        return self._again.made()[1][self._index].detach()
+
+
+class _RemadeAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, again: _AllAgain, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.again, again.node = again, ctx
+        ctx.save_for_backward(*inputs)
+        with torch.no_grad():
+            return again.function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        again, ctx.again = ctx.again, None
+        inputs, outputs = again.made()
+        again.node = again.run = None
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, *(x.grad for x in inputs)

@@ -16,7 +16,9 @@ from megatron_epp.layers.recompute.outputs import Dropped, remade, without
 # checkpoint(function, tensor) -> function(tensor), saving only the tensor for backward
 Checkpoint = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-ON_DEVICE = KEEP + FULL + "".join(SELECTIVE)  # choices whose bytes and seconds are a layer's own
+OF_LATENTS = "u"  # of layers with latent attention alone
+# Choices whose bytes and seconds are a layer's own.
+ON_DEVICE = KEEP + FULL + "".join(letter for letter in SELECTIVE if letter != OF_LATENTS)
 EXECUTABLE = ON_DEVICE + OFFLOAD
 MODULES = {letter: frozenset(modules) for letter, modules in SELECTIVE.items()}
 

@@ -149,9 +149,10 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
     from megatron_epp.mcore import megatron_gpt, refusals, replaced
     from megatron_epp.mcore.data.row_share import RowShare
+    from megatron_epp.mcore.kept_latents import choose as choose_kept
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
-    from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+    from megatron_epp.mcore.model.layer_spec import mend_layer_spec
     from megatron_epp.mcore.process_groups import make_groups
 
     flags = _with_defaults(_without_layout(flags))
@@ -171,12 +172,12 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     initialize_megatron(
         get_embedding_ranks=megatron_gpt.embedding_ranks, allow_no_cuda=not cpu_host.has_gpu()
     )
-    if cp > 1:
-        allow_context_parallelism(model_config)
-    config = Config.of(args)
+    mend_layer_spec(model_config)
+    config, groups = Config.of(args), make_groups(this_device())
 
     def attach(models: list[Any]) -> list[Any]:
         attention = attention_for(config.epp_attention, models[0].config, this_device())
+        choose_kept(args, models[0], attention, (1,) * pp, groups)
         install_in_model(models[0], args.seq_length, attention)
         if getattr(args, FUSED_LINEARS, False):
             fuse_weight_gradients(models[0])
@@ -187,7 +188,6 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     (model,) = builder.build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
     )
-    groups = make_groups(this_device())
     profile = obtain(args, config, model, groups, RowShare.of(args))
     if groups.control.rank() == 0:
         profile.save(output)

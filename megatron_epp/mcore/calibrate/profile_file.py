@@ -47,6 +47,10 @@ def provenance_of(args: Any) -> Provenance:
         words.append("biases")
     if args.hidden_dropout > 0:
         words.append("dropout")
+    if args.multi_latent_attention:
+        sizes = f"{args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
+        ranks = f"latents {args.kv_lora_rank}, of queries {args.q_lora_rank or 'none'}"
+        words.append(f"{ranks}, heads of {sizes}, keeps {args.epp_mla_keeps}")
     if args.tensor_model_parallel_size > 1:
         words.append(f"tp {args.tensor_model_parallel_size}")
     if args.sequence_parallel:

@@ -23,7 +23,7 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore import megatron_gpt, refusals
-from megatron_epp.mcore.config import FUSED_LINEARS, Config
+from megatron_epp.mcore.config import FUSED_LINEARS, LATENTS, Config
 from megatron_epp.mcore.data.chunk_batches import Feed
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags import be_the_only_process, read_flags
@@ -69,6 +69,7 @@ def begin(flags: Sequence[str]) -> Alone:
     config, device = Config.of(args), this_device()
     transformer = gpt_config_from_args(args).transformer
     attention = attention_for(config.epp_attention, transformer, device)
+    attention.latents = config.epp_mla_keeps == LATENTS
     return Alone(args, config, attention, device, RowShare.of(args))
 
 
@@ -82,10 +83,12 @@ def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
     from megatron.training.training import get_megatron_ddp_config
 
     from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
+    from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 
     args = copy.copy(alone.args)
     args.num_layers = args.encoder_num_layers = layers
     description = gpt_config_from_args(args)
+    mend_layer_spec(description)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = description.get_builder_cls()(description)
     model = builder.build_model(groups, pre_process=first, post_process=last)

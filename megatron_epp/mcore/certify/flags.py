@@ -142,12 +142,21 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
         "untied" if args.untie_embeddings_and_output_weights else "tied",
     ]
     words += ["qk-layernorm"] * args.qk_layernorm
-    words += experts_in_words(args) + _window_in_words(args)
+    words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
+    words += _latents_in_words(args) + experts_in_words(args) + _window_in_words(args)
     words += ["sequence parallel"] * args.sequence_parallel
     words += ["distributed optimizer"] * args.use_distributed_optimizer
     words += ["overlapped reduction"] * args.overlap_grad_reduce
     words += [f"frozen, with adapters of rank {lora_rank}"] * bool(lora_rank)
     return ", ".join(words)
+
+
+def _latents_in_words(args: Namespace) -> list[str]:
+    if not args.multi_latent_attention:
+        return []
+    of_queries = "none" if args.q_lora_rank is None else args.q_lora_rank
+    heads = f"heads of {args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
+    return [f"latents of {args.kv_lora_rank}, of queries {of_queries}", heads]
 
 
 def experts_in_words(args: Namespace) -> list[str]:

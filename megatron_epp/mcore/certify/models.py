@@ -22,7 +22,7 @@ from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.model.experts.biases import let_biases_be_added
 from megatron_epp.mcore.model.experts.router import expert_layers
-from megatron_epp.mcore.model.layer_spec import allow_context_parallelism
+from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 
 
 def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
@@ -56,8 +56,10 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def plain_model(args: Namespace) -> GPTModel:
-    """Megatron's model as it is, but that it can add its experts' biases."""
+    """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py,
+    model/experts/biases.py)."""
     description = gpt_config_from_args(args)
+    mend_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
@@ -71,8 +73,7 @@ def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: in
     ``install`` hooks the job into the model's configuration, after whoever puts adapters there.
     """
     description = gpt_config_from_args(args)
-    if args.context_parallel_size > 1:
-        allow_context_parallelism(description)
+    mend_layer_spec(description)
     if lora_rank:
         description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])
     install(description)

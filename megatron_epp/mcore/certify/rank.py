@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import OFFLOAD, Kind, Plan, Program, Step, Transfer, lower
+from megatron_epp.layers.attention import latents
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
@@ -25,12 +27,15 @@ from megatron_epp.mcore.certify.models import begin, elastic_model, join
 from megatron_epp.mcore.certify.protocol import Computed, Role
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
-from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.config import AUTO, LATENTS, Config
 from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic, Transferred
+
+# Tokens of a context that are expanded at a time: as small as the contexts are.
+LATENTS_BLOCK = 7
 
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
@@ -92,12 +97,22 @@ class Rank:
         self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray], lora_rank: int
     ) -> None:
         seams.install(seams.EPP_SEAMS)
+        latents.BLOCK = LATENTS_BLOCK
         self.args, self.frame = pickle.loads(args), frame
         self.args.rank = dist.get_rank()
         self.steps = DrawnSteps()
-        hooks = replace(self.hooks, make_steps=lambda place, model: self.steps)
+        hooks = replace(
+            self.hooks,
+            make_steps=lambda place, model: self.steps,
+            attention_for=partial(self._attention_for, self.hooks.attention_for),
+        )
         job = setup.Job(self.args, Config.of(self.args), hooks)
         begin(self.args, self.seed)
+        latent = self.args.multi_latent_attention and not self.args.window_size
+        self.draws_latents = (
+            latent and self.args.epp_mla_keeps == AUTO and dist.get_backend() == "gloo"
+        )
+        self.args.epp_mla_keeps = LATENTS if self.draws_latents else self.args.epp_mla_keeps
         self.model = elastic_model(self.args, job.install, lora_rank)
         self.routing, config = RoutingNotes(self.model), get_model_config(self.model)
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
@@ -105,8 +120,14 @@ class Rank:
         self.groups, self.share = self.schedule.runner.groups, self.schedule.runner.share
         fill(self.model.module, weights)
 
+    def _attention_for(self, make: Any, wanted: str, config: Any, device: torch.device) -> Any:
+        self.attention = make(wanted, config, device)
+        return self.attention
+
     def compute(self, number: int) -> Computed:
         """Run batch ``number``: its forwards alone, and then in training."""
+        if self.draws_latents:  # both ways, one batch after the other
+            self.attention.latents = not self.attention.latents
         with self.around(number):
             return self._compute(number)
 

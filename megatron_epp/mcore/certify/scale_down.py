@@ -12,6 +12,7 @@ from math import gcd
 from typing import Any
 
 from megatron_epp.mcore.certify.scaled.experts import small_experts
+from megatron_epp.mcore.certify.scaled.latents import small_latents
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 
 CONTEXT = 64  # inputs of the longest document
@@ -163,6 +164,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "context_parallel_size": degrees.cp,
     }
     changed |= small_experts(args, hidden, tp) | small_kinds(args, stages, counts)
+    changed |= small_latents(args, hidden, tp, HEAD_SIZE)
     if args.decoder_first_pipeline_num_layers is not None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]
     if args.decoder_last_pipeline_num_layers is not None:

@@ -5,14 +5,16 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from megatron.core.models.common.embeddings import _yarn_get_mscale
 from torch import Tensor
 
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.flash import MOST_HEAD_SIZE, FlashKernel
+from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
@@ -30,10 +32,13 @@ CHOICES = (AUTO, TE, TORCH)
 class Attention(Protocol):
     """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
     output [T, H, D] and, with ``drop``, the promise to make it again. ``keeps_last``: the K and V
-    of a document's last slice lie in the store, too."""
+    of a document's last slice lie in the store, too. ``latents``: layers with latent attention keep
+    latents in the place of K and V."""
 
     name: str
     keeps_last: bool
+    latents: bool
+    scale: float
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
@@ -47,27 +52,45 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What one call of a kernel sees: ``query`` heads in ``key`` groups, of ``size`` each."""
+    """What one call of a kernel sees: ``query`` heads in ``key`` groups, of ``size`` each; those of
+    values may have another, ``value``."""
 
     query: int
     key: int
     size: int
     scale: float
     dtype: torch.dtype
+    value: int = 0  # 0: as ``size``
+
+    def __post_init__(self):
+        if not self.value:
+            object.__setattr__(self, "value", self.size)
 
     @classmethod
     def of(cls, config: Any) -> "Heads":
         """Of a rank, with the heads spread over tensor- and context-parallel ranks."""
         tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+        heads = config.num_attention_heads // tensor // context
+        if getattr(config, "multi_latent_attention", False):
+            size = config.qk_head_dim + config.qk_pos_emb_head_dim
+            scale = _latent_scale(config, size)
+            return cls(heads, heads, size, scale, config.params_dtype, config.v_head_dim)
         key = max(1, config.num_query_groups // tensor)
         scale = config.softmax_scale
         return cls(
-            config.num_attention_heads // tensor // context,
+            heads,
             max(1, key // context),
             config.kv_channels,
             1 / math.sqrt(config.kv_channels) if scale is None else scale,
             config.params_dtype,
         )
+
+
+def _latent_scale(config: Any, size: int) -> float:
+    """Of latent attention with heads of ``size``; YaRN's stretch of the context is in it, whichever
+    rotary embedding the layer has (MultiLatentAttention.__init__)."""
+    stretch = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
+    return stretch * stretch / math.sqrt(size)
 
 
 def this_device() -> torch.device:
@@ -104,9 +127,16 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     reasons = []
     for name in (TE, TORCH) if wanted == AUTO else (wanted,):
         try:
-            kernel = _KERNELS[name](heads)
+            kernel = _kernel(name, heads)
             require_right(
-                kernel, heads.query, heads.key, heads.size, heads.scale, heads.dtype, device
+                kernel,
+                heads.query,
+                heads.key,
+                heads.size,
+                heads.scale,
+                heads.dtype,
+                device,
+                heads.value,
             )
         except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
             # Transformer Engine refuses by assertions in a dozen places.
@@ -118,6 +148,13 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     raise ValueError(
         f"--epp-attention {wanted}: no attention can be used on this device ({'; '.join(reasons)})"
     )
+
+
+def _kernel(name: str, heads: Heads) -> Kernel:
+    """Kernels that know one size of heads get the larger one."""
+    if heads.size == heads.value:
+        return _KERNELS[name](heads)
+    return PaddedKernel(_KERNELS[name](replace(heads, size=max(heads.size, heads.value), value=0)))
 
 
 def _transformer_engine(heads: Heads) -> Kernel:

@@ -11,6 +11,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from megatron_epp.layers.recompute.outputs import Dropped
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.experts.router import install_in_experts, prepare_log
+from megatron_epp.mcore.model.latent_attention import LatentLayer
 
 
 @dataclass
@@ -110,10 +112,13 @@ class PositionedRotary(nn.Module):
             params.cu_seqlens_q = params.cu_seqlens_kv = borders
         return self.context
 
-    def forward(self, length: int, **ignored: Any) -> Tensor:
+    def forward(self, length: int, **ignored: Any) -> Tensor | tuple[Tensor, float]:
         positions, self._positions = self._positions, None
         # packed_seq: the whole table, of which Megatron's context parallelism would take a part.
-        return self.rotary(length, packed_seq=True).index_select(0, positions)
+        made = self.rotary(length, packed_seq=True)
+        if isinstance(made, tuple):  # YaRN's, with the factor that attention applies
+            return made[0].index_select(0, positions), made[1]
+        return made.index_select(0, positions)
 
 
 class _Alone:
@@ -143,7 +148,12 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
         ranks = around.pg_collection.cp
         ulysses = Ulysses(ranks) if ranks.size() > 1 else None
         own = _of_layer(attention, model.config, layer.layer_number, around.core_attention, ranks)
-        around.core_attention.forward = ElasticAttention(own, index, dropped, ulysses)
+        latent = isinstance(around, MultiLatentAttention)
+        if latent:
+            mla = LatentLayer(around, own, index, context, dropped, ulysses, _Alone())
+            mla.install()
+        else:
+            around.core_attention.forward = ElasticAttention(own, index, dropped, ulysses)
         # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
         # positions from the table, which here holds them already.
         around.pg_collection = copy.copy(around.pg_collection)
@@ -154,9 +164,9 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
             layer.forward = note_in_layer(layer.forward, passing, _state_of)
             with taken_along(layer.mlp, passing):
                 wrap_mlp(layer.mlp, dropped)
-            consumers = (around.linear_qkv, around.linear_proj)
-        else:
-            consumers = (around.linear_qkv, around.linear_proj, layer.mlp.linear_fc1)
+        consumers = () if latent else (around.linear_qkv, around.linear_proj)
+        if not isinstance(layer.mlp, MoELayer):
+            consumers = (*consumers, layer.mlp.linear_fc1)
         layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
         if index == 0:
             layer.forward = _from_here_on(layer.forward)

@@ -69,13 +69,14 @@ def warm_up(attention: Attention, heads: Heads, context: int, device: torch.devi
 def _run(
     attention: VarlenAttention, heads: Heads, queries: int, keys: int, device: torch.device
 ) -> None:
-    def zeros(rows: int, count: int) -> torch.Tensor:
-        return torch.zeros(rows, count, heads.size, dtype=heads.dtype, device=device)
+    def zeros(rows: int, count: int, size: int = heads.size) -> torch.Tensor:
+        return torch.zeros(rows, count, size, dtype=heads.dtype, device=device)
 
     borders = Borders.of([queries], [keys], device)
-    q, k, v = zeros(queries, heads.query), zeros(keys, heads.key), zeros(keys, heads.key)
+    q, k = zeros(queries, heads.query), zeros(keys, heads.key)
+    v = zeros(keys, heads.key, heads.value)
     call = Operands(q, k, v, borders)
     _, kept = attention.kernel.forward(call, True)
-    attention.kernel.backward(zeros(queries, heads.query), call, kept)
+    attention.kernel.backward(zeros(queries, heads.query, heads.value), call, kept)
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -12,6 +12,7 @@ meet code that it was not made for.
     no CUDA assertion        cpu host  training.training.initialize_megatron
     random state             cpu host  core.tensor_parallel.random._set_cuda_rng_state
     sequence-parallel norm   cpu host  core.transformer.torch_norm.WrappedTorchNorm.__new__
+                                       (zero-centred ones, too)
     expert exchange          cpu host  token_dispatcher.maybe_move_tensor_to_cpu
     fusion warm-up           epp       training.initialize._warmup_jit_function
     column linear            epp       ColumnParallelLinear._forward_impl
@@ -35,6 +36,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_epp.layers.norms import ZERO_CENTERED
 from megatron_epp.mcore.patching.releases import NEWEST, STABLE, release_of
 
 _MARK = "__megatron_epp_seam__"
@@ -209,14 +211,17 @@ def _random_state_of_the_cpu(original: Callable[..., None]) -> Callable[..., Non
 def _norm_with_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel:
+        centred = config.layernorm_zero_centered_gamma
+        if not config.sequence_parallel and not centred:
             return original(cls, config, *args, **kwargs)
         plain = copy.copy(config)
-        plain.sequence_parallel = False
+        plain.sequence_parallel = plain.layernorm_zero_centered_gamma = False
         norm = original(cls, plain, *args, **kwargs)
+        if centred:
+            norm = ZERO_CENTERED[type(norm)](norm.normalized_shape, eps=norm.eps)
         # Each rank normalises its own part of the tokens, so finalize_model_grads must add up the
         # weights' gradients over the tensor-parallel group; this attribute is how it finds them.
-        for parameter in norm.parameters():
+        for parameter in norm.parameters() if config.sequence_parallel else ():
             parameter.sequence_parallel = True
         return norm
 
@@ -372,7 +377,10 @@ SEQUENCE_PARALLEL_NORM = Seam(
     name="sequence-parallel norm",
     target="megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
     when="cpu host",
-    reason="torch's norms are refused with sequence parallelism, but here there are no others",
+    reason=(
+        "torch's norms are refused with sequence parallelism, but here there are no others; and "
+        "have no zero-centred weights"
+    ),
     replacement=_norm_with_sequence_parallelism,
     relies_on=(
         "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads",

@@ -1,0 +1,208 @@
+"""Attention of a slice over a context that is kept as latents, of which K and V are made again.
+
+    kept of a token      latent [R] and rotated key [P], whatever the number of heads H
+    of block of context  K = [latent U_K | rotated key for every head]      [S, H, D]
+                         V = latent U_V                                     [S, H, V]
+
+U = [U_K | U_V] is the up-projection that made the chunk's own K and V, which come as they are. The
+context goes by in blocks: of no more than one of them K and V live at a time, in forward as in
+backward. Parts are merged by their log-sum-exp, as in cpu.py.
+
+    forward     out, lse = own rows; for block in context: merge with attend(q, K, V)
+    backward    for block in context: dK, dV -> dU += [dK | dV]^T latent; to the store
+                [dK | dV] U and the sum of dK's rotary part over heads
+
+The heads here may be some of the layer's: what reaches latents is then a share, in the store as in
+what is returned, and whoever handed the latents in adds the shares up over its ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
+from megatron_epp.layers.attention.merge import merged
+from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.recompute.outputs import AttendAgain
+
+BLOCK = 2048  # tokens of the context whose K and V live at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """What K and V of the T rows of a chunk are made of.
+
+    latent_T1R    inputs of the up-projection       rotary_T1P    keys common to all heads, rotated
+    weight_NR     the up-projection of the H heads here, N = H (D - P + V): of each its K, its V
+    """
+
+    latent_T1R: Tensor
+    rotary_T1P: Tensor
+    weight_NR: Tensor
+
+
+class LatentsAttention:
+    """Attention of chunks by torch's kernels for the CPU, where later slices get latents."""
+
+    name = "torch"
+    keeps_last = False
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THV: Tensor,
+        latents: Latents,
+        state: ChunkState,
+        layer: int,
+        drop: bool,
+    ) -> tuple[Tensor, AttendAgain | None]:
+        """The output [T, H, V]; where it is to be dropped, also the promise to make it again."""
+        again = AttendAgain() if drop else None
+        made_of = latents.latent_T1R, latents.rotary_T1P, latents.weight_NR
+        inputs = q_THD, k_THD, v_THV, *made_of, state, layer, self.scale, again
+        return _AttendLatents.apply(*inputs), again
+
+
+class _AttendLatents(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_THD: Tensor,
+        v_THV: Tensor,
+        latent_T1R: Tensor,
+        rotary_T1P: Tensor,
+        weight_NR: Tensor,
+        state: ChunkState,
+        layer: int,
+        scale: float,
+        again: AttendAgain | None,
+    ) -> Tensor:
+        ctx.state, ctx.layer, ctx.scale, ctx.again = state, layer, scale, again
+        out_THV, lse_TH = _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
+        store = state.store
+        for rows in state.rows:
+            mine, document = slice(rows.start, rows.stop), rows.span.document
+            if rows.cut and not rows.last:
+                parts = latent_T1R[mine], rotary_T1P[mine]
+                store.append(layer, document, rows.span.start, *parts)
+            elif rows.cut and not state.training:
+                store.release(layer, document)
+        result = (out_THV, lse_TH) if again is None else ()
+        if again is not None:
+            again.of(ctx, _once_more)
+        ctx.save_for_backward(q_THD, k_THD, v_THV, weight_NR, *result)
+        ctx.sizes = latent_T1R.shape, rotary_T1P.shape
+        return out_THV
+
+    @staticmethod
+    def backward(ctx: Any, grad_THV: Tensor):
+        state, layer, scale = ctx.state, ctx.layer, ctx.scale
+        q_THD, k_THD, v_THV, weight_NR, *result = ctx.saved_tensors
+        if ctx.again is not None:
+            result = ctx.again.result()
+            ctx.again.forget()
+            ctx.again = None
+        out_THV, lse_TH = result
+        store = state.store
+        gradients = tuple(torch.empty_like(t) for t in (q_THD, k_THD, v_THV))
+        own = tuple(grad_THV.new_zeros(size) for size in ctx.sizes)
+        dweight_NR = None
+        if ctx.needs_input_grad[5]:
+            dtype = torch.promote_types(weight_NR.dtype, torch.float32)
+            dweight_NR = torch.zeros_like(weight_NR, dtype=dtype)
+        for rows in state.rows:
+            mine, span = slice(rows.start, rows.stop), rows.span
+            q, out, grad = q_THD[mine], out_THV[mine], grad_THV[mine]
+            lse_HT = lse_TH[mine].transpose(0, 1)
+            made = attend_backward(grad, q, k_THD[mine], v_THV[mine], out, lse_HT, True, scale)
+            for gradient, part in zip(gradients, made, strict=True):
+                gradient[mine] = part
+            if rows.cut and not rows.last:
+                later = store.gradient(layer, span.document, span.start, span.stop)
+                for gradient, part in zip(own, later, strict=True):
+                    gradient[mine] = part
+            if span.start == 0:
+                if rows.cut:
+                    store.release(layer, span.document)
+                continue
+            context = store.context(layer, span.document, span.start)
+            to_store = tuple(torch.empty_like(t) for t in context)
+            for block in _blocks(span.start):
+                k, v = _expanded(context, block, weight_NR, v_THV)
+                dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, False, scale)
+                gradients[0][mine] += dq
+                head = k.shape[2] - to_store[1].shape[2]  # channels that the up-projection made
+                to_store[1][block] = dk[..., head:].sum(1, keepdim=True)
+                dkv_SN = torch.cat((dk[..., :head], dv), -1).flatten(1)
+                to_store[0][block, 0] = dkv_SN @ weight_NR
+                if dweight_NR is not None:
+                    dweight_NR += dkv_SN.t() @ context[0][block, 0]
+            store.add_gradient(layer, span.document, *to_store)
+        used = state.rows[-1].stop
+        for gradient in gradients:
+            gradient[used:] = 0
+        if dweight_NR is not None:
+            dweight_NR = dweight_NR.to(weight_NR.dtype)
+        return *gradients, *own, dweight_NR, None, None, None, None
+
+
+def _once_more(ctx: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a forward whose own were dropped."""
+    return _attend_rows(*ctx.saved_tensors, ctx)
+
+
+def _attend_rows(
+    q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, weight_NR: Tensor, ctx: Any
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, V] and log-sum-exp [T, H] of every span over its own rows and its context."""
+    state: ChunkState = ctx.state
+    out_THV = q_THD.new_empty(*q_THD.shape[:2], v_THV.shape[2])
+    dtype = torch.promote_types(q_THD.dtype, torch.float32)
+    lse_TH = torch.empty(q_THD.shape[:2], dtype=dtype, device=q_THD.device)
+    for rows in state.rows:
+        mine = slice(rows.start, rows.stop)
+        q = q_THD[mine]
+        out, lse = attend(q, k_THD[mine], v_THV[mine], True, ctx.scale)
+        for k, v in _context(rows, weight_NR, v_THV, ctx):
+            out, lse = merged(out, lse, *attend(q, k, v, False, ctx.scale))
+        out_THV[mine] = out
+        lse_TH[mine] = lse.transpose(0, 1)
+    out_THV[state.rows[-1].stop :] = 0  # padding
+    return out_THV, lse_TH
+
+
+def _context(
+    rows: Rows, weight_NR: Tensor, v_THV: Tensor, ctx: Any
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """K and V of the slice's context, block by block."""
+    span = rows.span
+    if span.start == 0:
+        return
+    context = ctx.state.store.context(ctx.layer, span.document, span.start)
+    for block in _blocks(span.start):
+        yield _expanded(context, block, weight_NR, v_THV)
+
+
+def _blocks(tokens: int) -> Iterator[slice]:
+    for start in range(0, tokens, BLOCK):
+        yield slice(start, min(start + BLOCK, tokens))
+
+
+def _expanded(
+    context: tuple[Tensor, Tensor], block: slice, weight_NR: Tensor, v_THV: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K [S, H, D] and V [S, H, V] of a block of the kept latents and rotated keys."""
+    latent_S1R, rotary_S1P = (t[block] for t in context)
+    heads, value = v_THV.shape[1:]
+    made_SHN = linear(latent_S1R[:, 0], weight_NR).unflatten(-1, (heads, -1))
+    key_SHD = torch.cat((made_SHN[..., :-value], rotary_S1P.expand(-1, heads, -1)), -1)
+    return key_SHD, made_SHN[..., -value:]

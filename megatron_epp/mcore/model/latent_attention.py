@@ -1,0 +1,265 @@
+"""Megatron's multi-latent attention on chunks: its own projections, our positions and attention.
+
+    hidden --- q down, norm --- q up ----------------- rope --- Q
+       \\------ kv down --------- latent, norm - kv up ---------- K, V
+                   \\----------- rotary key ------------ rope ---/  the same for all heads
+
+Every layer has a rotary embedding and a scale of its own. Q, K and V are made by Megatron's modules
+in place of ``get_query_key_value_tensors``; the attention stands in place of
+``_run_core_attention``, in front of which Megatron would pad V to the size of Q.
+
+What later slices of a document get is either K and V as they are or, of a rank's heads whatever
+their number, the input of the kv up-projection (the latent, behind its norm) and the rotated key.
+
+Two sums over tensor-parallel ranks are made here that Megatron 0.19 lacks where its own linears
+make the latents: each rank's heads are a part of what the rotated key's gradient comes from, and
+without sequence parallelism the norm of the queries' latent has its whole gradient on every rank,
+which finalize_model_grads adds up all the same (it looks for ``q_layernorm``).
+
+t rows of this rank (s with sequence parallelism, t / TP), T of the chunk, H heads of this rank, R
+latent channels, P rotary ones, D = qk_head_dim + P, V
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megatron_epp.layers.attention.latents import Latents, LatentsAttention
+from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.recompute.outputs import Dropped, Promise, remade_all, without_all
+from megatron_epp.layers.recompute.wrap import wrap_consumer
+from megatron_epp.mcore.model.attention import Attention
+
+UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
+_TABLE = "rotary rows of latent attention"  # in a chunk's scratch: all layers have the same
+
+
+class LatentLayer:
+    """Layer ``layer`` of the stage, whose self-attention is Megatron's MLASelfAttention
+    ``around``. ``context``: the most inputs of a document."""
+
+    def __init__(
+        self,
+        around: Any,
+        attention: Attention,
+        layer: int,
+        context: int,
+        dropped: Dropped,
+        ulysses: Ulysses | None,
+        alone: Any,
+    ):
+        self.around, self.attention, self.layer = around, attention, layer
+        self.context, self.dropped, self.ulysses, self._alone = context, dropped, ulysses, alone
+        self.keeps_last = attention.keeps_last
+        self._latents = LatentsAttention(attention.scale)
+        self._made: _Made | None = None  # by project, for attend
+        config = around.config
+        self._tensor = config.tensor_model_parallel_size
+        up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
+        self._queries = getattr(around, up)
+
+    def install(self) -> None:
+        around = self.around
+        around.get_query_key_value_tensors = self.project
+        around._run_core_attention = self.attend
+        # The output layer's consumer comes last; of two readers of the norm the first leaves what
+        # was promised to the second.
+        if around.config.q_lora_rank is None:
+            first, second = around.linear_kv_down_proj, around.linear_q_proj
+        else:
+            first, second = around.linear_q_down_proj, around.linear_kv_down_proj
+        wrap_consumer(first, self.dropped, last=False)
+        wrap_consumer(second, self.dropped)
+        wrap_consumer(around.linear_proj, self.dropped)
+        norm = getattr(around, "q_layernorm", None)
+        counted_twice = around.config.qk_layernorm and not around.config.sequence_parallel
+        if norm is not None and counted_twice and self._tensor > 1:
+            for parameter in norm.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: gradient / self._tensor)
+
+    # -------------------------------------------------------------- Q, K and V
+
+    def project(
+        self,
+        hidden_s1E: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **ignored: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """Q [T, H, D], K [T, H, D] and V [T, H, V] of the heads that this rank attends with, and
+        for Megatron two that only inference uses."""
+        state: ChunkState = packed_seq_params.state
+        queries_sL, latent_sR, key_tP = self._compressed(hidden_s1E)
+        table, factor = self._table(state, packed_seq_params.positions)
+        rotary_t1P = self._rotated(key_tP[:, None], table, factor)
+
+        def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
+            """And the up-projection, whose gradient from the context is one with that from here."""
+            made = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
+            exchanged = made if self.ulysses is None else self.ulysses.to_heads(*made)
+            weight = self.around.linear_kv_up_proj.weight if expands else None
+            return exchanged if weight is None else (*exchanged, weight.view_as(weight))
+
+        keeps = self.attention.latents and any(rows.cut for rows in state.rows)
+        expands = keeps and any(rows.span.start > 0 for rows in state.rows)
+        made_of = queries_sL, latent_sR, rotary_t1P
+        promised: tuple[tuple[Tensor, Promise], ...] = ()
+        if UP_PROJECTION in self.dropped.modules:
+            made, promises = remade_all(heads, made_of)
+            promised = tuple(zip(made[:3], promises, strict=False))
+        else:
+            made = heads(*made_of)
+        latents = None
+        if keeps:
+            weight_NR = made[3] if expands else self.around.linear_kv_up_proj.weight.detach()
+            latents = self._carried(latent_sR, rotary_t1P, weight_NR)
+        self._made = _Made(promised, latents)
+        return *made[:3], None, None
+
+    def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries' latent, or what queries are made of; the latent, behind its norm; the key
+        of all heads, of whole rows. The first two have this rank's rows of sequence parallelism."""
+        around, config = self.around, self.around.config
+        parallel = self._tensor > 1 and config.sequence_parallel
+        queries = hidden_s1E
+        if config.q_lora_rank is not None:
+            queries, _ = around.linear_q_down_proj(hidden_s1E)
+            if queries.shape[-1] != config.q_lora_rank:
+                queries = gather_from_tensor_model_parallel_region(queries)
+                if parallel:
+                    queries = scatter_to_sequence_parallel_region(queries)
+        both, _ = around.linear_kv_down_proj(hidden_s1E)
+        sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
+        if both.shape[-1] != sum(sizes):  # a part of the channels, of whole rows
+            latent, key = gather_from_tensor_model_parallel_region(both).split(sizes, -1)
+            key = copy_to_tensor_model_parallel_region(key)
+            if parallel:
+                latent = scatter_to_sequence_parallel_region(latent)
+        else:
+            latent, key = both.split(sizes, -1)
+            if parallel:
+                key = gather_from_sequence_parallel_region(key)
+            elif self._tensor > 1:
+                key = copy_to_tensor_model_parallel_region(key)
+        queries, latent, key = (t.squeeze(1) for t in (queries, latent, key))
+        if config.q_lora_rank is not None:
+            queries = around.q_layernorm(queries)
+        return queries, around.kv_layernorm(latent), key
+
+    def _heads(
+        self,
+        queries_sL: Tensor,
+        latent_sR: Tensor,
+        rotary_t1P: Tensor,
+        table: Tensor,
+        factor: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V of all heads of the tensor-parallel rank, of this rank's rows."""
+        config = self.around.config
+        q, _ = self._queries(queries_sL)
+        kv, _ = self.around.linear_kv_up_proj(latent_sR)
+        turned = config.qk_pos_emb_head_dim
+        q_tHD = q.unflatten(-1, (-1, config.qk_head_dim + turned))
+        kv_tHN = kv.unflatten(-1, (-1, config.qk_head_dim + config.v_head_dim))
+        plain, turning = q_tHD.split([config.qk_head_dim, turned], -1)
+        key, value = kv_tHN.split([config.qk_head_dim, config.v_head_dim], -1)
+        query_tHD = torch.cat((plain, self._rotated(turning, table, factor)), -1)
+        key_tHD = torch.cat((key, rotary_t1P.expand(-1, key.shape[1], -1)), -1)
+        return query_tHD, key_tHD, value.contiguous()
+
+    def _table(self, state: ChunkState, positions_t: Tensor) -> tuple[Tensor, float]:
+        """The rotary embedding's rows of this rank's rows [t, 1, 1, P], and YaRN's factor."""
+        found = state.scratch.get(_TABLE)
+        if found is None:
+            made = self.around.rotary_pos_emb(self.context, packed_seq=True)
+            table, factor = made if isinstance(made, tuple) else (made, 1.0)
+            found = state.scratch[_TABLE] = table.index_select(0, positions_t), factor
+        return found
+
+    def _rotated(self, x_tHP: Tensor, table: Tensor, factor: float) -> Tensor:
+        """Not Megatron's fused kernels, which count positions from 0."""
+        return apply_rotary_pos_emb(
+            x_tHP[:, None],
+            table,
+            config=self.around.config,
+            mscale=factor,
+            cp_group=self._alone,
+            mla_rotary_interleaved=True,
+        ).squeeze(1)
+
+    # -------------------------------------------------------------- attention
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        key_THD: Tensor,
+        value_THV: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **ignored: Any,
+    ) -> Tensor:
+        """[t, H V], of this rank's rows and all heads of the tensor-parallel rank."""
+        made, self._made = self._made, None
+        assert made is not None, "attention follows its projections"
+        state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
+        qkv = query_THD, key_THD, value_THV
+
+        def attended() -> tuple[Tensor, Promise | None]:
+            if made.latents is None:
+                return self.attention(*qkv, state, self.layer, drop)
+            return self._latents(*qkv, made.latents, state, self.layer, drop)
+
+        out, promise = without_all(made.promised, attended) if made.promised else attended()
+        if self.ulysses is not None:
+            out = self.ulysses.to_rows(out)
+            promise = None if promise is None else RowsAgain(self.ulysses, promise)
+        if promise is not None:
+            self.dropped.promise(out, promise)
+        return out.flatten(1)
+
+    def _carried(self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor) -> Latents:
+        """Of all rows of the chunk, with the part of the up-projection that makes K and V of the
+        heads that this rank attends with. Their gradients here are of these heads alone: what made
+        the rows whole adds them up over the ranks."""
+        if self._tensor > 1:
+            gather = self.around.config.sequence_parallel
+            whole = gather_from_sequence_parallel_region if gather else _shared
+            latent_sR = whole(latent_sR)
+        latent_t1R = latent_sR[:, None]
+        if self.ulysses is not None:
+            latent_t1R, rotary_t1P = self.ulysses.to_all((latent_t1R, rotary_t1P))
+            weight_NR = self.ulysses.of_my_heads(weight_NR)
+        return Latents(latent_t1R, rotary_t1P, weight_NR)
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    return copy_to_tensor_model_parallel_region(tensor)
+
+
+class _Made:
+    """``promised``: what need not be saved of Q, K and V; ``latents``: where later slices get or
+    have got them."""
+
+    __slots__ = ("latents", "promised")
+
+    def __init__(self, promised: tuple[tuple[Tensor, Promise], ...], latents: Latents | None):
+        self.promised, self.latents = promised, latents
+
+
+def can_keep_latents(around: Any) -> bool:
+    """Whether K and V can be made again from a kept latent by the weight alone: of Megatron's own
+    linear, with nothing around it and no norm in it."""
+    up = around.linear_kv_up_proj
+    return type(up) is ColumnParallelLinear and up.bias is None

@@ -1,0 +1,108 @@
+"""Breaks latent attention on purpose, another way in every batch: what a certificate must notice.
+
+Run inside a rank (``Trial.interfere``), as sabotage.py.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
+
+import torch
+
+from megatron_epp.layers.attention import latents
+from megatron_epp.layers.recompute import outputs
+from megatron_epp.mcore.model.latent_attention import LatentLayer
+from megatron_epp.runtime.kv_store import Store
+
+
+def scale_by_kv_channels() -> AbstractContextManager:
+    """As plain attention would: neither the rotary part of a head nor YaRN's stretch is in it."""
+    plain = LatentLayer.attend
+
+    def attend(self: LatentLayer, *tensors, **others):
+        before = self.attention.scale, self._latents.scale
+        self.attention.scale = self._latents.scale = self.around.config.kv_channels**-0.5
+        try:
+            return plain(self, *tensors, **others)
+        finally:
+            self.attention.scale, self._latents.scale = before
+
+    return patch.object(LatentLayer, "attend", attend)
+
+
+def turn_by_the_row() -> AbstractContextManager:
+    """Rotary positions from 0 in every chunk."""
+    plain = LatentLayer._table
+    return patch.object(
+        LatentLayer,
+        "_table",
+        lambda self, state, positions: plain(self, state, torch.arange(len(positions))),
+    )
+
+
+def lose_gradients_of_latents() -> AbstractContextManager:
+    """What later slices owe a latent never arrives."""
+    plain = Store.add_gradient
+    return patch.object(
+        Store,
+        "add_gradient",
+        lambda self, layer, document, latent, rotary: plain(
+            self, layer, document, torch.zeros_like(latent), rotary
+        ),
+    )
+
+
+def lose_gradients_of_rotated_keys() -> AbstractContextManager:
+    """What later slices owe a rotated key never arrives."""
+    plain = Store.add_gradient
+    return patch.object(
+        Store,
+        "add_gradient",
+        lambda self, layer, document, latent, rotary: plain(
+            self, layer, document, latent, torch.zeros_like(rotary)
+        ),
+    )
+
+
+def lose_the_weight_s_share() -> AbstractContextManager:
+    """The up-projection learns nothing of the contexts that it expands."""
+    plain = latents._AttendLatents.backward
+
+    def backward(ctx, gradient):
+        made = list(plain(ctx, gradient))
+        made[5] = None if made[5] is None else torch.zeros_like(made[5])
+        return tuple(made)
+
+    return patch.object(latents._AttendLatents, "backward", staticmethod(backward))
+
+
+def forget_a_block() -> AbstractContextManager:
+    """The last block of a context is not attended to."""
+    plain = latents._blocks
+    return patch.object(latents, "_blocks", lambda tokens: list(plain(tokens))[:-1])
+
+
+def make_it_again_wrongly() -> AbstractContextManager:
+    """What the up-projection makes again in backward is another row's."""
+    return patch.object(
+        outputs._OneOf,
+        "value",
+        lambda self: self._again.made()[1][self._index].detach().flip(0).contiguous(),
+    )
+
+
+WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
+    nullcontext,
+    scale_by_kv_channels,
+    turn_by_the_row,
+    lose_gradients_of_latents,
+    lose_gradients_of_rotated_keys,
+    lose_the_weight_s_share,
+    forget_a_block,
+    make_it_again_wrongly,
+    nullcontext,
+)
+
+
+def around(number: int) -> AbstractContextManager:
+    return WAYS[number]()

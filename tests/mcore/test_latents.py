@@ -1,0 +1,163 @@
+"""Latent attention under ``--epp``: certified, trained, broken on purpose, refused."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.ir import slices_of
+from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
+from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify, verdict
+from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.scaled.latents import small_latents
+
+SABOTAGE = Path(__file__).with_name("sabotage_latents.py")
+LATENTS = (
+    "--hidden-size 1024 --num-attention-heads 16 --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 256 "
+    "--qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 96 --qk-layernorm "
+)
+# DeepSeek-V3's: queries have a latent, YaRN's stretch is in the scale.
+V3 = f"{LATENTS} --q-lora-rank 384 --rotary-scaling-factor 40 --mscale-all-dim 1.0 "
+# V2-Lite's: they have none, and a norm in front of their projection.
+LITE = f"{LATENTS} --rope-type rope --apply-layernorm-1p "
+EXPERTS = (
+    "--num-experts 64 --moe-router-topk 8 --moe-layer-freq [0]+[1]*3 --moe-ffn-hidden-size 256 "
+    "--moe-shared-expert-intermediate-size 256 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall "
+)
+
+EVERY_DEGREE = {
+    "tensor-parallel stages": Trial(
+        Degrees(pp=2, tp=2, dp=1),
+        tuple(
+            tuple(line.split())
+            for line in (f"{V3} --num-layers 4 --sequence-parallel", f"{LITE} --num-layers 4")
+        ),
+        batches=8,
+    ),
+    "context parallelism": Trial(
+        Degrees(pp=1, tp=1, dp=1, cp=2), (tuple(f"{V3} --num-layers 2".split()),), batches=4
+    ),
+    "experts": Trial(
+        Degrees(pp=2, tp=1, dp=2),
+        (tuple(f"{V3} {EXPERTS} --num-layers 4".split()),),
+        batches=4,
+        overlap=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_DEGREE)
+def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
+    """One batch keeps K and V, the next one latents."""
+    trial = EVERY_DEGREE[name]
+    lines: list[str] = []
+    judged = certify(trial, lines.append)
+    assert len(judged) == trial.batches
+    assert all(batch.passed for batch in judged), "\n".join([*lines, verdict(judged)])
+    assert sum(batch.coverage.cut for batch in judged[::2]) > 0
+    assert sum(batch.coverage.cut for batch in judged[1::2]) > 0
+    assert "latents of " in lines[0]
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+WAYS = (
+    "nothing",
+    "scale by kv channels",
+    "turn by the row",
+    "lose gradients of latents",
+    "lose gradients of rotated keys",
+    "lose the weight s share",
+    "forget a block",
+    "make it again wrongly",
+    "nothing again",
+)
+FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE + OF_LATENTS), splits=True)
+
+
+def fragile(number: int, seed: int) -> bool:
+    """Whether a batch's plan has a slice behind a border, and recomputes an up-projection."""
+    (plan,) = draw(seed, number, FRAME).step.plans
+    chunks = range(len(plan.chunks))
+    cut = any(slices_of(plan).later[chunk] >= 0 for chunk in chunks)
+    return cut and any(OF_LATENTS in plan.recompute[0][chunk] for chunk in chunks)
+
+
+@cache
+def seed() -> int:
+    return next(s for s in range(10_000) if all(fragile(n, s) for n in range(len(WAYS))))
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    model = f"{V3} --num-layers 2 --epp-mla-keeps latents".split()
+    trial = Trial(Degrees(1, 1, 1), (tuple(model),), len(WAYS), seed(), interfere=SABOTAGE)
+    return dict(zip(WAYS, certify(trial), strict=True))
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    source = SABOTAGE.read_text()
+    listed = source[source.index("WAYS: ") :]
+    places = [listed.index(way.replace(" ", "_")) for way in WAYS if "nothing" not in way]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("way", ["nothing", "nothing again"])
+def test_the_untouched_attention_passes(judged, way) -> None:
+    assert judged[way].passed, judged[way]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
+def test_wrong_latents_show(judged, way) -> None:
+    batch = judged[way]
+    assert not batch.passed and not batch.problems, batch
+    assert batch.gradient_error > 1e6 * BOUND, batch
+
+
+# ------------------------------------------------------------------ scaled down, refused
+
+
+def sizes(**others) -> Namespace:
+    given = {
+        "multi_latent_attention": True,
+        "hidden_size": 7168,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    return Namespace(**(given | others))
+
+
+def test_the_small_model_has_the_heads_proportions() -> None:
+    assert small_latents(sizes(), 64, 2, 8) == {
+        "q_lora_rank": 14,
+        "kv_lora_rank": 8,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    assert small_latents(sizes(v_head_dim=192, q_lora_rank=None), 64, 1, 8)["v_head_dim"] == 12
+    assert "q_lora_rank" not in small_latents(sizes(q_lora_rank=None), 64, 1, 8)
+    assert small_latents(Namespace(multi_latent_attention=False), 64, 1, 8) == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"kv_lora_rank": 0}, "--kv-lora-rank 0: expected at least 1"),
+        ({"qk_pos_emb_head_dim": 3}, "--qk-pos-emb-head-dim 3: expected a multiple of 2"),
+    ],
+)
+def test_sizes_that_cannot_be(wrong, line) -> None:
+    with pytest.raises(ValueError) as refusal:
+        small_latents(sizes(**wrong), 64, 1, 8)
+    assert str(refusal.value) == line
