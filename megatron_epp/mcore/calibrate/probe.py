@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
 from megatron_epp.cost.loads import pairs_within
@@ -21,7 +22,8 @@ from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import Aside
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.model.hooks import ChunkParams
+from megatron_epp.mcore.model.hooks import ChunkParams, ElasticAttention
+from megatron_epp.mcore.model.latent_attention import LatentLayer
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
@@ -143,14 +145,36 @@ class Probe:
     @property
     def keeps_last(self) -> bool:
         """Whether the stage's attention has the store keep the K and V of last slices, too."""
-        return self.layer.self_attention.core_attention.forward.keeps_last
+        return self._attends.keeps_last
+
+    @property
+    def _attends(self) -> ElasticAttention | LatentLayer:
+        """What stands in the place of the layer's attention."""
+        around = self.layer.self_attention
+        if isinstance(around, MultiLatentAttention):
+            return around._run_core_attention.__self__
+        return around.core_attention.forward
+
+    @property
+    def _kept_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(heads, channels) of the K and the V that later slices get, on this rank, or of what they
+        make them of."""
+        config, attends = self.config, self._attends
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        if not isinstance(attends, LatentLayer):
+            size = max(1, config.num_query_groups // ranks), config.kv_channels
+            return size, size
+        turned = config.qk_pos_emb_head_dim
+        if attends.attention.latents:
+            return (1, config.kv_lora_rank), (1, turned)
+        heads = config.num_attention_heads // ranks
+        return (heads, config.qk_head_dim + turned), (heads, config.v_head_dim)
 
     def most_context(self, share: float) -> int:
         """Tokens of a context whose K and V in one layer, with their gradients as the store and as
         a kernel has them, take ``share`` of the GPU's memory."""
         total = torch.cuda.get_device_properties(self.device).total_memory
-        ranks = self.config.tensor_model_parallel_size * self.config.context_parallel_size
-        channels = 2 * self.config.kv_channels * max(1, self.config.num_query_groups // ranks)
+        channels = sum(heads * size for heads, size in self._kept_sizes)
         gradient = torch.promote_types(self._dtype, torch.float32)
         return int(share * total) // (channels * (2 * self._dtype.itemsize + gradient.itemsize))
 
@@ -265,8 +289,8 @@ class Probe:
     def _answer(self, store: Store):
         """What a later slice's backward leaves behind for one that is not the last."""
         for layer, document, key_CGD in store:
-            zeros = torch.zeros_like(key_CGD)
-            store.add_gradient(layer, document, zeros, zeros)
+            kept = store.context(layer, document, len(key_CGD))
+            store.add_gradient(layer, document, *map(torch.zeros_like, kept))
 
     def _chunk(self, shape: Shape, letters: str) -> tuple[Store, ChunkParams]:
         """A chunk in the middle of its iteration: the K and V before it are kept, and gradients
@@ -274,13 +298,10 @@ class Probe:
         # Room for all of it: some kernels read the last slice's K and V behind its context's.
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
-        groups = self.config.num_query_groups // self.config.tensor_model_parallel_size
-        groups //= self.config.context_parallel_size
-        size = (shape.context, max(1, groups), self.config.kv_channels)
         for layer in range(self.at, self.at + len(letters)):
             if shape.context:
-                key, value = (self._normal(size) for _ in range(2))
-                store.append(layer, 0, 0, key, value)
+                kept = (self._normal((shape.context, *size)) for size in self._kept_sizes)
+                store.append(layer, 0, 0, *kept)
         rows = self.share.padded(shape.tokens)
         state = ChunkState(0, shape.rows, rows, KEEP * self.at + letters, store)
         positions = torch.zeros(rows, dtype=torch.int64)
