@@ -630,6 +630,16 @@ def test_the_model_file_of_the_docs(tmp_path) -> None:
     assert all(f"`{name}`" in text for name in fields), fields
 
 
+def test_only_experts_have_an_activation_of_their_own_to_recompute() -> None:
+    for kind, figures in PROFILE.kinds.items():
+        freed = figures.saved_bytes["k"].per_token - figures.saved_bytes["e"].per_token
+        assert freed == (2 * 2 * 40 if kind == "experts" else 0), kind
+        assert (figures.recompute_seconds["e"] != Seconds()) is (kind == "experts")
+    text = json.loads(PROFILE.to_json())
+    assert "e" not in text["saved_bytes"] and "e" in text["other_kinds"]["experts"]["saved_bytes"]
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+
+
 # ------------------------------------------------------------------ memory that routing decides
 
 
