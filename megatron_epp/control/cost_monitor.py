@@ -21,6 +21,7 @@ from megatron_epp.control.files import BestEffort, write_whole
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fit import Sample
+from megatron_epp.cost.loads import pairs_within
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.refit import refit
 from megatron_epp.cost.residuals import Residual, residuals
@@ -50,14 +51,27 @@ class CostMonitor:
     def busy(self, cost: Cost, plan: Plan, records: Sequence[Timed]) -> float:
         """Seconds that the cost model predicts for this rank's ops."""
         found = residuals(plan, cost.table(plan), records)
-        self._samples.extend((one.kind, self._sample(plan, one)) for one in found)
+        self._samples.extend((one.kind, self._sample(cost, plan, one)) for one in found)
         return sum(one.predicted for one in found)
 
-    def _sample(self, plan: Plan, one: Residual) -> Sample:
+    def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
         # An offloaded layer computes what a kept one does; its copies are beside that.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         ends = (one.stage == 0, one.stage == plan.stages - 1)
-        return Sample(choice, *ends, one.tokens, plan.chunks[one.chunk].pairs, 0, one.measured)
+        chunk, first = plan.chunks[one.chunk], sum(plan.layers[: one.stage])
+        return Sample(
+            choice,
+            *ends,
+            one.tokens,
+            chunk.pairs,
+            0,
+            one.measured,
+            kinds=cost.layer_kinds[first : first + len(choice)],
+            window_pairs=tuple(
+                (window, pairs_within(chunk.spans, window)) for window in cost.windows
+            ),
+            context=one.context,
+        )
 
     def judge(self, step: Step, report: IterationReport) -> list[str]:
         """What to tell about the iteration; the same on every rank."""

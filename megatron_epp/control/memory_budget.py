@@ -3,14 +3,17 @@
 Two things can be wrong, and each is learnt as what it is. The budget: a stage that ran out of
 memory may hold less than was thought. The prediction: a stage that held more than was predicted is
 planned for as much less, by a factor that is compared with what *plans* predict, so a steady error
-is learnt once and not again every iteration. Every change is an event with its iteration, kept
+is learnt once and not again every iteration. Where devices share experts, what they hold depends on
+how many tokens choose theirs: what was held beyond the prediction is put down to that first, as a
+factor on that part of the memory alone, and at once, for it may come back where memory is short.
+Every change is an event with its iteration, kept
 beside the checkpoint: on resume, plans are made with the budgets that they were made with before,
 each from its iteration on.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +24,13 @@ NEAR = 0.97  # of what a stage may hold: above it a wrong prediction matters
 TOLERANCE = 1.01  # measured over corrected prediction; below it nothing is learnt
 SPARE = 0.95  # of what was held when memory ran out
 SHRINK = 0.9  # after the first failure of an iteration, at the least; then its square, ...
+ROUTING_STEP = 0.05  # in which the factor of experts grows: each time plans are made anew
 LEAST_SHRINK = 0.5  # ... but never by more than this at once: what is cut is not given back
 
-_EVENT = re.compile(r"iteration (\d+) stage (\d+) budget_bytes (\d+) correction (\d+\.\d{6}) (.+)")
+_EVENT = re.compile(
+    r"iteration (\d+) stage (\d+) budget_bytes (\d+) correction (\d+\.\d{6}) "
+    r"(?:routing (\d+\.\d{6}) )?(.+)"
+)
 
 
 def cut(tried: int) -> float:
@@ -35,18 +42,21 @@ def cut(tried: int) -> float:
 @dataclass(frozen=True, slots=True)
 class Event:
     """From ``iteration`` on (its repetition included) stage ``stage`` may hold ``budget_bytes``,
-    and holds ``correction`` times what is predicted for its chunks."""
+    and holds ``correction`` times what is predicted for its chunks; experts of the fullest device
+    get ``routing`` times an even share of tokens."""
 
     iteration: int
     stage: int
     budget_bytes: int
     correction: float
     reason: str
+    routing: float = 1.0
 
     def __str__(self) -> str:
         return (
             f"iteration {self.iteration} stage {self.stage} budget_bytes {self.budget_bytes} "
-            f"correction {self.correction:.6f} {self.reason}"
+            f"correction {self.correction:.6f} "
+            f"{f'routing {self.routing:.6f} ' if self.routing != 1 else ''}{self.reason}"
         )
 
     @classmethod
@@ -57,7 +67,9 @@ class Event:
                 f"{line[:60]!r} is no budget event; expected "
                 "'iteration N stage N budget_bytes N correction X.XXXXXX REASON'"
             )
-        return cls(int(match[1]), int(match[2]), int(match[3]), float(match[4]), match[5])
+        iteration, stage, budget_bytes = map(int, match.group(1, 2, 3))
+        correction, routing = float(match[4]), float(match[5] or 1)
+        return cls(iteration, stage, budget_bytes, correction, match[6], routing)
 
 
 class MemoryBudget:
@@ -65,12 +77,17 @@ class MemoryBudget:
 
     states_bytes   of every stage: weights, gradients, optimizer; what else is held is for chunks
     corrections    of every stage: bytes held for chunks over those predicted, at least 1
+    routing        tokens of the fullest device's experts over an even share, at most ``most``:
+                   the devices that share them
     """
 
-    def __init__(self, stage_bytes: Sequence[float], states_bytes: Sequence[float]):
+    def __init__(
+        self, stage_bytes: Sequence[float], states_bytes: Sequence[float], most: float = 1.0
+    ):
         self.stage_bytes = tuple(map(float, stage_bytes))
         self.states_bytes = tuple(map(float, states_bytes))
         self.corrections = (1.0,) * len(self.stage_bytes)
+        self.routing, self.most_routing = 1.0, most
         self.events: list[Event] = []
         self._recorded: list[Event] = []  # of the run that is resumed, still to come
 
@@ -103,9 +120,16 @@ class MemoryBudget:
         return self._adopt(Event(iteration, stage, less, correction, f"out of memory at {what}"))
 
     def measured(
-        self, iteration: int, predicted_bytes: Sequence[float], peak_bytes: Sequence[float]
+        self,
+        iteration: int,
+        predicted_bytes: Sequence[float],
+        peak_bytes: Sequence[float],
+        routed_bytes: Callable[[], Sequence[float]] = tuple,
     ) -> list[Event]:
         """What the iteration's peaks (for chunks) say of the predicted ones (states included).
+
+        ``routed_bytes()``: by how much each stage's would grow if the fullest device's experts got
+        one even share more; asked for only where more was held than predicted.
 
         Learnt from the next iteration on. While there are events of the run that is resumed, those
         are what was learnt.
@@ -115,9 +139,19 @@ class MemoryBudget:
             self._recorded = [event for event in self._recorded if event not in due]
             return [self._adopt(event) for event in due if self._tightens(event)]
         learnt = []
+        routed: Sequence[float] = ()
+        before = self.routing
         for stage, (prediction, peak) in enumerate(zip(predicted_bytes, peak_bytes, strict=True)):
             states, budget = self.states_bytes[stage], self.stage_bytes[stage]
             predicted = prediction - states
+            more = peak / self.corrections[stage] - predicted
+            if before < self.most_routing and predicted > 0 and more > (TOLERANCE - 1) * predicted:
+                routed = routed or routed_bytes()
+                if routed[stage] > 0:
+                    wanted = self._stepped(before + more / routed[stage])
+                    predicted += (wanted - before) * routed[stage]
+                    if wanted > self.routing:
+                        learnt.append(self._routing_of(iteration + 1, stage, wanted))
             if predicted <= 0 or peak <= NEAR * (budget - states):
                 continue
             if (error := peak / predicted) > TOLERANCE * self.corrections[stage]:
@@ -126,9 +160,19 @@ class MemoryBudget:
                 learnt.append(self._adopt(event))
         return learnt
 
+    def _stepped(self, routing: float) -> float:
+        """The next step above, or the most that is possible."""
+        return min(self.most_routing, _rounded(math.ceil(routing / ROUTING_STEP) * ROUTING_STEP))
+
+    def _routing_of(self, iteration: int, stage: int, routing: float) -> Event:
+        budget, correction = math.floor(self.stage_bytes[stage]), self.corrections[stage]
+        reason = f"experts of a device got up to {routing:.2f} times their even share of tokens"
+        return self._adopt(Event(iteration, stage, budget, correction, reason, routing))
+
     def _tightens(self, event: Event) -> bool:
         return (
-            event.budget_bytes < math.floor(self.stage_bytes[event.stage])
+            event.routing > self.routing
+            or event.budget_bytes < math.floor(self.stage_bytes[event.stage])
             or event.correction > self.corrections[event.stage]
         )
 
@@ -138,6 +182,7 @@ class MemoryBudget:
         if event.budget_bytes < math.floor(self.stage_bytes[at]):
             self.stage_bytes = _with(self.stage_bytes, at, float(event.budget_bytes))
         self.corrections = _with(self.corrections, at, max(self.corrections[at], event.correction))
+        self.routing = max(self.routing, min(event.routing, self.most_routing))
         self.events.append(event)
         return event
 
@@ -172,9 +217,9 @@ class MemoryBudget:
                 self._recorded.append(event)
 
 
-def _rounded(correction: float) -> float:
+def _rounded(factor: float) -> float:
     """As the file keeps it, and not below: a resumed run must plan with the same."""
-    return math.ceil(correction * 1e6) / 1e6
+    return math.ceil(factor * 1e6) / 1e6
 
 
 def _with(values: tuple[float, ...], place: int, value: float) -> tuple[float, ...]:

@@ -1,5 +1,6 @@
 """What an iteration was: told, recorded, drawn, compared with its prediction, and learnt from."""
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,9 +15,12 @@ from megatron_epp.control.report import (
     gather_report,
 )
 from megatron_epp.control.retry import Attempt
+from megatron_epp.control.routed_memory import routed_bytes
 from megatron_epp.control.step_source import Adaptive, Predicting, StepSource
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Step, Timed
+from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.groups import Groups
 
@@ -127,12 +131,22 @@ class Observer:
         predicted = predicted_peak_bytes(step)
         if not predicted:
             return
-        learnt = steps.budget.measured(iteration, predicted, report.peak_bytes)
+        learnt = steps.budget.measured(
+            iteration, predicted, report.peak_bytes, lambda: self._routed(steps.cost, step)
+        )
         if self.groups.control.rank() == 0:
             for event in learnt:
                 logger.warning("%s", event)
         if learnt:
             steps.narrow()
+
+    def _routed(self, cost: Cost, step: Step) -> list[float]:
+        """What of the stages' peaks routing decides, from rank 0, which has what plays plans.
+        Collective: peaks and predictions, by which it is asked for, are the same on all ranks."""
+        group, text = self.groups.control, ""
+        if group.rank() == 0:
+            text = json.dumps(routed_bytes(cost, step))
+        return json.loads(share(text, None, group))
 
 
 def predicted_peak_bytes(step: Step) -> Sequence[float]:

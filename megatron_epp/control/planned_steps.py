@@ -48,7 +48,7 @@ class PlannedSteps:
     ):
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
         self.fallbacks, self.folders = fallbacks or Fallbacks(()), tuple(folders)
-        self.budget = MemoryBudget(cost.budget_bytes, cost.states_bytes)
+        self.budget = MemoryBudget(cost.budget_bytes, cost.states_bytes, float(cost.ep))
         self._ahead = ahead and groups.control.rank() == 0
         self.ahead: PlannerProcess | None = None
         self._evaluation_tokens: int | None = None
@@ -68,7 +68,8 @@ class PlannedSteps:
 
     def narrow(self) -> None:
         """Keep the budget as it is now and plan with it; what was planned ahead is forgotten."""
-        self.cost = replace(self.cost, budget_bytes=self.budget.planned_bytes)
+        profile = replace(self.cost.profile, routing=self.budget.routing)
+        self.cost = replace(self.cost, profile=profile, budget_bytes=self.budget.planned_bytes)
         if self.groups.control.rank() == 0:
             for folder in self.folders:
                 self._try(
@@ -84,6 +85,7 @@ class PlannedSteps:
 
     def adopt(self, profile: Profile) -> None:
         """Plan with another cost model from now on."""
+        profile = replace(profile, routing=self.budget.routing)
         self.cost = replace(self.cost, profile=profile)
         self._start_ahead()
 

@@ -68,7 +68,7 @@ class PlannerProcess:
             *("--pp", str(cost.stages), "--layers", *map(str, cost.layers)),
             *("--tp", str(cost.tp), "--cp", str(cost.cp), "--dp", str(cost.dp)),
             *(("--layer-kinds", format_kinds(cost.layer_kinds)) if cost.layer_kinds else ()),
-            *(("--ep", str(cost.ep)) if cost.ep > 1 else ()),
+            *("--ep", str(cost.ep)),
             *("--memory-budget-gib", *budgets, "--context", str(options.context)),
             *("--levers", ",".join(sorted(options.levers)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),

@@ -63,6 +63,8 @@ from megatron_epp.ir import (
     slices_of,
 )
 
+# Letters of layers whose MLP holds nothing from F to B, and lives again while B runs.
+_WITHOUT_MLP = frozenset({FULL, *(a for a, modules in SELECTIVE.items() if "mlp" in modules)})
 IN_FLIGHT = 2  # offloaded layers on the device while an op runs
 
 
@@ -188,7 +190,8 @@ class Cost:
         return np.where(there, np.stack(rows)[:, None, :], 0.0).max(axis=0)
 
     @cached_property
-    def _windows(self) -> tuple[int, ...]:
+    def windows(self) -> tuple[int, ...]:
+        """Of the kinds of layers, narrowest first."""
         return tuple(sorted({each.window for each in self.figures} - {0}))
 
     @cached_property
@@ -200,7 +203,7 @@ class Cost:
         windows, pairs by window, narrowest first; where they make something of their context again,
         tokens of context."""
         rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
-        rows += [loads.window_pairs(window) for window in self._windows]
+        rows += [loads.window_pairs(window) for window in self.windows]
         if self._with_context:
             rows.append(loads.behind_tokens)
         return np.stack(rows)
@@ -209,18 +212,18 @@ class Cost:
         """[features] of whole documents of these lengths in ``chunks`` chunks."""
         lengths = np.asarray(lengths, dtype=np.float64)
         sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
-        sums += [pairs_before(lengths, window).sum() for window in self._windows]
+        sums += [pairs_before(lengths, window).sum() for window in self.windows]
         return np.array([*sums, 0.0] if self._with_context else sums)
 
     @property
     def window_columns(self) -> tuple[tuple[int, int], ...]:
         """(window, its place among the features)."""
-        return tuple((window, 3 + at) for at, window in enumerate(self._windows))
+        return tuple((window, 3 + at) for at, window in enumerate(self.windows))
 
     @property
     def context_column(self) -> int | None:
         """The place of the context's tokens among the features, if they are one."""
-        return 3 + len(self._windows) if self._with_context else None
+        return 3 + len(self.windows) if self._with_context else None
 
     # --- states ----------------------------------------------------------------------------------
 
@@ -310,7 +313,7 @@ class Cost:
 
     @property
     def _width(self) -> int:
-        return 3 + len(self._windows) + self._with_context
+        return 3 + len(self.windows) + self._with_context
 
     def _row(
         self, seconds: Seconds, of: LayerFigures | None = None, context: float = 0.0
@@ -319,7 +322,7 @@ class Cost:
         # What a chunk costs whatever its size, launching kernels above all, is not spread.
         row = np.zeros(self._width)
         row[0], row[2] = seconds.per_token / self.spread, seconds.per_chunk
-        column = 1 if of is None or not of.window else 3 + self._windows.index(of.window)
+        column = 1 if of is None or not of.window else 3 + self.windows.index(of.window)
         row[column] = seconds.per_pair / self.spread
         if context:
             row[-1] = context / self.spread
@@ -408,7 +411,18 @@ class Cost:
         of, letter = self._of(choice)
         if letter == OFFLOAD:
             return np.zeros(loads.chunks)
-        return self._bytes(of.saved_bytes[letter], loads)
+        held = self._bytes(of.saved_bytes[letter], loads)
+        if letter not in _WITHOUT_MLP:
+            held = held + self._routed(of, loads)
+        return held
+
+    def _routed(self, of: LayerFigures, loads: Loads) -> np.ndarray | float:
+        """[chunks]: what one layer's experts hold beyond an even share, on the fullest device of
+        those that share them. Counted among it is all that a recomputed MLP does not hold."""
+        if self.profile.routing == 1 or self.ep == 1 or not of.expert_parameters:
+            return 0.0
+        inside = self._bytes(of.saved_bytes[KEEP], loads) - self._bytes(of.saved_bytes["m"], loads)
+        return (self.profile.routing - 1) * np.maximum(inside, 0.0)
 
     def end_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: what the first and the last stage hold besides from F to B."""
@@ -493,7 +507,10 @@ class Cost:
         for choice, count in self._known(counts).items():
             of, letter = self._of(choice)
             per = of.forward_workspace_bytes.get(letter, of.workspace_bytes[Kind.FORWARD])
-            held = np.maximum(held, np.where(count > 0, self._workspace(per, loads), 0.0))
+            most = self._workspace(per, loads)
+            if letter in _WITHOUT_MLP:
+                most = most + self._routed(of, loads)
+            held = np.maximum(held, np.where(count > 0, most, 0.0))
         return self._with_end(held, Kind.FORWARD, loads)
 
     def _besides(self, per: Workspace, loads: Loads) -> np.ndarray | float:
@@ -507,7 +524,10 @@ class Cost:
     def recompute_workspace_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: of the layer that lives again while its B or I runs."""
         of, letter = self._of(choice)
-        return np.ceil(self._bytes(of.recompute_workspace_bytes[letter], loads))
+        again = self._bytes(of.recompute_workspace_bytes[letter], loads)
+        if letter in _WITHOUT_MLP:
+            again = again + self._routed(of, loads)
+        return np.ceil(again)
 
     def backward_workspace_bytes(
         self, kind: Kind, loads: Loads, layers: Iterable["_Layers"]

@@ -5,6 +5,9 @@
     seconds of B, I  ~ the same                              + count(letter) * (tokens, pairs, 1)
     held bytes       ~ count(letter) * (whole tokens, cut tokens) + first * (...) + last * (...)
 
+Of stages with layers of several kinds, seconds are such a sum for every kind, whose pairs are those
+of its window; what latents cost for each token of context is a further term of their kind's.
+
 What was not measured keeps the template's figure; I and W, where only B was measured, their
 template's share of B; and B, where only I and W were, its template's share of their sum.
 """
@@ -14,9 +17,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron_epp.cost.profile import LETTERS, Bytes, Profile, Provenance, Seconds, Workspace
+from megatron_epp.cost.profile import (
+    LETTERS,
+    Bytes,
+    LayerFigures,
+    Profile,
+    Provenance,
+    Seconds,
+    Workspace,
+    layer_figures,
+)
 from megatron_epp.cost.regression import Quality, fit
-from megatron_epp.ir import BACKWARDS, KEEP, Kind
+from megatron_epp.ir import BACKWARDS, FULL, KEEP, Kind
 
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
@@ -25,9 +37,13 @@ _HALVES = (Kind.INPUT, Kind.WEIGHT)
 class Sample:
     """One measurement on one stage: ``value`` seconds, or bytes, of an op on a chunk.
 
-    choice       the stage's recompute letters, one a layer
-    first, last  whether it is the pipeline's first stage, its last
-    cut_tokens   inputs whose K and V later slices attend to (Loads.kept_tokens)
+    choice         the stage's recompute letters, one a layer
+    first, last    whether it is the pipeline's first stage, its last
+    pairs          query-key pairs; where the layers are of one kind those of its window
+    cut_tokens     inputs whose K and V later slices attend to (Loads.kept_tokens)
+    kinds          of the stage's layers, one each; none: all are of the profile's only kind
+    window_pairs   (window, query-key pairs inside it) of the windows of these kinds
+    context        tokens before the chunk's slice of its document
     """
 
     choice: str
@@ -37,8 +53,13 @@ class Sample:
     pairs: int
     cut_tokens: int
     value: float
+    kinds: tuple[str, ...] = ()
+    window_pairs: tuple[tuple[int, int], ...] = ()
+    context: int = 0
 
     def __post_init__(self):
+        if self.kinds and len(self.kinds) != len(self.choice):
+            raise ValueError(f"kinds {self.kinds} of the layers with choices {self.choice!r}")
         if not set(self.choice) <= set(LETTERS):
             raise ValueError(f"recompute choice {self.choice!r}: expected of {' '.join(LETTERS)}")
         if self.tokens < 1 or not 0 <= self.cut_tokens <= self.tokens:
@@ -47,6 +68,19 @@ class Sample:
     @property
     def layers(self) -> int:
         return len(self.choice)
+
+    def letters_of(self, kind: str) -> str:
+        """The recompute letters of the layers of ``kind``."""
+        if not self.kinds:
+            return self.choice
+        return "".join(
+            letter for letter, one in zip(self.choice, self.kinds, strict=True) if one == kind
+        )
+
+    def load(self, window: int) -> tuple[int, int, int]:
+        """(tokens, pairs, 1) of a layer with that window."""
+        pairs = dict(self.window_pairs).get(window, self.pairs) if window else self.pairs
+        return self.tokens, pairs, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +121,9 @@ def fit_profile(
     fields: dict = {"provenance": provenance, "tp": tp, "cp": cp}
     quality: dict[str, Quality] = {}
     if tp * cp > 1:
-        fields["all_to_all_bytes_per_token"] = fields["tensor_bytes_per_token"] = 0.0
-        fields["expert_bytes_per_token"] = 0.0
-    fields |= _fit_seconds(template, seconds, quality, near)
+        nothing = ("all_to_all", "tensor", "expert")
+        template = template.each_kind(**{f"{what}_bytes_per_token": 0.0 for what in nothing})
+    template = _fit_seconds(template, seconds, quality, near)
     if held_bytes:
         fields |= _fit_held(template, held_bytes, quality)
     if workspace_bytes:
@@ -113,84 +147,147 @@ def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
     return dataclasses.replace(seconds, per_token=_TOKENS_SHARE * seconds.per_chunk / tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What seconds of one kind of op are linear in.
+
+    figures   by name, of the kinds of layers
+    letters   (kind, letter) of what is run again
+    """
+
+    op: Kind
+    figures: Mapping[str, LayerFigures]
+    letters: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, profile: Profile, op: Kind, rows: Sequence[Sample]) -> "Columns":
+        """Those that ``rows`` speak of."""
+        known = profile.kinds
+        seen = {kind for row in rows for kind in row.kinds}
+        figures = {kind: known[kind] for kind in known if kind in seen or len(known) == 1}
+        letters = tuple(
+            (kind, letter)
+            for kind in figures
+            for letter in LETTERS
+            if letter != KEEP
+            and op in BACKWARDS
+            and any(letter in row.letters_of(kind) for row in rows)
+        )
+        return cls(op, figures, letters)
+
+    def row(self, sample: Sample) -> list[float]:
+        made: list[float] = []
+        for kind, figures in self.figures.items():
+            count = len(sample.letters_of(kind))
+            made += [float(count * feature) for feature in sample.load(figures.window)]
+            if figures.context_seconds:
+                made.append(float(count * sample.context))
+        for end in (sample.first, sample.last):
+            made += [float(end * sample.tokens), float(end)]
+        for kind, letter in self.letters:
+            count = sample.letters_of(kind).count(letter)
+            load = sample.load(self.figures[kind].window)
+            made += [float(count * feature) for feature in load]
+        return made
+
+    def told(self, profile: Profile) -> list[float]:
+        """The coefficients that ``profile`` has for them."""
+        made: list[float] = []
+        for kind in self.figures:
+            of = profile.kinds[kind]
+            made += dataclasses.astuple(of.layer_seconds[self.op])
+            if of.context_seconds:
+                made.append(of.context_seconds.get(self.op, 0.0))
+        for end in (profile.first_seconds[self.op], profile.last_seconds[self.op]):
+            made += [end.per_token, end.per_chunk]
+        for kind, letter in self.letters:
+            made += dataclasses.astuple(profile.kinds[kind].recompute_seconds[letter])
+        return made
+
+    def context_again(self, profile: Profile, sample: Sample) -> float:
+        """Seconds, beside the columns', that whole layers run again for their context."""
+        if self.op not in BACKWARDS or not sample.context:
+            return 0.0
+        return sum(
+            sample.letters_of(kind).count(FULL)
+            * sample.context
+            * profile.kinds[kind].context_seconds.get(Kind.FORWARD, 0.0)
+            for kind in self.figures
+        )
+
+
 def _fit_seconds(
     template: Profile,
     samples: Mapping[Kind, Sequence[Sample]],
     quality: dict[str, Quality],
     near: bool,
-) -> dict:
-    layer, first, last = (
-        dict(grid)
-        for grid in (template.layer_seconds, template.first_seconds, template.last_seconds)
-    )
-    recompute = dict(template.recompute_seconds)
-    learnt: dict[str, int] = {}  # by letter, how many samples the present figure rests on
-    for kind, rows in samples.items():
+) -> Profile:
+    known = template.kinds
+    layer = {kind: dict(each.layer_seconds) for kind, each in known.items()}
+    context = {kind: dict(each.context_seconds) for kind, each in known.items()}
+    recompute = {kind: dict(each.recompute_seconds) for kind, each in known.items()}
+    first, last = dict(template.first_seconds), dict(template.last_seconds)
+    learnt: dict[tuple[str, str], int] = {}  # how many samples the present figure rests on
+    for op, rows in samples.items():
         if not rows:
             continue
-        letters = tuple(
-            letter
-            for letter in LETTERS
-            if letter != KEEP and kind in BACKWARDS and any(letter in row.choice for row in rows)
-        )
-        prior = _seconds_columns(template, kind, letters) if near else None
-        result = fit(
-            [_seconds_row(row, letters) for row in rows], [row.value for row in rows], prior
-        )
-        quality[f"seconds of {kind.value}"] = result.quality
+        columns = Columns.of(template, op, rows)
+        # What is known of a row is taken off it, but for a share: a measurement is above 0.
+        values = [
+            max(row.value - columns.context_again(template, row), 0.1 * row.value) for row in rows
+        ]
+        prior = columns.told(template) if near else None
+        result = fit([columns.row(row) for row in rows], values, prior)
+        quality[f"seconds of {op.value}"] = result.quality
         numbers = iter(result.coefficients)
-        layer[kind] = _no_token_is_free(
-            Seconds(next(numbers), next(numbers), next(numbers)), max(row.tokens for row in rows)
-        )
+        most = max(row.tokens for row in rows)
+        for kind, figures in columns.figures.items():
+            seconds = Seconds(next(numbers), next(numbers), next(numbers))
+            layer[kind][op] = _no_token_is_free(seconds, most)
+            if figures.context_seconds:
+                context[kind][op] = next(numbers)
         ends = [(first, any(row.first for row in rows)), (last, any(row.last for row in rows))]
         for grid, seen in ends:
             end = Seconds(per_token=next(numbers), per_chunk=next(numbers))
             if seen:
-                grid[kind] = end
-        for letter in letters:
+                grid[op] = end
+        for kind, letter in columns.letters:
             again = Seconds(next(numbers), next(numbers), next(numbers))
-            count = sum(letter in row.choice for row in rows)
-            if count > learnt.get(letter, 0):
-                recompute[letter], learnt[letter] = again, count
-    ends_and_layer = (
-        (layer, template.layer_seconds),
-        (first, template.first_seconds),
-        (last, template.last_seconds),
-    )
-    missing = [kind for kind in (Kind.BACKWARD, *_HALVES) if not samples.get(kind)]
-    for grid, old in ends_and_layer:
-        halves, halves_before = (_sum(*(of[kind] for kind in _HALVES)) for of in (grid, old))
-        if missing == [Kind.BACKWARD]:
-            grid[Kind.BACKWARD] = _share(halves, old[Kind.BACKWARD], halves_before, 1.0)
-        elif Kind.BACKWARD not in missing:
-            for kind in missing:
-                grid[kind] = _share(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD], 0.5)
-    return {
-        "layer_seconds": layer,
-        "first_seconds": first,
-        "last_seconds": last,
-        "recompute_seconds": recompute,
+            count = sum(letter in row.letters_of(kind) for row in rows)
+            if count > learnt.get((kind, letter), 0):
+                recompute[kind][letter], learnt[kind, letter] = again, count
+    missing = [op for op in (Kind.BACKWARD, *_HALVES) if not samples.get(op)]
+    grids = [(layer[kind], known[kind].layer_seconds) for kind in known]
+    grids += [(first, template.first_seconds), (last, template.last_seconds)]
+    for grid, old in grids:
+        _fill(grid, old, missing)
+    for kind, each in known.items():
+        made = {op: Seconds(per_token=figure) for op, figure in context[kind].items()}
+        if made:
+            before = {op: Seconds(per_token=s) for op, s in each.context_seconds.items()}
+            _fill(made, before, missing)
+            context[kind] = {op: seconds.per_token for op, seconds in made.items()}
+    figures_of = {
+        kind: dataclasses.replace(
+            layer_figures(each),
+            layer_seconds=layer[kind],
+            context_seconds=context[kind],
+            recompute_seconds=recompute[kind],
+        )
+        for kind, each in known.items()
     }
+    ends_of = dataclasses.replace(template, first_seconds=first, last_seconds=last)
+    return ends_of.with_kinds(figures_of)
 
 
-def _seconds_row(sample: Sample, letters: Sequence[str]) -> list[float]:
-    load = (sample.tokens, sample.pairs, 1)
-    row = [float(sample.layers * feature) for feature in load]
-    for end in (sample.first, sample.last):
-        row += [float(end * sample.tokens), float(end)]
-    for letter in letters:
-        row += [float(sample.choice.count(letter) * feature) for feature in load]
-    return row
-
-
-def _seconds_columns(profile: Profile, kind: Kind, letters: Sequence[str]) -> list[float]:
-    """What ``profile`` says of the columns of :func:`_seconds_row`."""
-    columns = list(dataclasses.astuple(profile.layer_seconds[kind]))
-    for end in (profile.first_seconds[kind], profile.last_seconds[kind]):
-        columns += [end.per_token, end.per_chunk]
-    for letter in letters:
-        columns += dataclasses.astuple(profile.recompute_seconds[letter])
-    return columns
+def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Sequence[Kind]) -> None:
+    """Put into ``grid`` what no sample tells, in the proportions of ``old``."""
+    halves, halves_before = (_sum(*(of[kind] for kind in _HALVES)) for of in (grid, old))
+    if missing == [Kind.BACKWARD]:
+        grid[Kind.BACKWARD] = _share(halves, old[Kind.BACKWARD], halves_before, 1.0)
+    elif Kind.BACKWARD not in missing:
+        for kind in missing:
+            grid[kind] = _share(grid[Kind.BACKWARD], old[kind], old[Kind.BACKWARD], 0.5)
 
 
 def _share(whole: Seconds, part_before: Seconds, whole_before: Seconds, unknown: float) -> Seconds:

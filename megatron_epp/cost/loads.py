@@ -1,11 +1,11 @@
 """What a stage's time and memory depend on in a chunk: its load."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.ir import Chunk, Slices, slices_in
+from megatron_epp.ir import Chunk, Slices, Span, slices_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,15 @@ def pairs_before(position: np.ndarray | float, window: int) -> np.ndarray:
     position = np.asarray(position, np.float64)
     inside = np.minimum(position, window)
     return inside * (inside + 1) / 2 + window * (position - inside)
+
+
+def pairs_within(spans: Iterable[Span], window: int) -> int:
+    """Query-key pairs of ``spans`` where a query sees at most ``window`` keys; 0: all before it."""
+    if not window:
+        return sum(span.pairs for span in spans)
+    return sum(
+        int(pairs_before(span.stop, window) - pairs_before(span.start, window)) for span in spans
+    )
 
 
 def loads_of(

@@ -28,7 +28,7 @@ _READABLE = (1, VERSION)
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 LETTERS = (KEEP, FULL, *SELECTIVE)
 # Files lack these where a layer's figures are those of KEEP, as of all layers in the first files.
-_YOUNGER_LETTERS = ("u",)
+_YOUNGER_LETTERS = ("u", "e")
 
 
 def _check_numbers(value: Any) -> None:
@@ -223,6 +223,9 @@ class Profile(LayerFigures):
     states                        bytes per parameter
     host_bytes_per_second         between one device and its host's memory, one direction; 0: not
                                   known, nothing can be offloaded
+    routing                       tokens that the experts of the fullest device get, over an even
+                                  share: what training learnt of it, by which memory that routing
+                                  decides is multiplied
     layer_kind                    the name of the first kind
     other_kinds                   the figures of further kinds, by name
     """
@@ -246,6 +249,7 @@ class Profile(LayerFigures):
     last_parameters: float
     states: States
     host_bytes_per_second: float = 0.0
+    routing: float = 1.0
     layer_kind: str = LAYER_KIND
     other_kinds: Mapping[str, LayerFigures] = dataclasses.field(default_factory=dict)
 
@@ -421,6 +425,12 @@ def _whole(value: Any) -> int:
     return value
 
 
+def _routing(value: Any) -> float:
+    if (number := _number(value)) < 1:
+        raise ValueError(f"{value!r}: expected a number of at least 1")
+    return number
+
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
@@ -463,6 +473,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "all_to_all_bytes_per_second": _by_degree,
     "tensor_bytes_per_second": _by_degree,
     "states": _flat(States),
+    "routing": _routing,
     "window": _whole,
     "context_seconds": _some(COMPUTE, _LETTERS_OF_KINDS, _number),
     "kv_replicated": _flag,

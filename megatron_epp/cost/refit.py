@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_epp.cost.fit import Sample, fit_profile
-from megatron_epp.cost.profile import Profile, Seconds
-from megatron_epp.ir import BACKWARDS, KEEP, Kind
+from megatron_epp.cost.fit import Columns, Sample, fit_profile
+from megatron_epp.cost.profile import Profile, layer_figures
+from megatron_epp.ir import Kind
 
 JUDGES = 4  # every fourth op judges
 BETTER = 0.9  # its errors must shrink at least to this share
@@ -33,33 +33,36 @@ def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit |
     learnt = fit_profile(
         profile, profile.provenance, tp=profile.tp, cp=profile.cp, seconds=seen, near=True
     ).profile
-    # The fit gives up communication, which its samples contain.
-    learnt = dataclasses.replace(profile, **{name: getattr(learnt, name) for name in _LEARNT})
+    learnt = _with_seconds(profile, learnt)
     before, after = _error(profile, judges), _error(learnt, judges)
     if not after <= BETTER * before:
         return None
     return Refit(learnt, before, after)
 
 
-_LEARNT = ("layer_seconds", "first_seconds", "last_seconds", "recompute_seconds")
+_OF_LAYERS = ("layer_seconds", "context_seconds", "recompute_seconds")
+
+
+def _with_seconds(profile: Profile, learnt: Profile) -> Profile:
+    """``profile`` with the seconds of ``learnt``; a fit gives up communication, which its samples
+    contain."""
+    figures = {
+        kind: dataclasses.replace(
+            layer_figures(each), **{name: getattr(learnt.kinds[kind], name) for name in _OF_LAYERS}
+        )
+        for kind, each in profile.kinds.items()
+    }
+    ends = {name: getattr(learnt, name) for name in ("first_seconds", "last_seconds")}
+    return dataclasses.replace(profile.with_kinds(figures), **ends)
 
 
 def _error(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> float:
-    return statistics.median(
-        abs(_seconds(profile, kind, row) / row.value - 1)
-        for kind, rows in samples.items()
-        for row in rows
-    )
-
-
-def _seconds(profile: Profile, kind: Kind, row: Sample) -> float:
-    def of(seconds: Seconds) -> float:
-        return seconds(row.tokens, row.pairs)
-
-    total = row.layers * of(profile.layer_seconds[kind])
-    total += row.first * of(profile.first_seconds[kind])
-    total += row.last * of(profile.last_seconds[kind])
-    if kind in BACKWARDS:
-        again = (letter for letter in row.choice if letter != KEEP)
-        total += sum(of(profile.recompute_seconds[letter]) for letter in again)
-    return total
+    """The median."""
+    errors = []
+    for op, rows in samples.items():
+        columns = Columns.of(profile, op, rows)
+        told = columns.told(profile)
+        for row in rows:
+            seconds = sum(a * b for a, b in zip(columns.row(row), told, strict=True))
+            errors.append(abs((seconds + columns.context_again(profile, row)) / row.value - 1))
+    return statistics.median(errors)

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.devices import MOST_GIB
 from megatron_epp.mcore import replaced
+from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
 
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
@@ -137,6 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         elif "action" not in how:
             how.setdefault("type", field.type)
         group.add_argument("--" + field.name.replace("_", "-"), default=field.default, **how)
+    modelopt_flags.add_arguments(parser)
     _mend_help(parser)
     replaced.watch(parser)
     return parser

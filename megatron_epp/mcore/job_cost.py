@@ -18,12 +18,12 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.analytic import without_states
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB, device
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.model.early_head import block_tokens, early_head
+from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
@@ -121,46 +121,6 @@ def unusable_levers(args: Any) -> dict[str, str]:
 # ------------------------------------------------------------------ cost
 
 
-def model_shape(args: Any) -> Model:
-    """The shape of the model that Megatron's flags describe."""
-    return Model(
-        name="megatron",
-        layers=args.num_layers,
-        hidden=args.hidden_size,
-        ffn_hidden=_ffn_hidden(args),
-        heads=args.num_attention_heads,
-        kv_heads=args.num_query_groups or args.num_attention_heads,
-        head_size=args.kv_channels,
-        vocabulary=args.padded_vocab_size,
-        gated=bool(args.swiglu),
-        tied=not args.untie_embeddings_and_output_weights,
-    )
-
-
-def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
-    """Of the layers of ``model``, this stage's, as ``shape`` names them; none where it names
-    none."""
-    word = shape.layer_kinds
-    return tuple(word[layer.layer_number - 1] for layer in model.decoder.layers) if word else ()
-
-
-def _ffn_hidden(args: Any) -> int:
-    """Channels that a token passes between the MLP's linears, on average over the layers: of
-    experts those that it chooses, and the shared ones."""
-    if not args.num_experts:
-        return int(args.ffn_hidden_size)
-    every = args.moe_layer_freq
-    pattern = (
-        [layer % every == 0 for layer in range(args.num_layers)]
-        if isinstance(every, int)
-        else every
-    )
-    experts = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
-    experts += args.moe_shared_expert_intermediate_size or 0
-    layers = [experts if has_experts else args.ffn_hidden_size for has_experts in pattern]
-    return round(sum(layers) / len(layers))
-
-
 def analytic(args: Any) -> Profile:
     """What --epp-cost-model analytic stands for: the model's shape on the device's name."""
     early = early_head(args)
@@ -187,6 +147,9 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
         zero=1,
+        ep=args.expert_model_parallel_size * args.expert_tensor_parallel_size
+        if args.num_experts
+        else 1,
         layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
     )
 

@@ -40,6 +40,7 @@ REPLACED = (
             "recompute_method",
             "recompute_num_layers",
             "recompute_modules",
+            "moe_layer_recompute",
             "distribute_saved_activations",
         ),
         "every plan recomputes what memory asks for, per stage, chunk and layer: "
@@ -114,6 +115,15 @@ REPLACED = (
         ("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "delay_wgrad_compute"),
         "the output layer's gradients come with its forward, others where a plan puts its W ops: "
         "--epp-levers",
+    ),
+    Replaced(
+        (
+            "moe_shared_expert_overlap",
+            "overlap_moe_expert_parallel_comm",
+            "overlap_dispatch_backward_with_experts_wgrad",
+        ),
+        "experts are exchanged and computed one after the other; chunks of other documents keep "
+        "the other stages busy",
     ),
     Replaced(
         ("cp_comm_type",),

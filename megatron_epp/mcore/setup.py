@@ -1,6 +1,5 @@
 """Megatron's trainer with elastic pipelines: everything that ``--epp`` puts in place."""
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,9 +52,6 @@ from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
 from megatron_epp.runtime.watcher import Watcher
 
-logger = logging.getLogger(__name__)
-
-
 # ------------------------------------------------------------------ what can be put in its place
 
 
@@ -82,20 +78,8 @@ def make_steps(place: Place, model: Any) -> StepSource:
     if place.config.epp_plan is not None:
         return GivenSteps(place.config.epp_plan)
     args, config, groups = place.args, place.config, place.groups
-    if config.epp_cost_model is None and groups.control.rank() == 0 and _several_kinds(args):
-        logger.warning(
-            "layers of several kinds: the first of every stage is measured, and their average "
-            "stands for all; give --epp-cost-model where that misleads the planner"
-        )
     profile = obtain(args, config, model, groups, place.share)
     return make_planning(args, config, place.layers, place.share.multiple, groups, profile)
-
-
-def _several_kinds(args: Any) -> bool:
-    """Whether some layers have experts or windows, and others have not."""
-    experts = args.num_experts and args.moe_layer_freq != 1
-    windows = args.window_size and args.window_attn_skip_freq is not None
-    return bool(experts or windows)
 
 
 def limit_bytes(config: Config) -> float:

@@ -113,7 +113,7 @@ def attention_seconds(alone: Any, length: int, size: int, repeats: int) -> float
 
     from megatron_epp.ir import Span
     from megatron_epp.layers.chunk_state import ChunkState, Rows
-    from megatron_epp.mcore.job_cost import model_shape
+    from megatron_epp.mcore.model.shape import model_shape
     from megatron_epp.runtime.kv_store import Store
 
     shape = model_shape(alone.args)

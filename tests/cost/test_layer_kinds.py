@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_epp.control.routed_memory import routed_bytes
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.cost import Cost, even_layers, expert_degree, named_cost
 from megatron_epp.cost.devices import DEVICES
@@ -17,7 +18,7 @@ from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.loads import pairs_before
 from megatron_epp.cost.models import MODELS, LayerShape, Model, model
 from megatron_epp.cost.profile import MEASURED, Bytes, Profile, Seconds, Workspace, layer_figures
-from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Plan
+from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Plan, Span, Step
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.sim.play import play
 
@@ -627,3 +628,47 @@ def test_the_model_file_of_the_docs(tmp_path) -> None:
     assert named_cost(str(path), "h100-80g", pp=2, tp=4).ep == 4
     fields = {field.name for field in dataclasses.fields(LayerShape)}
     assert all(f"`{name}`" in text for name in fields), fields
+
+
+def test_only_experts_have_an_activation_of_their_own_to_recompute() -> None:
+    for kind, figures in PROFILE.kinds.items():
+        freed = figures.saved_bytes["k"].per_token - figures.saved_bytes["e"].per_token
+        assert freed == (2 * 2 * 40 if kind == "experts" else 0), kind
+        assert (figures.recompute_seconds["e"] != Seconds()) is (kind == "experts")
+    text = json.loads(PROFILE.to_json())
+    assert "e" not in text["saved_bytes"] and "e" in text["other_kinds"]["experts"]["saved_bytes"]
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+
+
+# ------------------------------------------------------------------ memory that routing decides
+
+
+def test_the_fullest_devices_experts_hold_more() -> None:
+    """Their part of the memory alone, wherever it lives: from F to B, or while B makes it again."""
+    model = MODELS["qwen3-30b-a3b"]
+    shape = dataclasses.replace(model, layers=4, pattern="4*experts")
+    cost = Cost(profile(shape, DEVICES["h100-80g"]), (4,), (1e15,), tp=4, ep=4)
+    fuller = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, routing=2.0))
+    loads = cost.loads([Chunk((Span(0, 0, 4096),))], [4096])
+    inside = cost.saved_bytes("k", loads) - cost.saved_bytes("m", loads)
+    for letter in "kcna":
+        grown = fuller.saved_bytes(letter, loads) - cost.saved_bytes(letter, loads)
+        assert grown == pytest.approx(inside), letter
+        again = fuller.recompute_workspace_bytes(letter, loads)
+        assert again == cost.recompute_workspace_bytes(letter, loads), letter
+    for letter in "fmb":
+        assert fuller.saved_bytes(letter, loads) == cost.saved_bytes(letter, loads), letter
+        grown = fuller.recompute_workspace_bytes(letter, loads)
+        assert grown - cost.recompute_workspace_bytes(letter, loads) == pytest.approx(inside, abs=1)
+    alone = dataclasses.replace(fuller, ep=1)
+    assert alone.saved_bytes("k", loads) == cost.saved_bytes("k", loads)
+    # What one more even share would add to a plan's peak, and back again as text.
+    plan = Plan.parse(
+        "plan v1\ndocuments 4096\nlayers 4\nchunk 0: 0[0:4096]\nrecompute 0: 1f3k\nstage 0: F0 B0\n"
+    )
+    (grown,) = routed_bytes(cost, Step(((0,),), (plan,)))
+    assert grown == pytest.approx(float(3 * inside[0]), rel=0.4) and grown > 0
+    assert Profile.from_json(fuller.profile.to_json()) == fuller.profile
+    assert "routing" not in cost.profile.to_json()
+    with pytest.raises(ValueError, match=r"routing: 0\.5: expected a number of at least 1"):
+        Profile.from_json(fuller.profile.to_json().replace('"routing": 2.0', '"routing": 0.5'))

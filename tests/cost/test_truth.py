@@ -9,11 +9,12 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.fit import Sample
-from megatron_epp.cost.models import Model
-from megatron_epp.cost.profile import Seconds
+from megatron_epp.cost.loads import pairs_within
+from megatron_epp.cost.models import LayerShape, Model
+from megatron_epp.cost.profile import Seconds, layer_figures
 from megatron_epp.cost.refit import LEAST, refit
 from megatron_epp.cost.residuals import Sorted, residuals
-from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Payload, Timed, Transfer
+from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Payload, Span, Timed, Transfer
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.sim.play import play
 
@@ -113,6 +114,66 @@ def test_layers_and_ends_stay_apart() -> None:
     cases = Cost(truth, (7, 1), (1e15, 1e15)), Cost(found.profile, (7, 1), (1e15, 1e15))
     right, learnt = (play(plan, cost.table(plan)).seconds for cost in cases)
     assert learnt == pytest.approx(right, rel=0.1)
+
+
+def of_kinds(truth, count: int) -> dict[Kind, list[Sample]]:
+    """As ``samples``, of four stages with layers of two kinds, two of them without ends."""
+    random = Random(3)
+    made: dict[Kind, list[Sample]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    for _ in range(count):
+        tokens, context = random.randint(200, 4000), random.choice((0, 0, 3000))
+        pairs = tokens * context + tokens * (tokens + 1) // 2
+        near = pairs_within((Span(0, context, context + tokens),), 100)
+        stage = random.randrange(4)
+        word = (("near", "far", "near"), ("near",) * 3, ("far",) * 3, ("near", "far", "far"))[stage]
+        choice = random.choice(("kkk", "fkk", "kkf", "fff"))
+        for op, rows in made.items():
+            seconds = (stage == 0) * truth.first_seconds[op](tokens, pairs)
+            seconds += (stage == 3) * truth.last_seconds[op](tokens, pairs)
+            for kind, letter in zip(word, choice, strict=True):
+                figures = truth.kinds[kind]
+                load = (tokens, near if figures.window else pairs)
+                seconds += figures.layer_seconds[op](*load)
+                if op in BACKWARDS:
+                    seconds += figures.recompute_seconds[letter](*load)
+            seconds *= random.gauss(1, 0.02)
+            ends = (stage == 0, stage == 3)
+            rows.append(Sample(choice, *ends, tokens, pairs, 0, seconds, word, ((100, near),)))
+    return made
+
+
+def test_one_kind_that_slowed_down_is_learnt() -> None:
+    """Of two: the other stays what it was."""
+    shapes = {"near": LayerShape(window=100), "far": LayerShape(experts=8, active_experts=2,
+                                                                expert_hidden=64)}  # fmt: skip
+    model = dataclasses.replace(MODEL, layers=6, kinds=shapes, pattern="2*near far near 2*far")
+    before = profile(model, DEVICES["cpu"])
+    far = dataclasses.replace(
+        layer_figures(before.other_kinds["far"]),
+        **{
+            name: {key: dataclasses.replace(s, per_token=2 * s.per_token) for key, s in it.items()}
+            for name, it in (
+                ("layer_seconds", before.other_kinds["far"].layer_seconds),
+                ("recompute_seconds", before.other_kinds["far"].recompute_seconds),
+            )
+        },
+    )
+    truth = before.with_kinds({"near": layer_figures(before), "far": far})
+    found = refit(before, of_kinds(truth, 80))
+    assert found is not None and found.after < 0.05
+    for op in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in ("near", "far"):
+            learnt, right = (p.kinds[kind].layer_seconds[op] for p in (found.profile, truth))
+            assert learnt.per_token == pytest.approx(right.per_token, rel=0.15), (op, kind)
+    word = ("near", "far", "far", "far", "far", "near")
+    plan = arbitrary_plan([2000, 900], (5, 1), Random(2))
+    right, learnt, old = (
+        play(plan, Cost(p, (5, 1), (1e15, 1e15), layer_kinds=word).table(plan)).seconds
+        for p in (truth, found.profile, before)
+    )
+    assert learnt == pytest.approx(right, rel=0.1) and right > 1.1 * old
+    assert found.profile.kinds["far"].saved_bytes == before.kinds["far"].saved_bytes
+    assert found.profile.kinds["near"].window == 100
 
 
 def test_a_model_that_is_right_is_kept() -> None:

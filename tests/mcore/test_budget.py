@@ -154,6 +154,37 @@ def test_what_was_learnt_behind_the_checkpoint_is_learnt_again_in_time(tmp_path)
     assert again.measured(9, (950.0, 240.0), (0, 284)) != []
 
 
+def test_what_experts_hold_is_learnt_before_memory_is_short(tmp_path) -> None:
+    """A factor on that part of the memory, kept and replayed; never beyond all tokens on one
+    device; what it does not explain is the prediction's error as ever."""
+    ours = MemoryBudget((1000.0, 1000.0), (100.0, 0.0), most=4.0)
+
+    def nobody_asks() -> list[float]:
+        raise AssertionError("held what was predicted")
+
+    assert ours.measured(3, (500.0, 300.0), (400, 300), nobody_asks) == []
+    # Stage 1 held 60 more than 300; its experts' share of tokens, once more, would be 200.
+    (event,) = ours.measured(4, (500.0, 300.0), (400, 360), lambda: [150.0, 200.0])
+    assert (event.iteration, event.stage, event.routing) == (5, 1, 1.3)
+    assert event.correction == 1 and ours.planned_bytes == ours.stage_bytes
+    assert Event.parse(str(event)) == event and "routing 1.300000 experts of a device" in str(event)
+    # Planned for that, the same excess says nothing new.
+    assert ours.measured(5, (530.0, 360.0), (430, 360), nobody_asks) == []
+    # All tokens on one device explain 4 times as much and no more: the rest is the prediction's.
+    learnt = ours.measured(6, (500.0, 100.0), (400, 990), lambda: [150.0, 20.0])
+    assert [one.routing for one in learnt] == [4.0, 1.0] and ours.routing == 4
+    assert learnt[1].correction == pytest.approx(990 / (100 + 2.7 * 20), rel=1e-5)
+    ours.save(str(tmp_path))
+    again = MemoryBudget((1000.0, 1000.0), (100.0, 0.0), most=4.0)
+    again.load(str(tmp_path), 4)
+    assert again.routing == 1.3
+    again.measured(6, (500.0, 300.0), (0, 0))
+    assert again.routing == 4 and again.corrections == ours.corrections
+    # Where nobody shares experts there is nothing to learn.
+    alone = MemoryBudget((1000.0,), (0.0,))
+    assert alone.measured(4, (300.0,), (360,), nobody_asks) == []
+
+
 def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
     (tmp_path / FILE_NAME).write_text(
         "stages 2\niteration 1 stage 0 budget_bytes 5 correction 1.000000 why\nno\n"

@@ -17,7 +17,7 @@ cpu_host.install_cpu_host()
 from megatron_epp.mcore.calibrate import measure  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measured, Shape  # noqa: E402
-from megatron_epp.mcore.job_cost import kinds_of_stage  # noqa: E402
+from megatron_epp.mcore.model.shape import kinds_of_stage  # noqa: E402
 
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
 # Of a layer: forward seconds per token, per pair that its window leaves, per chunk; its window;

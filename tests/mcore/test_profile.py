@@ -7,7 +7,7 @@ import pytest
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import Model
+from megatron_epp.cost.models import LayerShape, Model
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 from megatron_epp.mcore.patching import cpu_host
@@ -18,6 +18,7 @@ from megatron_epp.mcore.calibrate.command import main  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
+from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
 HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8
@@ -32,7 +33,12 @@ def args(**changes) -> SimpleNamespace:
         "transformer_impl": "local", "add_bias_linear": False, "hidden_dropout": 0.0,
         "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
         "pipeline_model_parallel_size": 2, "overlap_grad_reduce": False,
-        "align_grad_reduce": True, "params_dtype": "torch.float32", **changes,
+        "align_grad_reduce": True, "params_dtype": "torch.float32", "num_layers": 2,
+        "num_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None,
+        "moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1,
+        "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
+        "moe_token_dispatcher_type": "alltoall", "window_size": None,
+        "window_attn_skip_freq": None, "multi_latent_attention": False, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
 
@@ -52,6 +58,9 @@ def measured(provenance: Provenance) -> Profile:
         {"padded_vocab_size": 256},
         {"tensor_model_parallel_size": 2},
         {"overlap_grad_reduce": True, "align_grad_reduce": False},  # logits are kept
+        {"num_experts": 4},
+        {"window_size": (64, 0)},
+        {"window_size": (64, 0), "window_attn_skip_freq": 2},
     ],
 )
 def test_another_models_profile_is_refused(changes) -> None:
@@ -106,6 +115,62 @@ def test_made_up_chunks_have_the_pairs_they_say() -> None:
     pieces = Shape(10, pieces=3)
     assert [span.tokens for span in pieces.spans] == [4, 3, 3]
     assert pieces.pairs == 10 + 6 + 6
+
+
+# ------------------------------------------------------------------ kinds of layers
+
+
+def test_the_flags_say_which_layer_is_of_which_kind() -> None:
+    dense = model_shape(args(num_layers=4))
+    assert dense.kinds == {} and dense.pattern == "" and dense.ffn_hidden == FFN
+    experts = {"num_experts": 8, "moe_ffn_hidden_size": 24, "num_layers": 4}
+    mixed = model_shape(args(moe_layer_freq=[0, 1, 1, 1], **experts))
+    assert mixed.pattern == "dense 3*experts"
+    assert mixed.shapes["experts"].shape == LayerShape(
+        experts=8, active_experts=2, expert_hidden=24
+    )
+    assert model_shape(args(moe_layer_freq=2, **experts)).pattern == "2*(experts dense)"
+    alike = model_shape(args(**experts))
+    assert alike.pattern == "4*experts" and list(alike.kinds) == ["experts"]
+    windows = {"window_size": (16, 0), "window_attn_skip_freq": 2}
+    far = model_shape(args(num_layers=4, **windows))
+    assert far.pattern == "2*(window full)"
+    assert far.kinds["window"].window == 17  # keys, the query's own among them
+    both = model_shape(args(moe_layer_freq=[0, 0, 1, 1], **experts, **windows))
+    assert both.pattern == "window-dense full-dense window-experts full-experts"
+    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
+              "v_head_dim": 6, "multi_latent_attention": True}  # fmt: skip
+    (layer,) = model_shape(args(**latent)).shapes.values()
+    assert (layer.query_hidden, layer.output_hidden, layer.carried_hidden) == (48, 24, 20)
+    with pytest.raises(ValueError, match="--moe-layer-freq: 3 layers; expected --num-layers, 4"):
+        model_shape(args(moe_layer_freq=[0, 1, 1], **experts))
+
+
+def test_the_command_measures_one_layer_of_every_kind(tmp_path, capsys) -> None:
+    """Of a pattern that is longer than the layers it builds."""
+    out = tmp_path / "model.json"
+    words = [*MODEL.split(), "--ffn-hidden-size", str(FFN), "--seq-length", "1024"]
+    flags = """
+        --num-layers 7 --num-experts 4 --moe-ffn-hidden-size 16 --moe-layer-freq [0]*3+[1]*4
+        --window-size 16,0 --window-attn-skip-freq 7 --vocab-size 127
+    """
+    words += flags.split()
+    main(["--pp", "1", "-o", str(out), *words])
+    made = Profile.load(str(out))
+    kinds = ["window-dense", "window-experts", "full-experts"]
+    assert list(made.kinds) == kinds
+    assert [each.window for each in made.kinds.values()] == [17, 17, 0]
+    dense, experts, full = (each.saved_bytes[KEEP].per_token for each in made.kinds.values())
+    # Two of four experts of 16 in the place of one MLP of 128, and what routers keep.
+    assert experts < 0.8 * dense and full == pytest.approx(experts, rel=0.02)
+    # The activation's output of two experts, and what Megatron's unfused one saves inside it.
+    for kind, each in made.kinds.items():
+        freed = each.saved_bytes[KEEP].per_token - each.saved_bytes["e"].per_token
+        assert freed >= 2 * 16 * 4 if kind.endswith("experts") else freed == 0, kind
+        assert each.recompute_seconds["e"].per_token > 0 or kind.endswith("dense")
+    said = capsys.readouterr().out
+    assert f"kinds {' '.join(kinds)}" in said
+    assert all(f"layer {kind}   F" in said for kind in kinds)
 
 
 # ------------------------------------------------------------------ the command

@@ -16,6 +16,7 @@ TYPED = {
     "recompute_activations": "--recompute-activations",
     "recompute_method": "--recompute-method uniform",
     "recompute_num_layers": "--recompute-num-layers 1",
+    "moe_layer_recompute": "--moe-layer-recompute",
     "recompute_modules": "--recompute-modules core_attn mlp",
     "distribute_saved_activations": "--distribute-saved-activations",
     "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage 1",
@@ -57,6 +58,11 @@ TYPED = {
     "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
     "wgrad_deferral_limit": "--wgrad-deferral-limit 22",
     "delay_wgrad_compute": "--delay-wgrad-compute",
+    "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        "--overlap-dispatch-backward-with-experts-wgrad"
+    ),
     "cp_comm_type": "--cp-comm-type a2a",
     "use_flash_attn": "--use-flash-attn",
     "reset_position_ids": "--reset-position-ids",

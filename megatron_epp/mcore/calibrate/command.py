@@ -6,6 +6,7 @@ starts its own processes (gloo without GPUs), one per rank, measures and writes 
 """
 
 import argparse
+import copy
 import os
 import re
 import socket
@@ -18,12 +19,13 @@ from typing import Any
 import torch
 
 from megatron_epp.control.files import scratch_folder
-from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.profile import LayerFigures, Profile
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore import job_exit
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.flags import read_flags, refusals_as_value_errors
+from megatron_epp.mcore.model.shape import layer_shapes
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
 _WORKER = "megatron_epp.mcore.calibrate.command"
@@ -95,18 +97,11 @@ def _why(log: str) -> str:
 
 def summary(profile: Profile) -> str:
     """A profile in a few lines, for a person."""
-    forward, backward = (profile.layer_seconds[kind] for kind in (Kind.FORWARD, Kind.BACKWARD))
     made = profile.provenance
-    lines = [
-        f"model   {made.model}",
-        f"device  {made.device}, {made.dtype}",
-        f"layer   F {forward.per_token * 1e6:.4g} us per token, {forward.per_pair * 1e9:.4g} ns "
-        f"per query-key pair, {forward.per_chunk * 1e3:.3g} ms per chunk",
-        f"        B {backward.per_token * 1e6:.4g} us per token, {backward.per_pair * 1e9:.4g} ns "
-        f"per query-key pair, {backward.per_chunk * 1e3:.3g} ms per chunk",
-        f"        holds {profile.saved_bytes[KEEP].per_token:.0f} bytes per token from F to B, "
-        f"{profile.saved_bytes[FULL].per_token:.0f} recomputed in full, "
-        f"K/V of a context {profile.kv_bytes_per_token:.0f}",
+    lines = [f"model   {made.model}", f"device  {made.device}, {made.dtype}"]
+    for kind, each in profile.kinds.items():
+        lines += _layer_summary(each, f" {kind}" if profile.other_kinds else "")
+    lines += [
         f"ends    output layer and loss hold {profile.last_bytes.per_token:.0f} bytes per token",
         f"link    {profile.link_latency_seconds * 1e6:.3g} us, "
         f"{profile.link_seconds_per_token * 1e9:.3g} ns per token",
@@ -116,8 +111,23 @@ def summary(profile: Profile) -> str:
     return "\n".join(lines)
 
 
+def _layer_summary(figures: LayerFigures, kind: str) -> list[str]:
+    forward, backward = (figures.layer_seconds[op] for op in (Kind.FORWARD, Kind.BACKWARD))
+    return [
+        f"layer{kind}   F {forward.per_token * 1e6:.4g} us per token, "
+        f"{forward.per_pair * 1e9:.4g} ns per query-key pair, "
+        f"{forward.per_chunk * 1e3:.3g} ms per chunk",
+        f"        B {backward.per_token * 1e6:.4g} us per token, {backward.per_pair * 1e9:.4g} ns "
+        f"per query-key pair, {backward.per_chunk * 1e3:.3g} ms per chunk",
+        f"        holds {figures.saved_bytes[KEEP].per_token:.0f} bytes per token from F to B, "
+        f"{figures.saved_bytes[FULL].per_token:.0f} recomputed in full, "
+        f"K/V of a context {figures.kv_bytes_per_token:.0f}",
+    ]
+
+
 def worker(argv: Sequence[str]) -> None:
-    """One measuring process: builds a stage of one layer as the trainer would, and calibrates."""
+    """One measuring process: builds a stage with a layer of every kind as the trainer would, and
+    calibrates."""
     output, pp, tp, cp, *flags = argv
     cuda_host.prepare(["--epp"])
     cpu_host.install_cpu_host()
@@ -146,7 +156,8 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron_epp.mcore.process_groups import make_groups
 
     flags = _with_defaults(_without_layout(flags))
-    sys.argv = ["profile", *flags, "--epp", "--num-layers", str(pp),
+    layers = _number_of_layers(flags)
+    sys.argv = ["profile", *flags, "--epp", "--num-layers", str(pp * layers),
                 "--pipeline-model-parallel-size", str(pp),
                 "--tensor-model-parallel-size", str(tp),
                 "--context-parallel-size", str(cp)]  # fmt: skip
@@ -154,6 +165,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     args = get_args()
     refusals.refuse(args)
     replaced.warn(args)
+    _one_of_each_kind(args, layers, pp)
     with refusals_as_value_errors():
         model_config = gpt_config_from_args(args)
     seams.install(seams.EPP_SEAMS)
@@ -165,7 +177,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
     def attach(models: list[Any]) -> list[Any]:
         attention = attention_for(config.epp_attention, models[0].config, this_device())
-        choose_kept(args, models[0], attention, (1,) * pp, groups)
+        choose_kept(args, models[0], attention, (args.num_layers // pp,) * pp, groups)
         install_in_model(models[0], args.seq_length, attention)
         if getattr(args, FUSED_LINEARS, False):
             fuse_weight_gradients(models[0])
@@ -181,7 +193,29 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
         profile.save(output)
 
 
-# How a training lays its layers over the stages; here every stage has one.
+def _number_of_layers(flags: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num-layers", type=int)
+    layers = parser.parse_known_args(flags)[0].num_layers
+    if layers < 1:
+        raise ValueError(f"--num-layers {layers}: expected at least 1")
+    return int(layers)
+
+
+def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
+    """Give every stage one layer of every kind that the model has among its ``layers``."""
+    whole = copy.copy(args)
+    whole.num_layers = layers
+    kinds = list(dict.fromkeys(layer_shapes(whole))) * pp
+    args.num_layers = args.encoder_num_layers = len(kinds)
+    args.no_rope_freq = None  # layers without positions cost what others do
+    if args.num_experts:
+        args.moe_layer_freq = [int(kind.experts > 0) for kind in kinds]
+    if args.window_size:
+        args.window_attn_skip_freq = [int(kind.window > 0) for kind in kinds]
+
+
+# How a training lays its layers over the stages; here every stage has one of every kind.
 _LAYOUT = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
            "--pipeline-model-parallel-layout")  # fmt: skip
 

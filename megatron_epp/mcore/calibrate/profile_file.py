@@ -59,6 +59,7 @@ def provenance_of(args: Any) -> Provenance:
         words.append(f"cp {args.context_parallel_size}")
     if not early_head(args):
         words.append("logits kept")
+    words += _of_kinds(args)
     return Provenance(
         model=", ".join(words),
         device=device_text(),
@@ -67,6 +68,29 @@ def provenance_of(args: Any) -> Provenance:
         source=MEASURED,
         kind=MEASURED,
     )
+
+
+def _of_kinds(args: Any) -> list[str]:
+    """What sets layers apart from plain ones, and how experts are exchanged."""
+    from megatron_epp.mcore.model.shape import model_shape
+
+    words = []
+    if args.num_experts:
+        hidden = args.moe_ffn_hidden_size or args.ffn_hidden_size
+        words.append(f"{args.moe_router_topk} of {args.num_experts} experts of {hidden}")
+        if args.moe_shared_expert_intermediate_size:
+            words.append(f"shared {args.moe_shared_expert_intermediate_size}")
+        if args.expert_model_parallel_size > 1:
+            words.append(f"ep {args.expert_model_parallel_size}")
+        if args.expert_tensor_parallel_size > 1:
+            words.append(f"etp {args.expert_tensor_parallel_size}")
+        words.append(f"exchanged by {args.moe_token_dispatcher_type}")
+    if args.window_size:
+        words.append(f"window {args.window_size[0]}")
+    kinds = model_shape(args).kinds
+    if len(kinds) > 1:
+        words.append(f"kinds {' '.join(kinds)}")
+    return words
 
 
 def device_text() -> str:
@@ -119,7 +143,8 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         return analytic(args)
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
-    from megatron_epp.mcore.job_cost import kinds_of_stage, model_shape, training_levers
+    from megatron_epp.mcore.job_cost import training_levers
+    from megatron_epp.mcore.model.shape import kinds_of_stage, model_shape
     from megatron_epp.runtime.consensus import share
 
     wanted = provenance_of(args)

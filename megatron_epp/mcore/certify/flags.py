@@ -63,6 +63,10 @@ _NOT_THE_MODEL: dict[str, Any] = {
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,
+    "moe_router_dtype": None,  # float64
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
 }
 # What --overlap adds: gradients reduced in buckets while backward runs, sharded like the optimizer.
 OVERLAP: dict[str, Any] = {

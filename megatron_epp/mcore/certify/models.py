@@ -20,6 +20,8 @@ from megatron.training.training import get_megatron_ddp_config
 
 from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
+from megatron_epp.mcore.model.experts.biases import let_biases_be_added
+from megatron_epp.mcore.model.experts.router import expert_layers
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 
 
@@ -54,12 +56,16 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def plain_model(args: Namespace) -> GPTModel:
-    """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py)."""
+    """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py,
+    model/experts/biases.py)."""
     description = gpt_config_from_args(args)
     mend_layer_spec(description)
-    return description.get_builder_cls()(description).build_model(
+    model = description.get_builder_cls()(description).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
+    for _, layer in expert_layers(model):
+        let_biases_be_added(layer)
+    return model
 
 
 def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: int = 0) -> Any:

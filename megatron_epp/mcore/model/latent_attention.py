@@ -60,6 +60,7 @@ class LatentLayer:
     ):
         self.around, self.attention, self.layer = around, attention, layer
         self.context, self.dropped, self.ulysses, self._alone = context, dropped, ulysses, alone
+        self.keeps_last = attention.keeps_last
         self._latents = LatentsAttention(attention.scale)
         self._made: _Made | None = None  # by project, for attend
         config = around.config

@@ -4,6 +4,8 @@ from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from megatron_epp.mcore.model.shape import expert_layers, window_layers
+
 # Inputs that a query sees in front of it: drawn slices are shorter and longer.
 WINDOW = 7
 
@@ -11,22 +13,16 @@ WINDOW = 7
 def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """The values that keep layers of every kind of Megatron's parsed ``args``; ``stages`` and
     ``counts``: layers of every stage before and after. ValueError: one line."""
-    experts = pattern("--moe-layer-freq", args.moe_layer_freq, args.num_layers)
-    skip = args.window_attn_skip_freq
-    windows = [1] * args.num_layers
-    if isinstance(skip, int):
-        windows = [int(number % skip != 0) for number in range(1, args.num_layers + 1)]
-    elif skip is not None:
-        windows = pattern("--window-attn-skip-freq", skip, args.num_layers)
+    experts, windows = expert_layers(args), window_layers(args)
     chosen = kept_layers(list(zip(experts, windows, strict=True)), stages, counts)
     changed: dict[str, Any] = {}
     if args.num_experts:
-        kept = [experts[layer] for layer in chosen]
+        kept = [int(experts[layer]) for layer in chosen]
         changed["moe_layer_freq"] = 1 if all(kept) else kept
     if args.window_size and args.window_size[0] >= 1:
         changed["window_size"] = (WINDOW, *args.window_size[1:])
-        if skip is not None:
-            changed["window_attn_skip_freq"] = [windows[layer] for layer in chosen]
+        if args.window_attn_skip_freq is not None:
+            changed["window_attn_skip_freq"] = [int(windows[layer]) for layer in chosen]
     return changed
 
 
@@ -47,13 +43,3 @@ def kept_layers(
         kept += [start + layer for layer in sorted([*chosen, *others[: few - len(chosen)]])]
         start += layers
     return kept
-
-
-def pattern(flag: str, frequency: int | Sequence[int], layers: int) -> list[int]:
-    """1 for each of the model's layers that ``frequency`` means, else 0; a number means the
-    first of so many layers. ValueError: one line that names ``flag``."""
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(layers)]
-    if len(frequency) != layers:
-        raise ValueError(f"{flag}: {len(frequency)} layers; expected --num-layers, {layers}")
-    return list(frequency)

@@ -1,0 +1,27 @@
+"""What of a step's memory depends on which experts its tokens choose."""
+
+from dataclasses import replace
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Step
+
+
+def routed_bytes(cost: Cost, step: Step) -> list[float]:
+    """By how much every stage's predicted peak would grow, of the replica where it grows most, if
+    the fullest device's experts got one even share of tokens more."""
+    # Imported where plans are played, on rank 0: its loops are compiled when first used.
+    from megatron_epp.sim.play import play
+
+    more = replace(cost, profile=replace(cost.profile, routing=cost.profile.routing + 1))
+    grown = [
+        [
+            float(most - plain)
+            for plain, most in zip(
+                play(plan, cost.table(plan)).peak_bytes,
+                play(plan, more.table(plan)).peak_bytes,
+                strict=True,
+            )
+        ]
+        for plan in step.plans
+    ]
+    return [max(stage) for stage in zip(*grown, strict=True)]

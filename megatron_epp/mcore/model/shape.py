@@ -1,0 +1,125 @@
+"""The shape of the model that Megatron's flags describe, kind of layer by kind of layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_epp.cost.layer_kinds import format_kinds
+from megatron_epp.cost.models import LayerShape, Model
+
+
+def model_shape(args: Any) -> Model:
+    """The model of Megatron's ``args``. ValueError: a pattern that is of other layers."""
+    shapes = layer_shapes(args)
+    names = _names(shapes)
+    latent = getattr(args, "multi_latent_attention", False)
+    heads = args.num_attention_heads
+    return Model(
+        name="megatron",
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn_hidden=args.ffn_hidden_size,
+        heads=heads,
+        kv_heads=heads if latent else args.num_query_groups or heads,
+        head_size=args.qk_head_dim if latent else args.kv_channels,
+        vocabulary=args.padded_vocab_size,
+        gated=bool(args.swiglu or getattr(args, "quick_geglu", False)),
+        tied=not args.untie_embeddings_and_output_weights,
+        kinds={names[shape]: shape for shape in shapes} if names else {},
+        pattern=format_kinds([names[shape] for shape in shapes]) if names else "",
+    )
+
+
+def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
+    """Of the layers of ``model``, this stage's, as ``shape`` names them; none where it names
+    none."""
+    word = shape.layer_kinds
+    return tuple(word[layer.layer_number - 1] for layer in model.decoder.layers) if word else ()
+
+
+def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
+    """What sets each layer apart from a plain one, first layer first."""
+    windows, experts = window_layers(args), expert_layers(args)
+    shared = dict(_latents(args))
+    return tuple(
+        LayerShape(
+            **shared,
+            window=args.window_size[0] + 1 if windowed else 0,
+            **(_experts(args) if has_experts else {}),
+        )
+        for windowed, has_experts in zip(windows, experts, strict=True)
+    )
+
+
+def window_layers(args: Any) -> tuple[bool, ...]:
+    """Which layers have a window: --window-size, --window-attn-skip-freq."""
+    if not getattr(args, "window_size", None):
+        return (False,) * args.num_layers
+    skip = args.window_attn_skip_freq
+    if skip is None:
+        return (True,) * args.num_layers
+    if isinstance(skip, int):
+        return tuple(number % skip != 0 for number in range(1, args.num_layers + 1))
+    return _of_all_layers("--window-attn-skip-freq", skip, args.num_layers)
+
+
+def expert_layers(args: Any) -> tuple[bool, ...]:
+    """Which layers have experts: --num-experts, --moe-layer-freq."""
+    if not args.num_experts:
+        return (False,) * args.num_layers
+    every = args.moe_layer_freq
+    if isinstance(every, int):
+        return tuple(layer % every == 0 for layer in range(args.num_layers))
+    return _of_all_layers("--moe-layer-freq", every, args.num_layers)
+
+
+def _of_all_layers(flag: str, given: Sequence[int], layers: int) -> tuple[bool, ...]:
+    if len(given) != layers:
+        raise ValueError(f"{flag}: {len(given)} layers; expected --num-layers, {layers}")
+    return tuple(map(bool, given))
+
+
+def _experts(args: Any) -> dict[str, Any]:
+    return {
+        "experts": args.num_experts,
+        "active_experts": args.moe_router_topk,
+        "expert_hidden": args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        "shared_hidden": args.moe_shared_expert_intermediate_size or 0,
+    }
+
+
+def _latents(args: Any) -> dict[str, Any]:
+    if not getattr(args, "multi_latent_attention", False):
+        return {}
+    return {
+        "kv_rank": args.kv_lora_rank,
+        "query_rank": args.q_lora_rank or 0,
+        "rotary_size": args.qk_pos_emb_head_dim,
+        "value_size": args.v_head_dim,
+        "carries_latents": getattr(args, "epp_mla_keeps", "latents") != "expanded",
+    }
+
+
+def _names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
+    """A name for each kind, by what tells it from the others of the model; of a model whose layers
+    are all alike by what tells them from plain ones: nothing, where they are plain."""
+    words = {shape: _words(shape) for shape in shapes}
+    if len(words) == 1:
+        ((shape, said),) = words.items()
+        said = tuple(word for word in said if word not in _PLAIN)
+        return {shape: "-".join(said)} if said else {}
+    differ = [len(set(column)) > 1 for column in zip(*words.values(), strict=True)]
+    return {
+        shape: "-".join(word for word, told in zip(said, differ, strict=True) if told)
+        for shape, said in words.items()
+    }
+
+
+_PLAIN = ("full", "heads", "dense")
+
+
+def _words(shape: LayerShape) -> tuple[str, ...]:
+    return (
+        "window" if shape.window else "full",
+        "latent" if shape.kv_rank else "heads",
+        "experts" if shape.experts else "dense",
+    )

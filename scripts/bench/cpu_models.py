@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+"""Elastic pipelines against packing for today's models, made small, on this host's CPU.
+
+    scripts/bench/cpu_models.py [--cases qwen3-moe:16384x10 ...] [--batches N] [-o RESULT.md]
+
+Two pipeline stages (gloo, one core each) of a model with experts like Qwen3-MoE's (16 experts, 4 of
+a token, norms of Q and K), and of one like gpt-oss (every second layer sees 128 keys in front,
+sinks, biases, YaRN, 8 experts, 2 of a token). Documents are the source text of
+this Python's standard library, or --data-path; a document longer than the context is truncated. As
+in cpu_pipeline.py, every batch runs in turn, in one job, with the same weights and kernels:
+
+    packing, no recompute                 its peak on each stage is the 100% of the budgets below
+    epp      within 100% of that peak
+    packing  within  60% of that peak     the least uniform recompute that fits
+    epp      within  60% of that peak
+
+What is timed is the schedule, from the first op to the last of any stage. Every kind of layer is
+measured alone at start. Predicted against measured: seconds as the median over iterations, memory
+as the worst stage of the worst iteration.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cpu_pipeline
+from cpu_pipeline import (
+    LINE,
+    VARIANTS,
+    WORK,
+    Variant,
+    VariantSteps,
+    corpus_of,
+    take_turns,
+    torchrun,
+)
+from headline import heading, host, write
+
+_COMMON = """
+    --num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
+    --hidden-size 128 --num-attention-heads 2 --kv-channels 32 --group-query-attention
+    --num-query-groups 1 --normalization RMSNorm
+    --untie-embeddings-and-output-weights --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+"""
+MODELS = {
+    "qwen3-moe": f"""{_COMMON}
+        --disable-bias-linear --swiglu --position-embedding-type rope --qk-layernorm
+        --ffn-hidden-size 384
+        --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 96
+    """,
+    "gpt-oss": f"""{_COMMON}
+        --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0
+        --position-embedding-type yarn --rotary-scaling-factor 32 --ffn-hidden-size 128
+        --window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable
+        --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128
+    """,
+}
+CASES = (
+    "qwen3-moe:16384x6",
+    "gpt-oss:16384x6",
+    "qwen3-moe:8192x8",
+    "gpt-oss:8192x8",
+    "qwen3-moe:32768x4",
+    "gpt-oss:32768x4",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    model: str
+    context: int
+    documents: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        found = re.fullmatch(r"([a-z0-9-]+):([1-9][0-9]*)x([1-9][0-9]*)", text)
+        if found is None or found[1] not in MODELS:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected MODEL:CONTEXTxDOCUMENTS with a model of {', '.join(MODELS)}"
+            )
+        return cls(found[1], int(found[2]), int(found[3]))
+
+    def __str__(self) -> str:
+        return f"{self.model}:{self.context}x{self.documents}"
+
+
+# ------------------------------------------------------------------ inside torchrun
+
+
+def work(warm_up: int, first: int) -> None:
+    """Megatron's trainer with the variants' plans in the place of one planner's."""
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    take_turns(VARIANTS, VariantSteps, told, warm_up, first)
+
+
+def told(variant_of, iteration: int, step, report, planning_seconds: float, *others) -> str:
+    """As cpu_pipeline's, and what was predicted of every stage's peak, in bytes."""
+    line = cpu_pipeline.told(variant_of, iteration, step, report, planning_seconds, *others)
+    entry = json.loads(line.removeprefix(LINE))
+    entry["predicted_peaks"] = [gib * 2**30 for gib in step.plans[0].predicted.peak_gib]
+    return LINE + json.dumps(entry)
+
+
+# ------------------------------------------------------------------ outside
+
+
+def flags(case: Case, corpus: Path, iterations: int) -> list[str]:
+    text = f"""{MODELS[case.model]}
+        --attention-dropout 0 --hidden-dropout 0 --pipeline-model-parallel-size 2
+        --seq-length {case.context} --max-position-embeddings {case.context}
+        --global-batch-size {case.documents} --train-iters {iterations} --lr 1e-4
+        --split 100,0,0 --eval-iters 0 --log-interval 1 --data-path {corpus}
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model --epp
+    """
+    return text.split()
+
+
+def measure(case: Case, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
+    """What was told of every iteration behind the first, which warms up."""
+    iterations = 1 + arguments.batches * len(VARIANTS)
+    words = [*flags(case, corpus, iterations), "--epp-effort", str(arguments.effort)]
+    program = [str(Path(__file__).resolve()), WORK, "1", str(arguments.first)]
+    name = str(case).replace(":", "-")
+    text = torchrun(program, words, folder / f"{name}.log")
+    entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
+    assert len(entries) == iterations, f"{len(entries)} of {iterations} iterations were told"
+    return entries[1:]
+
+
+def rows(case: Case, entries: Sequence[dict]) -> list[list[str]]:
+    """A line for every variant."""
+    by_batch = [
+        {entry["variant"]: entry for entry in entries[start : start + len(VARIANTS)]}
+        for start in range(0, len(entries), len(VARIANTS))
+    ]
+    made = []
+    for number, variant in enumerate(VARIANTS):
+        mine = [found[number] for found in by_batch]
+        against = VARIANTS.index(Variant("packing", 0.6 if variant.share_of_peak == 0.6 else None))
+        measured, predicted = (
+            statistics.median(b[against][what] / b[number][what] for b in by_batch)
+            for what in ("seconds", "predicted")
+        )
+        off = [m["predicted"] / m["seconds"] - 1 for m in mine]
+        shares = [
+            max(held / whole for held, whole in zip(b[number]["peaks"], b[0]["peaks"], strict=True))
+            for b in by_batch
+        ]
+        made.append(
+            [
+                case.model,
+                f"{case.context // 1024}K",
+                str(case.documents),
+                "none" if variant.share_of_peak is None else f"{variant.share_of_peak:.0%}",
+                variant.planner,
+                f"{statistics.median(m['seconds'] for m in mine):.2f}",
+                f"{measured:.2f}",
+                f"{predicted:.2f}",
+                f"{statistics.median(m['bubble'] for m in mine):.0%}",
+                f"{statistics.median(m['recomputed'] for m in mine):.0%}",
+                f"{max(shares):.0%}",
+                f"{statistics.median(m['chunks'] for m in mine):.0f}",
+                f"{statistics.median(off):+.1%}",
+                f"{max(memory_errors(mine), key=abs):+.1%}",
+            ]
+        )
+    return made
+
+
+def memory_errors(entries: Sequence[dict]) -> list[float]:
+    """Predicted over measured peaks, less one, of every stage and iteration."""
+    return [
+        predicted / held - 1
+        for entry in entries
+        for predicted, held in zip(entry["predicted_peaks"], entry["peaks"], strict=True)
+    ]
+
+
+HEADERS = [
+    *("model", "context", "documents", "budget", "planner", "seconds", "ratio", "predicted"),
+    *("bubble", "recomputed", "peak", "chunks", "seconds off", "memory off"),
+]
+LEGEND = """\
+ratio: packing's seconds over this line's, same batch and budget, median; predicted: of the cost
+model's seconds. recomputed: layers run again whole, of all. peak: the worst stage of the worst
+batch, measured, over packing's without recompute. off: predicted over measured, less one; seconds:
+median over the batches; memory: the worst stage of the worst batch."""
+
+
+def summary(cases: Sequence[tuple[Case, list[dict]]]) -> str:
+    """How far predictions are from what was measured, over all cases, in one line."""
+    entries = [entry for _, some in cases for entry in some]
+    seconds = [abs(e["predicted"] / e["seconds"] - 1) for e in entries]
+    memory = [abs(error) for error in memory_errors(entries)]
+    return (
+        f"{len(entries)} iterations: seconds off by {statistics.median(seconds):.1%} in the "
+        f"median, {max(seconds):.1%} at worst; memory by {statistics.median(memory):.1%}, "
+        f"{max(memory):.1%} at worst."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", type=Case.parse, metavar="MODEL:CONTEXTxDOCUMENTS",
+                        default=[Case.parse(case) for case in CASES])  # fmt: skip
+    parser.add_argument("--batches", type=int, default=2, help="batches of each case")
+    parser.add_argument("--first", type=int, default=0, help="number of the first batch")
+    parser.add_argument("--effort", type=int, default=4)
+    parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    arguments = parser.parse_args()
+
+    from megatron_epp.show.table import markdown, plain
+
+    folder = Path(tempfile.mkdtemp(prefix="cpu_models-"))
+    corpus = corpus_of(arguments, folder)
+    table: list[list[str]] = []
+    measured: list[tuple[Case, list[dict]]] = []
+    for case in arguments.cases:
+        began = time.monotonic()
+        entries = measure(case, arguments, corpus, folder)
+        measured.append((case, entries))
+        made = rows(case, entries)
+        print(f"{case}: {time.monotonic() - began:.0f} s", plain(HEADERS, made), sep="\n",
+              flush=True)  # fmt: skip
+        table += made
+    said = summary(measured)
+    print(plain(HEADERS, table), LEGEND, said, sep="\n")
+    hardware = f"{host()}, float32, two processes of one thread"
+    write(
+        arguments.output,
+        f"{heading(hardware)}{markdown(HEADERS, table)}\n{LEGEND}\n\n{said}\n\n",
+    )
+
+
+if __name__ == "__main__":
+    if WORK not in sys.argv:
+        main()
+    else:
+        at = sys.argv.index(WORK)
+        warm_up, first = map(int, sys.argv[at + 1 : at + 3])
+        del sys.argv[at : at + 3]
+        work(warm_up, first)

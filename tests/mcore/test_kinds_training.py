@@ -1,0 +1,76 @@
+"""Trained with layers of several kinds: each is measured alone, and what plans predict is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.cost.profile import Profile
+from megatron_epp.ir import KEEP, Step
+from tests.mcore.runs import Run, flags, train, write_corpus
+
+LENGTHS = [900, 40, 700, 60, 300, 20, 1000, 512, 33, 90, 17, 250, 600, 5, 121, 800, 64, 450]
+COMMON = {
+    "hidden_size": 64,
+    "ffn_hidden_size": 160,
+    "seq_length": 1024,
+    "max_position_embeddings": 1024,
+    "train_iters": 3,
+    "epp_cost_model": None,
+    "epp": True,
+}
+DENSE_FIRST = {
+    "num_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_layer_freq": "[0]*1+[1]*3",
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+}
+ALTERNATE = {"window_size": "100,0", "window_attn_skip_freq": 2, "softmax_type": "learnable"}
+BUDGET_GIB = 0.006  # a third of what packing takes without recompute
+_PEAKS = re.compile(r"([0-9.]+) of ([0-9.]+)")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"),
+    [(DENSE_FIRST, "dense 3*experts"), (ALTERNATE, "2*(window full)")],
+    ids=["a dense first layer", "alternate windows"],
+)
+def test_memory_is_what_was_predicted(corpus, tmp_path, model, kinds) -> None:
+    folder, within = tmp_path / "record", {"epp_memory_budget_gib": BUDGET_GIB}
+    run = train(flags(corpus, epp_record=folder, **within, **COMMON, **model))
+    assert run.status == 0, run.output
+    measured = Profile.load(str(folder / "epp-cost-model.json"))
+    assert list(measured.kinds) == list(dict.fromkeys(re.findall("[a-z]+", kinds)))
+    if model is DENSE_FIRST:
+        one, other = (each.saved_bytes[KEEP].per_token for each in measured.kinds.values())
+        assert one != other
+    steps = [Step.parse(path.read_text()) for path in sorted(folder.glob("*.step"))]
+    assert len(steps) == 3
+    cut = any(span.start for step in steps for c in step.plans[0].chunks for span in c.spans)
+    recomputed = any(
+        set(text) - {KEEP} for step in steps for stage in step.plans[0].recompute for text in stage
+    )
+    assert cut and recomputed
+    for held, predicted in peaks(run):
+        assert held == pytest.approx(predicted, rel=0.03), run.output
+
+
+def peaks(run: Run) -> list[tuple[float, float]]:
+    """(measured, predicted) MiB of every stage in every iteration."""
+    lines = re.findall(r"epp iteration \d+: .*", run.output)
+    found = [
+        tuple(map(float, pair))
+        for line in lines
+        for pair in _PEAKS.findall(line.split("| peak ")[1].split(" MiB")[0])
+    ]
+    assert len(found) == 6, run.output
+    return found

@@ -1,0 +1,45 @@
+"""Megatron-LM's example configurations: all are read, a sample is certified."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.mcore.patching import cpu_host
+
+cpu_host.install_cpu_host()
+
+from megatron_epp.mcore.certify.flags import parsed, scaled  # noqa: E402
+from megatron_epp.mcore.certify.scale_down import Degrees  # noqa: E402
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "model_recipes.py"
+_spec = importlib.util.spec_from_file_location("model_recipes", SCRIPT)
+assert _spec is not None and _spec.loader is not None
+model_recipes = sys.modules["model_recipes"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(model_recipes)
+RECIPES = model_recipes.RECIPES
+# Experts scaled on their inputs with layers without positions between; windows, sinks, biases and
+# YaRN; a layer count that does not divide, latents and a dense first layer.
+SAMPLE = ("llama-4-maverick", "gpt-oss-20b", "deepseek-v2-lite")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_flags_are_read_as_they_stand(name) -> None:
+    recipe = RECIPES[name]
+    words = recipe.words
+    if recipe.layout:
+        with pytest.raises(ValueError) as refusal:
+            scaled(parsed(words), Degrees(2, 1, 1), overlap=False)
+        flags = [word for word in recipe.layout.split() if word.startswith("--")]
+        assert all(flag in str(refusal.value) for flag in flags), refusal.value
+        assert "\n" not in str(refusal.value)
+        words = words + recipe.layout.split()
+    made = scaled(parsed(words), Degrees(2, 1, 1), overlap=False)
+    assert len(made.layers) == 2 and sum(made.layers) <= 4
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sample_is_certified(name) -> None:
+    found = model_recipes.outcome_of(RECIPES[name], pp=2, batches=2)
+    assert found.passed, found.said
