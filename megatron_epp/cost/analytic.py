@@ -158,6 +158,7 @@ def _figures(layer: Layer, device: Device) -> LayerFigures:
             Kind.FORWARD: again,
             Kind.BACKWARD: 3 * again,
             Kind.INPUT: 3 * again,
+            Kind.WEIGHT: 0.0,
         },
         workspace_bytes={
             **made.workspace_bytes,
