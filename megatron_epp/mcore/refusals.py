@@ -312,6 +312,32 @@ def require_whole_experts(args: argparse.Namespace) -> None:
         )
 
 
+def require_whole_latents(args: argparse.Namespace, ranks: int) -> None:
+    """Raise a ValueError unless the latents' sizes make sense, and Megatron's own linears can make
+    as many channels of them on each of ``ranks`` tensor-parallel ranks."""
+    if not args.multi_latent_attention:
+        return
+    names = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+    names += ["q_lora_rank"] * (args.q_lora_rank is not None)
+    for name in names:
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {getattr(args, name)}: expected at least 1")
+    rotary, both = args.qk_pos_emb_head_dim, args.kv_lora_rank + args.qk_pos_emb_head_dim
+    if rotary % 2:
+        raise ValueError(f"--qk-pos-emb-head-dim {rotary}: expected a multiple of 2")
+    if args.transformer_impl != "local":  # Transformer Engine's make all of them on every rank
+        return
+    over = f"over --tensor-model-parallel-size {ranks}; expected a multiple of it"
+    if both % ranks:
+        raise ValueError(
+            f"--kv-lora-rank {args.kv_lora_rank} and --qk-pos-emb-head-dim {rotary}: {both} "
+            f"channels do not divide {over}"
+        )
+    if (args.q_lora_rank or 0) % ranks:
+        raise ValueError(f"--q-lora-rank {args.q_lora_rank}: does not divide {over}")
+
+
 def refuse(args: argparse.Namespace) -> None:
     """Raise a ValueError that names the first feature ``args`` ask for and EPP cannot run."""
     context = getattr(args, "seq_length", None)
@@ -320,6 +346,8 @@ def refuse(args: argparse.Namespace) -> None:
     for refusal in REFUSALS:
         if refusal.asked(args):
             raise ValueError(f"--epp does not run {refusal.what}: {refusal.instead}")
+    if getattr(args, "multi_latent_attention", False):
+        require_whole_latents(args, args.tensor_model_parallel_size)
     if args.context_parallel_size > 1:
         ranks = args.tensor_model_parallel_size
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -222,6 +222,7 @@ def sizes(**others) -> Namespace:
         "qk_head_dim": 128,
         "qk_pos_emb_head_dim": 64,
         "v_head_dim": 128,
+        "transformer_impl": "local",
     }
     return Namespace(**(given | others))
 
@@ -244,9 +245,19 @@ def test_the_small_model_has_the_heads_proportions() -> None:
     [
         ({"kv_lora_rank": 0}, "--kv-lora-rank 0: expected at least 1"),
         ({"qk_pos_emb_head_dim": 3}, "--qk-pos-emb-head-dim 3: expected a multiple of 2"),
+        (
+            {"kv_lora_rank": 511},
+            "--kv-lora-rank 511 and --qk-pos-emb-head-dim 64: 575 channels do not divide over "
+            "--tensor-model-parallel-size 2; expected a multiple of it",
+        ),
+        (
+            {"q_lora_rank": 1535},
+            "--q-lora-rank 1535: does not divide over --tensor-model-parallel-size 2; expected a "
+            "multiple of it",
+        ),
     ],
 )
 def test_sizes_that_cannot_be(wrong, line) -> None:
     with pytest.raises(ValueError) as refusal:
-        small_latents(sizes(**wrong), 64, 1, 8)
+        small_latents(sizes(**wrong), 64, 2, 8)
     assert str(refusal.value) == line
