@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
+from megatron_epp.mcore.config import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +349,10 @@ def refuse(args: argparse.Namespace) -> None:
             raise ValueError(f"--epp does not run {refusal.what}: {refusal.instead}")
     if getattr(args, "multi_latent_attention", False):
         require_whole_latents(args, args.tensor_model_parallel_size)
+    elif (keeps := getattr(args, "epp_mla_keeps", AUTO)) != AUTO:
+        raise ValueError(
+            f"--epp-mla-keeps {keeps}: the model has no multi-latent attention; leave the flag out"
+        )
     if args.context_parallel_size > 1:
         ranks = args.tensor_model_parallel_size
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
