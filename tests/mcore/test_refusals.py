@@ -1,5 +1,6 @@
 """Bad input: one clear line, status 2 on every rank, nothing left running."""
 
+import argparse
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.recompute import LETTERS
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.config import Config, add_arguments
-from megatron_epp.mcore.refusals import REFUSALS, refuse
+from megatron_epp.mcore.refusals import REFUSALS, refuse, require_equal_stages
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
 
 
@@ -186,6 +187,19 @@ def test_a_missing_index(tmp_path):
 def test_more_stages_than_layers(corpus):
     words = flags(corpus, pipeline_model_parallel_size=2, num_layers=1, epp=True)
     refused(words, "layers", processes=2)
+
+
+def test_layers_that_do_not_divide(corpus):
+    words = flags(corpus, pipeline_model_parallel_size=2, num_layers=3, epp=True)
+    said = "--num-layers 3: not divisible by --pipeline-model-parallel-size 2; expected a multiple"
+    refused(words, said, processes=2)
+    wanted = argparse.Namespace(num_layers=61, pipeline_model_parallel_size=2)
+    with pytest.raises(
+        ValueError, match=r"--decoder-last-pipeline-num-layers, or --pipeline-model"
+    ):
+        require_equal_stages(wanted)
+    for name in ("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"):
+        require_equal_stages(argparse.Namespace(**{**vars(wanted), name: 31}))
 
 
 def test_a_batch_that_does_not_divide(corpus):
