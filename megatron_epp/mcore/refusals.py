@@ -289,6 +289,33 @@ REFUSALS = (
 )
 
 
+_PLACES = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "hybrid_layer_pattern",
+)
+
+
+def require_equal_stages(args: argparse.Namespace) -> None:
+    """Raise a ValueError that names the flags, where stages would have other numbers of layers and
+    none of these says which; of flags as they are given."""
+    layers, stages = args.num_layers, args.pipeline_model_parallel_size
+    if not layers or layers < stages or layers % stages == 0:
+        return
+    if any(getattr(args, name, None) for name in _PLACES):
+        return
+    if getattr(args, "epp_partition", None) != "auto":
+        raise ValueError(
+            f"--num-layers {layers}: not divisible by --pipeline-model-parallel-size {stages}; "
+            "expected a multiple, or --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers, or --pipeline-model-parallel-layout, to place the "
+            "layers"
+        )
+
+
 def require_whole_experts(args: argparse.Namespace) -> None:
     """Raise a ValueError unless every rank can hold as many of the experts as any other, and a
     token can choose as many as it is to; of flags as they are given."""

@@ -1,5 +1,6 @@
 """Bad input: one clear line, status 2 on every rank, nothing left running."""
 
+import argparse
 import os
 import re
 import signal
@@ -14,9 +15,9 @@ from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Kind, Op, Plan, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.recompute import LETTERS
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
 from megatron_epp.mcore.config import Config, add_arguments
-from megatron_epp.mcore.refusals import REFUSALS, refuse
+from megatron_epp.mcore.refusals import REFUSALS, refuse, require_equal_stages
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
 
 
@@ -44,7 +45,7 @@ def test_every_letter_of_plans_runs() -> None:
     )
     step = Step.parse(str(plan))
     accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
-    assert set(EXECUTABLE) == set(LETTERS)
+    assert set(EXECUTABLE + OF_LATENTS + OF_EXPERTS) == set(LETTERS)
 
 
 EXPERTS = {
@@ -186,6 +187,17 @@ def test_a_missing_index(tmp_path):
 def test_more_stages_than_layers(corpus):
     words = flags(corpus, pipeline_model_parallel_size=2, num_layers=1, epp=True)
     refused(words, "layers", processes=2)
+
+
+def test_layers_that_do_not_divide(corpus):
+    words = flags(corpus, pipeline_model_parallel_size=2, num_layers=3, epp=True)
+    said = "--num-layers 3: not divisible by --pipeline-model-parallel-size 2; expected a multiple"
+    refused(words, said, processes=2)
+    wanted = argparse.Namespace(num_layers=61, pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="--decoder-last-pipeline-num-layers, or --pip"):
+        require_equal_stages(wanted)
+    for name in ("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"):
+        require_equal_stages(argparse.Namespace(**{**vars(wanted), name: 31}))
 
 
 def test_a_batch_that_does_not_divide(corpus):

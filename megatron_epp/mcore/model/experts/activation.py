@@ -55,8 +55,7 @@ def _wrap(expert: MLP, dropped: Dropped) -> None:
         def activated(inside: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             return (activation(expert, inside, bias, scale),)
 
-        weights = () if bias is None else (bias,)
-        (made,), (promise,) = remade_all(activated, (inside, per_token_scale), weights)
+        (made,), (promise,) = remade_all(activated, (inside, per_token_scale))
         output, output_bias = without(made, promise, lambda: expert.linear_fc2(made))
         if output_bias is not None:
             output = output + output_bias * per_token_scale.unsqueeze(-1)
