@@ -102,7 +102,8 @@ class Wanted:
         (EXPERTS | {"moe_latent_size": 64}, "latents"),
         (EXPERTS | {"moe_use_upcycling": True}, "upcycle once without --epp"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
-        ({"multi_latent_attention": True}, "multi-latent attention"),
+        ({"mla_down_proj_fusion": True}, "one product for both latents"),
+        ({"cache_mla_latents": True}, "for inference"),
         ({"qk_clip": True}, "largest logit"),
         ({"log_max_attention_logit": True}, "largest logit"),
         ({"window_size": (4096, 0)}, "--window-size W,0"),
@@ -118,7 +119,7 @@ class Wanted:
         ({"cpu_offloading_num_layers": 2}, "offloading"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"defer_embedding_wgrad_compute": True}, "deferred embedding"),
-        ({"position_embedding_type": "yarn"}, "position embeddings"),
+        ({"position_embedding_type": "mrope"}, "position embeddings"),
         ({"micro_batch_size": 4}, "--micro-batch-size"),
         ({"calculate_per_token_loss": False}, "averaged per micro-batch"),
         ({"mock_data": True}, "--data-path"),
@@ -307,3 +308,11 @@ def _child_of(parent: int, rank: int) -> int:
         if its_parent == parent and f"RANK={rank}".encode() in variables:
             return int(entry.name)
     raise AssertionError(f"torchrun {parent} has no rank {rank}")
+
+
+def test_what_latents_keep_is_nothing_where_there_are_none() -> None:
+    with pytest.raises(ValueError) as refusal:
+        refuse(Wanted(epp_mla_keeps="latents"))
+    assert str(refusal.value) == (
+        "--epp-mla-keeps latents: the model has no multi-latent attention; leave the flag out"
+    )
