@@ -32,7 +32,8 @@ ELEMENT_BYTES = 2  # bf16
 # passes of two products against five); W is half of the linears' backward, attention has no W.
 ATTENTION_BACKWARD = 2.5
 LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
-# LayerNorms move memory only; their recompute is taken as this share of the linears' forward.
+# LayerNorms and activations move memory only: their recompute is taken as this share of the
+# linears' forward.
 NORM_SHARE = 0.01
 CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at a time
 GRADIENT_BYTES = 4  # of kept K and V: the executor adds their gradients up in float32
@@ -157,6 +158,7 @@ def _figures(layer: Layer, device: Device) -> LayerFigures:
             Kind.FORWARD: again,
             Kind.BACKWARD: 3 * again,
             Kind.INPUT: 3 * again,
+            Kind.WEIGHT: 0.0,
         },
         workspace_bytes={
             **made.workspace_bytes,
@@ -325,6 +327,7 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
     module = {
         "core_attn": 0.0,
         "mla_up_proj": _expanded_bytes(layer),
+        "moe_act": float(ELEMENT_BYTES * layer.shape.active_experts * layer.shape.expert_hidden),
         "mlp": float(ELEMENT_BYTES * _mlp_inside(layer)),
         "layernorm": float(ELEMENT_BYTES * layer.norms * layer.model.hidden),
     }
@@ -360,11 +363,13 @@ def _recompute_seconds(
         "core_attn": (0.0, attention),
         "mlp": (linear * mlp, 0.0),
         "mla_up_proj": (linear * layer.up_parameters / layer.active_parameters, 0.0),
+        "moe_act": (linear * NORM_SHARE, 0.0),
         "layernorm": (linear * NORM_SHARE, 0.0),
     }
     seconds = {KEEP: Seconds(), FULL: Seconds(linear, attention, launch)}
     for letter, modules in SELECTIVE.items():
-        if "mla_up_proj" in modules and not layer.latent:
+        lacks = {"mla_up_proj": not layer.latent, "moe_act": not layer.shape.experts}
+        if any(lacks.get(name, False) for name in modules):
             seconds[letter] = Seconds()  # it has no such module, and keeps everything
             continue
         tokens, pairs = zip(*(module[name] for name in modules), strict=True)

@@ -413,17 +413,19 @@ class Cost:
         if letter == OFFLOAD:
             return np.zeros(loads.chunks)
         held = self._bytes(of.saved_bytes[letter], loads)
-        if letter not in _WITHOUT_MLP:
+        if letter not in _WITHOUT_MLP and self._is_routed(of):
             held = held + self._routed(of, loads)
         return held
 
-    def _routed(self, of: LayerFigures, loads: Loads) -> np.ndarray | float:
+    def _routed(self, of: LayerFigures, loads: Loads) -> np.ndarray:
         """[chunks]: what one layer's experts hold beyond an even share, on the fullest device of
         those that share them. Counted among it is all that a recomputed MLP does not hold."""
-        if self.profile.routing == 1 or self.ep == 1 or not of.expert_parameters:
-            return 0.0
         inside = self._bytes(of.saved_bytes[KEEP], loads) - self._bytes(of.saved_bytes["m"], loads)
         return (self.profile.routing - 1) * np.maximum(inside, 0.0)
+
+    def _is_routed(self, of: LayerFigures) -> bool:
+        """Whether more than an even share is known of what the kind's experts hold."""
+        return self.profile.routing > 1 and self.ep > 1 and of.expert_parameters > 0
 
     def end_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks]: what the first and the last stage hold besides from F to B."""
@@ -509,7 +511,7 @@ class Cost:
             of, letter = self._of(choice)
             per = of.forward_workspace_bytes.get(letter, of.workspace_bytes[Kind.FORWARD])
             most = self._workspace(per, loads)
-            if letter in _WITHOUT_MLP:
+            if letter in _WITHOUT_MLP and self._is_routed(of):
                 most = most + self._routed(of, loads)
             held = np.maximum(held, np.where(count > 0, most, 0.0))
         return self._with_end(held, Kind.FORWARD, loads)
@@ -526,7 +528,7 @@ class Cost:
         """[chunks]: of the layer that lives again while its B or I runs."""
         of, letter = self._of(choice)
         again = self._bytes(of.recompute_workspace_bytes[letter], loads)
-        if letter in _WITHOUT_MLP:
+        if letter in _WITHOUT_MLP and self._is_routed(of):
             again = again + self._routed(of, loads)
         return np.ceil(again)
 

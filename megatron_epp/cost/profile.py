@@ -28,7 +28,7 @@ _READABLE = (1, VERSION)
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 LETTERS = (KEEP, FULL, *SELECTIVE)
 # Files lack these where a layer's figures are those of KEEP, as of all layers in the first files.
-_YOUNGER_LETTERS = ("u",)
+_YOUNGER_LETTERS = ("u", "e")
 
 
 def _check_numbers(value: Any) -> None:

@@ -17,6 +17,8 @@ SELECTIVE = {
     "b": ("mlp", "layernorm"),
     # What makes Q, K and V of latents; a layer whose attention has none keeps everything.
     "u": ("mla_up_proj",),
+    # Between the two products of an expert; a layer without experts keeps everything.
+    "e": ("moe_act",),
 }
 # Everything saved, but in the host's memory between F and B: copied out while F runs, back while
 # B (or I) runs. The K and V that later slices attend to stay on the device.

@@ -92,6 +92,10 @@ def train(
 
         seams.install(seams.EPP_SEAMS)
         forward_step, datasets = setup.setup(args, model, hooks)
+    elif cpu_host.is_cpu_host():
+        from megatron_epp.mcore.model.layer_spec import mend_layer_spec
+
+        mend_layer_spec(model)
     with refusals_as_value_errors():
         configuration = pretrain_cfg_container_from_args(args, model)
     pretrain(

@@ -34,6 +34,8 @@ def read_flags() -> Namespace:
             cpu_host.refuse_gpu_flags(wanted)
         megatron_gpt.refuse_unsupported(wanted)
         refusals.require_whole_experts(wanted)
+        if wanted.epp:
+            refusals.require_equal_stages(wanted)
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)

@@ -71,7 +71,7 @@ def make_planning(
         try:
             stages = cost.budget_bytes
             if config.epp_memory_budget_gib is None:
-                stages = _kept_budgets(args, cost.stages) or stages
+                stages = kept_budgets(args, cost.stages) or stages
                 if args.save:
                     write_whole(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
             if "offload" in options.levers and config.epp_host_memory_gib is None:
@@ -215,7 +215,7 @@ def _require_rate(profile: Profile, config: Config) -> None:
         )
 
 
-def _kept_budgets(args: Any, stages: int) -> tuple[float, ...] | None:
+def kept_budgets(args: Any, stages: int) -> tuple[float, ...] | None:
     """The default budgets of the run that is resumed: its plans were made within them.
 
     ValueError: the file is damaged.

@@ -1,6 +1,7 @@
 """Whether a job's latent attention keeps latents or expanded K and V for later slices."""
 
 import copy
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from megatron_epp.ir import PlanError
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.mcore.calibrate.profile_file import ANALYTIC, FILE_NAME
 from megatron_epp.mcore.config import AUTO, EXPANDED, LATENTS, Config
-from megatron_epp.mcore.job_cost import analytic, training_cost
+from megatron_epp.mcore.job_cost import analytic, kept_budgets, training_cost
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.latent_attention import can_keep_latents
 from megatron_epp.runtime.consensus import share
@@ -82,6 +83,9 @@ def cheaper(args: Any, layers: tuple[int, ...]) -> str:
         trial = copy.copy(args)
         trial.epp_mla_keeps = keeps
         cost = training_cost(trial, config, layers, analytic(trial))
+        if config.epp_memory_budget_gib is None:  # those of the run that is resumed
+            kept = kept_budgets(args, len(layers)) or cost.budget_bytes
+            cost = dataclasses.replace(cost, budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
             planned = planner_of(config.epp_planner)([args.seq_length], cost, options)

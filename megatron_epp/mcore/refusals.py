@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
+from megatron_epp.mcore.config import AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +317,33 @@ REFUSALS = (
 )
 
 
+_PLACES = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "hybrid_layer_pattern",
+)
+
+
+def require_equal_stages(args: argparse.Namespace) -> None:
+    """Raise a ValueError that names the flags, where stages would have other numbers of layers and
+    none of these says which; of flags as they are given."""
+    layers, stages = args.num_layers, args.pipeline_model_parallel_size
+    if not layers or layers < stages or layers % stages == 0:
+        return
+    if any(getattr(args, name, None) for name in _PLACES):
+        return
+    if getattr(args, "epp_partition", None) != "auto":
+        raise ValueError(
+            f"--num-layers {layers}: not divisible by --pipeline-model-parallel-size {stages}; "
+            "expected a multiple, or --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers, or --pipeline-model-parallel-layout, to place the "
+            "layers"
+        )
+
+
 def require_whole_experts(args: argparse.Namespace) -> None:
     """Raise a ValueError unless every rank can hold as many of the experts as any other, and a
     token can choose as many as it is to; of flags as they are given."""
@@ -340,6 +368,32 @@ def require_whole_experts(args: argparse.Namespace) -> None:
         )
 
 
+def require_whole_latents(args: argparse.Namespace, ranks: int) -> None:
+    """Raise a ValueError unless the latents' sizes make sense, and Megatron's own linears can make
+    as many channels of them on each of ``ranks`` tensor-parallel ranks."""
+    if not args.multi_latent_attention:
+        return
+    names = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+    names += ["q_lora_rank"] * (args.q_lora_rank is not None)
+    for name in names:
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {getattr(args, name)}: expected at least 1")
+    rotary, both = args.qk_pos_emb_head_dim, args.kv_lora_rank + args.qk_pos_emb_head_dim
+    if rotary % 2:
+        raise ValueError(f"--qk-pos-emb-head-dim {rotary}: expected a multiple of 2")
+    if args.transformer_impl != "local":  # Transformer Engine's make all of them on every rank
+        return
+    over = f"over --tensor-model-parallel-size {ranks}; expected a multiple of it"
+    if both % ranks:
+        raise ValueError(
+            f"--kv-lora-rank {args.kv_lora_rank} and --qk-pos-emb-head-dim {rotary}: {both} "
+            f"channels do not divide {over}"
+        )
+    if (args.q_lora_rank or 0) % ranks:
+        raise ValueError(f"--q-lora-rank {args.q_lora_rank}: does not divide {over}")
+
+
 def refuse(args: argparse.Namespace) -> None:
     """Raise a ValueError that names the first feature ``args`` ask for and EPP cannot run."""
     context = getattr(args, "seq_length", None)
@@ -354,6 +408,12 @@ def refuse(args: argparse.Namespace) -> None:
             f"--expert-model-parallel-size {args.expert_model_parallel_size}: with "
             f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} experts are spread "
             f"over {blocks} replicas; expected that to divide the {replicas} of the job"
+        )
+    if getattr(args, "multi_latent_attention", False):
+        require_whole_latents(args, args.tensor_model_parallel_size)
+    elif (keeps := getattr(args, "epp_mla_keeps", AUTO)) != AUTO:
+        raise ValueError(
+            f"--epp-mla-keeps {keeps}: the model has no multi-latent attention; leave the flag out"
         )
     if args.context_parallel_size > 1:
         ranks = args.tensor_model_parallel_size

@@ -93,11 +93,10 @@ class Store:
         assert kept.filled >= stop, f"document {document}: {kept.filled} kept, {stop} wanted"
         return kept.key_CGD[start:stop], kept.value_CGD[start:stop]
 
-    def __iter__(self) -> Iterator[tuple[int, int, tuple[Tensor, Tensor]]]:
-        """(layer, document, K and V of what later slices attend to) of everything kept."""
+    def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(layer, document, K of what later slices attend to) of everything kept."""
         for (layer, document), kept in self._kept.items():
-            context = self.context_tokens[document]
-            yield layer, document, (kept.key_CGD[:context], kept.value_CGD[:context])
+            yield layer, document, kept.key_CGD[: self.context_tokens[document]]
 
     def add_window_gradient(
         self, layer: int, document: int, start: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor

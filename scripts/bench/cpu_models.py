@@ -58,7 +58,7 @@ MODELS = {
     """,
     "gpt-oss": f"""{_COMMON}
         --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0
-        --position-embedding-type rope --ffn-hidden-size 128
+        --position-embedding-type yarn --rotary-scaling-factor 32 --ffn-hidden-size 128
         --window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable
         --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128
     """,

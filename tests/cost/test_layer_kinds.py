@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.control.routed_memory import routed_bytes
-from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.analytic import CONTEXT_BLOCK, profile
 from megatron_epp.cost.cost import Cost, even_layers, expert_degree, named_cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
@@ -20,6 +20,7 @@ from megatron_epp.cost.models import MODELS, LayerShape, Model, model
 from megatron_epp.cost.profile import MEASURED, Bytes, Profile, Seconds, Workspace, layer_figures
 from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Plan, Span, Step
 from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.planner.recompute.choices import ladder
 from megatron_epp.sim.play import play
 
 KINDS = {
@@ -632,6 +633,16 @@ def test_the_model_file_of_the_docs(tmp_path) -> None:
     assert all(f"`{name}`" in text for name in fields), fields
 
 
+def test_only_experts_have_an_activation_of_their_own_to_recompute() -> None:
+    for kind, figures in PROFILE.kinds.items():
+        freed = figures.saved_bytes["k"].per_token - figures.saved_bytes["e"].per_token
+        assert freed == (2 * 2 * 40 if kind == "experts" else 0), kind
+        assert (figures.recompute_seconds["e"] != Seconds()) is (kind == "experts")
+    text = json.loads(PROFILE.to_json())
+    assert "e" not in text["saved_bytes"] and "e" in text["other_kinds"]["experts"]["saved_bytes"]
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+
+
 # ------------------------------------------------------------------ memory that routing decides
 
 
@@ -664,3 +675,50 @@ def test_the_fullest_devices_experts_hold_more() -> None:
     assert "routing" not in cost.profile.to_json()
     with pytest.raises(ValueError, match=r"routing: 0\.5: expected a number of at least 1"):
         Profile.from_json(fuller.profile.to_json().replace('"routing": 2.0', '"routing": 0.5'))
+
+
+def test_only_latents_have_an_up_projection_to_recompute() -> None:
+    """DeepSeek-V3: 98,304 bytes a token of Q and K, and 32,768 of V, for a tenth of the
+    forward; of slices whose K and V lie in the store, Q alone."""
+    shape = dataclasses.replace(model("deepseek-v3"), layers=2, pattern="2*dense")
+    queries, keys, values = 2 * 128 * 192, 2 * 128 * 192, 2 * 128 * 128
+    for carries in (True, False):
+        dense = dataclasses.replace(shape.kinds["dense"], carries_latents=carries)
+        one = dataclasses.replace(shape, kinds={"dense": dense})
+        made = profile(one, DEVICES["h100-80g"])
+        kept, again = made.saved_bytes["k"], made.saved_bytes["u"]
+        assert kept.per_token - again.per_token == queries + keys + values
+        in_store = 0 if carries else keys + values
+        assert kept.per_cut_token - again.per_cut_token == queries + keys + values - in_store
+        share = (1536 * 128 * 192 + 512 * 128 * 256) / one.shapes["dense"].active_parameters
+        forward = made.layer_seconds[Kind.FORWARD].per_token
+        assert made.recompute_seconds["u"].per_token == pytest.approx(share * forward)
+        cost = Cost(made, (1, 1), (1e15,) * 2)
+        assert "u" in ladder(cost, cost.loads([Chunk((Span(0, 0, 4096),))], [4096]))
+    plain = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
+    assert plain.saved_bytes["u"] == plain.saved_bytes["k"]
+    assert plain.recompute_seconds["u"] == Seconds()
+    assert '"u"' not in plain.to_json() and Profile.from_json(plain.to_json()) == plain
+    assert Profile.from_json(made.to_json()) == made
+
+
+def test_a_context_of_latents_is_expanded_wherever_it_is_attended_to() -> None:
+    """In F, in B beside its own work, and again where attention is recomputed; block by block."""
+    shape = model("deepseek-v3")
+    made = profile(shape, DEVICES["h100-80g"])
+    figures = made.kinds["dense"]
+    forward = figures.context_seconds[Kind.FORWARD]
+    assert forward == 2 * 512 * 128 * 256 / DEVICES["h100-80g"].linear_flops
+    assert figures.context_seconds[Kind.BACKWARD] == 3 * forward
+    block = CONTEXT_BLOCK * 2 * 128 * (192 + 128)
+    assert figures.workspace_bytes[Kind.FORWARD] == Workspace(per_op=block)
+    assert figures.workspace_bytes[Kind.BACKWARD].per_op == 2 * block
+    dense = dataclasses.replace(
+        shape, layers=1, pattern="dense", kinds={"dense": shape.kinds["dense"]}
+    )
+    cost = Cost(profile(dense, DEVICES["h100-80g"]), (1,), (1e15,))
+    slices = cost.loads([Chunk((Span(0, 0, 4096),)), Chunk((Span(0, 4096, 8192),))], [8192])
+    for letter, again in {"c": True, "f": True, "u": False, "m": False}.items():
+        row = cost.recompute_seconds_per(letter)
+        assert (row[-1] > 0) == again, letter
+    assert cost.seconds(Kind.FORWARD, slices)[0][1] > cost.seconds(Kind.FORWARD, slices)[0][0]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_epp.layers.attention.flash import FlashKernel
+from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import MASK, TransformerEngineKernel
@@ -271,3 +272,21 @@ def test_the_self_test_passes_what_is_right() -> None:
 def test_the_self_test_names_what_is_wrong(kernel, says) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         selftest(kernel(SCALE))
+
+
+class OneSize(PlainKernel):
+    """As FlashAttention 2: heads of one size."""
+
+    def _attend(self, q_THD, k_SGD, v_SGD, borders):
+        assert q_THD.shape[2] == k_SGD.shape[2] == v_SGD.shape[2]
+        return super()._attend(q_THD, k_SGD, v_SGD, borders)
+
+
+@pytest.mark.parametrize("sizes", [(12, 8), (8, 12)])
+def test_kernels_of_one_size_take_values_of_another(sizes) -> None:
+    size, value = sizes
+    kernel, cpu = PaddedKernel(OneSize(SCALE)), torch.device("cpu")
+    for judge in (PlainKernel(SCALE), kernel):
+        require_right(judge, HEADS, GROUPS, size, SCALE, torch.float32, cpu, value)
+    with pytest.raises(AssertionError):
+        require_right(OneSize(SCALE), HEADS, GROUPS, size, SCALE, torch.float32, cpu, value)

@@ -1,9 +1,11 @@
 """Bytes that the cost model promises of a stage of its own measuring, and that running it holds.
 
-python -m tests.mcore.ledger parts|varlen      a line per plan: promised bytes, measured bytes,
+python -m tests.mcore.ledger parts|varlen|latents|expanded
+                                               a line per plan: promised bytes, measured bytes,
                                                and the same two of the host's memory
 
-``varlen`` is the attention of GPUs with plain kernels: its store has room for last slices.
+``varlen`` is the attention of GPUs with plain kernels: its store has room for last slices;
+``latents`` and ``expanded`` are what latent attention may keep.
 """
 
 import sys
@@ -55,6 +57,16 @@ PLANS = (
         "F0 F2 I2 F1 I1 W2 W1 I0 W0",
     ),
 )
+OF_LATENTS = """
+    --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 16
+    --qk-pos-emb-head-dim 8 --v-head-dim 24 --qk-layernorm
+"""
+PLANS_OF_LATENTS = (
+    *PLANS[:4],
+    # The up-projection runs again, in part of the layers, in a slice and beside one.
+    ((500,), ("0[0:200]", "0[200:350]", "0[350:500]"), "uuu", "F0 F1 F2 B2 B1 B0"),
+    ((400, 60), ("0[0:250]", "0[250:400] 1[0:60]"), ("uk", "ku"), "F0 F1 B1 B0"),
+)
 
 
 class Unseen(PlainKernel):
@@ -77,13 +89,18 @@ def plan_of(documents, chunks, letters, order) -> Plan:
 
 
 def main(which: str) -> None:
-    alone = begin(FLAGS.split())
+    flags, plans = FLAGS.split(), PLANS
+    if which in ("latents", "expanded"):
+        at = flags.index("--group-query-attention")
+        flags[at : at + 3] = [*OF_LATENTS.split(), "--epp-mla-keeps", which]
+        plans = PLANS_OF_LATENTS
+    alone = begin(flags)
     if which == "varlen":
         scale = alone.args.kv_channels**-0.5
         alone = replace(alone, attention=VarlenAttention(Unseen(scale)))
     model = build_stage(alone, 2, True, True)
     cost = Cost(profile_of(alone, model), (2,), (1e15,))
-    for words in PLANS:
+    for words in plans:
         plan = plan_of(*words)
         table = replace(cost.table(plan), resident_bytes=(0.0,))
         host = HostStore(alone.device, parameters=model.parameters())

@@ -1,5 +1,6 @@
 """Which attention a rank computes with: the flag, its refusals, and what surrounds GPU kernels."""
 
+import math
 import os
 from types import SimpleNamespace
 
@@ -56,6 +57,23 @@ def test_a_call_sees_the_heads_of_its_rank() -> None:
     assert shape(config(num_query_groups=1)) == (16, 1, 128)
     assert Heads.of(config()).scale == pytest.approx(128**-0.5)
     assert Heads.of(config(softmax_scale=0.5)).scale == 0.5
+
+
+def test_heads_of_latent_attention_have_a_scale_and_a_value_size_of_their_own() -> None:
+    latent = config(
+        multi_latent_attention=True,
+        qk_head_dim=128,
+        qk_pos_emb_head_dim=64,
+        v_head_dim=128,
+        rotary_scaling_factor=40,
+        mscale_all_dim=1.0,
+    )
+    heads = Heads.of(latent)
+    queries = latent.num_attention_heads // latent.tensor_model_parallel_size
+    assert (heads.query, heads.key, heads.size, heads.value) == (queries, queries, 192, 128)
+    stretch = 0.1 * math.log(40) + 1
+    assert heads.scale == pytest.approx(stretch**2 * 192**-0.5)
+    assert Heads.of(config()).value == Heads.of(config()).size
 
 
 def test_a_cpu_has_torchs_kernels() -> None:

@@ -339,6 +339,7 @@ def given(**changes) -> Namespace:
         moe_layer_freq=1,
         window_size=None,
         window_attn_skip_freq=None,
+        no_rope_freq=None,
         num_layers=8,
     )
     vars(args).update(changes)
@@ -362,6 +363,12 @@ def test_experts_are_scaled_down_with_their_structure() -> None:
 )
 def test_a_stage_keeps_both_kinds_of_its_layers(frequency, kept) -> None:
     assert small_kinds(given(moe_layer_freq=frequency), [4, 4], [2, 2])["moe_layer_freq"] == kept
+
+
+def test_layers_are_kept_that_differ_most() -> None:
+    """Of three kinds in a stage of which two are kept: with and without experts, and positions."""
+    made = small_kinds(given(moe_layer_freq=[0, 1] * 4, no_rope_freq=4), [4, 4], [2, 2])
+    assert made == {"moe_layer_freq": [0, 1, 0, 1], "no_rope_freq": [0, 1, 0, 1]}
 
 
 def test_a_pattern_of_other_length_is_one_line() -> None:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
@@ -13,6 +14,15 @@ from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify, verdict
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.scaled.latents import small_latents
+from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.sabotages import stand_in_order
+from tests.mcore.test_training import (
+    OPTIMIZER,
+    STOCK_ON_DOCUMENTS,
+    after_three,
+    first_and_third,
+    tensors,
+)
 
 SABOTAGE = Path(__file__).with_name("sabotage_latents.py")
 LATENTS = (
@@ -103,10 +113,7 @@ def judged() -> Mapping[str, Judged]:
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:
-    source = SABOTAGE.read_text()
-    listed = source[source.index("WAYS: ") :]
-    places = [listed.index(way.replace(" ", "_")) for way in WAYS if "nothing" not in way]
-    assert places == sorted(places)
+    assert stand_in_order(WAYS, SABOTAGE)
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])
@@ -121,6 +128,88 @@ def test_wrong_latents_show(judged, way) -> None:
     assert batch.gradient_error > 1e6 * BOUND, batch
 
 
+# ------------------------------------------------------------------ trained
+
+MODEL = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 12,
+    "qk_layernorm": True,
+    "apply_layernorm_1p": True,
+    "rotary_scaling_factor": 4,
+    "mscale_all_dim": 1.0,
+}
+LENGTHS = [400, 30, 20, 90, 12, 60, 300, 8, 40, 33, 120, 77] * 4
+
+
+def latent_flags(corpus: Path, **changes: object) -> list[str]:
+    words = flags(corpus, **(MODEL | changes))
+    at = words.index("--group-query-attention")  # and its number of groups behind it
+    return words[:at] + words[at + 3 :]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def six(corpus, tmp_path_factory) -> tuple[Path, Run]:
+    folder = tmp_path_factory.mktemp("six")
+    how = {"train_iters": 6, "save": folder, "save_interval": 3, "epp_mla_keeps": "latents"}
+    run = train(latent_flags(corpus, epp=True, **how, **OPTIMIZER))
+    assert run.status == 0, run.output
+    return folder, run
+
+
+def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
+    folder, straight = six
+    how = {"train_iters": 6, "save_interval": 6, "epp_mla_keeps": "latents"}
+    places = {"load": after_three(folder, tmp_path), "save": tmp_path / "resumed"}
+    resumed = train(latent_flags(corpus, epp=True, **how, **places, **OPTIMIZER))
+    assert resumed.status == 0, resumed.output
+    assert first_and_third(resumed.losses) == first_and_third(straight.losses[3:])
+    mine = tensors(tmp_path / "resumed" / "iter_0000006", tmp_path / "a.pt")
+    theirs = tensors(folder / "iter_0000006", tmp_path / "b.pt")
+    assert mine.keys() == theirs.keys()
+    # As Transformer Engine's layers name them.
+    assert any(name.endswith("linear_kv_up_proj.layer_norm_weight") for name in mine)
+    for name in (name for name in mine if mine[name].is_floating_point()):
+        assert torch.equal(mine[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("keeps", ["expanded", "auto"])
+def test_equal_documents_give_megatrons_own_numbers(tmp_path, keeps) -> None:
+    """Losses of Megatron's own schedule, its own projections and attention, with one document a
+    micro-batch."""
+    corpus = write_corpus(tmp_path / "equal", [65] * 24)
+    sizes = {"seq_length": 64, "max_position_embeddings": 64, "train_iters": 4}
+    common = {**sizes, "pipeline_model_parallel_size": 1}
+    elastic = train(latent_flags(corpus, epp=True, epp_mla_keeps=keeps, **common), processes=1)
+    assert elastic.status == 0, elastic.output
+    own = {"micro_batch_size": 1, "calculate_per_token_loss": True, "dataloader_type": "single"}
+    stock = train(latent_flags(corpus, **own, **common), program=STOCK_ON_DOCUMENTS, processes=1)
+    assert stock.status == 0, stock.output
+    assert len(stock.losses) == 4
+    assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
+    assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+
+
+def test_latents_beside_windows_end_with_status_2(corpus) -> None:
+    wrong = {"window_size": "16,0", "epp_mla_keeps": "latents"}
+    how = {"train_iters": 1, "pipeline_model_parallel_size": 1}
+    run = train(latent_flags(corpus, epp=True, **wrong, **how), processes=1)
+    assert run.status == 2, run.output
+    (line,) = run.errors
+    assert line.endswith(
+        "--epp-mla-keeps latents: layers with windows keep the ends of slices, in K and V; leave "
+        "the flag out"
+    )
+
+
 # ------------------------------------------------------------------ scaled down, refused
 
 
@@ -133,6 +222,7 @@ def sizes(**others) -> Namespace:
         "qk_head_dim": 128,
         "qk_pos_emb_head_dim": 64,
         "v_head_dim": 128,
+        "transformer_impl": "local",
     }
     return Namespace(**(given | others))
 
@@ -155,9 +245,19 @@ def test_the_small_model_has_the_heads_proportions() -> None:
     [
         ({"kv_lora_rank": 0}, "--kv-lora-rank 0: expected at least 1"),
         ({"qk_pos_emb_head_dim": 3}, "--qk-pos-emb-head-dim 3: expected a multiple of 2"),
+        (
+            {"kv_lora_rank": 511},
+            "--kv-lora-rank 511 and --qk-pos-emb-head-dim 64: 575 channels do not divide over "
+            "--tensor-model-parallel-size 2; expected a multiple of it",
+        ),
+        (
+            {"q_lora_rank": 1535},
+            "--q-lora-rank 1535: does not divide over --tensor-model-parallel-size 2; expected a "
+            "multiple of it",
+        ),
     ],
 )
 def test_sizes_that_cannot_be(wrong, line) -> None:
     with pytest.raises(ValueError) as refusal:
-        small_latents(sizes(**wrong), 64, 1, 8)
+        small_latents(sizes(**wrong), 64, 2, 8)
     assert str(refusal.value) == line

@@ -20,3 +20,18 @@ def test_a_stage_holds_what_was_promised(attention: str) -> None:
         assert there == pytest.approx(found, rel=0.05) and there > 0
     # The layer that lives again is charged as if its slice's K and V were made again, too.
     assert recomputed[1] <= recomputed[0] <= 1.05 * recomputed[1]
+
+
+@pytest.mark.parametrize("keeps", ["latents", "expanded"])
+def test_a_stage_with_latent_attention_holds_what_was_promised(keeps: str) -> None:
+    done = train([keeps], processes=1, program=("-m", "tests.mcore.ledger"))
+    assert done.status == 0, done.output
+    slices, recomputed, *others = (
+        tuple(map(float, line.split())) for line in done.output.splitlines()[-6:]
+    )
+    for promised, measured, *on_host in (slices, *others):
+        assert promised == pytest.approx(measured, rel=0.002)
+        assert on_host == [0, 0]
+    assert recomputed[1] <= recomputed[0] <= 1.1 * recomputed[1]
+    # Beside the slices' own rows latents are little; with the up-projection made again all is less.
+    assert others[2][1] < slices[1]

@@ -163,6 +163,11 @@ def test_the_command_measures_one_layer_of_every_kind(tmp_path, capsys) -> None:
     dense, experts, full = (each.saved_bytes[KEEP].per_token for each in made.kinds.values())
     # Two of four experts of 16 in the place of one MLP of 128, and what routers keep.
     assert experts < 0.8 * dense and full == pytest.approx(experts, rel=0.02)
+    # The activation's output of two experts, and what Megatron's unfused one saves inside it.
+    for kind, each in made.kinds.items():
+        freed = each.saved_bytes[KEEP].per_token - each.saved_bytes["e"].per_token
+        assert freed >= 2 * 16 * 4 if kind.endswith("experts") else freed == 0, kind
+        assert each.recompute_seconds["e"].per_token > 0 or kind.endswith("dense")
     said = capsys.readouterr().out
     assert f"kinds {' '.join(kinds)}" in said
     assert all(f"layer {kind}   F" in said for kind in kinds)

@@ -1,5 +1,6 @@
 """Bad input: one clear line, status 2 on every rank, nothing left running."""
 
+import argparse
 import os
 import re
 import signal
@@ -14,9 +15,9 @@ from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Kind, Op, Plan, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.recompute import LETTERS
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
 from megatron_epp.mcore.config import Config, add_arguments
-from megatron_epp.mcore.refusals import REFUSALS, refuse
+from megatron_epp.mcore.refusals import REFUSALS, refuse, require_equal_stages
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
 
 
@@ -44,7 +45,7 @@ def test_every_letter_of_plans_runs() -> None:
     )
     step = Step.parse(str(plan))
     accept(SourcedStep(step, str(step)), [5], False, layers=(3,), replica=0, replicas=1)
-    assert set(EXECUTABLE) == set(LETTERS)
+    assert set(EXECUTABLE + OF_LATENTS + OF_EXPERTS) == set(LETTERS)
 
 
 EXPERTS = {
@@ -101,7 +102,8 @@ class Wanted:
         (EXPERTS | {"moe_latent_size": 64}, "latents"),
         (EXPERTS | {"moe_use_upcycling": True}, "upcycle once without --epp"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
-        ({"multi_latent_attention": True}, "multi-latent attention"),
+        ({"mla_down_proj_fusion": True}, "one product for both latents"),
+        ({"cache_mla_latents": True}, "for inference"),
         ({"qk_clip": True}, "largest logit"),
         ({"log_max_attention_logit": True}, "largest logit"),
         ({"window_size": (4096, 0)}, "--window-size W,0"),
@@ -117,7 +119,7 @@ class Wanted:
         ({"cpu_offloading_num_layers": 2}, "offloading"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"defer_embedding_wgrad_compute": True}, "deferred embedding"),
-        ({"position_embedding_type": "yarn"}, "position embeddings"),
+        ({"position_embedding_type": "mrope"}, "position embeddings"),
         ({"micro_batch_size": 4}, "--micro-batch-size"),
         ({"calculate_per_token_loss": False}, "averaged per micro-batch"),
         ({"mock_data": True}, "--data-path"),
@@ -186,6 +188,17 @@ def test_a_missing_index(tmp_path):
 def test_more_stages_than_layers(corpus):
     words = flags(corpus, pipeline_model_parallel_size=2, num_layers=1, epp=True)
     refused(words, "layers", processes=2)
+
+
+def test_layers_that_do_not_divide(corpus):
+    words = flags(corpus, pipeline_model_parallel_size=2, num_layers=3, epp=True)
+    said = "--num-layers 3: not divisible by --pipeline-model-parallel-size 2; expected a multiple"
+    refused(words, said, processes=2)
+    wanted = argparse.Namespace(num_layers=61, pipeline_model_parallel_size=2)
+    with pytest.raises(ValueError, match="--decoder-last-pipeline-num-layers, or --pip"):
+        require_equal_stages(wanted)
+    for name in ("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"):
+        require_equal_stages(argparse.Namespace(**{**vars(wanted), name: 31}))
 
 
 def test_a_batch_that_does_not_divide(corpus):
@@ -295,3 +308,11 @@ def _child_of(parent: int, rank: int) -> int:
         if its_parent == parent and f"RANK={rank}".encode() in variables:
             return int(entry.name)
     raise AssertionError(f"torchrun {parent} has no rank {rank}")
+
+
+def test_what_latents_keep_is_nothing_where_there_are_none() -> None:
+    with pytest.raises(ValueError) as refusal:
+        refuse(Wanted(epp_mla_keeps="latents"))
+    assert str(refusal.value) == (
+        "--epp-mla-keeps latents: the model has no multi-latent attention; leave the flag out"
+    )

@@ -17,8 +17,11 @@ from megatron_epp.layers.recompute.outputs import Dropped, remade, without
 Checkpoint = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 OF_LATENTS = "u"  # of layers with latent attention alone
+OF_EXPERTS = "e"  # of layers with experts alone
 # Choices whose bytes and seconds are a layer's own.
-ON_DEVICE = KEEP + FULL + "".join(letter for letter in SELECTIVE if letter != OF_LATENTS)
+ON_DEVICE = (
+    KEEP + FULL + "".join(letter for letter in SELECTIVE if letter not in (OF_LATENTS, OF_EXPERTS))
+)
 EXECUTABLE = ON_DEVICE + OFFLOAD
 MODULES = {letter: frozenset(modules) for letter, modules in SELECTIVE.items()}
 

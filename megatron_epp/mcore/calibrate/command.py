@@ -177,7 +177,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
     def attach(models: list[Any]) -> list[Any]:
         attention = attention_for(config.epp_attention, models[0].config, this_device())
-        choose_kept(args, models[0], attention, (1,) * pp, groups)
+        choose_kept(args, models[0], attention, (args.num_layers // pp,) * pp, groups)
         install_in_model(models[0], args.seq_length, attention)
         if getattr(args, FUSED_LINEARS, False):
             fuse_weight_gradients(models[0])
@@ -208,6 +208,7 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
     whole.num_layers = layers
     kinds = list(dict.fromkeys(layer_shapes(whole))) * pp
     args.num_layers = args.encoder_num_layers = len(kinds)
+    args.no_rope_freq = None  # layers without positions cost what others do
     if args.num_experts:
         args.moe_layer_freq = [int(kind.experts > 0) for kind in kinds]
     if args.window_size:

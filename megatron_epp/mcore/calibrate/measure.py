@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import device as named_device
@@ -22,7 +21,7 @@ from megatron_epp.cost.fit import Sample, fit_profile, line_above
 from megatron_epp.cost.models import Layer, Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
-from megatron_epp.layers.recompute.wrap import OF_LATENTS, ON_DEVICE
+from megatron_epp.layers.recompute.wrap import OF_EXPERTS, OF_LATENTS, ON_DEVICE
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
 from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
@@ -92,12 +91,18 @@ def _points(base: int) -> tuple[Point, ...]:
     return (*small, *_POINTS, *small)
 
 
+def letters_of(layer: Layer) -> str:
+    """The recompute letters that make a difference to ``layer``, and KEEP."""
+    return ON_DEVICE + OF_LATENTS * layer.latent + OF_EXPERTS * bool(layer.shape.experts)
+
+
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """The chunks to measure: the largest base size whose work stays below ``flops``."""
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
         made = []
-        for point in _points(base):
+        own = (Point(1.0, letter=letter) for letter in letters_of(layer) if letter not in ON_DEVICE)
+        for point in (*_points(base), *own):
             tokens = max(16, int(base * point.tokens))
             behind = min(int(base * point.context), max(0, context - tokens))
             made.append((Shape(min(tokens, context), behind, point.pieces), point.letter))
@@ -142,7 +147,7 @@ class Readings:
     """What one rank measured.
 
     held            samples of bytes from F to B; ``peaks`` beyond them
-    again           (letter, seconds that it added to B, seconds of F) of one layer
+    again           (letter, tokens, seconds that it added to B, seconds of F) of one layer
     module_seconds  by name of a selective set's module: of one layer, per token
     link            (tokens of a message, seconds)
     split           backwards whole and in halves
@@ -153,7 +158,7 @@ class Readings:
     backward: list[Sample] = dataclasses.field(default_factory=list)
     held: list[Sample] = dataclasses.field(default_factory=list)
     peaks: list[Peak] = dataclasses.field(default_factory=list)
-    again: list[tuple[str, float, float]] = dataclasses.field(default_factory=list)
+    again: list[tuple[str, int, float, float]] = dataclasses.field(default_factory=list)
     module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     split: list[Split] = dataclasses.field(default_factory=list)
@@ -186,11 +191,9 @@ def calibrate(
         mine: Probe | None = probe
         if kinds:
             mine = probe.of_layer(kinds.index(kind)) if kind in kinds else None
-        window = layer.shape.window
         # The ends once, whatever their stages' layers are.
-        there = mine is not None
-        letters = _letters(layer)
-        _measure_bytes(mine or probe, readings, context, window, letters, layers=there, ends=first)
+        there = layer if mine is not None else None
+        _measure_bytes(mine or probe, readings, context, there, ends=first)
         shapes = grid(layer, context, flops)
         _measure_seconds(mine, groups, shapes, readings, layer)
         if first:
@@ -217,20 +220,13 @@ def calibrate(
 
 
 def _measure_bytes(
-    probe: Probe,
-    readings: Readings,
-    context: int,
-    window: int = 0,
-    letters: str = ON_DEVICE,
-    *,
-    layers: bool = True,
-    ends: bool = True,
+    probe: Probe, readings: Readings, context: int, layer: Layer | None, *, ends: bool = True
 ):
-    """Of the ``layers`` that the probe runs, and of the ``ends``."""
+    """Of the ``layer`` that the probe runs, if any, and of the ``ends``."""
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
-        if layers:
-            _measure_layer_bytes(probe, readings, tokens, tokens in sizes[-2:], window, letters)
+        if layer is not None:
+            _measure_layer_bytes(probe, readings, tokens, tokens in sizes[-2:], layer)
         if not ends:
             continue
         shape = Shape(tokens)
@@ -242,30 +238,25 @@ def _measure_bytes(
                 readings.held.append(Sample("", first, last, tokens, shape.pairs, 0, held))
             if last:
                 readings.peaks += _peaks(measured, KEEP, True, tokens)
-    for behind in _contexts(probe, context) if on_gpu and layers else ():
+    for behind in _contexts(probe, context) if on_gpu and layer is not None else ():
         measured = _weighed(probe, Shape(_BEHIND_TOKENS, behind), KEEP)
         readings.peaks += _peaks(measured, KEEP, False, _BEHIND_TOKENS, behind)
 
 
 def _measure_layer_bytes(
-    probe: Probe, readings: Readings, tokens: int, fits_line: bool, window: int, letters: str
+    probe: Probe, readings: Readings, tokens: int, fits_line: bool, layer: Layer
 ):
     """``fits_line``: whether what is held from F to B is one of the fit's samples."""
-    for letter in letters:
+    for letter in letters_of(layer):
         for cut in (False, True):
             shape = Shape(tokens, cut=cut)
             measured = _weighed(probe, shape, letter)
             kept = tokens if cut else 0
             if fits_line:
-                load = (tokens, shape.pairs_within(window), kept)
+                load = (tokens, shape.pairs_within(layer.shape.window), kept)
                 readings.held.append(Sample(letter, False, False, *load, measured.held_bytes))
             if not cut:
                 readings.peaks += _peaks(measured, letter, False, tokens)
-
-
-def _letters(layer: Layer) -> str:
-    """The choices that layers of this kind have figures of their own for."""
-    return ON_DEVICE + OF_LATENTS if layer.latent else ON_DEVICE
 
 
 def _sizes(probe: Probe, context: int) -> list[int]:
@@ -336,7 +327,8 @@ def _measure_seconds(
                 rows.append(Sample(KEEP, False, False, *load, seconds, context=behind))
         elif (shape, KEEP) in typical:
             plain = typical[shape, KEEP]
-            readings.again.append((letter, max(0.0, backward - plain[1]), plain[0]))
+            more = max(0.0, backward - plain[1])
+            readings.again.append((letter, shape.tokens, more, plain[0]))
 
 
 def _measure_end_seconds(
@@ -364,20 +356,6 @@ def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings
     for name, parts in modules.items():
         seconds = [sum(probe.module_seconds(shape, p) for p in parts) for _ in range(REPEATS)]
         readings.module_seconds[name] = median(seconds) / shape.tokens
-    seconds = [_up_projection_seconds(probe, shape) for _ in range(REPEATS)]
-    readings.module_seconds["mla_up_proj"] = median(seconds) / shape.tokens
-
-
-def _up_projection_seconds(probe: Probe, shape: Shape) -> float:
-    """0 where the layer makes nothing of latents."""
-    config, attention = probe.config, probe.layer.self_attention
-    if not isinstance(attention, MultiLatentAttention):
-        return 0.0
-    of_queries = (
-        attention.linear_q_proj if config.q_lora_rank is None else (attention.linear_q_up_proj)
-    )
-    kv = probe.module_seconds(shape, attention.linear_kv_up_proj, config.kv_lora_rank)
-    return kv + probe.module_seconds(shape, of_queries, config.q_lora_rank or 0)
 
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings):
@@ -422,7 +400,7 @@ def _of_all_kinds(
 def _fitted(
     every: Sequence[Readings], model: Model, kind: str, origin: Provenance, probe: Probe
 ) -> Profile:
-    config = probe.config
+    config, layer = probe.config, model.shapes[kind]
     device = named_device("cpu" if probe.device.type == "cpu" else _GPU)
     template = analytic_profile(model, device).of_kind(kind)
     best_link: dict[int, float] = {}
@@ -441,12 +419,11 @@ def _fitted(
         link_seconds=sorted(best_link.items()),
     )
     profile = fitted.profile
-    letters = _letters(model.shapes[kind])
     workspace, last_workspace, again, forward = _workspaces(
         [peak for readings in every for peak in readings.peaks], probe.head_tokens
     )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
-    kv = _carried_channels(model.shapes[kind], config, ranks)
+    kv = _carried_channels(layer, config, ranks)
     gradient = torch.promote_types(config.params_dtype, torch.float32)
     splits = [split for readings in every for split in readings.split]
     source = "; ".join(f"{what} {quality}" for what, quality in fitted.quality.items())
@@ -457,7 +434,7 @@ def _fitted(
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
         recompute_seconds=_recompute_seconds(every, profile),
         saved_bytes={
-            letter: profile.saved_bytes[letter if letter in letters else KEEP]
+            letter: profile.saved_bytes[letter if letter in letters_of(layer) else KEEP]
             for letter in profile.saved_bytes
         },
         first_bytes=_alike(profile.first_bytes),
@@ -550,10 +527,11 @@ def _workspaces(
 
 
 def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str, Seconds]:
-    """Full: a layer's forward, times how much longer B really took. Selective: its modules'."""
+    """Full: a layer's forward, times how much longer B really took. Selective: its modules', or
+    what B took longer; nothing of modules that the layer has not."""
     forward = profile.layer_seconds[Kind.FORWARD]
     ratios = sorted(
-        more / plain for readings in every for letter, more, plain in readings.again
+        more / plain for readings in every for letter, _, more, plain in readings.again
         if letter == FULL
     )  # fmt: skip
     ratio = ratios[len(ratios) // 2] if ratios else 1.0
@@ -562,6 +540,15 @@ def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str,
         name: Seconds(per_token=max(seconds[name] for seconds in measured)) for name in measured[0]
     }
     modules["core_attn"] = Seconds(per_pair=forward.per_pair)
+    for own in (OF_LATENTS, OF_EXPERTS):
+        longer = [
+            more / tokens
+            for readings in every
+            for letter, tokens, more, _ in readings.again
+            if letter == own
+        ]
+        (name,) = SELECTIVE[own]
+        modules[name] = Seconds(per_token=median(longer) if longer else 0.0)
     seconds = {KEEP: Seconds(), FULL: _times(forward, ratio)}
     for letter, names in SELECTIVE.items():
         seconds[letter] = Seconds(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
 from megatron_epp.cost.loads import pairs_within
@@ -21,8 +22,8 @@ from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import Aside
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.model.attention import Heads
-from megatron_epp.mcore.model.hooks import ChunkParams
+from megatron_epp.mcore.model.hooks import ChunkParams, ElasticAttention
+from megatron_epp.mcore.model.latent_attention import LatentLayer
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
@@ -144,14 +145,36 @@ class Probe:
     @property
     def keeps_last(self) -> bool:
         """Whether the stage's attention has the store keep the K and V of last slices, too."""
-        return self.layer.self_attention.keeps_last
+        return self._attends.keeps_last
+
+    @property
+    def _attends(self) -> ElasticAttention | LatentLayer:
+        """What stands in the place of the layer's attention."""
+        around = self.layer.self_attention
+        if isinstance(around, MultiLatentAttention):
+            return around._run_core_attention.__self__
+        return around.core_attention.forward
+
+    @property
+    def _kept_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(heads, channels) of the K and the V that later slices get, on this rank, or of what they
+        make them of."""
+        config, attends = self.config, self._attends
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        if not isinstance(attends, LatentLayer):
+            size = max(1, config.num_query_groups // ranks), config.kv_channels
+            return size, size
+        turned = config.qk_pos_emb_head_dim
+        if attends.attention.latents:
+            return (1, config.kv_lora_rank), (1, turned)
+        heads = config.num_attention_heads // ranks
+        return (heads, config.qk_head_dim + turned), (heads, config.v_head_dim)
 
     def most_context(self, share: float) -> int:
         """Tokens of a context whose K and V in one layer, with their gradients as the store and as
         a kernel has them, take ``share`` of the GPU's memory."""
         total = torch.cuda.get_device_properties(self.device).total_memory
-        heads = Heads.of(self.config)
-        channels = heads.key * (heads.size + heads.value)
+        channels = sum(heads * size for heads, size in self._kept_sizes)
         gradient = torch.promote_types(self._dtype, torch.float32)
         return int(share * total) // (channels * (2 * self._dtype.itemsize + gradient.itemsize))
 
@@ -208,14 +231,9 @@ class Probe:
         positions = params.positions[None]
         return self._pass(lambda: self.model.embedding(tokens, positions), store, weigh)
 
-    def module_seconds(
-        self, shape: Shape, module: Callable[[Tensor], Any], channels: int = 0
-    ) -> float:
-        """Forward alone of one of a layer's modules; ``channels``: of its input, 0: as hidden
-        states have."""
+    def module_seconds(self, shape: Shape, module: Callable[[Tensor], Any]) -> float:
+        """Forward alone of one of a layer's modules."""
         hidden = self._hidden(shape)
-        if channels:
-            hidden = self._normal((len(hidden), channels)).requires_grad_()
         began = self.now()
         module(hidden)
         return self.now() - began
@@ -270,7 +288,8 @@ class Probe:
 
     def _answer(self, store: Store):
         """What a later slice's backward leaves behind for one that is not the last."""
-        for layer, document, kept in store:
+        for layer, document, key_CGD in store:
+            kept = store.context(layer, document, len(key_CGD))
             store.add_gradient(layer, document, *map(torch.zeros_like, kept))
 
     def _chunk(self, shape: Shape, letters: str) -> tuple[Store, ChunkParams]:
@@ -281,7 +300,8 @@ class Probe:
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(letters)):
             if shape.context:
-                store.append(layer, 0, 0, *map(self._normal, self._kept_sizes(shape.context)))
+                kept = (self._normal((shape.context, *size)) for size in self._kept_sizes)
+                store.append(layer, 0, 0, *kept)
         rows = self.share.padded(shape.tokens)
         state = ChunkState(0, shape.rows, rows, KEEP * self.at + letters, store)
         positions = torch.zeros(rows, dtype=torch.int64)
@@ -289,14 +309,6 @@ class Probe:
             counted = torch.arange(part.span.start, part.span.stop)
             positions[part.start : part.stop] = counted % self.context
         return store, ChunkParams.of(state, positions[self.share.mine(rows)].to(self.device))
-
-    def _kept_sizes(self, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Of the two tensors that are kept of a context: K and V, or latents and rotated keys."""
-        if self.layer.self_attention.keeps_latents:
-            config = self.config
-            return (tokens, 1, config.kv_lora_rank), (tokens, 1, config.qk_pos_emb_head_dim)
-        heads = Heads.of(self.config)
-        return (tokens, heads.key, heads.size), (tokens, heads.key, heads.value)
 
     def _hidden(self, shape: Shape) -> Tensor:
         rows = self.share.message(self.share.padded(shape.tokens))

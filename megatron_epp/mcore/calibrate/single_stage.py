@@ -23,7 +23,7 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore import megatron_gpt, refusals
-from megatron_epp.mcore.config import FUSED_LINEARS, LATENTS, Config
+from megatron_epp.mcore.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
 from megatron_epp.mcore.data.chunk_batches import Feed
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags import be_the_only_process, read_flags
@@ -70,6 +70,7 @@ def begin(flags: Sequence[str]) -> Alone:
     transformer = gpt_config_from_args(args).transformer
     attention = attention_for(config.epp_attention, transformer, device)
     attention.latents = config.epp_mla_keeps == LATENTS
+    args.epp_mla_keeps = LATENTS if attention.latents else EXPANDED  # auto is for whole jobs
     return Alone(args, config, attention, device, RowShare.of(args))
 
 

@@ -56,8 +56,8 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def plain_model(args: Namespace) -> GPTModel:
-    """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py), and
-    that it can add its experts' biases."""
+    """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py,
+    model/experts/biases.py)."""
     description = gpt_config_from_args(args)
     mend_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(

@@ -13,7 +13,7 @@ from megatron.core.distributed.finalize_model_grads import (
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
-from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
+from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
 from megatron_epp.mcore.certify.adapters import adapt, gradient
 from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.compare import whole
@@ -59,7 +59,8 @@ class Plain:
         for key, tensor in sorted(weights.items()):
             weights[key] = tensor + scale * generator.standard_normal(tensor.shape)
         fill(self.model, weights)
-        letters = letters_drawn(EXECUTABLE + OF_LATENTS * args.multi_latent_attention)
+        drawn = EXECUTABLE + OF_LATENTS * args.multi_latent_attention
+        letters = letters_drawn(drawn + OF_EXPERTS * bool(args.num_experts))
         self.frame = Frame(
             args.padded_vocab_size,
             small.layers,

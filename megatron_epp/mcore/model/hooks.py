@@ -65,6 +65,7 @@ class ElasticAttention:
     def __init__(self, attention: Attention, layer: int, dropped: Dropped, ulysses: Ulysses | None):
         self.attention, self.layer = attention, layer
         self.dropped, self.ulysses = dropped, ulysses
+        self.keeps_last = attention.keeps_last
 
     def __call__(
         self,
@@ -148,9 +149,6 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
         ulysses = Ulysses(ranks) if ranks.size() > 1 else None
         own = _of_layer(attention, model.config, layer.layer_number, around.core_attention, ranks)
         latent = isinstance(around, MultiLatentAttention)
-        # What the store holds of a layer, for whoever measures it.
-        around.keeps_last = own.keeps_last
-        around.keeps_latents = latent and own.latents
         if latent:
             mla = LatentLayer(around, own, index, context, dropped, ulysses, _Alone())
             mla.install()

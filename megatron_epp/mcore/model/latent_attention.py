@@ -60,6 +60,7 @@ class LatentLayer:
     ):
         self.around, self.attention, self.layer = around, attention, layer
         self.context, self.dropped, self.ulysses, self._alone = context, dropped, ulysses, alone
+        self.keeps_last = attention.keeps_last
         self._latents = LatentsAttention(attention.scale)
         self._made: _Made | None = None  # by project, for attend
         config = around.config
@@ -72,8 +73,7 @@ class LatentLayer:
         self._plain = around.get_query_key_value_tensors, around._run_core_attention
         around.get_query_key_value_tensors = self.project
         around._run_core_attention = self.attend
-        # The output layer's consumer comes last; of two readers of the norm the first leaves what
-        # was promised to the second.
+        # Two linears read the layer's norm: the first leaves the promise of it to the second.
         if around.config.q_lora_rank is None:
             first, second = around.linear_kv_down_proj, around.linear_q_proj
         else:
@@ -241,18 +241,15 @@ class LatentLayer:
         heads that this rank attends with. Their gradients here are of these heads alone: what made
         the rows whole adds them up over the ranks."""
         if self._tensor > 1:
-            gather = self.around.config.sequence_parallel
-            whole = gather_from_sequence_parallel_region if gather else _shared
-            latent_sR = whole(latent_sR)
+            if self.around.config.sequence_parallel:
+                latent_sR = gather_from_sequence_parallel_region(latent_sR)
+            else:
+                latent_sR = copy_to_tensor_model_parallel_region(latent_sR)
         latent_t1R = latent_sR[:, None]
         if self.ulysses is not None:
             latent_t1R, rotary_t1P = self.ulysses.to_all((latent_t1R, rotary_t1P))
             weight_NR = self.ulysses.of_my_heads(weight_NR)
         return Latents(latent_t1R, rotary_t1P, weight_NR)
-
-
-def _shared(tensor: Tensor) -> Tensor:
-    return copy_to_tensor_model_parallel_region(tensor)
 
 
 class _Made:

@@ -24,7 +24,10 @@ from megatron_epp.mcore.model.normed_linear import NormedColumnParallelLinear
 
 def mend_layer_spec(description: Any) -> None:
     """Make the model that ``description`` (Megatron's GPTModelConfig) builds have such layers."""
-    wanted = description.transformer_layer_spec
+    wanted, config = description.transformer_layer_spec, description.transformer
+    lacking = config.multi_latent_attention or config.qk_l2_norm
+    if not lacking and config.context_parallel_size == 1:
+        return
 
     def spec(description: Any, vp_stage: int | None = None) -> Any:
         if wanted is None:

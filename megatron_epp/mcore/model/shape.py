@@ -59,7 +59,7 @@ def window_layers(args: Any) -> tuple[bool, ...]:
         return (True,) * args.num_layers
     if isinstance(skip, int):
         return tuple(number % skip != 0 for number in range(1, args.num_layers + 1))
-    return _of_all_layers("--window-attn-skip-freq", skip, args.num_layers)
+    return of_all_layers("--window-attn-skip-freq", skip, args.num_layers)
 
 
 def expert_layers(args: Any) -> tuple[bool, ...]:
@@ -69,10 +69,11 @@ def expert_layers(args: Any) -> tuple[bool, ...]:
     every = args.moe_layer_freq
     if isinstance(every, int):
         return tuple(layer % every == 0 for layer in range(args.num_layers))
-    return _of_all_layers("--moe-layer-freq", every, args.num_layers)
+    return of_all_layers("--moe-layer-freq", every, args.num_layers)
 
 
-def _of_all_layers(flag: str, given: Sequence[int], layers: int) -> tuple[bool, ...]:
+def of_all_layers(flag: str, given: Sequence[int], layers: int) -> tuple[bool, ...]:
+    """What ``flag`` says of every layer. ValueError: it says it of more or of fewer."""
     if len(given) != layers:
         raise ValueError(f"{flag}: {len(given)} layers; expected --num-layers, {layers}")
     return tuple(map(bool, given))

@@ -212,8 +212,6 @@ def _norm_with_sequence_parallelism(original: Callable[..., Any]) -> Callable[..
     @functools.wraps(original)
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         centred = config.layernorm_zero_centered_gamma
-        if not config.sequence_parallel and not centred:
-            return original(cls, config, *args, **kwargs)
         plain = copy.copy(config)
         plain.sequence_parallel = plain.layernorm_zero_centered_gamma = False
         norm = original(cls, plain, *args, **kwargs)

@@ -9,6 +9,8 @@ from argparse import Namespace
 from math import lcm
 from typing import Any
 
+from megatron_epp.mcore.refusals import require_whole_latents
+
 LEAST_RANK = 8
 
 
@@ -17,15 +19,11 @@ def small_latents(args: Namespace, hidden: int, tp: int, head_size: int) -> dict
     part of Q and K that is not rotated. ValueError: one line."""
     if not args.multi_latent_attention:
         return {}
-    for name, value in _sizes(args).items():
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+    require_whole_latents(args, tp)
     turned, rotary = args.qk_pos_emb_head_dim, lcm(2, tp)
-    if turned % 2:
-        raise ValueError(f"--qk-pos-emb-head-dim {turned}: expected a multiple of 2")
 
     def rank(value: int) -> int:
-        return max(LEAST_RANK, round(value / args.hidden_size * hidden)) // tp * tp
+        return -(-max(LEAST_RANK, round(value / args.hidden_size * hidden)) // tp) * tp
 
     changed = {
         "kv_lora_rank": rank(args.kv_lora_rank),
@@ -37,9 +35,3 @@ def small_latents(args: Namespace, hidden: int, tp: int, head_size: int) -> dict
     if args.q_lora_rank is not None:
         changed["q_lora_rank"] = rank(args.q_lora_rank)
     return changed
-
-
-def _sizes(args: Namespace) -> dict[str, int]:
-    names = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
-    names += ["q_lora_rank"] * (args.q_lora_rank is not None)
-    return {name: getattr(args, name) for name in names}

@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from megatron_epp.mcore.model.shape import expert_layers, window_layers
+from megatron_epp.mcore.model.shape import expert_layers, of_all_layers, window_layers
 
 # Inputs that a query sees in front of it: drawn slices are shorter and longer.
 WINDOW = 7
@@ -13,8 +13,8 @@ WINDOW = 7
 def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """The values that keep layers of every kind of Megatron's parsed ``args``; ``stages`` and
     ``counts``: layers of every stage before and after. ValueError: one line."""
-    experts, windows = expert_layers(args), window_layers(args)
-    chosen = kept_layers(list(zip(experts, windows, strict=True)), stages, counts)
+    experts, windows, bare = expert_layers(args), window_layers(args), _without_positions(args)
+    chosen = kept_layers(list(zip(experts, windows, bare, strict=True)), stages, counts)
     changed: dict[str, Any] = {}
     if args.num_experts:
         kept = [int(experts[layer]) for layer in chosen]
@@ -23,22 +23,41 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
         changed["window_size"] = (WINDOW, *args.window_size[1:])
         if args.window_attn_skip_freq is not None:
             changed["window_attn_skip_freq"] = [int(windows[layer]) for layer in chosen]
+    if args.no_rope_freq is not None:
+        changed["no_rope_freq"] = [int(bare[layer]) for layer in chosen]
     return changed
 
 
+def _without_positions(args: Namespace) -> tuple[bool, ...]:
+    """Which layers have no rotary embedding: --no-rope-freq."""
+    every = args.no_rope_freq
+    if every is None or isinstance(every, int):
+        return tuple(
+            every is not None and number % every == 0 for number in range(1, args.num_layers + 1)
+        )
+    return of_all_layers("--no-rope-freq", every, args.num_layers)
+
+
 def kept_layers(
-    kinds: Sequence[Hashable], stages: Sequence[int], counts: Sequence[int]
+    kinds: Sequence[tuple[Hashable, ...]], stages: Sequence[int], counts: Sequence[int]
 ) -> list[int]:
-    """The numbers of the kept layers; ``kinds`` of all layers, ``stages`` and ``counts``: layers of
-    every stage before and after. Of every kind that a stage has at least one where that is
-    possible, else of those that most of its layers are of."""
+    """The numbers of the kept layers; ``kinds`` of all layers, each by what it has of everything in
+    which layers differ; ``stages`` and ``counts``: layers of every stage before and after. Of every
+    kind that a stage has at least one where that is possible; else first the one that most of its
+    layers are of, then those that differ most from the ones that are kept."""
     kept: list[int] = []
     start = 0
     for layers, few in zip(stages, counts, strict=True):
         here = list(kinds[start : start + layers])
         first = {kind: here.index(kind) for kind in reversed(here)}
-        common = sorted(first, key=lambda kind: (-here.count(kind), first[kind]))
-        chosen = [first[kind] for kind in common[:few]]
+        left = sorted(first, key=lambda kind: (-here.count(kind), first[kind]))
+        seen: set[tuple[int, Hashable]] = set()
+        chosen: list[int] = []
+        while left and len(chosen) < few:
+            kind = max(left, key=lambda kind: len(set(enumerate(kind)) - seen))
+            left.remove(kind)
+            seen |= set(enumerate(kind))
+            chosen.append(first[kind])
         others = [layer for layer in range(layers) if layer not in chosen]
         kept += [start + layer for layer in sorted([*chosen, *others[: few - len(chosen)]])]
         start += layers

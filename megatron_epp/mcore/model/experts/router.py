@@ -28,6 +28,7 @@ from megatron_epp.layers.experts.ledger import Balancing, Ledger
 from megatron_epp.layers.experts.passing import Passing
 from megatron_epp.layers.recompute.outputs import Dropped
 from megatron_epp.layers.recompute.wrap import wrap_consumer
+from megatron_epp.mcore.model.experts.activation import wrap_activations
 from megatron_epp.mcore.model.experts.biases import let_biases_be_added
 
 # Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
@@ -94,6 +95,7 @@ def install_in_experts(layer: MoELayer, index: int, passing: Passing, dropped: D
         wrap_consumer(layer.shared_experts, dropped, last=False)
     wrap_consumer(layer.router, dropped)
     let_biases_be_added(layer)
+    wrap_activations(layer, dropped)
     ChunkRouter(layer.router, index, passing)
 
 
