@@ -64,7 +64,8 @@ class CostMonitor:
         # An offloaded layer computes what a kept one does; its copies are beside that.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         ends = (one.stage == 0, one.stage == plan.stages - 1)
-        return Sample(choice, *ends, one.tokens, plan.chunks[one.chunk].pairs, 0, one.measured)
+        tokens = max(1, one.tokens)  # an empty chunk is a row of padding
+        return Sample(choice, *ends, tokens, plan.chunks[one.chunk].pairs, 0, one.measured)
 
     def judge(self, step: Step, report: IterationReport) -> list[str]:
         """What to tell about the iteration; the same on every rank."""
