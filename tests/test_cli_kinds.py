@@ -13,6 +13,7 @@ from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import MODELS, LayerShape, Model
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import ALL, Options, plan_step
+from tests.ir.test_lockstep import STEP
 
 LENGTHS = (9000, 1500, 900, 300, 12, 4000, 2500)
 QWEN = ["--model", "qwen3-30b-a3b", "--device", "h100-80g", "--pp", 4, "--tp", 8]
@@ -62,7 +63,7 @@ def test_the_degree_of_experts_has_an_effect(capsys, lengths) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--ep", 3], "ep 3: expected a divisor of tp x cp, 8; experts that replicas share "),
+        (["--ep", 3], "ep 3: expected a divisor of tp x cp, 8, or a multiple of it whose "),
         (["--ep", 0], "argument --ep: '0'"),
         (["--layer-kinds", "48*experts"], "--layer-kinds: the model says what its layers are; "),
     ],
@@ -200,16 +201,17 @@ def test_compare_says_what_lockstep_costs(lengths, capsys) -> None:
     assert "lockstep" not in free
 
 
-def test_a_broken_skeleton_is_drawn(lengths, tmp_path, capsys) -> None:
+def test_a_broken_skeleton_is_drawn(tmp_path, capsys) -> None:
+    """Each plan can run alone, not beside the other."""
     out = tmp_path / "p.step"
-    said(capsys, "plan", "--lengths", lengths, *SHARED, "--planner", "packing", "-o", out)
-    head, _, last = out.read_text().rpartition("stage 3: F0 ")
-    kind, rest = last.split(" ", 1)
-    out.write_text(f"{head}stage 3: {kind} F0 {rest}")
-    assert main(["check", str(out)]) == 2
-    told = capsys.readouterr()
-    assert "p.step: " in told.err
-    assert told.out.splitlines()[-1].strip().startswith(("replica 1:", "stage 3:"))
+    head, _, last = STEP.rpartition("B1 B0 F2 B2")
+    out.write_text(f"{head}B1 F2 B0 B2{last}")
+    for command in ("check", "simulate", "draw"):
+        assert main([command, str(out)]) == 2
+        told = capsys.readouterr()
+        assert "p.step: lockstep 2: replica 1 runs F2 on stage 1 where replica 0" in told.err
+        if command == "check":
+            assert told.out.splitlines()[-1] == "  replica 1:  F0  F1  B1 >F2  B0  B2"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_blocks_that_cannot_be(lengths, words, says, capsys) -> None:
 
 def test_the_planner_process_plans_blocks() -> None:
     cost = named_cost("qwen3-30b-a3b", "h100-80g", pp=4, tp=8, dp=2, ep=16)
-    options = Options(effort=0, lockstep=2)
+    options = Options(context=16384, effort=0, lockstep=2)
     planner = PlannerProcess(cost, options, "packing", 2)
     try:
         planner.ask("one", LENGTHS, False)
