@@ -13,6 +13,7 @@ from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import MODELS, LayerShape, Model
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import ALL, Options, plan_step
+from tests.ir.test_lockstep import STEP
 
 LENGTHS = (9000, 1500, 900, 300, 12, 4000, 2500)
 QWEN = ["--model", "qwen3-30b-a3b", "--device", "h100-80g", "--pp", 4, "--tp", 8]
@@ -62,7 +63,7 @@ def test_the_degree_of_experts_has_an_effect(capsys, lengths) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--ep", 3], "ep 3: expected a divisor of tp x cp, 8; experts that replicas share "),
+        (["--ep", 3], "ep 3: expected a divisor of tp x cp, 8, or a multiple of it whose "),
         (["--ep", 0], "argument --ep: '0'"),
         (["--layer-kinds", "48*experts"], "--layer-kinds: the model says what its layers are; "),
     ],
@@ -162,3 +163,82 @@ def test_the_planner_process_knows_the_kinds() -> None:
     here = plan_step(LENGTHS, cost, options, "packing", 1)
     assert text == str(here.step)
     assert Plan.parse(str(here.step.plans[0])).predicted is not None
+
+
+# ------------------------------------------------------------------ experts that replicas share
+
+SHARED = [*QWEN, "--dp", 2, "--ep", 16, "--context", 16384]
+
+
+def test_replicas_that_share_experts_are_planned_in_lockstep(lengths, tmp_path, capsys) -> None:
+    out = tmp_path / "p.step"
+    text = said(capsys, "plan", "--lengths", lengths, *SHARED, "-o", out)
+    assert "lockstep    blocks of 2 replicas, " in text and "(simulated)" in text
+    step = Step.parse(out.read_text())
+    assert step.lockstep == 2 and step.lengths == LENGTHS
+    assert said(capsys, "check", out).count("ok: ") == 2
+    words = "plan", "--lengths", lengths, *SHARED, "--json"
+    facts = json.loads(said(capsys, *words))
+    free = facts["lockstep"]["free_seconds"]
+    assert facts["lockstep"]["replicas"] == 2 and free == pytest.approx(facts["seconds"], rel=0.5)
+    alone = json.loads(said(capsys, *(word if word != 16 else 8 for word in words)))
+    assert "lockstep" not in alone and Step.parse(alone["plan"]).lockstep == 1
+    # Op by op together: the replicas' plans take the same time, by the slower one's ops.
+    taken = [
+        json.loads(said(capsys, "simulate", out, "--replica", replica, "--json"))["seconds"]
+        for replica in (0, 1)
+    ]
+    assert taken[0] == pytest.approx(taken[1]) == pytest.approx(facts["seconds"])
+    assert "stage 0" in said(capsys, "draw", out, "--replica", 1)
+
+
+def test_compare_says_what_lockstep_costs(lengths, capsys) -> None:
+    words = "--planner", "packing", "flexsp"
+    text = said(capsys, "compare", "--lengths", lengths, *SHARED, *words)
+    assert "In lockstep, blocks of 2 replicas, against replicas that run freely" in text
+    assert "flexsp failed: batch 0: planner 'flexsp' knows no replicas in lockstep" in text
+    free = said(capsys, "compare", "--lengths", lengths, *SHARED, *words, "--ep", 8)
+    assert "lockstep" not in free
+
+
+def test_a_broken_skeleton_is_drawn(tmp_path, capsys) -> None:
+    """Each plan can run alone, not beside the other."""
+    out = tmp_path / "p.step"
+    head, _, last = STEP.rpartition("B1 B0 F2 B2")
+    out.write_text(f"{head}B1 F2 B0 B2{last}")
+    for command in ("check", "simulate", "draw"):
+        assert main([command, str(out)]) == 2
+        told = capsys.readouterr()
+        assert "p.step: lockstep 2: replica 1 runs F2 on stage 1 where replica 0" in told.err
+        if command == "check":
+            assert told.out.splitlines()[-1] == "  replica 1:  F0  F1  B1 >F2  B0  B2"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--ep", 16, "--dp", 3), "--ep: 2 replicas in lockstep; expected a divisor of --dp 3"),
+        (("--lockstep", 3, "--dp", 4), "--lockstep: 3 replicas in lockstep; expected a divisor"),
+        (("--ep", 32, "--dp", 4, "--lockstep", 2), "--lockstep 2: 4 replicas share a layer's exp"),
+        (("--ep", 16, "--dp", 2, "--planner", "flexsp"), "planner 'flexsp' knows no replicas in"),
+        (("--ep", 12, "--dp", 2), "ep 12: expected a divisor of tp x cp, 8, or a multiple of it"),
+    ],
+)
+def test_blocks_that_cannot_be(lengths, words, says, capsys) -> None:
+    assert main(list(map(str, ["plan", "--lengths", lengths, *QWEN, *words]))) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_planner_process_plans_blocks() -> None:
+    cost = named_cost("qwen3-30b-a3b", "h100-80g", pp=4, tp=8, dp=2, ep=16)
+    options = Options(context=16384, effort=0, lockstep=2)
+    planner = PlannerProcess(cost, options, "packing", 2)
+    try:
+        planner.ask("one", LENGTHS, False)
+        assert planner.reply("one")["step"] == str(
+            plan_step(LENGTHS, cost, options, "packing", 2).step
+        )
+        planner.ask("two", LENGTHS, True)
+        assert Step.parse(planner.reply("two")["step"]).lockstep == 2
+    finally:
+        planner.close()

@@ -69,7 +69,7 @@ class CostMonitor:
         return Sample(
             choice,
             *ends,
-            one.tokens,
+            max(1, one.tokens),  # an empty chunk is a row of padding
             chunk.pairs,
             0,
             one.measured,

@@ -95,7 +95,7 @@ REFUSALS = (
         "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
         "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
-        lambda args: lockstep_of(args) > 1 and bool(args.use_tp_pp_dp_mapping),
+        lambda args: lockstep_of(args) > 1 and _given("use_tp_pp_dp_mapping")(args),
     ),
     Refusal(
         "experts over tensor-parallel ranks that all hold the same rows",

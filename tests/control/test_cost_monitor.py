@@ -2,13 +2,15 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import LayerShape, Model
 from megatron_epp.cost.residuals import Residual
-from megatron_epp.ir import Kind, Plan
+from megatron_epp.ir import Kind, Op, Plan, Timed
 
 PLAN = Plan.parse(
     "plan v1\ndocuments 40 20\nlayers 4\nchunk 0: 0[0:40]\nchunk 1: 1[0:20]\n"
@@ -46,3 +48,23 @@ def test_a_sample_says_of_which_kinds_the_layers_are() -> None:
     assert sample.kinds == ("far", "near", "near")
     assert sample.window_pairs == ((16, 10 * 16),) and sample.pairs == sum(range(31, 41))
     assert sample.context == 30
+
+
+def test_in_lockstep_an_op_says_what_the_slowest_replica_did() -> None:
+    """Its chunk is what took that long, whichever replica's rank measured it."""
+    text = "plan v1\nreplica {} of 2\ndocuments {}\nlayers 32\n{}stage 0: F0 F1 B1 B0\n"
+    long = Plan.parse(text.format(0, "4000 20", "chunk 0: 0[0:4000]\nchunk 1: 1[0:20]\n"))
+    short = Plan.parse(text.format(1, "30", "chunk 0: -\nchunk 1: 0[0:30]\n"))
+    cost = named_cost("gpt-7b", "a100-80g", pp=1, cp=8)
+    records = [Timed(0, op, float(at), at + 0.5) for at, op in enumerate(long.orders[0])]
+    predicted = []
+    for mine in (long, short):
+        monitor = CostMonitor(SimpleNamespace(), [], may_refit=True)
+        predicted.append(monitor.busy(cost, mine, records, (long, short)))
+        assert [sample.tokens for _, sample in monitor._samples] == [4000, 30, 30, 4000]
+        assert [kind for kind, _ in monitor._samples] == [op.kind for op in long.orders[0]]
+    assert predicted[0] == predicted[1]
+    alone = CostMonitor(SimpleNamespace(), [], may_refit=True)
+    assert alone.busy(cost, short, records) < predicted[0]
+    assert alone.busy(cost, long, records) == pytest.approx(predicted[0], rel=0.01)
+    assert Op(Kind.FORWARD, 0) == records[0].op

@@ -10,7 +10,7 @@ from megatron_epp.control.report import IterationReport, StageReport
 from megatron_epp.control.retry import MOST_REPETITIONS, Attempt, Retry
 from megatron_epp.control.step_source import Adaptive, Predicting
 from megatron_epp.ir import Kind, Op, PlanError, Step
-from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
 
 GROUPS = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0))
 
@@ -42,6 +42,19 @@ def test_a_capability_is_a_type() -> None:
     assert isinstance(Learning(), Adaptive)
     assert not isinstance(GivenOnly(), Predicting)
     assert not isinstance(GivenOnly(), Adaptive)
+
+
+def test_an_empty_chunk_fails_with_the_one_beside_it() -> None:
+    """All replicas of a block give up at one op: what was too large is the largest chunk of it."""
+    plans = arbitrary_block([[30], [5]], (1,), Random(4))
+    step = Step(((0,), (1,)), plans, 2)
+    chunk = next(c for c, held in enumerate(plans[1].chunks) if not held.spans)
+    told: list[int] = []
+    steps = Learning()
+    steps.shrink_evaluation = told.append
+    stage = StageReport(1, 0, 0.0, 1.0, 1.0, 0.0, 10, 0.0, Op(Kind.FORWARD, chunk), 880)
+    Retry(steps, GROUPS)._evaluate_in_less(1, [stage], step)
+    assert told == [max(plan.chunks[chunk].tokens for plan in plans) // 2] and told[0] > 0
 
 
 def attempts(fails: int):

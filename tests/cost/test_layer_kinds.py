@@ -372,7 +372,7 @@ def test_which_layer_is_which_must_be_said(kinds: tuple[str, ...], error: str) -
     ("ep", "experts", "error"),
     [
         (3, 12, "ep 3: expected a divisor of tp x cp, 8, or a multiple of it whose share divides "),
-        (16, 16, "ep 16: expected a divisor of tp x cp, 8, or a multiple of it whose share "),
+        (16, 12, "ep 16: expected a divisor of tp x cp, 8, or a multiple of it whose share "),
         (8, 12, "ep 8: expected a divisor of the 12 experts"),
         (2, 0, "ep 2: the model has no experts; leave it out"),
     ],

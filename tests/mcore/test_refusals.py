@@ -87,7 +87,25 @@ class Wanted:
     ("change", "named"),
     [
         ({"virtual_pipeline_model_parallel_size": 2}, "interleaved"),
-        (EXPERTS | {"expert_model_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
+        (EXPERTS | {"expert_model_parallel_size": 2}, "--moe-token-dispatcher-type alltoall"),
+        (
+            EXPERTS
+            | {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "expert_model_parallel_size": 3,
+            },
+            "--expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides",
+        ),
+        (
+            EXPERTS
+            | {
+                "expert_model_parallel_size": 2,
+                "moe_token_dispatcher_type": "alltoall",
+                "use_tp_pp_dp_mapping": True,
+            },
+            "leave it out, or give an --expert-model-parallel-size that divides",
+        ),
         (EXPERTS | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
         (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "aux_loss or seq_aux_loss"),
         (
@@ -133,6 +151,14 @@ def test_features_are_refused_by_name(change, named):
     refuse(Wanted(**EXPERTS))
     refuse(Wanted(window_size=(128, 0), softmax_type="learnable"))
     refuse(Wanted(**EXPERTS, moe_expert_capacity_factor=-1.0))  # none, to Megatron
+    spread = {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
+    refuse(Wanted(**{**EXPERTS, **spread}, data_parallel_size=4))
+    with pytest.raises(ValueError) as error:
+        refuse(Wanted(**{**EXPERTS, **spread}, data_parallel_size=3))
+    assert str(error.value) == (
+        "--expert-model-parallel-size 2: with --expert-tensor-parallel-size 1 experts are spread "
+        "over 2 replicas; expected that to divide the 3 of the job"
+    )
     with pytest.raises(ValueError, match=r"^--epp does not run .+: .+") as refusal:
         refuse(Wanted(**change))
     assert named in str(refusal.value) and "\n" not in str(refusal.value)

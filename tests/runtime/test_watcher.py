@@ -21,7 +21,7 @@ MESSAGE = Message(Payload.GRADIENT, 7, 1, 0)
 class Spoken:
     """A watcher of a rank that has done ``what`` since ``seconds``, and what it said and did."""
 
-    def __init__(self, what, seconds: float = 0.0, links=None):
+    def __init__(self, what, seconds: float = 0.0, links=None, together=()):
         self.lines: list[str] = []
         self.statuses: list[int] = []
         self.waiting = Waiting(0, 5, what, time.monotonic() - seconds, links)
@@ -32,12 +32,25 @@ class Spoken:
             timedelta(seconds=600),
             tell=self.lines.append,
             end=self.statuses.append,
+            together=together,
         )
 
     def after(self, seconds: float) -> float:
         self.waiting.since -= seconds
         self.watcher._since -= seconds  # the same moment, seen from later
         return self.watcher.look()
+
+
+def test_an_op_in_lockstep_names_those_that_run_it_too() -> None:
+    """A rank stands in an exchange of experts: who is missing is one of these."""
+    spoken = Spoken(Op(Kind.FORWARD, 3), 31.0, together=(4, 5))
+    spoken.after(0)
+    assert spoken.lines[0].endswith(
+        " s, which ranks 4 5 run together, their replicas being in lockstep"
+    )
+    alone = Spoken(Op(Kind.FORWARD, 3), 31.0)
+    alone.after(0)
+    assert alone.lines[0].endswith(" s")
 
 
 def test_lines_come_after_half_a_minute_and_then_twice_as_late() -> None:

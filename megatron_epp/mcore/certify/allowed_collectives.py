@@ -52,7 +52,7 @@ SCHEDULE = (
     Listed(
         "plan digest",
         "epp_control",
-        _from("megatron_epp.runtime.consensus.gather"),
+        _from("megatron_epp.runtime.consensus.agree", "megatron_epp.runtime.consensus.gather"),
         "no rank runs a plan that another does not run",
     ),
     Listed(

@@ -12,8 +12,7 @@ alike: short ones go, longest first, to the place that is done first, beside sli
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numba import njit
@@ -35,25 +34,19 @@ class BlockChunking(Chunking):
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "BlockChunking":
         """The same chunks with the groups in another order, those of all members alike."""
-        whole = Chunking(*_fields(self)).arranged(order)
-        # Documents are groups here, numbered as they stand.
-        names = np.where(whole.document >= 0, whole.group, -1)
-        members = tuple(member.arranged(order) for member in self.members)
+        own = {field.name: getattr(self, field.name) for field in fields(Chunking)}
+        whole = Chunking(**own).arranged(order)
         return BlockChunking(
-            whole.spans,
-            whole.chunk,
-            whole.starts,
-            whole.tokens,
-            whole.pairs,
-            names,
-            whole.slice_tokens,
-            members,
+            spans=whole.spans,
+            chunk=whole.chunk,
+            starts=whole.starts,
+            tokens=whole.tokens,
+            pairs=whole.pairs,
+            # Documents are groups here, numbered as they stand.
+            document=np.where(whole.document >= 0, whole.group, -1),
+            slice_tokens=whole.slice_tokens,
+            members=tuple(member.arranged(order) for member in self.members),
         )
-
-
-def _fields(chunking: Chunking) -> tuple[Any, ...]:
-    c = chunking
-    return c.spans, c.chunk, c.starts, c.tokens, c.pairs, c.document, c.slice_tokens
 
 
 def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:

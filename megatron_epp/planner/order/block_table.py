@@ -66,8 +66,8 @@ def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) 
     for held, member in zip(of_members, loads.members, strict=True):
         cut = np.flatnonzero((member.document >= 0) & (member.earlier < 0))
         group, documents = loads.document[cut], member.document[cut]
-        mine = np.zeros_like(most)
+        mine = np.zeros_like(most.T)
         add = np.add if item is Item.KV else np.maximum
-        add.at(mine.T, group, held[:, documents].T)
-        most = np.maximum(most, mine)
+        add.at(mine, group, held[:, documents].T)
+        most = np.maximum(most, mine.T)
     return most

@@ -38,9 +38,7 @@ def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Load
         cut = np.where(chunking.document >= 0, chunking.slice_tokens, 0)
         of_groups = np.bincount(groups, weights=cut, minlength=chunking.groups)
         own = _loads(chunking, of_groups, multiple)
-        return BlockLoads(
-            **{field.name: getattr(own, field.name) for field in fields(Loads)}, members=members
-        )
+        return BlockLoads(**{f.name: getattr(own, f.name) for f in fields(Loads)}, members=members)
     return _loads(chunking, lengths, multiple)
 
 
