@@ -111,10 +111,11 @@ def attach(
                    mcore/loops/adapters has two for common forms
     attention      as --epp-attention
     head_again     the output layer of slices runs again in the backward; else logits are kept
-    memory_gib     what a stage may hold for slices between forward and backward, estimated from the
+    memory_gib     what a stage may hold for chunks between forward and backward, estimated from the
                    model's shape: layers are then recomputed per stage and chunk, where that fills
-                   it, in the place of the model's own recompute of whole layers. Default: as many
-                   tokens as Megatron's 1F1B would hold, recomputed as the model says
+                   it, in the place of the model's own recompute of whole layers (of whole
+                   micro-batches, too, where there are several stages). Default: as many tokens as
+                   Megatron's 1F1B would hold, recomputed as the model says
 
     Returns an object with ``adapter``, which another pass may replace, and ``slicing``, which False
     turns off: whole micro-batches then. A ValueError says in one line what cannot be cut.

@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import nn
 
 from megatron_epp.cost.devices import GIB
+from megatron_epp.ir import FULL
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.loops.plans.memory import Memory
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
@@ -50,12 +51,15 @@ class AttachedModel:
         self.context = model.max_sequence_length
         self._chunk: ChunkParams | None = None
         self._again = False
+        self._letters = ""
         own = [layer.self_attention.core_attention.forward for layer in model.decoder.layers]
         self.keeps_last = attention.keeps_last
         install_in_model(model, self.context, attention)
         for layer, plain in zip(model.decoder.layers, own, strict=True):
             core = layer.self_attention.core_attention
             core.forward = _by_params(core.forward, plain)
+        for index, layer in enumerate(model.decoder.layers):
+            layer.forward = self._whole(layer.forward, index)
         rotary = getattr(model, "rotary_pos_emb", None)
         if isinstance(rotary, PositionedRotary):
             model.rotary_pos_emb = _RotaryOfEither(rotary.rotary, rotary.context, rotary.fused)
@@ -68,14 +72,48 @@ class AttachedModel:
     def computing(self, chunk: ChunkParams, head_again: bool) -> Iterator[None]:
         """The model's forwards in this context compute ``chunk``."""
         self._chunk, self._again = chunk, head_again and self.head_again
+        try:
+            with self._planned_recompute():
+                yield
+        finally:
+            self._chunk, self._again = None, False
+
+    @contextmanager
+    def recomputing(self, letters: str) -> Iterator[None]:
+        """The model's forwards in this context compute a whole micro-batch, of which the layers
+        with the letter for it are recomputed. Only where there is a ``memory``."""
+        self._letters = letters
+        try:
+            with self._planned_recompute():
+                yield
+        finally:
+            self._letters = ""
+
+    @contextmanager
+    def _planned_recompute(self) -> Iterator[None]:
+        """The model's own recompute of whole layers is out of force where plans choose it."""
         own = self._config.recompute_granularity
         if self.memory is not None and own == "full":
             self._config.recompute_granularity = None
         try:
             yield
         finally:
-            self._chunk, self._again = None, False
             self._config.recompute_granularity = own
+
+    def _whole(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+        """A layer's forward, recomputed where a whole micro-batch's letters say so."""
+
+        def whole(hidden_states: Any, **others: Any) -> Any:
+            if self._letters[index : index + 1] != FULL or not torch.is_grad_enabled():
+                return forward(hidden_states=hidden_states, **others)
+            hidden = tensor_parallel.checkpoint(
+                lambda x: forward(hidden_states=x, **others)[0],
+                bool(self._config.distribute_saved_activations),
+                hidden_states,
+            )
+            return hidden, None
+
+        return whole
 
     def _with_chunk(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)

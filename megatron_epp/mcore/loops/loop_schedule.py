@@ -104,7 +104,7 @@ class LoopSchedule:
         if sliced is not None and sliced.slicing:
             work = self._sliced(call, pipeline, batches, groups, sliced)
         else:
-            work = self._whole(call, pipeline, batches, groups)
+            work = self._whole(call, pipeline, batches, groups, sliced)
         if work is None:
             return None
         if config.timers is not None:
@@ -126,7 +126,12 @@ class LoopSchedule:
     # -------------------------------------------------------------- before the ops
 
     def _whole(
-        self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, groups: Any
+        self,
+        call: LoopCall,
+        pipeline: ModelPipeline,
+        batches: MicroBatches,
+        groups: Any,
+        model: AttachedModel | None,
     ) -> _Work | None:
         """Every micro-batch a chunk; None where their shapes differ and nobody knows them."""
         fixed = fixed_shape(call, groups) if pipeline.stages > 1 else None
@@ -138,6 +143,8 @@ class LoopSchedule:
         freedom = Freedom(False, False)
         if pipeline.measured:
             freedom = pipeline.freedom(call, self.settings.freedom)
+        if model is not None:
+            freedom = replace(freedom, memory=model.memory)
         key = (tuple(extents), call.forward_only, freedom, rates.tobytes())
         plan = pipeline.planning.plan(
             key, lambda: make(extents, layers, rates, freedom, call.forward_only)

@@ -5,6 +5,7 @@ and collected as its schedules do; only when they are called is planned.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from megatron_epp.ir import Kind, Plan
+from megatron_epp.mcore.loops.attached import attached
 from megatron_epp.mcore.loops.calls import LoopCall
 from megatron_epp.mcore.loops.draws import MicroBatches
 from megatron_epp.mcore.model.attention import this_device
@@ -50,6 +52,9 @@ class MicroBatchStage(ModelStage):
         self.call, self.batches, self.cp_size, self.shape = call, batches, cp_size, shape
         self.data: dict[int, list[Any]] = {}
         forwards = [op.chunk for op in plan.orders[stage] if op.kind is Kind.FORWARD]
+        made = attached(call.one_model)
+        planned = made is not None and made.memory is not None and plan.stages > 1
+        self._attached = made if planned and self.training else None
         self._first, self._number = forwards[0], {c: n for n, c in enumerate(forwards)}
 
     def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
@@ -57,7 +62,7 @@ class MicroBatchStage(ModelStage):
         if received is not None and self.training:
             received.requires_grad_()
         data: list[Any] = []
-        with self._deferring(chunk):
+        with self._deferring(chunk), self._recomputing(chunk):
             output, tokens = schedules.forward_step(
                 call.forward_step_func,
                 self.batches.only(chunk),
@@ -92,6 +97,11 @@ class MicroBatchStage(ModelStage):
             self._saved[chunk] = received, output
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         return sent
+
+    def _recomputing(self, chunk: int) -> AbstractContextManager[None]:
+        if self._attached is None:
+            return nullcontext()
+        return self._attached.recomputing(self._recompute[chunk])
 
     def in_callers_order(self) -> list[Any]:
         """What Megatron calls forward_data_store; nothing on stages before the last."""

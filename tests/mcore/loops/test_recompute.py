@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_epp.ir import Kind, Plan, PlanError, check
-from megatron_epp.mcore.loops.plans.call_plan import Freedom
+from megatron_epp.mcore.loops.extents import Extent
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan
 from megatron_epp.mcore.loops.plans.memory import Memory
 from megatron_epp.mcore.loops.plans.slicing import sliced_plan
 from tests.mcore.loops.test_ordering import CURVED, rates
@@ -25,10 +26,10 @@ def planned(budget: float | None) -> Plan:
     return plan
 
 
-def peaks(plan: Plan) -> list[float]:
+def peaks(plan: Plan, micro_batches=LENGTHS) -> list[float]:
     """Bytes that every stage holds at most, counted op by op."""
     lengths = plan.documents
-    of = [number for number, group in enumerate(LENGTHS) for _ in group]
+    of = [number for number, group in enumerate(micro_batches) for _ in group]
     most = []
     for stage, order in enumerate(plan.orders):
         last = stage == plan.stages - 1
@@ -72,6 +73,19 @@ def test_little_room_is_filled_and_kept_to(budget) -> None:
 def test_less_room_takes_longer() -> None:
     seconds = [planned(budget).predicted.seconds for budget in (40_000.0, 16_000.0, 9_000.0)]
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+
+
+@pytest.mark.parametrize("budget", [20_000.0, 12_000.0])
+def test_whole_micro_batches_keep_to_it_too(budget) -> None:
+    tokens = [200, 300, 2000, 150, 900, 1500]
+    extents = [Extent(count) for count in tokens]
+    plan = whole_plan(extents, LAYERS, rates(2), Freedom(memory=memory(budget)), False)
+    check(plan)
+    letters = "".join("".join(row) for row in plan.recompute)
+    assert "f" in letters and "k" in letters
+    assert max(peaks(plan, [(count,) for count in tokens])) <= budget
+    with pytest.raises(PlanError, match="no order of whole micro-batches holds so little"):
+        whole_plan(extents, LAYERS, rates(2), Freedom(memory=memory(900.0)), False)
 
 
 def test_no_room_is_one_line() -> None:

@@ -84,9 +84,13 @@ def test_bad_calls_end_on_both_ranks_with_one_line(answers, case) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_slices_go_with_the_loops_own_recompute_and_with_a_plans(answers, rank) -> None:
-    worst, letters = answers[rank]["recomputed"]
+    worst, of_slices, of_whole = answers[rank]["recomputed"]
     assert worst < 1e-12
-    assert {"f", "k"} == set(letters)  # little memory: some layers of some chunks
+    assert "f" in of_slices and "f" in of_whole  # a document of 60 tokens does not fit kept
+
+
+def test_no_more_is_recomputed_than_it_takes(answers) -> None:
+    assert "k" in answers[1]["recomputed"][1] and "k" in answers[1]["recomputed"][2]
 
 
 def test_what_is_no_scalar_is_shown(answers) -> None:

@@ -201,21 +201,28 @@ def recomputed(model, attached, ran: list) -> list:
     }
     model.train()
     little = Memory.of(model.config, rl_loop.WORDS, 0.6 * 2**20)
-    made = []
-    for settings, memory in ((dict.fromkeys(static), None), (static, None), (static, little)):
+    little_for_whole = Memory.of(model.config, rl_loop.WORDS, 0.85 * 2**20)
+    made, letters = [], []
+    for settings, memory, slicing in (
+        (dict.fromkeys(static), None, True),
+        (static, None, True),
+        (static, little, True),
+        (static, little_for_whole, False),
+    ):
         model.zero_grad(set_to_none=True)
-        attached.memory = memory
+        attached.memory, attached.slicing = memory, slicing
         with patch.multiple(model.config, **settings):
             call(model, micro_batches())
         made.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    attached.memory = None
+        letters.append("".join(ran[-1].plan.recompute[ran[-1].records[0].stage]))
+    attached.memory, attached.slicing = None, True
     plain, *others = made
     worst = max(
         float((again[name] - plain[name]).abs().max() / plain[name].abs().max())
         for again in others
         for name in plain
     )
-    return [worst, "".join(ran[-1].plan.recompute[ran[-1].records[0].stage])]
+    return [worst, *letters[2:]]
 
 
 def sliced_failures(model, rank: int, ran: list) -> dict[str, object]:

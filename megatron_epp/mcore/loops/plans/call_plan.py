@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class Freedom:
     split      split backwards into I and W
     headroom   hold so much more than Megatron's 1F1B does, as a share of that; 0: no more
     price      so many times longer than predicted do planned orders take (track_record)
-    memory     what slices may hold, in bytes, and layers be recomputed for; None: as many tokens as
+    memory     what chunks may hold, in bytes, and layers be recomputed for; None: as many tokens as
                by headroom, and nothing is recomputed
     """
 
@@ -77,6 +78,8 @@ def whole_plan(
         return uncut(extents, layers, (order,) * len(layers), given, AS_GIVEN)
     work = ordering.Work(seconds, np.array(tokens), np.ones(len(tokens), dtype=np.int64))
     found = ordering.given_order(work)
+    if freedom.memory is not None:
+        return _within_memory(extents, layers, work, freedom, freedom.memory)
     if freedom.reorder or freedom.split:
         room = ordering.rows_of_1f1b(work) * (1 + freedom.headroom)
         ops = ordering.search_ops(found.seconds)
@@ -86,16 +89,38 @@ def whole_plan(
     return uncut(extents, layers, found.orders, found.seconds, AS_GIVEN)
 
 
-def uncut(
-    extents: Sequence[Extent], layers: Sequence[int], orders: tuple, seconds: float, by: str
+def _within_memory(
+    extents: Sequence[Extent], layers: Sequence[int], work: Any, freedom: Freedom, memory: Memory
 ) -> Plan:
-    """Micro-batches as chunks, each a document of its own."""
+    """PlanError: nothing holds so little."""
+    from megatron_epp.mcore.loops.plans import ordering, recompute
+
+    count = len(extents)
+    held = recompute.Held(
+        memory, work.rows, np.zeros(count, dtype=bool), np.ones(count, dtype=bool), np.array(layers)
+    )
+    ops = ordering.search_ops(ordering.given_order(work).seconds)
+    found = recompute.fitted(work, held, freedom.split, freedom.reorder, ops)
+    if found is None:
+        raise memory.too_little("whole micro-batches", max(e.tokens for e in extents))
+    return uncut(extents, layers, found.orders, found.seconds, PLANNED, found.recompute)
+
+
+def uncut(
+    extents: Sequence[Extent],
+    layers: Sequence[int],
+    orders: tuple,
+    seconds: float,
+    by: str,
+    recompute: tuple[tuple[str, ...], ...] = (),
+) -> Plan:
+    """Micro-batches as chunks, each a document of its own; () recomputes nothing."""
     tokens = tuple(extent.tokens for extent in extents)
     return Plan(
         documents=tokens,
         layers=tuple(layers),
         chunks=tuple(Chunk((Span(number, 0, count),)) for number, count in enumerate(tokens)),
-        recompute=tuple((KEEP * count,) * len(tokens) for count in layers),
+        recompute=recompute or tuple((KEEP * count,) * len(tokens) for count in layers),
         orders=orders,
         predicted=Prediction(seconds, (0.0,) * len(layers), by),
     )

@@ -1,12 +1,12 @@
-"""What a loop's slices hold between forward and backward, estimated from the model's shape."""
+"""What a loop's chunks hold between forward and backward, estimated from the model's shape."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_epp.cost.analytic import ELEMENT_BYTES, profile
-from megatron_epp.cost.devices import device
+from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.models import Model
-from megatron_epp.ir import FULL, KEEP
+from megatron_epp.ir import FULL, KEEP, PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,4 +48,12 @@ class Memory:
             scale * recomputed,
             scale * (recomputed + carried),
             scale * made.last_bytes.per_token,
+        )
+
+    def too_little(self, of: str, tokens: int) -> PlanError:
+        """To raise where no order ``of`` chunks fits; ``tokens``: of the longest micro-batch."""
+        return PlanError(
+            f"attach(memory_gib={self.budget_bytes / GIB:.6g}): no order of {of} holds so little, "
+            f"not even with all layers recomputed; expected more, for a micro-batch of {tokens} "
+            "tokens"
         )

@@ -12,8 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_epp.cost.devices import GIB
-from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, PlanError, Prediction, Span
+from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span
 from megatron_epp.mcore.loops.plans import ordering
 from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom
 from megatron_epp.mcore.loops.plans.memory import Memory
@@ -64,11 +63,7 @@ def sliced_plan(
             best, best_cutting = found, cutting
     if freedom.memory is not None:
         if best is None:
-            raise PlanError(
-                f"attach(memory_gib={freedom.memory.budget_bytes / GIB:.6g}): no order of slices "
-                "holds so little, not even with all layers recomputed; expected more, for a "
-                f"micro-batch of {max(map(sum, lengths))} tokens"
-            )
+            raise freedom.memory.too_little("slices", max(map(sum, lengths)))
     elif best is None or not (forward_only or freedom.pays(best.seconds, given.seconds)):
         best, best_cutting, by = given, candidates[0], AS_GIVEN
     chunks = tuple(chunk for group in best_cutting for chunk in group)
