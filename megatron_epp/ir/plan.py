@@ -15,7 +15,8 @@
 
 ``replica``, ``recompute`` and ``predicted`` lines may be left out in a plan written by hand: they
 default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order. What the
-letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`.
+letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`. A chunk may hold no span
+(``chunk 3: -``): replicas in lockstep have as many chunks each (:mod:`megatron_epp.ir.step`).
 """
 
 import hashlib

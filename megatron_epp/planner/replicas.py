@@ -79,10 +79,7 @@ def plan_step(
     began = time.perf_counter()
     plan = _unit_planner(planner, options)
     lengths = tuple(lengths)
-    if replicas % options.lockstep:
-        raise ValueError(
-            f"lockstep {options.lockstep}: expected a divisor of the {replicas} replicas"
-        )
+    _require_blocks(replicas, options)
     if replicas > WHOLE_EFFORT and options.effort > 1:
         effort = max(1, options.effort * WHOLE_EFFORT // replicas)
         options = dataclasses.replace(options, effort=effort)
@@ -99,6 +96,13 @@ def plan_step(
     )
     step = Step(deals, tuple(found.plan for found in named), options.lockstep)
     return PlannedStep(step, named, time.perf_counter() - began)
+
+
+def _require_blocks(replicas: int, options: Options) -> None:
+    if replicas % options.lockstep:
+        raise ValueError(
+            f"lockstep {options.lockstep}: expected a divisor of the {replicas} replicas"
+        )
 
 
 def _unit_planner(planner: str, options: Options) -> BlockFunction:
@@ -189,6 +193,7 @@ def evaluation_step(
 
     ``most``: tokens of a chunk, None where memory alone decides.
     """
+    _require_blocks(replicas, options)
     width = options.lockstep
     dealt = balance_replicas(lengths, cost, replicas // width, least=width)
     made = [evaluation_plans([lengths[d] for d in held], cost, options, most) for held in dealt]
