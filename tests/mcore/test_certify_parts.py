@@ -107,6 +107,7 @@ def megatron(**changes: object) -> Namespace:
         "num_query_groups": 8,
         "kv_channels": None,
         "multi_latent_attention": False,
+        "no_rope_freq": None,
         "swiglu": True,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
