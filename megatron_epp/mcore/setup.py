@@ -21,6 +21,7 @@ from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Step
 from megatron_epp.mcore import megatron_gpt, refusals, replaced, telemetry
+from megatron_epp.mcore.calibrate.kept_latents import choose as choose_kept
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.data.chat_cache import check_chat_flags, converted_chats
@@ -34,7 +35,6 @@ from megatron_epp.mcore.data.item_documents import ItemDocuments, VarlenItems
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
-from megatron_epp.mcore.kept_latents import choose as choose_kept
 from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.forward import forward_step

@@ -4,30 +4,34 @@ Run inside a rank (``Trial.interfere``), as sabotage.py.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from unittest.mock import patch
 
 import torch
 
 from megatron_epp.layers.attention import latents
+from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.latents import LatentsAttention
 from megatron_epp.layers.recompute import outputs
+from megatron_epp.mcore.certify.scale_down import HEAD_SIZE
 from megatron_epp.mcore.model.latent_attention import LatentLayer
 from megatron_epp.runtime.kv_store import Store
 
 
 def scale_by_kv_channels() -> AbstractContextManager:
     """As plain attention would: neither the rotary part of a head nor YaRN's stretch is in it."""
-    plain = LatentLayer.attend
+    broken = ExitStack()
+    for kind in (PartsAttention, LatentsAttention):
+        broken.enter_context(patch.object(kind, "__call__", scaled(kind.__call__)))
+    return broken
 
-    def attend(self: LatentLayer, *tensors, **others):
-        before = self.attention.scale, self._latents.scale
-        self.attention.scale = self._latents.scale = self.around.config.kv_channels**-0.5
-        try:
-            return plain(self, *tensors, **others)
-        finally:
-            self.attention.scale, self._latents.scale = before
 
-    return patch.object(LatentLayer, "attend", attend)
+def scaled(plain: Callable) -> Callable:
+    def call(self, *arguments):
+        with patch.object(self, "scale", HEAD_SIZE**-0.5):
+            return plain(self, *arguments)
+
+    return call
 
 
 def turn_by_the_row() -> AbstractContextManager:

@@ -106,6 +106,8 @@ def megatron(**changes: object) -> Namespace:
         "group_query_attention": True,
         "num_query_groups": 8,
         "kv_channels": None,
+        "multi_latent_attention": False,
+        "no_rope_freq": None,
         "swiglu": True,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,

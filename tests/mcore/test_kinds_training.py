@@ -29,6 +29,16 @@ DENSE_FIRST = {
     "moe_router_load_balancing_type": "aux_loss",
     "moe_aux_loss_coeff": 0.01,
 }
+LATENTS = {
+    **DENSE_FIRST,
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+    "epp_mla_keeps": "latents",
+}
 ALTERNATE = {"window_size": "100,0", "window_attn_skip_freq": 2, "softmax_type": "learnable"}
 BUDGET_GIB = 0.006  # a third of what packing takes without recompute
 _PEAKS = re.compile(r"([0-9.]+) of ([0-9.]+)")
@@ -41,16 +51,24 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("model", "kinds"),
-    [(DENSE_FIRST, "dense 3*experts"), (ALTERNATE, "2*(window full)")],
-    ids=["a dense first layer", "alternate windows"],
+    [
+        (DENSE_FIRST, "dense 3*experts"),
+        (ALTERNATE, "2*(window full)"),
+        (LATENTS, "dense 3*experts"),
+    ],
+    ids=["a dense first layer", "alternate windows", "latents and a dense first layer"],
 )
 def test_memory_is_what_was_predicted(corpus, tmp_path, model, kinds) -> None:
     folder, within = tmp_path / "record", {"epp_memory_budget_gib": BUDGET_GIB}
-    run = train(flags(corpus, epp_record=folder, **within, **COMMON, **model))
+    words = flags(corpus, epp_record=folder, **within, **COMMON, **model)
+    if model is LATENTS:
+        at = words.index("--group-query-attention")  # and its number of groups behind it
+        words = words[:at] + words[at + 3 :]
+    run = train(words)
     assert run.status == 0, run.output
     measured = Profile.load(str(folder / "epp-cost-model.json"))
     assert list(measured.kinds) == list(dict.fromkeys(re.findall("[a-z]+", kinds)))
-    if model is DENSE_FIRST:
+    if model is not ALTERNATE:
         one, other = (each.saved_bytes[KEEP].per_token for each in measured.kinds.values())
         assert one != other
     steps = [Step.parse(path.read_text()) for path in sorted(folder.glob("*.step"))]

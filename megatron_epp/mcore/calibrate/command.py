@@ -148,8 +148,8 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron.training.initialize import initialize_megatron
 
     from megatron_epp.mcore import megatron_gpt, refusals, replaced
+    from megatron_epp.mcore.calibrate.kept_latents import choose as choose_kept
     from megatron_epp.mcore.data.row_share import RowShare
-    from megatron_epp.mcore.kept_latents import choose as choose_kept
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
     from megatron_epp.mcore.model.layer_spec import mend_layer_spec

@@ -89,14 +89,20 @@ def _product(half: nn.Module, x: Tensor) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+# Linears of attention; the last ones of latent attention, which has not all of them.
+_ATTENTION = ("linear_qkv", "linear_proj", "linear_q_proj", "linear_q_down_proj",
+              "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")  # fmt: skip
+
+
 def adapt(model: Any, rank: int) -> Any:
     """Freeze ``model`` (Megatron's, not wrapped) and put adapters around its layers' linears."""
     for parameter in model.parameters():
         parameter.requires_grad = False
     for layer in model.decoder.layers:
         around, mlp = layer.self_attention, layer.mlp
-        around.linear_qkv = LowRankAdapter(around.linear_qkv, rank, gated=False)
-        around.linear_proj = LowRankAdapter(around.linear_proj, rank, gated=False)
+        for name in _ATTENTION:
+            if (linear := getattr(around, name, None)) is not None:
+                setattr(around, name, LowRankAdapter(linear, rank, gated=False))
         mlp.linear_fc1 = LowRankAdapter(mlp.linear_fc1, rank, mlp.config.gated_linear_unit)
         mlp.linear_fc2 = LowRankAdapter(mlp.linear_fc2, rank, gated=False)
     return model

@@ -108,7 +108,8 @@ class Rank:
         )
         job = setup.Job(self.args, Config.of(self.args), hooks)
         begin(self.args, self.seed)
-        latent = self.args.multi_latent_attention and not self.args.window_size
+        plain = not (self.args.window_size or lora_rank)
+        latent = self.args.multi_latent_attention and plain
         self.draws_latents = (
             latent and self.args.epp_mla_keeps == AUTO and dist.get_backend() == "gloo"
         )

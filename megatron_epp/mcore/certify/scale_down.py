@@ -138,7 +138,8 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     wanted = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else wanted
     query, key = heads(wanted, groups, tp, degrees.cp)
-    width = args.kv_channels * wanted / args.hidden_size if args.kv_channels else 1.0
+    channels = args.qk_head_dim if args.multi_latent_attention else args.kv_channels
+    width = channels * wanted / args.hidden_size if channels else 1.0
     hidden = max(1, round(query / width / tp)) * tp * HEAD_SIZE
     ffn = 4.0 if args.ffn_hidden_size is None else args.ffn_hidden_size / args.hidden_size
     if args.ffn_hidden_size is None and args.swiglu:
