@@ -22,6 +22,8 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
     "tests/unit_tests/pipeline_parallel/test_schedules.py",
@@ -31,6 +33,9 @@ TESTS = (
     "tests/unit_tests/transformer/test_attention_packed_seq.py",
 )
 RANKS = 8
+# Those make groups of other ranks under one name. NCCL meets when a group first speaks; gloo at
+# once, where such groups may take each other's ranks for their own and wait for ever.
+WITHOUT_GPU = "not custom_pgs"
 # Loaded by pytest in every process, before the tests import Megatron. gloo stands in for NCCL, and
 # the installed megatron-core for the checkout's, which is not built.
 PLUGIN = """
@@ -51,9 +56,6 @@ if cpu_host.install_cpu_host():
         return init("gloo", **others)
 
     def new(ranks=None, timeout=None, backend=None, pg_options=None, **others):
-        # Some tests make groups that only their members know of. NCCL meets when a group first
-        # speaks; gloo at once, under a name that groups of other ranks must not share.
-        others["use_local_synchronization"] = ranks is not None
         return new_group(ranks, timeout=timeout, backend="gloo", **others)
 
     torch.distributed.init_process_group = dist.init_process_group = init_process_group
@@ -155,7 +157,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--megatron", required=True, type=Path, help="a checkout of Megatron-LM")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help="files of the checkout")
-    parser.add_argument("-k", dest="only", default="", help="pytest's: tests of these names alone")
+    parser.add_argument(
+        "-k",
+        dest="only",
+        default="" if torch.cuda.is_available() else WITHOUT_GPU,
+        help=f"pytest's: tests of these names alone (without a GPU: {WITHOUT_GPU!r})",
+    )
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds, of every run")
     chosen = parser.parse_args()
     checkout = chosen.megatron.resolve()
