@@ -61,12 +61,8 @@ class Loads:
     @property
     def behind_tokens(self) -> np.ndarray:
         """[C] inputs of the chunk's cut document before its slice: the context of that slice."""
-        behind, before = np.zeros(self.chunks), self.earlier
-        while (before >= 0).any():
-            there = np.maximum(before, 0)
-            behind += np.where(before >= 0, self.cut_tokens[there], 0.0)
-            before = np.where(before >= 0, self.earlier[there], -1)
-        return behind
+        chunk, start, _ = self.spans  # of its spans only that slice begins inside a document
+        return np.bincount(chunk, weights=start, minlength=self.chunks)
 
     @property
     def context_tokens(self) -> np.ndarray:

@@ -18,6 +18,7 @@ LEVERS = MappingProxyType(
         "exact": "charge K/V and their gradients only to what needs them",
         "uneven": "move layers between stages where the user left that open (simulation only)",
         "search": "a bounded local search over chunks, recompute and order",
+        "lean": "of plans within 0.5% of the fastest take the one that needs least memory",
     }
 )
 MOST_EFFORT = 1_000_000

@@ -10,6 +10,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.layer_balance import balanced
+from megatron_epp.planner.epp.lean import leanest
 from megatron_epp.planner.epp.search import PreparedChunkings, Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.infinipipe import planner as infinipipe
@@ -111,7 +112,10 @@ def _on_devices(
     room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     for _ in range(EXACT_TRIES):
         shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist()), host]
-        found = Search(batch, cost, options, room, shared, host).run()
+        search = Search(batch, cost, options, room, shared, host)
+        found = search.run()
+        if "lean" in options.levers:
+            found = leanest(search, found)
         made = found.draft()
         if "exact" in options.levers:
             return ScoredDraft(found.seconds, found.over_bytes, made, cost)
