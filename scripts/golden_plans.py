@@ -84,7 +84,7 @@ _LINES = (
 # The assumptions that these plans were first made with, and the levers of that day: later defaults
 # changed what is predicted for the named devices, and the texts stay as they were.
 _THEN = ("--logits-held", "--no-kv-read", "--topology", "flat")
-_LATER = ",-lean"
+_LATER = ",-lean,-persist"
 
 
 def _levers_of_then(words: list[str]) -> list[str]:

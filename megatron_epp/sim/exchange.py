@@ -1,19 +1,23 @@
-"""What replicas exchange in an iteration, and how much of it nothing hides.
+"""What overlaps computation and what does not: messages between stages, and between replicas.
 
-With Megatron's distributed optimizer the devices that hold the same weights add up their gradients,
-a part each (reduce-scatter, float32), and hand the new weights round (all-gather, bf16).
+What is exchanged inside a stage, all-to-all and tensor-parallel gathers, stands in the way of the
+next kernel and is exposed: it is a part of every op's seconds (Cost.comm_seconds).
+
+Replicas: with Megatron's distributed optimizer the devices that hold the same weights add up their
+gradients, a part each (reduce-scatter, float32), and hand the new weights round (all-gather, bf16).
 --overlap-grad-reduce lets a stage begin while its last backward runs, --overlap-param-gather lets
 the gather end while its first forward runs; a stage whose first op comes late, or whose last comes
 early, has that time besides.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import BACKWARDS, Kind
-from megatron_epp.sim.play import Simulation
+from megatron_epp.ir import BACKWARDS, Kind, Plan, Table
+from megatron_epp.sim.play import Simulation, play
 
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
 
@@ -46,7 +50,6 @@ def exchange(cost: Cost, played: Simulation, *, overlapped: bool = True) -> Exch
     if not overlapped:
         exposed = float(reduce.max() + gather.max())
         return Exchange(tuple(reduce.tolist()), tuple(gather.tolist()), exposed)
-    late = np.zeros(cost.stages)  # how long each stage's first op waits for its weights
     end = np.zeros(cost.stages)
     last_backward = np.zeros(cost.stages)
     first = np.full(cost.stages, np.inf)
@@ -61,10 +64,29 @@ def exchange(cost: Cost, played: Simulation, *, overlapped: bool = True) -> Exch
             last_backward[record.stage] = record.start
         if kind in (Kind.FORWARD, *BACKWARDS, Kind.WEIGHT):
             end[record.stage] = max(end[record.stage], record.stop)
+    # How much longer the gather takes than the stage's first op is away, its own time included.
     late = np.maximum(gather - first_stop, 0.0)
     reduced = np.maximum(end, last_backward + reduce)
     exposed = float(late.max() + max(reduced.max() - played.seconds, 0.0))
     return Exchange(tuple(reduce.tolist()), tuple(gather.tolist()), exposed)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Between the stages of one plan: seconds on the links, all together; and what the iteration
+    takes longer than if messages took no time."""
+
+    seconds: float
+    exposed_seconds: float
+
+
+def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
+    """Of ``plan``, which was ``played`` on ``table``: the same orders, played without links, say
+    what no computation hides."""
+    free = {payload: np.zeros_like(each) for payload, each in table.link_seconds.items()}
+    without = play(plan, dataclasses.replace(table, link_seconds=free, link_latency_seconds=0.0))
+    on_links = sum(flight.arrive - flight.depart for flight in played.flights)
+    return Messages(float(on_links), max(0.0, played.seconds - without.seconds))
 
 
 def _seconds(cost: Cost) -> tuple[np.ndarray, np.ndarray]:

@@ -69,8 +69,8 @@ def test_the_cost_of_a_layout_follows_its_groups_places() -> None:
     flat, nodes = (seconds(tp=8, cp=1, topology=name) for name in ("flat", "nodes"))
     assert nodes == pytest.approx(flat * 145 / 350)
     # The all-to-all of cp 4 beside tp 8: 156 GB/s by its size, 24 by its place.
-    inside = seconds(tp=1, cp=4, topology="nodes")
-    assert inside == seconds(tp=1, cp=4, topology="flat")
+    inside = seconds(tp=1, cp=4, topology="nodes", memory_budget_gib=1000)
+    assert inside == seconds(tp=1, cp=4, topology="flat", memory_budget_gib=1000)
     cost = named_cost("llama3-70b", "h100-80g", pp=8, tp=8, cp=4, topology="nodes")
     (figures,) = cost.figures
     assert cost.network is not None
