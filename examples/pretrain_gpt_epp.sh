@@ -18,7 +18,7 @@ set -euo pipefail
 : "${DATA:?the prefix of a .bin/.idx corpus; scripts/prepare_corpus.py makes one}"
 : "${TOKENIZER:?a sentencepiece model; scripts/prepare_corpus.py makes one}"
 PYTHON=${PYTHON:-.venv/bin/python}
-found=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+found=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
 GPUS=${GPUS:-$((found > 0 ? found : 2))}
 TP=${TP:-1}
 PP=${PP:-$((GPUS / TP))}

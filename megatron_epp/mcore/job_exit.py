@@ -8,6 +8,7 @@ would never join.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -17,6 +18,7 @@ import traceback
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import psutil
 import torch
 
 logger = logging.getLogger(__name__)
@@ -67,14 +69,21 @@ def refuse(error: BaseException) -> NoReturn:
     """End this rank with status 2; one rank of those that end so prints the line.
 
     The process ends here and now: whoever waits in a collective would keep an orderly shutdown
-    waiting.
+    waiting. What it started, the planner's process above all, ends with it.
     """
     logger.debug("where the refusal came from", exc_info=error)
     if _may_speak():
         print(f"megatron_epp: error: {error}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+    _end_children()
     os._exit(BAD_INPUT)
+
+
+def _end_children() -> None:
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def _may_speak() -> bool:

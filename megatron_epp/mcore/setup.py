@@ -320,7 +320,9 @@ class Job:
                 for items, wanted in zip(self.hooks.items(samples), samples, strict=True)
             ]
         tokenizer = build_tokenizer(args)
+        assert self._place is not None, "Megatron builds data sets before the model"
         return build_documents(
             config_from_args(args, tokenizer, overlong, args.padded_vocab_size, self._chats),
             samples,
+            self._place.groups.control,
         )

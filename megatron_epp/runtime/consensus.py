@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from collections.abc import Buffer, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,17 +36,35 @@ def share(text: str | None, error: str | None, group: dist.ProcessGroup) -> str:
     return received
 
 
-def agree(text: str, what: str, group: dist.ProcessGroup) -> None:
+def agree(
+    text: str,
+    what: str,
+    group: dist.ProcessGroup,
+    expected: str = "the same plan everywhere (same --epp-plan file, same lengths, same flags on "
+    "every node)",
+) -> None:
     """Raise a :class:`PlanError` on every rank of ``group`` unless all hold the same ``text``."""
-    digest = hashlib.sha256(text.encode()).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    every = torch.empty(group.size() * mine.numel(), dtype=torch.uint8)
-    dist.all_gather_into_tensor(every, mine, group=group)
-    digests = [bytes(row.tolist()).hex() for row in every.view(group.size(), -1)]
+    digests = [row[0].hex() for row in gather([digest(text.encode())], group)]
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if odd:
         raise PlanError(
             f"{what}: ranks {' '.join(map(str, odd))} hold digest {digests[odd[0]][:12]}, rank 0 "
-            f"holds {digests[0][:12]}; expected the same plan everywhere (same --epp-plan file, "
-            "same lengths, same flags on every node)"
+            f"holds {digests[0][:12]}; expected {expected}"
         )
+
+
+def digest(*data: Buffer) -> bytes:
+    """[32] bytes that stand for ``data``, one behind the other."""
+    made = hashlib.sha256()
+    for one in data:
+        made.update(one)
+    return made.digest()
+
+
+def gather(digests: Sequence[bytes], group: dist.ProcessGroup) -> list[list[bytes]]:
+    """[ranks][digests]: what every rank of ``group`` gave; as many from each, at least one."""
+    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+    every = torch.empty(group.size() * mine.numel(), dtype=torch.uint8)
+    dist.all_gather_into_tensor(every, mine, group=group)
+    rows = every.view(group.size(), len(digests), -1).numpy()
+    return [[one.tobytes() for one in row] for row in rows]

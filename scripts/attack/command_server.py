@@ -6,6 +6,7 @@ and still every command line has a process, limits and an end of its own.
     python -m attack.command_server [--torch]      requests and replies: JSON, one a line
 """
 
+import atexit
 import contextlib
 import io
 import json
@@ -40,14 +41,14 @@ _WARMED += " --global-batch-size 8 --planner packing"
 class Ended:
     """How a command line ended. ``status``: as a shell has it, None: it ran out of time.
 
-    ``left``: processes of its session that were still there.
+    ``left``: the command lines of processes of its session that were still there.
     """
 
     status: int | None
     out: str
     err: str
     seconds: float
-    left: int
+    left: list[str]
 
     @property
     def lines(self) -> list[str]:
@@ -154,15 +155,23 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def _end_session(leader: int, grace_seconds: float) -> int:
-    """End a session, the leader included if it lives; how many others there were."""
+def _end_session(leader: int, grace_seconds: float) -> list[str]:
+    """End a session, the leader included if it lives; the command lines of the others."""
     end = time.monotonic() + grace_seconds
     while (others := _session(leader) - {leader}) and time.monotonic() < end:
         time.sleep(0.05)
+    left = [_command_line(process) for process in others]
     for process in (leader, *others):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    return len(others)
+    return left
+
+
+def _command_line(process: int) -> str:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        return b" ".join(words).decode(errors="replace").strip()
+    return "one that has ended since"
 
 
 def _session(leader: int) -> set[int]:
@@ -213,6 +222,7 @@ def _be_the_command(request: dict[str, Any], out: int, err: int) -> None:
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()  # as at an interpreter's end
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)

@@ -16,6 +16,12 @@ from attack.material import INDEX_HEAD_BYTES, LENGTHS, Material, write_corpus
 
 SEED = 20260101
 FLIPS = 24  # bits of one file, at random
+# Good files that belong to the damaged one.
+BESIDE = {
+    "corpus.idx": ("corpus.bin",),
+    "masked_mask.idx": ("masked_mask.bin", "masked.bin", "masked.idx"),
+    "masked_mask.bin": ("masked_mask.idx", "masked.bin", "masked.idx"),
+}
 STATE_FILES = (
     "epp-cost-model.json",
     "epp-cost-model.from-000002.json",
@@ -34,6 +40,8 @@ def attacks(server: CommandServer, material: Material, few: bool = False) -> lis
         "good.timed": lambda path: ("draw", str(material("good.plan")), "--records", str(path)),
         "lens.txt": lambda path: (*plan, "--lengths", str(path)),
         "corpus.idx": lambda path: (*plan, "--lengths", str(path)),
+        "masked_mask.idx": lambda path: (*plan, "--lengths", str(_masked(path))),
+        "masked_mask.bin": lambda path: (*plan, "--lengths", str(_masked(path))),
         "model.json": lambda path: (*plan, "--model", str(path)),
         "device.json": lambda path: (*plan, "--device", str(path)),
         "profile.json": lambda path: (*plan, "--cost-model", str(path), "--layers", "2", "2"),
@@ -82,6 +90,11 @@ def attacks(server: CommandServer, material: Material, few: bool = False) -> lis
     ]
 
 
+def _masked(mask: Path) -> Path:
+    """The index of the tokens to which a file of their masks belongs."""
+    return mask.with_name(mask.name.partition("_mask")[0]).with_suffix(".idx")
+
+
 def _damaged(
     good: Path, reads: Callable[[Path], tuple[str, ...]], folder: Path, few: bool
 ) -> Iterator[Line]:
@@ -115,8 +128,8 @@ def _damaged(
     for name, (content, may) in list(cases.items())[:: 5 if few else 1]:
         path = folder / f"{name}-{good.name}{'.gz' * (name == 'gz')}"
         path.write_bytes(content)
-        if good.name == "corpus.idx":
-            shutil.copy(good.with_suffix(".bin"), path.with_suffix(".bin"))
+        for other in BESIDE.get(good.name, ()):
+            shutil.copy(good.with_name(other), path.with_name(f"{name}-{other}"))
         yield Line(reads(path), may)
     yield Line(reads(folder), REFUSED)
     yield Line(reads(folder / f"missing-{good.name}"), REFUSED)

@@ -135,7 +135,7 @@ def judge(line: Line, ended: Ended) -> str | None:
         if word in ("\n".join(ours) if word == "Warning" else ended.err):
             return f"a {word} on stderr{said}"
     if ended.left:
-        return f"{ended.left} processes left running"
+        return f"left running: {[words[-80:] for words in ended.left]}"
     if ended.status == 0:
         if "the planner failed" in ended.out:
             return "trained on what packing planned, as the planner's service failed"

@@ -30,7 +30,7 @@ DEVICE = {
     "link_latency_seconds": 1e-5,
     "node_devices": 8,
 }
-_UINT16 = 8  # in a Megatron index
+_UINT8, _UINT16 = 1, 8  # in a Megatron index
 INDEX_HEAD_BYTES = 34
 
 
@@ -44,17 +44,24 @@ def write_corpus(prefix: Path, tokens: Sequence[int], vocabulary: int = 127, see
     return prefix
 
 
-def index(tokens: Sequence[int]) -> bytes:
-    count = len(tokens)
-    starts = [2 * sum(tokens[:number]) for number in range(count)]
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, _UINT16, count, count + 1)
+def write_masks(prefix: Path, tokens: Sequence[int]) -> None:
+    """Beside the corpus ``prefix``: of every document the second half is targets."""
+    masks = b"".join(bytes(count // 2) + b"\1" * (count - count // 2) for count in tokens)
+    Path(f"{prefix}_mask.bin").write_bytes(masks)
+    Path(f"{prefix}_mask.idx").write_bytes(index(tokens, _UINT8))
+
+
+def index(tokens: Sequence[int], dtype: int = _UINT16) -> bytes:
+    count, size = len(tokens), {_UINT8: 1, _UINT16: 2}[dtype]
+    starts = [size * sum(tokens[:number]) for number in range(count)]
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, dtype, count, count + 1)
     assert len(head) == INDEX_HEAD_BYTES
     return head + struct.pack(f"<{count}i{count}q{count + 1}q", *tokens, *starts, *range(count + 1))
 
 
 class Material:
     """Files in ``folder``: lens.txt corpus.bin corpus.idx model.json device.json profile.json
-    good.plan good.step good.timed."""
+    good.plan good.step good.timed, and a corpus ``masked`` with its loss masks."""
 
     def __init__(self, folder: Path, server: CommandServer):
         from megatron_epp.cost.analytic import profile
@@ -65,6 +72,8 @@ class Material:
         self.folder = folder
         self("lens.txt").write_text("".join(f"{length}\n" for length in LENGTHS))
         write_corpus(self("corpus"), [length + 1 for length in LENGTHS])
+        write_corpus(self("masked"), [length + 1 for length in LENGTHS])
+        write_masks(self("masked"), [length + 1 for length in LENGTHS])
         self("model.json").write_text(json.dumps(MODEL))
         self("device.json").write_text(json.dumps(DEVICE))
         profile(Model(**MODEL), Device(**DEVICE)).save(str(self("profile.json")))

@@ -45,6 +45,6 @@ def certify(server: CommandServer, plans: int, layout: Sequence[str], folder: Pa
     expect(ended.status == 0, f"exit status {ended.status}: {said} {' '.join(ended.lines[-2:])}")
     found = _CERTIFIED.search(ended.out)
     expect(found is not None and int(found[1]) == plans, f"not certified: {said}")
-    expect(not ended.left, f"{ended.left} processes left running")
+    expect(not ended.left, f"left running: {[words[-80:] for words in ended.left]}")
     expect(not list(folder.iterdir()), f"left behind: {[path.name for path in folder.iterdir()]}")
     return f"{plans} plans, worst error {found[2]}"

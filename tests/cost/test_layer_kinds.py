@@ -183,6 +183,14 @@ def bare(made: Profile) -> Profile:
     )
 
 
+def of_one_layer(cost: Cost) -> dict[str, Cost]:
+    """For each kind of its layers, the cost of a model of one such layer."""
+    return {
+        kind: Cost(cost.profile.of_kind(kind), (1,), (1e15,), 2, 4, 2, cost.zero, 4)
+        for kind in set(cost.layer_kinds)
+    }
+
+
 @given(mixed())
 @settings(deadline=None)
 def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
@@ -190,10 +198,7 @@ def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
     cost, plan = both
     cost = dataclasses.replace(cost, profile=bare(cost.profile))
     table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
-    alone = {
-        kind: Cost(cost.profile.of_kind(kind), (1,), (1e15,), 2, 4, 2, cost.zero, 4)
-        for kind in set(cost.layer_kinds)
-    }
+    alone = of_one_layer(cost)
     word, near = iter(cost.layer_kinds), pytest.approx
     for stage, layers in enumerate(cost.layers):
         mine = [alone[next(word)] for _ in range(layers)]
@@ -233,10 +238,7 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
     cost, plan = both
     cost = dataclasses.replace(cost, profile=bare(cost.profile))
     table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
-    alone = {
-        kind: Cost(cost.profile.of_kind(kind), (1,), (1e15,), 2, 4, 2, cost.zero, 4)
-        for kind in set(cost.layer_kinds)
-    }
+    alone = of_one_layer(cost)
     word = iter(cost.layer_kinds)
     for stage, layers in enumerate(cost.layers):
         mine = [alone[next(word)] for _ in range(layers)]

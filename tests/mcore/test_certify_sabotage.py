@@ -11,6 +11,7 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.batches import Coverage, Drawn, Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
 from megatron_epp.mcore.certify.scale_down import Degrees
+from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 # In the order of sabotage.WAYS, which only the rank itself can import.
@@ -93,11 +94,7 @@ def judged() -> Mapping[str, Judged]:
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:
-    source = SABOTAGE.read_text()
-    listed = source[source.index("WAYS") :]
-    names = [way.replace(" ", "_") for way in WAYS[1:-1]]
-    places = [listed.index(name) for name in names]
-    assert places == sorted(places)
+    assert stand_in_order(WAYS, SABOTAGE)
 
 
 def test_the_batches_are_those_that_were_looked_at(judged) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import os
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megatron_epp.mcore.data.documents import (
 )
 from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches, build_documents
 from megatron_epp.mcore.data.item_documents import ItemDocuments
+from tests.runtime.world import run
 
 EOD, PAD, VOCABULARY = 3, 0, 100
 
@@ -631,3 +633,45 @@ def test_a_corpus_without_weights_lasts_one_epoch(tmp_path: Path) -> None:
 def test_unknown_policy() -> None:
     with pytest.raises(ValueError, match="overlong 'cut': expected one of truncate, drop, split"):
         configure([], overlong="cut")
+
+
+# --- several nodes
+
+
+def other_documents(rank: int, folder: Path) -> dict[str, str]:
+    """What a rank hears that has files of its own below ``folder / rank``."""
+    os.chdir(folder / str(rank))
+
+    def told(prefix: str, **changes: object) -> str:
+        config = configure([prefix], **changes)
+        try:
+            documents = build_documents(config, [None, 0, 0], torch.distributed.group.WORLD)[0]
+        except ValueError as error:
+            return str(error)
+        return f"{len(documents)} documents"
+
+    return {
+        "equal": told("equal"),
+        "longer": told("longer"),
+        "beyond the context": told("longer", sequence_length=4),
+        "another": told("another" if rank else "equal"),
+    }
+
+
+def test_nodes_with_other_documents_are_told_at_start(tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        write_corpus(tmp_path / str(rank) / "equal", numbered([5, 9, 2, 30]))
+        write_corpus(tmp_path / str(rank) / "another", numbered([5, 9, 2, 30]))
+        write_corpus(tmp_path / str(rank) / "longer", numbered([5, 9 - (rank == 2), 2, 30]))
+    heard = run(3, other_documents, tmp_path, tmp_path)
+    for rank, mine in enumerate(heard):
+        assert mine["equal"] == "4 documents", mine
+        assert (
+            "longer: the documents for train have other lengths on ranks 2 than on"
+            in (mine["longer"])
+        ), rank
+        assert "expected the same lengths everywhere: copy one longer.bin" in mine["longer"]
+        assert mine["beyond the context"] == "4 documents"
+        assert "ranks 1 2 hold digest" in mine["another"]
+        assert mine["another"].endswith("expected the same corpora on every node")

@@ -1,14 +1,16 @@
 """Refused jobs end together: status 2 on every rank that is refused, one line from one of them."""
 
+import re
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_epp.mcore import job_exit
 from tests.mcore.runs import Run, train
 
 REFUSE = """
-import os, sys, time
+import os, subprocess, sys, time
 import torch
 from megatron_epp.mcore import job_exit
 rank = int(os.environ["RANK"])
@@ -16,6 +18,8 @@ if {group}:
     torch.distributed.init_process_group("gloo")
 time.sleep(0.3 * {late}[rank])
 if rank in {refused}:
+    started = subprocess.Popen(["sleep", "61"])
+    print("rank", rank, "started", started.pid, flush=True)
     job_exit.refuse(ValueError("rank %d was given a bad plan" % rank))
 time.sleep(60)
 """
@@ -28,6 +32,14 @@ def start(tmp_path: Path, program: str, afresh: bool = False) -> Run:
     done = train([], processes=2, program=(str(file),), seconds=50, afresh=afresh)
     assert done.status != 0
     return done
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not merely unburied."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [(0, True), (1, False)])
@@ -58,6 +70,9 @@ def test_refused_ranks_all_leave_with_status_2_and_rank_0_speaks(tmp_path, group
     program = REFUSE.format(group=group, late=(1, 0), refused=(0, 1))
     done = start(tmp_path, program, afresh=not group)
     assert done.errors == ["megatron_epp: error: rank 0 was given a bad plan"]
+    started = re.findall(r"rank \d started (\d+)", done.output)
+    assert len(started) == 2
+    assert not [pid for pid in map(int, started) if runs(pid)]
     assert done.statuses == (2, 2)
 
 

@@ -15,7 +15,13 @@ from megatron_epp.mcore.certify.scaled.experts import small_experts
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 from megatron_epp.mcore.refusals import require_whole_experts
 from tests.mcore.runs import Run, flags, train, write_corpus
-from tests.mcore.test_training import after_three, first_and_third, tensors
+from tests.mcore.sabotages import stand_in_order
+from tests.mcore.test_training import (
+    after_three,
+    first_and_third,
+    tensors,
+    to_megatron_and_back,
+)
 
 SABOTAGE = Path(__file__).with_name("sabotage_experts.py")
 STOCK_ON_DOCUMENTS = (str(Path(__file__).with_name("stock_on_documents.py")),)
@@ -95,10 +101,7 @@ def judged() -> Mapping[str, Judged]:
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:
-    source = SABOTAGE.read_text()
-    listed = source[source.index("WAYS: ") :]
-    places = [listed.index(way.replace(" ", "_")) for way in WAYS if "nothing" not in way]
-    assert places == sorted(places)
+    assert stand_in_order(WAYS, SABOTAGE)
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])
@@ -202,34 +205,7 @@ def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
 
 def test_checkpoints_load_both_ways(corpus, six, tmp_path) -> None:
     folder, _ = six
-    stock = train(
-        flags(
-            corpus,
-            train_iters=6,
-            exit_interval=4,
-            load=after_three(folder, tmp_path),
-            save=tmp_path / "stock",
-            save_interval=4,
-            micro_batch_size=1,
-            **EXPERTS,
-            **OPTIMIZER,
-        )
-    )
-    assert stock.status == 0, stock.output
-    assert "iteration        4/" in stock.output
-    back = train(
-        flags(
-            corpus,
-            train_iters=6,
-            exit_interval=5,
-            load=tmp_path / "stock",
-            epp=True,
-            **EXPERTS,
-            **OPTIMIZER,
-        )
-    )
-    assert back.status == 0, back.output
-    assert len(back.losses) == 1 and "iteration        5/" in back.output
+    to_megatron_and_back(corpus, after_three(folder, tmp_path), **EXPERTS)
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:

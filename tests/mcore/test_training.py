@@ -130,34 +130,21 @@ def test_another_number_of_stages_on_resume(corpus, six, tmp_path):
         assert before.lengths == now.lengths
 
 
-def test_checkpoints_load_both_ways(corpus, six, tmp_path):
-    folder, _ = six
-    stock = train(
-        flags(
-            corpus,
-            train_iters=6,
-            exit_interval=4,
-            load=after_three(folder, tmp_path),
-            save=tmp_path / "stock",
-            save_interval=4,
-            micro_batch_size=1,
-            **OPTIMIZER,
-        )
-    )
+def to_megatron_and_back(corpus: Path, folder: Path, **model: object) -> None:
+    """Megatron's own schedule trains iteration 4 from the checkpoint, and ours the one after."""
+    common = {"train_iters": 6, **model, **OPTIMIZER}
+    theirs = {"save": folder / "stock", "save_interval": 4, "micro_batch_size": 1}
+    stock = train(flags(corpus, exit_interval=4, load=folder, **theirs, **common))
     assert stock.status == 0, stock.output
     assert len(stock.losses) == 1 and "iteration        4/" in stock.output
-    back = train(
-        flags(
-            corpus,
-            train_iters=6,
-            exit_interval=5,
-            load=tmp_path / "stock",
-            **OPTIMIZER,
-            epp=True,
-        )
-    )
+    back = train(flags(corpus, exit_interval=5, load=folder / "stock", epp=True, **common))
     assert back.status == 0, back.output
     assert len(back.losses) == 1 and "iteration        5/" in back.output
+
+
+def test_checkpoints_load_both_ways(corpus, six, tmp_path):
+    folder, _ = six
+    to_megatron_and_back(corpus, after_three(folder, tmp_path))
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path):

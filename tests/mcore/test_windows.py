@@ -13,6 +13,7 @@ from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, cert
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.scaled.layer_kinds import WINDOW
 from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("sabotage_windows.py")
 GPT_OSS = (
@@ -57,10 +58,7 @@ def judged() -> Mapping[str, Judged]:
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:
-    source = SABOTAGE.read_text()
-    listed = source[source.index("WAYS: ") :]
-    places = [listed.index(way.replace(" ", "_")) for way in WAYS if "nothing" not in way]
-    assert places == sorted(places)
+    assert stand_in_order(WAYS, SABOTAGE)
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])

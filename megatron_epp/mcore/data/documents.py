@@ -43,6 +43,7 @@ from megatron_epp.corpus.idx_file import (
 from megatron_epp.corpus.lengths import epoch_order
 from megatron_epp.corpus.loss_mask import LossMasks, examine_masks
 from megatron_epp.corpus.overlong import Counts, DocumentIndex, apply_context, require_policy
+from megatron_epp.runtime.consensus import agree, digest, gather
 
 logger = logging.getLogger(__name__)
 
@@ -361,6 +362,39 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
         index = index_share(lengths, sequences, config, masks)
         refuse_empty(index.counts, prefix, split, size, config)
         config.indices[prefix, split] = index
+
+
+def require_same_documents(config: DocumentConfig, group: torch.distributed.ProcessGroup) -> None:
+    """Every rank of ``group`` cuts the same documents from the corpora; their tokens are not read.
+
+    Each node reads files of its own where they are no shared ones, and lengths that differ in the
+    thousandth iteration only would end the job there. Collective, on the host.
+
+    Raises:
+        ValueError: what differs, and on which ranks
+    """
+    agree(
+        repr([(prefix, split.name) for prefix, split in config.indices]),
+        "--data-path",
+        group,
+        "the same corpora on every node",
+    )
+    if not config.indices:
+        return
+    digests = [
+        digest(*map(numpy.ascontiguousarray, (index.sequences, index.starts, index.inputs)))
+        for index in config.indices.values()
+    ]
+    every = gather(digests, group)
+    for number, ((prefix, split), index) in enumerate(config.indices.items()):
+        odd = [rank for rank, theirs in enumerate(every) if theirs[number] != every[0][number]]
+        if odd:
+            raise ValueError(
+                f"{prefix}: the documents for {split.name} have other lengths on ranks "
+                f"{' '.join(map(str, odd))} than on rank 0 (here {index.counts.documents}); "
+                f"expected the same lengths everywhere: copy one {prefix}.bin and .idx (and their "
+                "masks) to every node"
+            )
 
 
 def _shares(

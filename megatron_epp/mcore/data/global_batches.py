@@ -16,7 +16,12 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
 from megatron_epp.corpus.overlong import Counts
-from megatron_epp.mcore.data.documents import DocumentConfig, DocumentDataset, check_corpora
+from megatron_epp.mcore.data.documents import (
+    DocumentConfig,
+    DocumentDataset,
+    check_corpora,
+    require_same_documents,
+)
 
 
 class DocumentSource(Protocol):
@@ -140,7 +145,9 @@ class GlobalBatches:
 
 
 def build_documents(
-    config: DocumentConfig, sizes: Sequence[int | None]
+    config: DocumentConfig,
+    sizes: Sequence[int | None],
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> list[Documents | list[Documents] | None]:
     """Documents of train, valid and test, checked and built; for every rank to call.
 
@@ -148,11 +155,14 @@ def build_documents(
 
     Args:
         sizes: samples wanted of each; None is one epoch
+        group: of all ranks, on the host, which must find the same documents; None: not compared
 
     Raises:
-        ValueError: see ``check_corpora``
+        ValueError: see ``check_corpora``; ranks that find other documents
     """
     check_corpora(config, sizes)
+    if group is not None:
+        require_same_documents(config, group)
     built = BlendedMegatronDatasetBuilder(
         DocumentDataset, list(sizes), lambda: True, config
     ).build()

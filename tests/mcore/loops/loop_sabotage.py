@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_epp.mcore.loops.slice_stage import SliceStage
-from megatron_epp.runtime.kv_store import Store
+from tests.mcore.sabotage import drop_returned_gradients
 
 
 def return_in_the_order_run() -> AbstractContextManager:
@@ -56,17 +56,6 @@ def scale_by_chunks() -> AbstractContextManager:
         return plain(*count, **named)
 
     return patch.object(schedules, "forward_step_calc_loss", scaled)
-
-
-def drop_returned_gradients() -> AbstractContextManager:
-    """What later slices leave for the K and V of earlier ones never arrives."""
-    plain = Store.gradient
-
-    def nothing(self: Store, *where: int) -> tuple[torch.Tensor, torch.Tensor]:
-        key_grad, value_grad = plain(self, *where)
-        return torch.zeros_like(key_grad), torch.zeros_like(value_grad)
-
-    return patch.object(Store, "gradient", nothing)
 
 
 def meet_in_between() -> AbstractContextManager:

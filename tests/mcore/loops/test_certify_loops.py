@@ -13,6 +13,7 @@ from megatron_epp.mcore.certify.loops.command import (
     main,
 )
 from megatron_epp.mcore.certify.scale_down import Degrees
+from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("loop_sabotage.py")
 # In the order of loop_sabotage.WAYS, which only the rank itself can import.
@@ -78,10 +79,7 @@ def sabotaged() -> Mapping[str, LoopJudged]:
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:
-    source = SABOTAGE.read_text()
-    listed = source[source.index("WAYS:") :]
-    places = [listed.index(way.replace(" ", "_")) for way in WAYS[1:-1]]
-    assert places == sorted(places)
+    assert stand_in_order(WAYS, SABOTAGE)
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])
