@@ -10,8 +10,9 @@ from megatron_epp.cli import machine
 from megatron_epp.cli.documents import Batches
 from megatron_epp.cli.options import AUTO, Refused
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import GROUPS, Options, plan_step
-from megatron_epp.planner.partition import layout_flags, partition_of
+from megatron_epp.planner import PIPELINES, Options, plan_step
+from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.tuning.partitions import partition_of
 from megatron_epp.show.units import seconds_text, share_text
 
 EXPECTED = 2  # batches that a partition is chosen on
@@ -54,8 +55,8 @@ def partitioned(
             "--partition auto chooses layers for the run and the lever uneven for every batch; "
             "expected one of the two, as in --levers all,-uneven"
         )
-    if planner in GROUPS:
-        raise Refused(f"--partition auto has no effect on {planner}, which has no pipeline")
+    if planner not in PIPELINES:
+        raise Refused(f"--partition auto has no effect on {planner}, which makes no pipeline plan")
     if cost.stages == 1:
         raise Refused("--partition auto has no effect with one stage; leave it out")
     drawn = [batches[number] for number in range(1 if batches.size is None else EXPECTED)]

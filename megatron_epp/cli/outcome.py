@@ -12,9 +12,11 @@ from megatron_epp.planner import (
     GROUPS,
     PIPELINES,
     PLANNERS,
+    SIMULATED,
     Options,
     Planned,
     PlannedGroups,
+    SimulatedPipeline,
     balance_replicas,
     plan_step,
 )
@@ -27,8 +29,8 @@ class Outcome:
 
     batch: int
     planner: str
-    slowest: Planned | PlannedGroups
-    replicas: tuple[Planned | PlannedGroups, ...]
+    slowest: Planned | PlannedGroups | SimulatedPipeline
+    replicas: tuple[Planned | PlannedGroups | SimulatedPipeline, ...]
     lower_bound_seconds: float
     plan_seconds: float
     step: Step | None
@@ -80,13 +82,14 @@ def outcome(
     batch: int, lengths: Sequence[int], cost: Cost, options: Options, planner: str, replicas: int
 ) -> Outcome:
     """Plan one batch with the planner of that name; a ValueError where it cannot."""
-    found: tuple[Planned | PlannedGroups, ...]
+    found: tuple[Planned | PlannedGroups | SimulatedPipeline, ...]
     if planner in PIPELINES:
         planned = plan_step(lengths, cost, options, planner, replicas)
         found, step, took = planned.planned, planned.step, planned.plan_seconds
     else:
         deals = balance_replicas(lengths, cost, replicas)
-        found = tuple(GROUPS[planner]([lengths[d] for d in held], cost, options) for held in deals)
+        plan = {**GROUPS, **SIMULATED}[planner]
+        found = tuple(plan([lengths[d] for d in held], cost, options) for held in deals)
         step, took = None, sum(each.plan_seconds for each in found)
     slowest = max(found, key=lambda each: each.seconds)
     bound = slowest.lower_bound_seconds
@@ -101,6 +104,6 @@ def outcome(
 
 def known_planner(name: str) -> str:
     """``name``; a ValueError with the near matches where no planner is called so."""
-    if name not in PLANNERS:
-        raise ValueError(unknown_name("planner", name, PLANNERS))
+    if name not in PLANNERS and name not in SIMULATED:
+        raise ValueError(unknown_name("planner", name, {**PLANNERS, **SIMULATED}))
     return name

@@ -102,8 +102,12 @@ def _layers_of(stage: str) -> int:
 
 
 def _resumes(args: Any) -> bool:
-    """Whether there is a checkpoint to load; one that is loaded to begin anew counts, too."""
-    return bool(args.load) and (Path(args.load) / "latest_checkpointed_iteration.txt").exists()
+    """Whether a run goes on; one that only takes a checkpoint's weights begins anew."""
+    return (
+        bool(args.load)
+        and not args.finetune
+        and (Path(args.load) / "latest_checkpointed_iteration.txt").exists()
+    )
 
 
 def _kept(args: Any) -> tuple[int, ...] | None:
@@ -132,7 +136,7 @@ def _kept(args: Any) -> tuple[int, ...] | None:
 def _by_time(args: Any, even: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """The fastest layers, and what it was chosen by."""
     from megatron_epp.planner import Options
-    from megatron_epp.planner.partition import partition_of
+    from megatron_epp.planner.tuning.partitions import partition_of
 
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)

@@ -17,8 +17,8 @@ from megatron_epp.planner.partition import (
     layout_flags,
     layout_text,
     partition_by_time,
-    partition_of,
 )
+from megatron_epp.planner.tuning.partitions import partition_of
 
 LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4
 

@@ -22,12 +22,12 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.partition import (
     expected_features,
     fastest_layers,
-    heaviest,
     with_layers,
 )
 from megatron_epp.planner.registry import PIPELINES
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.partitions import heaviest
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
 
@@ -137,7 +137,7 @@ def survey(
             bounded.append(layout)
             continue
         made: list[Choice] = []
-        for layers in _partitions(costs[layout], batches[0], partition):
+        for layers in partitions(costs[layout], batches[0], partition):
             for planner in (ELASTIC, STOCK):
                 try:
                     made.append(
@@ -217,7 +217,7 @@ def _bound(lengths: Sequence[int], cost: Cost) -> float:
     return float(max(per @ whole / cost.dp, per @ longest))
 
 
-def _partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
+def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
     """Even layers, and by time."""
     if not by_time or cost.stages == 1:
         return [cost.layers]
