@@ -85,7 +85,6 @@ def model_flags(model: Model) -> list[list[str]]:
         ["--num-layers", str(model.layers), "--hidden-size", str(model.hidden)],
         ["--ffn-hidden-size", str(model.ffn_hidden), "--num-attention-heads", str(model.heads)],
         ["--kv-channels", str(model.head_size)],
-        ["--vocab-size", str(model.vocabulary), "--make-vocab-size-divisible-by", "128"],
         ["--position-embedding-type", "rope", "--normalization", "RMSNorm"],
         ["--disable-bias-linear", "--attention-dropout", "0", "--hidden-dropout", "0"],
     ]
@@ -107,8 +106,6 @@ def layout_words(choice: Choice) -> list[list[str]]:
         ["--context-parallel-size", str(layout.cp)],
         ["--pipeline-model-parallel-size", str(layout.pp)],
     ]
-    if layout.cp > 1:
-        flags.append(["--cp-comm-type", "a2a"])
     if found := layout_flags(choice.layers):
         flags.append(found)
     return flags
