@@ -204,11 +204,15 @@ class Cost:
         """[features, chunks]: what seconds are linear in. Tokens, pairs and 1; where kinds have
         windows, pairs by window, narrowest first; where they make something of their context again,
         tokens of context."""
-        rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
-        rows += [loads.window_pairs(window) for window in self._windows]
-        if self._with_context:
-            rows.append(loads.behind_tokens)
-        return np.stack(rows)
+        known = self._windows, self._with_context
+        if known not in loads.features:
+            rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
+            rows += [loads.window_pairs(window) for window in self._windows]
+            if self._with_context:
+                rows.append(loads.behind_tokens)
+            loads.features[known] = np.stack(rows)
+            loads.features[known].flags.writeable = False
+        return loads.features[known]
 
     def whole_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
         """[features] of whole documents of these lengths in ``chunks`` chunks."""
@@ -420,8 +424,9 @@ class Cost:
 
     def _bytes(self, per: Bytes, loads: Loads) -> np.ndarray:
         """[chunks] on one device."""
-        kept = loads.kept_tokens(self.profile.keeps_last)
-        return (per.per_token * (loads.tokens - kept) + per.per_cut_token * kept) / self.spread
+        keeps = self.profile.keeps_last
+        loose, kept = loads.loose_tokens(keeps), loads.kept_tokens(keeps)
+        return (per.per_token * loose + per.per_cut_token * kept) / self.spread
 
     def saved_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""

@@ -33,10 +33,7 @@ PLACEMENTS: tuple[PlacementName, ...] = ("one", "interleaved", "wave")
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
     """What AdaPtis would take for one replica's documents."""
     batch = SortedBatch.of(lengths)
-    longest = int(batch.lengths[0])
-    whole = cut_at(batch.lengths, np.array([0, longest]))
-    bucket, buckets = first_fit(whole, max(options.context, longest))
-    chunking = assemble(whole, bucket, buckets, rates_of(cost))
+    chunking = _packed(batch, cost, options)
     best: tuple[Played, PlacementName] | None = None
     for name in PLACEMENTS:
         device_of = placement(name, cost.stages)
@@ -51,6 +48,35 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
     layers = " ".join(map(str, played.setup.cost.layers))
     bound = lower_bound_seconds(batch.lengths, cost)
     return result("adaptis", played, bound, chunking.count, f"{name} placement, layers {layers}")
+
+
+def interleaved_1f1b(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
+    """Megatron's interleaved 1F1B, which AdaPtis compares itself with: two stages a device, even
+    layers, whole backwards, micro-batches packed to the context."""
+    batch = SortedBatch.of(lengths)
+    chunking = _packed(batch, cost, options)
+    device_of = placement("interleaved", cost.stages)
+    layers = _even(sum(cost.layers), len(device_of))
+    shape = dataclasses.replace(
+        cost, layers=layers, budget_bytes=(max(cost.budget_bytes),) * len(device_of)
+    )
+    setup = Setup(
+        shape,
+        device_of,
+        loads_of(chunking, batch.lengths, options.multiple),
+        chunking.backward,
+        np.repeat(chunking.starts[1:] - 1, chunking.sizes),
+    )
+    played = best_of(setup, splits=(False,), offload=False)
+    bound = lower_bound_seconds(batch.lengths, cost)
+    return result("interleaved", played, bound, chunking.count, "even layers")
+
+
+def _packed(batch: SortedBatch, cost: Cost, options: Options) -> Chunking:
+    longest = int(batch.lengths[0])
+    whole = cut_at(batch.lengths, np.array([0, longest]))
+    bucket, buckets = first_fit(whole, max(options.context, longest))
+    return assemble(whole, bucket, buckets, rates_of(cost))
 
 
 def _moved(
