@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run_corpus:
         played = _dry_run(first, batches, cost_for(first.layout), options, arguments)
     if arguments.script is not None:
-        text = launch_script(the_model, first, arguments, node_devices, documents)
+        context = arguments.context or int(batches.corpus.inputs.max())
+        text = launch_script(the_model, first, arguments, node_devices, documents, context)
         write(arguments.script, text)
     if arguments.json:
         facts = _facts(made, arguments.top)

@@ -40,17 +40,21 @@ _ASKED = ': "${MODEL_FLAGS:?the flags of layers of several kinds: experts, laten
 
 
 def launch_script(
-    model: Model, choice: Choice, arguments: argparse.Namespace, node_devices: int, documents: int
+    model: Model,
+    choice: Choice,
+    arguments: argparse.Namespace,
+    node_devices: int,
+    documents: int,
+    context: int,
 ) -> str:
     """A script that launches ``choice``. Where layers are of kinds whose flags a shape does not
     tell, the script asks for them."""
     several = bool(model.kinds)
-    context = str(context_of(arguments))
     lines = (
         _line(group)
         for group in (
             *model_flags(model),
-            ["--seq-length", context, "--max-position-embeddings", context],
+            ["--seq-length", str(context), "--max-position-embeddings", str(context)],
             *layout_words(choice),
             *training_flags(documents),
             *elastic_flags(choice, arguments),
@@ -72,12 +76,6 @@ def launch_script(
 
 def _line(words: Sequence[str]) -> str:
     return "    " + shlex.join(words)
-
-
-def context_of(arguments: argparse.Namespace) -> int:
-    """The context that was asked for; without one a user has to set it by hand: Megatron needs
-    one."""
-    return arguments.context or 131072
 
 
 def model_flags(model: Model) -> list[list[str]]:
