@@ -88,8 +88,11 @@ def outcome(
         found, step, took = planned.planned, planned.step, planned.plan_seconds
     else:
         deals = balance_replicas(lengths, cost, replicas)
-        plan = {**GROUPS, **SIMULATED}[planner]
-        found = tuple(plan([lengths[d] for d in held], cost, options) for held in deals)
+        of_deals = ([lengths[d] for d in held] for held in deals)
+        if planner in SIMULATED:
+            found = tuple(SIMULATED[planner](held, cost, options) for held in of_deals)
+        else:
+            found = tuple(GROUPS[planner](held, cost, options) for held in of_deals)
         step, took = None, sum(each.plan_seconds for each in found)
     slowest = max(found, key=lambda each: each.seconds)
     bound = slowest.lower_bound_seconds

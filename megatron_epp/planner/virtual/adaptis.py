@@ -9,7 +9,7 @@ filled in so; nothing of it can be run.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of
-from megatron_epp.planner.partition import fastest_layers, layer_seconds
+from megatron_epp.planner.partition import fastest_layers
 from megatron_epp.planner.result import SimulatedPipeline
 from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, result
 from megatron_epp.planner.virtual.schedule import PlacementName, placement
@@ -90,7 +90,6 @@ def _moved(
     budget = (max(cost.budget_bytes),) * stages
     shape = dataclasses.replace(cost, layers=_even(sum(cost.layers), stages), budget_bytes=budget)
     features = shape.features(loads).sum(axis=1)
-    seconds = layer_seconds(shape, features)
     last = np.repeat(chunking.starts[1:] - 1, chunking.sizes)
 
     def played(layers: tuple[int, ...]) -> Played | None:
@@ -111,7 +110,7 @@ def _moved(
     for _ in range(ROUNDS if best is not None else 0):
         assert best is not None
         better = None
-        for layers in _neighbours(best, seconds, device_of):
+        for layers in _neighbours(best, device_of):
             other = played(layers)
             if other is not None and other.rank < best.rank:
                 better = other
@@ -127,7 +126,7 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(share + (stage < rest) for stage in range(stages))
 
 
-def _neighbours(best: Played, seconds: np.ndarray, device_of: np.ndarray):
+def _neighbours(best: Played, device_of: np.ndarray) -> Iterator[tuple[int, ...]]:
     """A layer from a stage of the busiest device to one of the two least busy."""
     layers = best.setup.cost.layers
     busy = best.found.busy_seconds

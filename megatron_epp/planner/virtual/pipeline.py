@@ -1,7 +1,7 @@
 """What the virtual baselines share: a load on virtual stages, played with recompute just enough."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,7 +85,9 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> Played:
     return best
 
 
-def _played(setup: Setup, counts: Counts, work: OpArrays, said: str, splits: Sequence[bool]):
+def _played(
+    setup: Setup, counts: Counts, work: OpArrays, said: str, splits: Sequence[bool]
+) -> Iterator[Played]:
     groups = np.bincount(np.unique(setup.last_of_group, return_inverse=True)[1])
     # Forwards that fill the pipeline: those of one group on all stages of a device, and what is
     # under way to the devices behind.
@@ -140,7 +142,7 @@ def result(
     )
 
 
-def spread_head(cost: Cost, stages: int) -> tuple[Cost, Callable[[OpArrays], OpArrays]]:
+def spread_head(cost: Cost, stages: int) -> tuple[Cost, Callable[[OpArrays, np.ndarray], OpArrays]]:
     """``cost`` without its output layer, and what adds an equal share of its seconds to every
     stage: vocabulary parallelism with messages that cost nothing. Its bytes go with it."""
     profile = cost.profile
