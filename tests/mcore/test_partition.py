@@ -8,14 +8,14 @@ import pytest
 from megatron_epp.mcore.partition import KEPT
 from tests.mcore.runs import flags, train, write_corpus
 
-LENGTHS = [100, 90, 40, 30, 20, 16, 12, 8, 8, 8, 8, 8] * 2
+LENGTHS = [100, 90, 40, 30, 20, 16, 12, 8, 8, 8, 8, 8] * 8
 # A large vocabulary: its output layer takes layers from the last stage.
 BIG = {
-    "make-vocab-size-divisible-by": 1024,
+    "make-vocab-size-divisible-by": 16384,
     "num-layers": 6,
     "epp": True,
     "epp-memory-budget-gib": 1,
-    "lr-warmup-iters": 0,
+    "global-batch-size": 24,
 }
 
 
@@ -40,7 +40,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     assert sum(layers) == 6 and layers[0] > layers[1] >= 1
     assert f"--epp-partition auto: layers {layers[0]} {layers[1]} of the stages" in auto.output
     assert len(auto.losses) == len(even.losses) == 2
-    assert auto.losses == pytest.approx(even.losses, rel=2e-6)  # printed with seven digits
+    assert auto.losses == pytest.approx(even.losses, rel=1e-5)  # float32, printed with seven digits
     assert auto.grad_norms == pytest.approx(even.grad_norms, rel=1e-3)
     # Resumed without a word of lengths: what the checkpoint has.
     again = train(flags(corpus, **{**BIG, **chosen, "load": kept, "train_iters": 3}))
