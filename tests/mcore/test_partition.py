@@ -16,6 +16,7 @@ BIG = {
     "epp": True,
     "epp-memory-budget-gib": 1,
     "global-batch-size": 24,
+    "lr-decay-iters": 3,  # the same for the run that resumes
 }
 
 

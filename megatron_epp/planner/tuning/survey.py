@@ -137,22 +137,18 @@ def survey(
         if len(best) >= top and bounds[layout] > best[top - 1]:
             bounded.append(layout)
             continue
-        made: list[Choice] = []
-        for layers in partitions(costs[layout], batches[0], partition):
-            for planner in (ELASTIC, STOCK):
+        ways = partitions(costs[layout], batches[0], partition)
+        for planner in (ELASTIC, STOCK):
+            for layers in reversed(ways):  # even ones where those by time do not fit
                 try:
-                    made.append(
+                    choices.append(
                         choice_of(layout, costs[layout], layers, batches[:1], sketch, planner)
                     )
+                    break
                 except ValueError as error:
                     refused.setdefault(layout, str(error).split("\n")[0])
-        if any(choice.planner == ELASTIC for choice in made):
+        if choices and choices[-1].layout == layout:
             refused.pop(layout, None)
-        # Of every planner the better of its partitions.
-        for planner in (ELASTIC, STOCK):
-            mine = [choice for choice in made if choice.planner == planner]
-            if mine:
-                choices.append(min(mine, key=lambda choice: choice.seconds))
     choices = _finals(choices, batches, costs, options, progress)
     return Survey(tuple(sorted(choices, key=_order)), refused, tuple(bounded))
 
@@ -170,26 +166,19 @@ def _finals(
 ) -> list[Choice]:
     """``choices`` with those that may be the best planned with the whole effort."""
     elastic = sorted((c for c in choices if c.planner == ELASTIC), key=_order)
-    near = [c for c in elastic if c.seconds <= elastic[0].seconds * (1 + 2 * MARGIN)]
+    least = min((c.seconds for c in elastic), default=0.0)
+    near = [c for c in elastic if c.seconds <= least * (1 + 2 * MARGIN)]
     finalists = near[: 2 * FINALISTS] if len(near) > FINALISTS else elastic[:FINALISTS]
     stock = sorted((c for c in choices if c.planner == STOCK), key=_order)[:1]
     work = [*finalists, *stock]
     made = []
     for choice in progress(work, len(work), "finals"):
         cost = costs[choice.layout]
-        for offload in _variants(choice, cost):
+        for layers, offload in _variants(choice, cost):
             levers = options.levers | {"offload"} if offload else options.levers - {"offload"}
+            chosen = dataclasses.replace(options, levers=levers)
             try:
-                made.append(
-                    choice_of(
-                        choice.layout,
-                        cost,
-                        choice.layers,
-                        batches,
-                        dataclasses.replace(options, levers=levers),
-                        choice.planner,
-                    )
-                )
+                made.append(choice_of(choice.layout, cost, layers, batches, chosen, choice.planner))
             except ValueError:  # a later batch does not fit: then the choice is none
                 continue
     kept = [choice for choice in choices if choice not in work]
@@ -202,10 +191,12 @@ def _finals(
     return [*best.values(), *kept]
 
 
-def _variants(choice: Choice, cost: Cost) -> tuple[bool, ...]:
-    """Without offloading, and with it where memory made a plan recompute."""
+def _variants(choice: Choice, cost: Cost) -> list[tuple[tuple[int, ...], bool]]:
+    """(layers, whether layers may be offloaded) to plan for in earnest: those sketched, even ones,
+    and offloading where memory made a plan recompute."""
+    made = [(layers, False) for layers in dict.fromkeys((choice.layers, cost.layers))]
     tight = choice.recompute_ratio > TIGHT and cost.profile.host_bytes_per_second > 0
-    return (False, True) if tight and choice.planner == ELASTIC else (False,)
+    return [*made, (choice.layers, True)] if tight and choice.planner == ELASTIC else made
 
 
 def _bound(lengths: Sequence[int], cost: Cost) -> float:
