@@ -3,8 +3,8 @@
     python scripts/bench/tune_exhaustive.py [--nodes 1] [--documents 64] [--batches 2]
                                             [--lengths wlb prolong wikipedia] [-o RESULT.md]
 
-Everything: every layout, even layers and those by time with every neighbour one layer away, with
-and without offloading, all replicas planned, with the whole effort. Simulated; nothing ran.
+Everything: every layout, even layers and those by time with one layer moved over any border, with
+and without offloading, all replicas planned. Simulated; nothing ran.
 """
 
 import argparse
@@ -49,12 +49,13 @@ def seconds(cost: Cost, batches, options: Options, planner: str) -> float:
 def neighbours(layers: tuple[int, ...]) -> set[tuple[int, ...]]:
     found = {layers}
     for give in range(len(layers)):
-        for take in range(len(layers)):
+        for take in (give - 1, give + 1):
+            if not 0 <= take < len(layers) or layers[give] < 2:
+                continue
             moved = list(layers)
             moved[give] -= 1
             moved[take] += 1
-            if min(moved) >= 1:
-                found.add(tuple(moved))
+            found.add(tuple(moved))
     return found
 
 
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=64)
     parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--context", type=int, default=32768)
+    parser.add_argument("--effort", type=int, default=Options().effort)
     parser.add_argument("--lengths", nargs="+", default=["wlb", "prolong", "wikipedia"])
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     args = parser.parse_args()
@@ -109,7 +111,7 @@ def main() -> None:
         )
 
     rows = []
-    options = Options(args.context)
+    options = Options(args.context, effort=args.effort)
     for name in args.lengths:
         corpus = open_corpus(name, args.context)
         batches = [corpus.batch(number, args.documents) for number in range(args.batches)]
