@@ -223,7 +223,7 @@ def test_compare_begins_with_what_matters_and_explains_its_columns(capsys):
 def test_compare_says_that_nothing_fits(capsys, tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("98304\n" * 8)
-    words = ["--lengths", path, "--pp", 2, *MACHINE, "--memory-budget-gib", 20]
+    words = ["--lengths", path, "--pp", 2, *MACHINE, "--memory-budget-gib", 20, "--logits-held"]
     text = printed(capsys, "compare", *words, "--planner", "chunkflow").out
     assert text.startswith("Best: none; no planner keeps every batch within the memory budget.")
     assert "0/1" in text

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_epp.cli.documents import open_batches
-from megatron_epp.cli.layout import layout_cost
+from megatron_epp.cli.layout import layout_cost, partitioned
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
     cost = layout_cost(arguments, first, options, names[0])
+    pipelines = [name for name in names if name in PIPELINES]
+    cost = partitioned(arguments, batches, cost, options, (pipelines or names)[0])
     cold = _warm_up(names, first, cost, options, arguments.dp)
     made: list[Outcome] = []
     failed: dict[str, str] = {}

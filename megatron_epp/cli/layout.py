@@ -1,15 +1,21 @@
 """``--pp auto`` and ``--cp auto``: the split of the devices that the first batch likes best."""
 
 import argparse
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
 
 from megatron_epp.cli import machine
+from megatron_epp.cli.documents import Batches
 from megatron_epp.cli.options import AUTO, Refused
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import Options, plan_step
-from megatron_epp.show.units import seconds_text
+from megatron_epp.planner import PIPELINES, Options, plan_step
+from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.tuning.partitions import partition_of
+from megatron_epp.show.units import seconds_text, share_text
+
+EXPECTED = 2  # batches that a partition is chosen on
 
 
 def layout_cost(
@@ -30,6 +36,39 @@ def layout_cost(
         mark = " <- chosen" if (pp, cp) == (cost.stages, cost.cp) else ""
         print(f"tried pp {pp} x cp {cp}: {shown}{mark}", file=sys.stderr)
     return cost
+
+
+def partitioned(
+    arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
+) -> Cost:
+    """``cost`` with the layers that --partition asks for; what was chosen is said on stderr.
+
+    The corpus's expected lengths are its first batches, as many as EXPECTED: a partition is for a
+    whole run, not for the batch that is planned.
+    """
+    if arguments.partition == "even":
+        return cost
+    if arguments.layers:
+        raise Refused("--layers names the layers of every stage and --partition auto chooses them")
+    if "uneven" in options.levers:
+        raise Refused(
+            "--partition auto chooses layers for the run and the lever uneven for every batch; "
+            "expected one of the two, as in --levers all,-uneven"
+        )
+    if planner not in PIPELINES:
+        raise Refused(f"--partition auto has no effect on {planner}, which makes no pipeline plan")
+    if cost.stages == 1:
+        raise Refused("--partition auto has no effect with one stage; leave it out")
+    drawn = [batches[number] for number in range(1 if batches.size is None else EXPECTED)]
+    found = partition_of(cost, drawn, options, planner)
+    flags = layout_flags(found.layers)
+    said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
+    print(
+        f"partition: {' '.join(map(str, found.layers))} ({share_text(found.gain)} less time than "
+        f"{' '.join(map(str, cost.layers))}); {said}",
+        file=sys.stderr,
+    )
+    return dataclasses.replace(cost, layers=found.layers)
 
 
 def choose(

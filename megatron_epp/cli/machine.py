@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from typing import Any
 
 from megatron_epp.cli.options import ASSUMPTIONS, Refused
 from megatron_epp.cost.analytic import budgeted
@@ -11,6 +12,10 @@ from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.models import MODELS, model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
+
+# What the analytic cost model assumes where no option does: what training runs. The papers' world,
+# which is the library's default, is --logits-held --no-kv-read --topology flat.
+AS_TRAINED: dict[str, Any] = {"logits_held": False, "kv_read": True, "topology": "nodes"}
 
 
 def wanted(arguments: argparse.Namespace) -> bool:
@@ -71,7 +76,7 @@ def cost_of(
             ep=arguments.ep,
             layer_kinds=kinds,
             profile=profile,
-            **given,
+            **({} if profile is not None else AS_TRAINED | given),
         )
         heads = model(arguments.model).heads
         if heads % (cost.tp * cost.cp):

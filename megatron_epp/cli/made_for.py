@@ -14,6 +14,7 @@ from megatron_epp.cli.options import ASSUMPTIONS, machine_flags
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
 
 _START = "# made for: "
 _NAMES = (
@@ -69,7 +70,13 @@ def fill(arguments: argparse.Namespace, said: str | None) -> str:
 
 
 def _require_files(found: dict) -> None:
-    for name, known in (("model", MODELS), ("device", DEVICES), ("cost_model", {})):
+    topologies = {FLAT, *TOPOLOGIES}
+    for name, known in (
+        ("model", MODELS),
+        ("device", DEVICES),
+        ("cost_model", {}),
+        ("topology", topologies),
+    ):
         value = found[name]
         if value is not None and value not in known and not Path(value).is_file():
             raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")

@@ -12,6 +12,7 @@ PROGRAM = "megatron_epp"
 COMMANDS = {
     "plan": "plan one batch of documents, and print the plan",
     "compare": "every planner on the same batches, in a table",
+    "tune": "which layout of a job is fastest on a corpus; writes its launch script",
     "simulate": "play a plan on a machine: seconds, bubbles and why they are there, bytes",
     "draw": "a picture of a plan: text, SVG, PNG, HTML, Perfetto trace, torch's CSV",
     "check": "whether a plan computes everything once and never deadlocks",
@@ -29,7 +30,7 @@ AUTO = 0  # in the place of a degree that the planner is to choose
 # A batch of more documents is a mistake: planning it would take minutes.
 MOST_DOCUMENTS = 32_768
 # Fields that only an analytic cost model has.
-ASSUMPTIONS = ("b1_divisor", "head_seconds", "link_seconds", "logits_held")
+ASSUMPTIONS = ("b1_divisor", "head_seconds", "link_seconds", "logits_held", "kv_read", "topology")
 
 
 class Refused(ValueError):
@@ -245,7 +246,12 @@ def _batch(command: argparse.ArgumentParser) -> None:
 
 
 def _machine(
-    command: argparse.ArgumentParser, *, pp: bool, required: bool, checked: bool = False
+    command: argparse.ArgumentParser,
+    *,
+    pp: bool,
+    required: bool,
+    checked: bool = False,
+    partition: bool = False,
 ) -> None:
     from megatron_epp.cost.devices import DEVICES
     from megatron_epp.cost.models import MODELS
@@ -317,6 +323,15 @@ def _machine(
         help="transformer layers of every stage (default: even"
         + (")" if pp else "; a plan names its own)"),
     )
+    if partition:
+        group.add_argument(
+            "--partition",
+            type=one_of("even", "auto"),
+            default="even",
+            metavar="HOW",
+            help="layers of the stages where --layers does not name them: even (default), or auto: "
+            "by time on the corpus's expected lengths",
+        )
     group.add_argument(
         "--layer-kinds",
         metavar="KINDS",
@@ -345,6 +360,12 @@ def _machine(
         help="1: weights stay on every device; 3: states are spread and layers gathered for every "
         "chunk (default: 3 for gpt-*, else 1)",
     )
+    _assumptions(command)
+
+
+def _assumptions(command: argparse.ArgumentParser) -> None:
+    from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
+
     assumed = command.add_argument_group("assumptions of the analytic cost model")
     assumed.add_argument(
         "--b1-divisor",
@@ -355,11 +376,26 @@ def _machine(
     for flag, text in (
         ("head-seconds", "whether the output layer costs time"),
         ("link-seconds", "whether messages between stages cost time"),
-        ("logits-held", "whether logits live from forward to backward"),
+        (
+            "logits-held",
+            "whether logits live from forward to backward (default: not; the output layer runs its "
+            "backward in forward, as in training)",
+        ),
+        (
+            "kv-read",
+            "whether a slice pays for reading its context's K and V (default: yes; never with the "
+            "papers' constants)",
+        ),
     ):
         assumed.add_argument(
             f"--{flag}", action=argparse.BooleanOptionalAction, default=None, help=text
         )
+    assumed.add_argument(
+        "--topology",
+        metavar="NAME|FILE",
+        help=f"how devices are joined: {', '.join(TOPOLOGIES)}, a JSON file, or {FLAT}: rates by a "
+        "group's size alone, wherever it lies (default: nodes, of the device's own size)",
+    )
 
 
 def _planner(command: argparse.ArgumentParser, *, names: str | None) -> None:
@@ -453,7 +489,7 @@ def _plan(command: Parser) -> None:
         metavar="I",
         help="which batch, from 0 (default: 0)",
     )
-    _machine(command, pp=True, required=True)
+    _machine(command, pp=True, required=True, partition=True)
     _planner(command, names="one")
     command.add_argument(
         "--forward-only", action="store_true", help="a plan of forwards alone, for evaluation"
@@ -476,7 +512,7 @@ def _compare(command: Parser) -> None:
         metavar="I",
         help="number of the first one (default: 0)",
     )
-    _machine(command, pp=True, required=True)
+    _machine(command, pp=True, required=True, partition=True)
     _planner(command, names="many")
     _json(command)
 
@@ -538,9 +574,91 @@ def _serve(command: Parser) -> None:
     )
 
 
+def _tune(command: Parser) -> None:
+    from megatron_epp.cost.devices import DEVICES
+    from megatron_epp.cost.models import MODELS
+    from megatron_epp.planner.options import Options
+
+    _batch(command)
+    command.add_argument(
+        "--batches",
+        type=whole(1, 1000),
+        default=2,
+        metavar="N",
+        help="batches that the best layouts are planned on (default: 2)",
+    )
+    group = command.add_argument_group("model and machine")
+    for name, known in (("model", MODELS), ("device", DEVICES)):
+        group.add_argument(
+            f"--{name}",
+            required=True,
+            metavar="NAME|FILE",
+            help=f"{', '.join(known)}, or a JSON file",
+        )
+    group.add_argument(
+        "--nodes", type=whole(1, 1_000_000), required=True, metavar="N", help="nodes of the job"
+    )
+    group.add_argument(
+        "--devices-per-node",
+        type=whole(1, 1_000_000),
+        metavar="N",
+        help="devices of a node (default: the device's own, 8)",
+    )
+    group.add_argument(
+        "--memory-budget-gib",
+        type=positive("GiB"),
+        nargs=1,
+        metavar="X",
+        help="of one device, model states included (default: the device's own)",
+    )
+    for name, text in (
+        ("tp", "tensor-parallel degree"),
+        ("cp", "context-parallel (Ulysses) degree"),
+        ("pp", "pipeline stages"),
+        ("dp", "data-parallel replicas"),
+    ):
+        group.add_argument(
+            f"--{name}", type=whole(1), metavar="N", help=f"only with this {text} (default: any)"
+        )
+    group.add_argument(
+        "--partition",
+        type=one_of("even", "auto"),
+        default="auto",
+        metavar="HOW",
+        help="layers of the stages: auto: by time where that is faster (default), or even",
+    )
+    _assumptions(command)
+    group = command.add_argument_group("planner")
+    group.add_argument(
+        "--levers",
+        default="default",
+        metavar="LIST",
+        help="what the epp planner may use, as for plan; offloading is tried where memory is tight",
+    )
+    group.add_argument(
+        "--effort",
+        type=whole(0, 1_000_000),
+        metavar="N",
+        help=f"how much work the search for the best layouts' plans may do (default: "
+        f"{Options().effort})",
+    )
+    group.add_argument(
+        "--top", type=whole(1, 1000), default=10, metavar="N", help="rows to print (default: 10)"
+    )
+    command.add_argument("--script", metavar="FILE", help="write the first choice's launch script")
+    command.add_argument(
+        "--dry-run-corpus",
+        type=whole(1, 100_000),
+        metavar="N",
+        help="play N iterations of the corpus with the first choice, and print their spread",
+    )
+    _json(command)
+
+
 _OPTIONS: dict[str, Callable[[Parser], None]] = {
     "plan": _plan,
     "compare": _compare,
+    "tune": _tune,
     "simulate": _simulate,
     "draw": _draw,
     "check": _check,

@@ -12,9 +12,11 @@ from megatron_epp.planner import (
     GROUPS,
     PIPELINES,
     PLANNERS,
+    SIMULATED,
     Options,
     Planned,
     PlannedGroups,
+    SimulatedPipeline,
     balance_replicas,
     plan_step,
 )
@@ -29,8 +31,8 @@ class Outcome:
 
     batch: int
     planner: str
-    slowest: Planned | PlannedGroups
-    replicas: tuple[Planned | PlannedGroups, ...]
+    slowest: Planned | PlannedGroups | SimulatedPipeline
+    replicas: tuple[Planned | PlannedGroups | SimulatedPipeline, ...]
     lower_bound_seconds: float
     plan_seconds: float
     step: Step | None
@@ -97,7 +99,7 @@ def outcome(
 
     priced   plan replicas in lockstep as free ones, too, for the price of lockstep
     """
-    found: tuple[Planned | PlannedGroups, ...]
+    found: tuple[Planned | PlannedGroups | SimulatedPipeline, ...]
     free = None
     if planner in PIPELINES:
         planned = plan_step(lengths, cost, options, planner, replicas)
@@ -113,7 +115,11 @@ def outcome(
         )
     else:
         deals = balance_replicas(lengths, cost, replicas)
-        found = tuple(GROUPS[planner]([lengths[d] for d in held], cost, options) for held in deals)
+        of_deals = ([lengths[d] for d in held] for held in deals)
+        if planner in SIMULATED:
+            found = tuple(SIMULATED[planner](held, cost, options) for held in of_deals)
+        else:
+            found = tuple(GROUPS[planner](held, cost, options) for held in of_deals)
         step, took = None, sum(each.plan_seconds for each in found)
     slowest = max(found, key=lambda each: each.seconds)
     bound = slowest.lower_bound_seconds
@@ -128,6 +134,6 @@ def outcome(
 
 def known_planner(name: str) -> str:
     """``name``; a ValueError with the near matches where no planner is called so."""
-    if name not in PLANNERS:
-        raise ValueError(unknown_name("planner", name, PLANNERS))
+    if name not in PLANNERS and name not in SIMULATED:
+        raise ValueError(unknown_name("planner", name, {**PLANNERS, **SIMULATED}))
     return name

@@ -8,16 +8,18 @@ import sys
 from megatron_epp.cli import made_for
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write
-from megatron_epp.cli.layout import layout_cost
+from megatron_epp.cli.layout import layout_cost, partitioned
 from megatron_epp.cli.options import Refused
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
-from megatron_epp.ir import Step
+from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
+from megatron_epp.sim.exchange import exchange, messages
+from megatron_epp.sim.play import play
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
     cost = layout_cost(arguments, lengths, options, planner)
+    cost = partitioned(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
     made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)
@@ -134,6 +137,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         offloaded = offloaded_ratio(found.plan)
         taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, found.plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"
+    overlapped = [] if found.plan is None else _overlapped(found.plan, cost)
     lines = [
         f"lengths     {batches}",
         f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
@@ -148,6 +152,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"of the time bubbles {share_text(found.bubble_ratio)}, recompute "
         f"{share_text(found.recompute_ratio)}, communication within ops "
         f"{share_text(found.comm_ratio)}",
+        *overlapped,
         *([f"offloaded   {share_text(offloaded)} of what layers save{host}"] if offloaded else []),
         f"chunks      {found.chunks}"
         + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
@@ -167,6 +172,27 @@ def _lockstep_lines(made: Outcome) -> list[str]:
         f"{made.lockstep_price:+.1%} against {seconds_text(made.free_seconds)} of replicas that "
         "run freely (simulated)"
     ]
+
+
+def _overlapped(plan: Plan, cost: Cost) -> list[str]:
+    """What goes on beside computation, and how much of it is waited for all the same."""
+    cost = dataclasses.replace(cost, layers=plan.layers)  # the lever uneven may have moved some
+    table = cost.table(plan)
+    played = play(plan, table)
+    lines = []
+    if cost.stages > 1 and cost.profile.link_seconds_per_token:
+        told = messages(plan, table, played)
+        lines.append(
+            f"messages    between stages {seconds_text(told.seconds)} on all links, "
+            f"{seconds_text(told.exposed_seconds)} of the iteration exposed"
+        )
+    between = exchange(cost, played)
+    if between.seconds:
+        lines.append(
+            f"replicas    exchange {seconds_text(between.seconds)}, of which "
+            f"{seconds_text(between.exposed_seconds)} exposed come on top of the iteration"
+        )
+    return lines
 
 
 def _evaluation(

@@ -36,6 +36,10 @@ LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the los
 # linears' forward.
 NORM_SHARE = 0.01
 CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at a time
+# Rows whose logits live at once where the output layer runs early, on a GPU: as many of these as
+# keep to so many logits (mcore.model.early_head says why; tests/mcore compares).
+HEAD_BLOCK_TOKENS = (4096, 2048, 1024)
+HEAD_BLOCK_LOGITS = 2**28
 GRADIENT_BYTES = 4  # of kept K and V: the executor adds their gradients up in float32
 
 
@@ -47,6 +51,7 @@ def profile(
     head_seconds: bool | None = None,
     link_seconds: bool | None = None,
     logits_held: bool = True,
+    kv_read: bool = False,
 ) -> Profile:
     """The analytic profile of ``model`` on ``device``, of one layer of every kind on one device.
 
@@ -58,7 +63,10 @@ def profile(
     link_seconds  whether messages between stages cost time. Default: not for the published
                   constants, since InfiniPipe takes them as negligible
     logits_held   whether logits live from F to B; else only while F runs, and the output layer's
-                  backward with it (layers.early_loss)
+                  backward with it (layers.early_loss), as training runs it
+    kv_read       whether a slice pays for reading the K and V of its context, and for adding up
+                  their gradients, beside the pairs. Not with the published constants: their a1
+                  was measured on whole documents
     """
     published = PUBLISHED.get(model.name) if device.name.startswith("a100") else None
     if published is not None:
@@ -70,7 +78,7 @@ def profile(
         )
         head_inputs = 0.0  # their a2 spreads a head over all layers
     else:
-        figures = {kind: _figures(layer, device) for kind, layer in model.shapes.items()}
+        figures = {kind: _figures(layer, device, kv_read) for kind, layer in model.shapes.items()}
         source = "analytic: flops and bytes of the device's rates"
         head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
     head = published is None if head_seconds is None else head_seconds
@@ -114,6 +122,12 @@ def profile(
     )
 
 
+def head_block_tokens(words: int) -> int:
+    """Rows that an early output layer of so many words takes at a time."""
+    fitting = (rows for rows in HEAD_BLOCK_TOKENS if rows * words <= HEAD_BLOCK_LOGITS)
+    return next(fitting, HEAD_BLOCK_TOKENS[-1])
+
+
 def _published_figures(layer: Layer, published: Published, b1_divisor: float) -> LayerFigures:
     linear, attention, gather = _published_rates(layer.model, published, b1_divisor)
     # Published for 7B; the published figures of 13B and 30B cannot be without checkpointing.
@@ -130,7 +144,29 @@ def _published_figures(layer: Layer, published: Published, b1_divisor: float) ->
     )
 
 
-def _figures(layer: Layer, device: Device) -> LayerFigures:
+def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
+    """Per token of context: what its K and V take to read, and in backward to read again, with
+    their gradients written, read and added to those in the store.
+
+    A kernel's blocks of queries share what they read through the cache, so it comes from memory
+    about once, whatever the slice's length: that is what FlashAttention-3's table fits
+    (tests/cost/test_published_attention.py). What a window sees of it is part of its pairs.
+    """
+    rate = device.memory_bytes_per_second
+    if not rate or layer.shape.window or not layer.carried_hidden:
+        return {}
+    forward = ELEMENT_BYTES * layer.carried_hidden / rate
+    again = 3 * ELEMENT_BYTES + 2 * GRADIENT_BYTES  # K and V, their gradients twice, the store's
+    backward = again * layer.carried_hidden / rate
+    return {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: backward,
+        Kind.INPUT: backward,
+        Kind.WEIGHT: 0.0,
+    }
+
+
+def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
     """Of one layer, by flops and bytes."""
     linear = layer.flops_per_token / device.linear_flops
     attention = layer.flops_per_pair / device.attention_flops
@@ -141,8 +177,9 @@ def _figures(layer: Layer, device: Device) -> LayerFigures:
     made = _layer(
         layer, linear, attention, launch, gather, _kept_bytes(layer), _weight_input_bytes(layer)
     )
+    read = _kv_read_seconds(layer, device) if kv_read else {}
     if not layer.carries_latents:
-        return made
+        return dataclasses.replace(made, context_seconds=read)
     again = layer.flops_per_context_token / device.linear_flops
     expanded = float(ELEMENT_BYTES * (layer.key_hidden + layer.value_hidden))
     in_forward = Workspace(per_op=CONTEXT_BLOCK * expanded)
@@ -155,9 +192,9 @@ def _figures(layer: Layer, device: Device) -> LayerFigures:
         made,
         context_seconds={
             # Backward makes them again, and has the gradients of latents and of weights to make.
-            Kind.FORWARD: again,
-            Kind.BACKWARD: 3 * again,
-            Kind.INPUT: 3 * again,
+            Kind.FORWARD: again + read.get(Kind.FORWARD, 0.0),
+            Kind.BACKWARD: 3 * again + read.get(Kind.BACKWARD, 0.0),
+            Kind.INPUT: 3 * again + read.get(Kind.INPUT, 0.0),
             Kind.WEIGHT: 0.0,
         },
         workspace_bytes={

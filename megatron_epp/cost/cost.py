@@ -23,6 +23,7 @@ memory holds is counted apart (cost.host_memory), and a copy that an op has to w
 communication.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -32,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.analytic import budgeted
+from megatron_epp.cost.analytic import budgeted, head_block_tokens
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.layer_kinds import (
@@ -45,6 +46,8 @@ from megatron_epp.cost.layer_kinds import (
 )
 from megatron_epp.cost.loads import Loads, loads_of, pairs_before
 from megatron_epp.cost.models import model
+from megatron_epp.cost.network.topology import FLAT, Network, Topology, at_most
+from megatron_epp.cost.network.topology import topology as find_topology
 from megatron_epp.cost.profile import Bytes, LayerFigures, Profile, Seconds, Workspace
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
@@ -83,6 +86,7 @@ class Cost:
     layer_kinds    of all layers of the model, first to last, as the profile calls them; none: all
                    are of the profile's only kind
     host_budget_bytes   of the host's memory, for what one device offloads
+    network        where groups lie and what they get there; none: the profile's rates by size
     """
 
     profile: Profile
@@ -95,6 +99,7 @@ class Cost:
     ep: int = 1
     layer_kinds: tuple[str, ...] = ()
     host_budget_bytes: float = math.inf
+    network: Network | None = None
 
     def __post_init__(self):
         if not self.layers or min(self.layers) < 0:
@@ -203,11 +208,15 @@ class Cost:
         """[features, chunks]: what seconds are linear in. Tokens, pairs and 1; where kinds have
         windows, pairs by window, narrowest first; where they make something of their context again,
         tokens of context."""
-        rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
-        rows += [loads.window_pairs(window) for window in self.windows]
-        if self._with_context:
-            rows.append(loads.behind_tokens)
-        return np.stack(rows)
+        known = self.windows, self._with_context
+        if known not in loads.features:
+            rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
+            rows += [loads.window_pairs(window) for window in self.windows]
+            if self._with_context:
+                rows.append(loads.behind_tokens)
+            loads.features[known] = np.stack(rows)
+            loads.features[known].flags.writeable = False
+        return loads.features[known]
 
     def whole_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
         """[features] of whole documents of these lengths in ``chunks`` chunks."""
@@ -233,15 +242,22 @@ class Cost:
         """Of every stage, on one device: weights, gradients, optimizer, gather buffers."""
         return tuple(map(float, self._states_bytes()))
 
-    def _states_bytes(self) -> np.ndarray:
-        profile, states = self.profile, self.profile.states
+    @cached_property
+    def parameters(self) -> tuple[np.ndarray, np.ndarray]:
+        """[stages] weights that a device holds under ZeRO 1: those spread over tensor-parallel
+        ranks, and those of experts."""
         of_layers = [np.array([each.layer_parameters]) for each in self.figures]
         of_experts = [np.array([each.expert_parameters]) for each in self.figures]
         parameters = self.over_stages(of_layers)[:, 0]
-        parameters[0] += profile.first_parameters
-        parameters[-1] += profile.last_parameters
-        parameters /= self.tp
-        experts = self.over_stages(of_experts)[:, 0] / self.ep
+        parameters[0] += self.profile.first_parameters
+        parameters[-1] += self.profile.last_parameters
+        return parameters / self.tp, self.over_stages(of_experts)[:, 0] / self.ep
+
+    def _states_bytes(self) -> np.ndarray:
+        states = self.profile.states
+        of_layers = [np.array([each.layer_parameters]) for each in self.figures]
+        of_experts = [np.array([each.expert_parameters]) for each in self.figures]
+        parameters, experts = self.parameters
         # Optimizers are spread over all devices that hold the same weights.
         sharded = parameters / (self.cp * self.dp)
         sharded = sharded + experts * (self.ep / (self.tp * self.cp * self.dp))
@@ -333,14 +349,20 @@ class Cost:
         """Seconds per token of one layer's forward: eq. 3."""
         if self.cp == 1 or not of.all_to_all_bytes_per_token:
             return 0.0
-        rate = _rate(self.profile.all_to_all_bytes_per_second, self.cp)
+        if self.network is not None:
+            rate = self.network.all_to_all(self.cp, self.tp)
+        else:
+            rate = at_most(self.profile.all_to_all_bytes_per_second, self.cp)
         return of.all_to_all_bytes_per_token / (self.cp * self.tp * rate)
 
     def _tensor(self, of: LayerFigures) -> float:
         """Seconds per token of one layer's forward: gathers and scatters inside a TP group."""
         if self.tp == 1:
             return 0.0
-        rate = _rate(self.profile.tensor_bytes_per_second, self.tp)
+        if self.network is not None:
+            rate = self.network.ring(self.tp)
+        else:
+            rate = at_most(self.profile.tensor_bytes_per_second, self.tp)
         moved = of.tensor_bytes_per_token * (self.tp - 1) / self.tp
         return moved / (self.cp * rate)
 
@@ -348,7 +370,10 @@ class Cost:
         """Seconds per token of one layer's forward: to the experts' devices and back."""
         if self.ep == 1 or not of.expert_bytes_per_token:
             return 0.0
-        rate = _rate(self.profile.all_to_all_bytes_per_second, self.ep)
+        if self.network is not None:
+            rate = self.network.all_to_all(self.ep)
+        else:
+            rate = at_most(self.profile.all_to_all_bytes_per_second, self.ep)
         moved = of.expert_bytes_per_token * (self.ep - 1) / self.ep
         return moved / (self.cp * self.tp * rate)
 
@@ -404,8 +429,9 @@ class Cost:
 
     def _bytes(self, per: Bytes, loads: Loads) -> np.ndarray:
         """[chunks] on one device."""
-        kept = loads.kept_tokens(self.profile.keeps_last)
-        return (per.per_token * (loads.tokens - kept) + per.per_cut_token * kept) / self.spread
+        keeps = self.profile.keeps_last
+        loose, kept = loads.loose_tokens(keeps), loads.kept_tokens(keeps)
+        return (per.per_token * loose + per.per_cut_token * kept) / self.spread
 
     def saved_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""
@@ -785,13 +811,6 @@ def _comparable(figures: LayerFigures) -> tuple:
     return tuple(getattr(figures, field.name) for field in fields(LayerFigures))
 
 
-def _rate(rates: Mapping[int, float], degree: int) -> float:
-    """Bytes per second at ``degree``: the largest known degree up to it, or the smallest."""
-    if not rates:
-        raise ValueError(f"the profile has no bandwidth for groups of {degree}")
-    return rates[max((known for known in rates if known <= degree), default=min(rates))]
-
-
 def letter_counts(plan: Plan) -> dict[Choice, np.ndarray]:
     """counts[letter][stage, chunk]: layers of the stage with that recompute choice, 0 anywhere
     left out."""
@@ -831,6 +850,7 @@ def named_cost(
     ep: int | None = None,
     layer_kinds: Sequence[str] = (),
     profile: Profile | None = None,
+    topology: str | Topology = FLAT,
     **assumptions: Any,
 ) -> Cost:
     """The cost of a model on devices, both by name or file.
@@ -838,7 +858,8 @@ def named_cost(
     Defaults: the device's own budget; even layers; zero 3 for the GPT models of the papers, else
     1; experts shared by as many of a stage's devices as their number allows; an analytic profile,
     to which ``assumptions`` go (:func:`analytic.profile`). ``layer_kinds``: of all layers, as a
-    ``profile`` calls them, where the model does not say.
+    ``profile`` calls them, where the model does not say. ``topology``: by name or file, of an
+    analytic profile; a measured one has its own groups' rates.
     """
     the_model, the_device = model(model_name), device(device_name)
     if zero is None:
@@ -849,8 +870,17 @@ def named_cost(
             f"layers {' '.join(map(str, stage_layers))}: expected {pp} numbers that add up to "
             f"{the_model.layers}"
         )
+    network = None
     if profile is None:
         profile = analytic_profile(the_model, the_device, **assumptions)
+        profile = _with_blocks(profile, the_model.vocabulary // tp, cp)
+        joined = find_topology(topology) if isinstance(topology, str) else topology
+        if joined is not None:
+            network = Network.of(joined, the_device)
+            if profile.link_seconds_per_token:
+                boundary = profile.link_seconds_per_token * the_device.link_bytes_per_second
+                rate = network.to_neighbour(tp * cp, dp, pp)
+                profile = dataclasses.replace(profile, link_seconds_per_token=boundary / rate)
     budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
     kinds = tuple(layer_kinds) or the_model.layer_kinds
     if not layer_kinds and len(profile.kinds) == 1:
@@ -865,9 +895,17 @@ def named_cost(
         zero,
         expert_degree(ep, tp, cp, the_model.most_experts, dp),
         kinds,
+        network=network,
     )
     cost.require_states_fit()
     return cost
+
+
+def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:
+    """Where the output layer runs early, it takes a block of each rank's rows at a time."""
+    if profile.last_bytes.per_token or not profile.last_workspace_bytes[Kind.FORWARD].per_token:
+        return profile
+    return dataclasses.replace(profile, last_workspace_tokens=float(head_block_tokens(words) * cp))
 
 
 def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int = 1) -> int:

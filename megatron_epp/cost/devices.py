@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_epp.cost.named import pick
@@ -23,6 +23,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "link_latency_seconds": (0.0, 1e3),
     "node_devices": (1, MOST_DEVICES),
     "host_bytes_per_second": (0.0, 1e24),
+    "memory_bytes_per_second": (0.0, 1e24),
 }
 
 
@@ -33,6 +34,20 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
         limits = "a number above 0" if value <= 0 < least else f"from {least:g} to {most:g}"
         raise ValueError(f"{name} {value!r}: expected {limits}")
     return float(value)
+
+
+def _by_size(name: str, given: Any) -> dict[int, float]:
+    """Rates by group size; JSON has its sizes as texts."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name}: expected a rate by group size")
+    rates = {}
+    for size, rate in given.items():
+        where = f"{name} of a group of {size!r}"
+        devices = int(size) if str(size).isdecimal() else 0
+        if not 2 <= devices <= MOST_DEVICES:
+            raise ValueError(f"{where}: expected a size from 2 to {MOST_DEVICES}")
+        rates[devices] = _number(where, rate, *_RATE)
+    return rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +65,9 @@ class Device:
     link_latency_seconds    of one message
     host_bytes_per_second   between one device and its host's memory, one direction while the
                             other one is busy too; 0: none, or not known
+    memory_bytes_per_second its own memory's; 0: not known, so that reading K and V costs nothing
+    tensor_bytes_per_second of gathers and scatters inside a node, by group size, as nccl-tests
+                            counts bus bandwidth; none: as all-to-all
     """
 
     name: str
@@ -62,22 +80,16 @@ class Device:
     link_latency_seconds: float
     node_devices: int = 8
     host_bytes_per_second: float = 0.0
+    memory_bytes_per_second: float = 0.0
+    tensor_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"device name {self.name!r}: expected a word")
-        if not isinstance(self.group_bytes_per_second, Mapping):
-            raise ValueError("group_bytes_per_second: expected a rate by group size")
-        rates = {}
-        for size, rate in self.group_bytes_per_second.items():
-            where = f"group_bytes_per_second of a group of {size!r}"
-            devices = int(size) if str(size).isdecimal() else 0
-            if not 2 <= devices <= MOST_DEVICES:
-                raise ValueError(f"{where}: expected a size from 2 to {MOST_DEVICES}")
-            rates[devices] = _number(where, rate, *_RATE)
-        if not rates:
+        for name in ("group_bytes_per_second", "tensor_bytes_per_second"):
+            object.__setattr__(self, name, _by_size(name, getattr(self, name)))
+        if not self.group_bytes_per_second:
             raise ValueError("group_bytes_per_second: expected a rate for one size at least")
-        object.__setattr__(self, "group_bytes_per_second", rates)
         for name, limits in _LIMITS.items():
             _number(name, getattr(self, name), *limits)
         if not isinstance(self.node_devices, int) or isinstance(self.node_devices, bool):
@@ -93,6 +105,9 @@ _A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 
 # Hopper: NVLink of 900 GB/s against 600, eight cards of 400 Gb/s against two of 200: A100's
 # figures in those ratios. An assumption; a measured profile replaces it.
 _HOPPER_GROUPS = {2: 179e9, 4: 156e9, 8: 145e9, 16: 40e9, 32: 24e9, 64: 19e9}
+# Gathers and scatters inside a node: nccl-tests' bus bandwidth on eight H100 is 350 GB/s (gather)
+# and 360 (scatter; NVIDIA/nccl issue 1281), on eight A100 about 200 (NVIDIA/nccl-tests issue 149).
+_A100_RINGS, _HOPPER_RINGS = {2: 200e9}, {2: 350e9}
 # PCIe 4 and 5 with 16 lanes reach about 25 and 50 GB/s; less is taken, since a host's memory serves
 # all devices of a node. An assumption: 20 is our study's, which says what 10 and 5 would change.
 _PCIE_4, _PCIE_5 = 20e9, 40e9
@@ -100,14 +115,18 @@ _PCIE_4, _PCIE_5 = 20e9, 40e9
 # Budgets: 74 GiB of 80 is the study's (planning on A800-80GB); the others in the same share.
 # Rates: A100's are what FlexSP's constants imply (212 and 179 Tflops of 312); Hopper's are taken
 # at 60% of its 989 for products and 50% for attention; one core of a server reaches about 30
-# Gflops in float32. Assumptions, all of them, unless a profile was measured.
+# Gflops in float32. Assumptions, all of them, unless a profile was measured. Memory's rates are the
+# data sheets': read at that rate, K and V explain FlashAttention-3's published times
+# (tests/cost/test_published_attention.py).
+_A100 = (212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4)
+_HOPPER = (593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5, 8, _PCIE_5)
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40g", 37.0, 212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4),
-        Device("a100-80g", 74.0, 212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4),
-        Device("h100-80g", 74.0, 593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5, 8, _PCIE_5),
-        Device("h200-141g", 130.0, 593e12, 495e12, 1e-4, _HOPPER_GROUPS, 400e9, 1e-5, 8, _PCIE_5),
+        Device("a100-40g", 37.0, *_A100, 1.555e12, _A100_RINGS),
+        Device("a100-80g", 74.0, *_A100, 2.039e12, _A100_RINGS),
+        Device("h100-80g", 74.0, *_HOPPER, 3.35e12, _HOPPER_RINGS),
+        Device("h200-141g", 130.0, *_HOPPER, 4.8e12, _HOPPER_RINGS),
         Device("cpu", 8.0, 30e9, 15e9, 5e-4, {2: 2e9}, 2e9, 1e-4, 1),
     )
 }

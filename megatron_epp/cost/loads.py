@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from megatron_epp.ir import Chunk, Slices, Span, slices_in
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what every figure of the cost asks for is computed once
 class Loads:
     """Arrays over the chunks [C] of one plan, and over its documents [D].
 
@@ -55,18 +56,42 @@ class Loads:
         """[C] inputs whose K and V lie in their document's buffer and are not saved besides: of
         lone slices, but of the last only with ``keeps_last``. What else is in the chunk is saved
         with the chunk."""
+        return self._kept_with_last if keeps_last else self._kept_but_last
+
+    def loose_tokens(self, keeps_last: bool) -> np.ndarray:
+        """[C] the other inputs."""
+        return self._loose_with_last if keeps_last else self._loose_but_last
+
+    def _kept(self, keeps_last: bool) -> np.ndarray:
         kept = (self.later >= 0) | ((self.document >= 0) & keeps_last)
         return np.where(kept & (self.tokens == self.cut_tokens), self.cut_tokens, 0.0)
 
-    @property
+    @cached_property
+    def _kept_with_last(self) -> np.ndarray:
+        return self._kept(True)
+
+    @cached_property
+    def _kept_but_last(self) -> np.ndarray:
+        return self._kept(False)
+
+    @cached_property
+    def _loose_with_last(self) -> np.ndarray:
+        return self.tokens - self._kept_with_last
+
+    @cached_property
+    def _loose_but_last(self) -> np.ndarray:
+        return self.tokens - self._kept_but_last
+
+    @cached_property
+    def features(self) -> dict[tuple[tuple[int, ...], bool], np.ndarray]:
+        """By windows and whether context counts: as Cost.features has computed them."""
+        return {}
+
+    @cached_property
     def behind_tokens(self) -> np.ndarray:
         """[C] inputs of the chunk's cut document before its slice: the context of that slice."""
-        behind, before = np.zeros(self.chunks), self.earlier
-        while (before >= 0).any():
-            there = np.maximum(before, 0)
-            behind += np.where(before >= 0, self.cut_tokens[there], 0.0)
-            before = np.where(before >= 0, self.earlier[there], -1)
-        return behind
+        chunk, start, _ = self.spans  # of its spans only that slice begins inside a document
+        return np.bincount(chunk, weights=start, minlength=self.chunks)
 
     @property
     def context_tokens(self) -> np.ndarray:

@@ -10,6 +10,7 @@ _MOST_BYTES = 16 << 20  # a profile takes 5 KB
 _CURE = {
     "model": "give a name that --help lists, or a file that describes the model's shape",
     "device": "give a name that --help lists, or a file that describes the device",
+    "topology": "give a name that --help lists, or a file that describes how devices are joined",
     "profile": "`python -m megatron_epp profile` measures one and writes it",
 }
 

@@ -15,6 +15,7 @@ from megatron_epp.planner.options import MOST_EFFORT
 # On Megatron's args, not a flag: Transformer Engine's linears add up their gradients themselves
 # although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
+PARTITION_AUTO = "auto"
 
 
 AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
@@ -101,6 +102,13 @@ class Config:
         "Folder for the plans, timed records and traces of every iteration.",
         metavar="DIR",
         type=str,
+    )
+    epp_partition: str = _flag(
+        "flags",
+        "Layers of the stages: flags: as Megatron's own say (default); auto: by time on the "
+        "corpus's lengths, with the cost model of --epp-cost-model, else the device's figures. A "
+        "run that resumes keeps its checkpoint's.",
+        choices=("flags", PARTITION_AUTO),
     )
     epp_plan_ahead: bool = _flag(
         True,

@@ -25,7 +25,7 @@ def read_flags() -> Namespace:
     """
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
-    from megatron_epp.mcore import megatron_gpt, refusals
+    from megatron_epp.mcore import megatron_gpt, partition, refusals
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
@@ -41,6 +41,7 @@ def read_flags() -> Namespace:
             parser = prepare_parser(parser)
             if wanted.epp:
                 parser.set_defaults(**config.elastic_defaults(wanted))
+                parser.set_defaults(**partition.placeholder(wanted))
             return parser
 
         # Megatron warns of a default that is overridden, so only where it will be used.

@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_epp.planner.evaluation import evaluation_plan
     from megatron_epp.planner.options import ALL, LEVERS, TRAINING_LEVERS, Options, parse_levers
-    from megatron_epp.planner.registry import GROUPS, PIPELINES, PLANNERS, planner_of
+    from megatron_epp.planner.registry import GROUPS, PIPELINES, PLANNERS, SIMULATED, planner_of
     from megatron_epp.planner.replicas import balance_replicas, evaluation_step, plan_step
-    from megatron_epp.planner.result import GroupMicroBatch, Planned, PlannedGroups, PlannedStep
+    from megatron_epp.planner.result import (
+        GroupMicroBatch,
+        Planned,
+        PlannedGroups,
+        PlannedStep,
+        SimulatedPipeline,
+    )
 
 __all__ = [
     "ALL",
@@ -27,12 +33,14 @@ __all__ = [
     "LEVERS",
     "PIPELINES",
     "PLANNERS",
+    "SIMULATED",
     "TRAINING_LEVERS",
     "GroupMicroBatch",
     "Options",
     "Planned",
     "PlannedGroups",
     "PlannedStep",
+    "SimulatedPipeline",
     "balance_replicas",
     "evaluation_plan",
     "evaluation_step",
@@ -44,9 +52,15 @@ __all__ = [
 _HOME = {
     "evaluation": ("evaluation_plan",),
     "options": ("ALL", "LEVERS", "TRAINING_LEVERS", "Options", "parse_levers"),
-    "registry": ("GROUPS", "PIPELINES", "PLANNERS", "planner_of"),
+    "registry": ("GROUPS", "PIPELINES", "PLANNERS", "SIMULATED", "planner_of"),
     "replicas": ("balance_replicas", "evaluation_step", "plan_step"),
-    "result": ("GroupMicroBatch", "Planned", "PlannedGroups", "PlannedStep"),
+    "result": (
+        "GroupMicroBatch",
+        "Planned",
+        "PlannedGroups",
+        "PlannedStep",
+        "SimulatedPipeline",
+    ),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -18,6 +18,8 @@ LEVERS = MappingProxyType(
         "exact": "charge K/V and their gradients only to what needs them",
         "uneven": "move layers between stages where the user left that open (simulation only)",
         "search": "a bounded local search over chunks, recompute and order",
+        "persist": "in tight memory, search on for little effort while a plan is far off its bound",
+        "lean": "of plans within 0.5% of the fastest take the one that needs least memory",
     }
 )
 MOST_EFFORT = 1_000_000

@@ -20,12 +20,14 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch, emit
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
 from megatron_epp.planner.recompute.uniform import ScoredDraft
-from megatron_epp.planner.result import Planned, PlannedGroups
+from megatron_epp.planner.result import Planned, PlannedGroups, SimulatedPipeline
+from megatron_epp.planner.virtual import adaptis, slimpipe
 
 DraftFunction = Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
 PlanFunction = Callable[[Sequence[int], Cost, Options], Planned]
 BlockFunction = Callable[[Sequence[int], Cost, Options], PlannedBlock]
 GroupFunction = Callable[[Sequence[int], Cost, Options], PlannedGroups]
+SimulatedFunction = Callable[[Sequence[int], Cost, Options], SimulatedPipeline]
 
 
 def _pipeline(name: str, draft: DraftFunction) -> PlanFunction:
@@ -61,10 +63,12 @@ def _block(name: str, draft: DraftFunction) -> BlockFunction:
     return plan
 
 
-def _groups(group: GroupFunction) -> GroupFunction:
+def _timed[T: (PlannedGroups, SimulatedPipeline)](
+    group: Callable[[Sequence[int], Cost, Options], T],
+) -> Callable[[Sequence[int], Cost, Options], T]:
     """``group``, timed."""
 
-    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedGroups:
+    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> T:
         began = time.perf_counter()
         planned = group(lengths, cost, options)
         return dataclasses.replace(planned, plan_seconds=time.perf_counter() - began)
@@ -87,8 +91,13 @@ PIPELINES: Mapping[str, PlanFunction] = {
 BLOCKS: Mapping[str, BlockFunction] = {name: _block(name, draft) for name, draft in _DRAFTS.items()}
 # Methods without a pipeline, for comparison.
 GROUPS: Mapping[str, GroupFunction] = {
-    "flexsp": _groups(flexsp.plan),
-    "megatron-hybrid-cp": _groups(hybrid_cp.plan),
+    "flexsp": _timed(flexsp.plan),
+    "megatron-hybrid-cp": _timed(hybrid_cp.plan),
+}
+# Methods with several stages on a device, for comparison where they are asked for by name.
+SIMULATED: Mapping[str, SimulatedFunction] = {
+    "adaptis": _timed(adaptis.plan),
+    "slimpipe": _timed(slimpipe.plan),
 }
 PLANNERS: Mapping[str, Callable[[Sequence[int], Cost, Options], Planned | PlannedGroups]] = {
     **PIPELINES,
@@ -101,7 +110,7 @@ def planner_of(name: str) -> PlanFunction:
     where it makes no pipeline plan."""
     if name in PIPELINES:
         return PIPELINES[name]
-    if name in GROUPS:
+    if name in GROUPS or name in SIMULATED:
         raise ValueError(
             f"planner {name!r} makes no pipeline plan, so nothing can run it; "
             f"expected one of {', '.join(PIPELINES)}"

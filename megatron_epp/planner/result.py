@@ -82,6 +82,33 @@ class PlannedGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulatedPipeline:
+    """What a method with several stages on a device would take; no plan says that yet.
+
+    Fields as in :class:`Planned`; peak_bytes by device.
+    """
+
+    planner: str
+    seconds: float
+    lower_bound_seconds: float
+    bubble_ratio: float
+    recompute_ratio: float
+    comm_ratio: float
+    peak_bytes: tuple[int, ...]
+    chunks: int
+    fits: bool
+    levers: tuple[str, ...] = ()
+    note: str = ""
+    plan_seconds: float = 0.0
+    plan: None = None
+    pipelines: int = 0
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedStep:
     """The whole job's iteration: its documents balanced, a plan per replica, how each was found."""
 

@@ -1,7 +1,7 @@
 """What the papers report, and what our simulation of the same says, side by side.
 
     python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random,
-                                           offload]
+                                           offload,partition]
                                   [--batches 10] [--first 30] [-o RESULT.md]
 
 Everything here is simulated with the cost model of megatron_epp.cost: nothing ran on a GPU. The
@@ -24,14 +24,17 @@ from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
 
+from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.cost import Cost, named_cost
-from megatron_epp.planner import ALL, PIPELINES, PLANNERS, Options
+from megatron_epp.planner import ALL, PIPELINES, PLANNERS, SIMULATED, Options
 from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.device_groups import homogeneous
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.tuning.partitions import partition_of
+from megatron_epp.planner.virtual.adaptis import interleaved_1f1b
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.sim.play import play
 
@@ -492,6 +495,89 @@ def offload(numbers: Sequence[int]) -> str:
     return table(head, rows)
 
 
+LAYOUTS = (
+    ("llama3-8b", 4, 1, 8, 32, None),
+    ("llama3-8b", 4, 1, 8, 128, None),
+    ("gpt-13b", 4, 1, 8, 96, None),
+    ("qwen3-30b-a3b", 8, 2, 4, 128, None),
+    ("gpt-oss-20b", 8, 1, 8, 128, None),
+    ("deepseek-v3", 8, 8, 4, 128, 1000.0),
+    ("gemma3-27b", 8, 4, 2, 128, None),
+)
+
+
+def partition(numbers: Sequence[int]) -> str:
+    """Layers by time against even ones, and AdaPtis' and SlimPipe's ideas beside them: --zero 1,
+    h100-80g, as training runs it; lengths wlb. The partition is chosen on batches 0 and 1."""
+    rows = []
+    for name, pp, tp, cp, thousands, budget in LAYOUTS:
+        say(f"partition: {name} {thousands}K")
+        cost = named_cost(
+            name,
+            "h100-80g",
+            pp=pp,
+            tp=tp,
+            cp=cp,
+            zero=1,
+            memory_budget_gib=budget,
+            **AS_TRAINED,
+        )
+        how = Options(thousands * K)
+        corpus = open_corpus("wlb", thousands * K)
+        chosen = partition_of(cost, [corpus.batch(n, 512) for n in (0, 1)], how, "epp").layers
+        by_time = dataclasses.replace(cost, layers=chosen)
+        seconds: dict[str, list[float]] = {}
+        bubbles: list[float] = []
+        for number in numbers:
+            batch = corpus.batch(number, 512)
+            for title, plan, on in (
+                ("even", PIPELINES["epp"], cost),
+                ("by time", PIPELINES["epp"], by_time),
+                ("packing", PIPELINES["packing"], cost),
+                ("interleaved", interleaved_1f1b, cost),
+                ("adaptis", SIMULATED["adaptis"], cost),
+                ("slimpipe", SIMULATED["slimpipe"], cost),
+            ):
+                try:
+                    found = plan(batch, on, how)
+                except ValueError:
+                    continue
+                if found.fits:
+                    seconds.setdefault(title, []).append(found.seconds)
+                    if title == "by time":
+                        bubbles.append(found.bubble_ratio)
+        ours = seconds["by time"]
+
+        def against(title: str, ours: list[float] = ours, seconds: dict = seconds) -> str:
+            theirs = seconds.get(title, [])
+            if len(theirs) != len(ours):
+                return "does not fit"
+            return spread([slow / fast for slow, fast in zip(theirs, ours, strict=True)])
+
+        rows.append(
+            (
+                f"{name} pp {pp} tp {tp} cp {cp}, wlb {thousands}K"
+                + (f", {budget:g} GiB" if budget else ""),
+                " ".join(map(str, chosen)),
+                spread(ours, "{:.3g}"),
+                percent(bubbles),
+                *map(against, ("even", "packing", "interleaved", "adaptis", "slimpipe")),
+            )
+        )
+    head = (
+        "layout",
+        "layers by time",
+        "epp by time, s",
+        "bubble",
+        "epp, even layers",
+        "packing",
+        "interleaved 1F1B, even, packed",
+        "adaptis",
+        "slimpipe",
+    )
+    return "Times of epp with layers by time.\n\n" + table(head, rows)
+
+
 PARTS = {
     "targets": ("The project's own targets", targets),
     "papers": ("InfiniPipe's comparison", papers),
@@ -501,6 +587,7 @@ PARTS = {
     "noise": ("Robustness", noise),
     "random": ("Never slower", random_batches),
     "offload": ("Offload where memory is tight", offload),
+    "partition": ("Layers by time", partition),
 }
 
 

@@ -26,6 +26,8 @@ WHERE = {
     "exact": TIGHT,
     "uneven": ("--head-seconds", "--effort", "0", "--levers", "all"),
     "search": TIGHT,
+    "persist": ("--memory-budget-gib", "8", "--effort", "0"),
+    "lean": ("--effort", "1"),
 }
 # By field of Options, two command lines that differ in nothing else.
 FIELDS = {

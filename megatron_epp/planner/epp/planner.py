@@ -10,9 +10,11 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.layer_balance import balanced
+from megatron_epp.planner.epp.lean import leanest
 from megatron_epp.planner.epp.search import PreparedChunkings, Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.infinipipe import planner as infinipipe
+from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of
@@ -26,6 +28,10 @@ HINDSIGHT = (seq1f1b, chunkflow, packing)
 # plan. Chosen by hand.
 EXACT_TRIES = 3
 SLACK = 1.02
+# The effort up to which a search in tight memory goes on, and how far above its bound a plan must
+# be for that. By hand: 4 is the default effort.
+PERSISTS = 4
+FAR = 1.05
 # Chunks per stage that layers are balanced for where no plan with even layers fits. By hand.
 LIKELY_CHUNKS = 8
 
@@ -73,7 +79,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[Scor
         if "offload" in levers and not tight:
             continue
         chosen = dataclasses.replace(options, levers=levers)
-        best = _own(batch, cost, chosen, tables)
+        best = _persistent(batch, cost, chosen, tables)
         tight = tight or best is None or bool(best.draft.counts)
         if best is not None:
             yield best
@@ -82,9 +88,30 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[Scor
             chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.stages
             moved = balanced(cost, batch.lengths, chunks)
             if moved.layers != cost.layers:
-                other = _own(batch, moved, chosen, tables)
+                other = _persistent(batch, moved, chosen, tables)
                 if other is not None:
                     yield other
+
+
+def _persistent(
+    batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
+) -> ScoredDraft | None:
+    """The best of our own; where memory makes it recompute, or nothing fits, and the effort was
+    less than PERSISTS, of searches with more as long as it is FAR above the bound. A search that
+    ends early can miss every chunking that fits well, and then be several times too slow."""
+    best = _own(batch, cost, options, tables)
+    if "persist" not in options.levers:
+        return best
+    effort = options.effort
+    while effort < PERSISTS and (best is None or best.draft.counts or best.over_bytes > 0):
+        bound = lower_bound_seconds(batch.lengths, cost)
+        if best is not None and best.over_bytes <= 0 and best.seconds <= bound * FAR:
+            break
+        effort = min(max(1, 2 * effort), PERSISTS)
+        other = _own(batch, cost, dataclasses.replace(options, effort=effort), tables)
+        found = [each for each in (best, other) if each is not None]
+        best = min(found, key=lambda each: each.rank, default=None)
+    return best
 
 
 def _own(
@@ -114,7 +141,10 @@ def _on_devices(
     room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
     for _ in range(EXACT_TRIES):
         shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist()), host]
-        found = Search(batch, cost, options, room, shared, host).run()
+        search = Search(batch, cost, options, room, shared, host)
+        found = search.run()
+        if "lean" in options.levers:
+            found = leanest(search, found)
         made = found.draft()
         if "exact" in options.levers:
             return ScoredDraft(found.seconds, found.over_bytes, made, cost)

@@ -1,0 +1,142 @@
+"""From options to a survey, a table, a script."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+from megatron_epp.cli import machine
+from megatron_epp.cli.documents import Batches, open_batches
+from megatron_epp.cli.files import write
+from megatron_epp.cli.options import ASSUMPTIONS, Refused
+from megatron_epp.cli.progress import bar
+from megatron_epp.cli.tune.report import report, spread
+from megatron_epp.cli.tune.script import launch_script
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import device
+from megatron_epp.cost.models import model
+from megatron_epp.cost.network.topology import FLAT, Topology, topology
+from megatron_epp.planner.options import Options, parse_levers
+from megatron_epp.planner.tuning.layouts import Layout, Wanted, layouts
+from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
+
+
+def run(arguments: argparse.Namespace) -> int:
+    the_model, the_device = model(arguments.model), device(arguments.device)
+    node_devices = arguments.devices_per_node or the_device.node_devices
+    devices = arguments.nodes * node_devices
+    batches = open_batches(arguments, range(1, 3))
+    drawn = [batches[number] for number in range(arguments.batches)]
+    documents = len(drawn[0])
+    joined = _joined(arguments, node_devices)
+
+    def cost_for(layout: Layout) -> Cost:
+        return _cost(arguments, layout, joined)
+
+    wanted = Wanted(arguments.tp, arguments.cp, arguments.pp, arguments.dp)
+    found = list(layouts(the_model, devices, node_devices, documents, wanted))
+    if not found:
+        raise Refused(
+            f"{devices} devices: no tp x cp x pp x dp fills them for {the_model.name} with "
+            f"{documents} documents in a global batch; expected a --global-batch-size that many "
+            "of the number's divisors divide, or another number of --nodes"
+        )
+    options = Options(arguments.context, parse_levers(arguments.levers))
+    if arguments.effort is not None:
+        options = dataclasses.replace(options, effort=arguments.effort)
+    made = survey(
+        found,
+        drawn,
+        cost_for,
+        options,
+        top=arguments.top,
+        partition=arguments.partition == "auto",
+        progress=bar,
+    )
+    if not made.choices:
+        reasons = "; ".join(f"{layout}: {why}" for layout, why in list(made.refused.items())[:3])
+        raise ValueError(f"no layout of the {devices} devices works ({reasons})")
+    first = made.choices[0]
+    played: list[Choice] = []
+    if arguments.dry_run_corpus:
+        played = _dry_run(first, batches, cost_for(first.layout), options, arguments)
+    if arguments.script is not None:
+        context = arguments.context or int(batches.corpus.inputs.max())
+        text = launch_script(the_model, first, arguments, node_devices, documents, context)
+        write(arguments.script, text)
+    if arguments.json:
+        facts = _facts(made, arguments.top)
+        if played:
+            facts["dry_run"] = [each.facts() for each in played]
+        print(json.dumps(facts, indent=1))
+        return 0
+    machines = (
+        f"{the_model.name} on {arguments.nodes} nodes of {node_devices} x {the_device.name}, "
+        f"{documents} documents a batch, {arguments.batches} batches"
+    )
+    print(report(made, str(batches), machines, arguments.top), end="")
+    if played:
+        print(spread(played), end="")
+    if arguments.script is not None:
+        print(f"wrote {arguments.script}", file=sys.stderr)
+    return 0
+
+
+def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
+    """The topology that was named, of nodes of that size."""
+    name = arguments.topology or str(machine.AS_TRAINED["topology"])
+    found = topology(name)
+    if found is None:
+        return FLAT
+    if arguments.devices_per_node or not found.node_devices:
+        return dataclasses.replace(found, node_devices=node_devices)
+    if found.node_devices != node_devices:
+        raise Refused(
+            f"--topology {name}: its nodes have {found.node_devices} devices; give "
+            f"--devices-per-node {found.node_devices}"
+        )
+    return found
+
+
+def _cost(arguments: argparse.Namespace, layout: Layout, joined: str | Topology) -> Cost:
+    here = argparse.Namespace(
+        **{name: getattr(arguments, name, None) for name in ASSUMPTIONS},
+        **dict.fromkeys(("cost_model", "layer_kinds", "ep", "host_memory_gib")),
+        zero="1",  # training's
+        model=arguments.model,
+        device=arguments.device,
+        memory_budget_gib=arguments.memory_budget_gib,
+        tp=layout.tp,
+    )
+    here.topology = joined
+    return machine.cost_of(here, pp=layout.pp, cp=layout.cp, dp=layout.dp, layers=None)
+
+
+def _dry_run(
+    first: Choice, batches: Batches, cost: Cost, options: Options, arguments: argparse.Namespace
+) -> list[Choice]:
+    """The first choice on so many batches, one after another as training would draw them."""
+    numbers = range(arguments.dry_run_corpus)
+    levers = options.levers | {"offload"} if first.offload else options.levers - {"offload"}
+    options = dataclasses.replace(options, levers=levers)
+    made = []
+    for number in bar(numbers, len(numbers), "iterations"):
+        try:
+            made.append(
+                choice_of(
+                    first.layout, cost, first.layers, [batches[number]], options, first.planner
+                )
+            )
+        except ValueError as error:
+            raise ValueError(f"iteration {number} of {first.layout}: {error}") from error
+    return made
+
+
+def _facts(made: Survey, top: int) -> dict:
+    choices: Sequence[Choice] = made.choices[:top]
+    return {
+        "choices": [choice.facts() for choice in choices],
+        "refused": {str(layout): why for layout, why in made.refused.items()},
+        "bounded": [str(layout) for layout in made.bounded],
+    }

@@ -1,0 +1,145 @@
+"""The survey for a person: a table, why the first wins, what became of the others."""
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+
+from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, Choice, Survey
+from megatron_epp.show.table import plain
+from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
+
+# A gain below this is none: no model of costs is that exact.
+PAYS = 0.01
+COLUMNS = 100
+_HEADERS = (
+    *("", "tp", "cp", "pp", "dp", "layers", "runs", "tokens/s", "seconds", "idle", "redo"),
+    *("comm", "dp s", "GiB"),
+)
+_LEGEND = """\
+runs      --epp, --epp with offloading, or Megatron's own schedule with whole documents packed
+tokens/s  of the whole job; seconds: of an iteration, the mean over the batches
+idle redo comm   shares of stages x time: waiting (bubbles), recomputing, and exchanging inside
+          stages; what hides behind computation counts as computation
+dp s      seconds of the iteration in which replicas exchange and nothing hides it
+GiB       the most that a device holds\
+"""
+
+
+def report(made: Survey, batches: str, machines: str, top: int) -> str:
+    lines = [*_verdict(made), "", f"lengths  {batches}", f"machine  {machines}", ""]
+    text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
+    text += "\n" + plain(_HEADERS, [_row(n, c) for n, c in enumerate(made.choices[:top], 1)])
+    text += "\n" + _LEGEND + "\n"
+    if made.bounded:
+        text += f"{len(made.bounded)} layouts were ruled out by a bound.\n"
+    if made.refused:
+        text += f"{len(made.refused)} layouts cannot run, such as\n"
+        for layout, why in list(made.refused.items())[:3]:
+            line = f"  {layout}: {why}"
+            text += textwrap.fill(line, COLUMNS, subsequent_indent="    ") + "\n"
+    return text
+
+
+def _row(number: int, choice: Choice) -> list[str]:
+    layout = choice.layout
+    return [
+        str(number),
+        *(str(degree) for degree in (layout.tp, layout.cp, layout.pp, layout.dp)),
+        _layers(choice),
+        _runs(choice),
+        f"{choice.tokens_per_second:.4g}",
+        f"{choice.seconds:.4g}",
+        share_text(choice.bubble_ratio),
+        share_text(choice.recompute_ratio),
+        share_text(choice.comm_ratio),
+        f"{choice.exchange_seconds:.3g}",
+        f"{choice.peak_bytes / GIB:.1f}",
+    ]
+
+
+def _layers(choice: Choice) -> str:
+    if len(set(choice.layers)) == 1:
+        return "even"
+    runs: list[list[int]] = []
+    for layers in choice.layers:
+        if runs and runs[-1][0] == layers:
+            runs[-1][1] += 1
+        else:
+            runs.append([layers, 1])
+    return " ".join(f"{layers}" if times == 1 else f"{times}x{layers}" for layers, times in runs)
+
+
+def _runs(choice: Choice) -> str:
+    if choice.planner == STOCK:
+        return "stock, packed"
+    return "--epp, offload" if choice.offload else "--epp"
+
+
+def _verdict(made: Survey) -> list[str]:
+    first = made.choices[0]
+    said = (
+        f"Best: {first.layout}, {_runs(first)}: {seconds_text(first.seconds)} an iteration, "
+        f"{tokens_text(round(first.tokens_per_second))} tokens a second."
+    )
+    lines = [said, *_why(made.choices)]
+    flags = layout_flags(first.layers)
+    if flags:
+        lines.append(f"Layers by time: {' '.join(flags)}")
+    elastic = next((c for c in made.choices if c.planner == ELASTIC), None)
+    stock = next((c for c in made.choices if c.planner == STOCK), None)
+    if first.layout.pp == 1:
+        lines.append(
+            "No pipeline is best here: with one stage nothing waits and no stage carries the "
+            "output layer alone; plans still pack and cut the documents."
+        )
+    if elastic is None:
+        lines.append("No --epp is best here: no plan of it fits; leave --epp out.")
+    elif stock is not None and stock.seconds <= elastic.seconds * (1 + PAYS):
+        lines.append(
+            f"No --epp is best here: Megatron's own schedule with documents packed to the context "
+            f"takes {stock.seconds / elastic.seconds:.3f} of its time ({stock.layout})."
+        )
+    elif stock is not None:
+        lines.append(
+            f"--epp takes {elastic.seconds / stock.seconds:.2f} of the time of Megatron's own "
+            f"schedule with documents packed to the context, at its best {stock.layout}."
+        )
+    return lines
+
+
+def _why(choices: Sequence[Choice]) -> list[str]:
+    """What the first has that the next other layouts have not: the part of the time that differs
+    most."""
+    first = choices[0]
+    others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
+    lines = []
+    for other in others[:2]:
+        behind = other.seconds / first.seconds - 1
+        if behind < PAYS:
+            lines.append(f"As good: {other.layout}, {100 * behind:.1f}% behind.")
+            continue
+        mine, theirs = first.shares, other.shares
+        apart = {name: theirs[name] * other.seconds - mine[name] * first.seconds for name in mine}
+        most = max(apart, key=lambda name: apart[name])
+        lines.append(
+            f"{100 * behind:.1f}% ahead of {other.layout}, mostly by {most}: "
+            f"{seconds_text(mine[most] * first.seconds)} against "
+            f"{seconds_text(theirs[most] * other.seconds)} of an iteration."
+        )
+    return lines
+
+
+def spread(played: Sequence[Choice]) -> str:
+    """Of iterations one after another: the least, the median and the most."""
+    rows = []
+    for name, values in (
+        ("seconds", [each.seconds for each in played]),
+        ("tokens/s", [each.tokens_per_second for each in played]),
+        ("idle", [each.bubble_ratio for each in played]),
+        ("redo", [each.recompute_ratio for each in played]),
+        ("GiB", [each.peak_bytes / GIB for each in played]),
+    ):
+        rows.append([name, *(f"{f(values):.4g}" for f in (min, statistics.median, max))])
+    head = f"\nThe first choice over {len(played)} iterations of the corpus:\n"
+    return head + plain(("", "least", "median", "most"), rows) + "\n"

@@ -1,0 +1,135 @@
+"""A launch script for a choice: Megatron's flags, and ours."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+
+from megatron_epp.cost.models import Model
+from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.tuning.survey import ELASTIC, Choice
+
+_HEAD = """\
+#!/usr/bin/env bash
+# {title}
+# Written by `python -m megatron_epp tune`.
+# Predicted: {seconds:.4g} s an iteration, {rate:.4g} tokens/s.
+#
+#   DATA=corpus_prefix TOKENIZER=tokenizer.model bash {name} [more Megatron flags]
+#
+# On each of {nodes} nodes; MASTER_ADDR is the first one's address, NODE_RANK this one's number.
+set -euo pipefail
+: "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
+{asked}
+# Many hardware queues: a posted receive must not stand in front of what its sender waits for.
+export CUDA_DEVICE_MAX_CONNECTIONS=32
+export PYTORCH_CUDA_ALLOC_CONF=${{PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
+export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
+
+flags=(
+{flags}
+)
+exec "${{PYTHON:-python}}" -m torch.distributed.run \\
+    --nnodes {nodes} --node-rank "${{NODE_RANK:-0}}" --nproc-per-node {per_node} \\
+    --master-addr "${{MASTER_ADDR:-localhost}}" --master-port "${{MASTER_PORT:-29500}}" \\
+    -m megatron_epp.pretrain_gpt "${{flags[@]}}"{more} \\
+    --data-path "$DATA" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" "$@"
+"""
+# What a kind of layer needs that the shape does not say how Megatron calls.
+_ASKED = ': "${MODEL_FLAGS:?the flags of layers of several kinds: experts, latents, windows}"\n'
+
+
+def launch_script(
+    model: Model,
+    choice: Choice,
+    arguments: argparse.Namespace,
+    node_devices: int,
+    documents: int,
+    context: int,
+) -> str:
+    """A script that launches ``choice``. Where layers are of kinds whose flags a shape does not
+    tell, the script asks for them."""
+    several = bool(model.kinds)
+    lines = (
+        _line(group)
+        for group in (
+            *model_flags(model),
+            ["--seq-length", str(context), "--max-position-embeddings", str(context)],
+            *layout_words(choice),
+            *training_flags(documents),
+            *elastic_flags(choice, arguments),
+        )
+    )
+    return _HEAD.format(
+        title=f"{model.name} on {arguments.nodes} x {node_devices} {arguments.device}: "
+        f"{choice.layout}",
+        name=arguments.script,
+        seconds=choice.seconds,
+        rate=choice.tokens_per_second,
+        nodes=arguments.nodes,
+        per_node=node_devices,
+        flags="\n".join(lines),
+        asked=_ASKED if several else "",
+        more=" $MODEL_FLAGS" if several else "",
+    )
+
+
+def _line(words: Sequence[str]) -> str:
+    return "    " + shlex.join(words)
+
+
+def model_flags(model: Model) -> list[list[str]]:
+    flags = [
+        ["--num-layers", str(model.layers), "--hidden-size", str(model.hidden)],
+        ["--ffn-hidden-size", str(model.ffn_hidden), "--num-attention-heads", str(model.heads)],
+        ["--kv-channels", str(model.head_size)],
+        ["--position-embedding-type", "rope", "--normalization", "RMSNorm"],
+        ["--disable-bias-linear", "--attention-dropout", "0", "--hidden-dropout", "0"],
+    ]
+    if model.kv_heads != model.heads:
+        flags.append(["--group-query-attention", "--num-query-groups", str(model.kv_heads)])
+    if model.gated:
+        flags.append(["--swiglu"])
+    if not model.tied:
+        flags.append(["--untie-embeddings-and-output-weights"])
+    return flags
+
+
+def layout_words(choice: Choice) -> list[list[str]]:
+    layout = choice.layout
+    flags = [["--tensor-model-parallel-size", str(layout.tp)]]
+    if layout.tp > 1:
+        flags.append(["--sequence-parallel"])
+    flags += [
+        ["--context-parallel-size", str(layout.cp)],
+        ["--pipeline-model-parallel-size", str(layout.pp)],
+    ]
+    if found := layout_flags(choice.layers):
+        flags.append(found)
+    return flags
+
+
+def training_flags(documents: int) -> list[list[str]]:
+    return [
+        ["--micro-batch-size", "1", "--global-batch-size", str(documents)],
+        ["--train-iters", "1000", "--lr", "3e-4", "--min-lr", "3e-5", "--lr-decay-style", "cosine"],
+        ["--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0", "--bf16"],
+        ["--accumulate-allreduce-grads-in-fp32", "--use-distributed-optimizer"],
+        ["--overlap-grad-reduce", "--overlap-param-gather"],
+        ["--log-interval", "1", "--log-throughput", "--eval-iters", "0"],
+    ]
+
+
+def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[str]]:
+    """--epp's, where it is the choice."""
+    if choice.planner != ELASTIC:
+        return []
+    flags = [["--epp"]]
+    levers = arguments.levers
+    if choice.offload and "offload" not in levers:
+        levers += ",offload"
+    if levers != "default":
+        flags.append(["--epp-levers", levers])
+    if arguments.overlong != "truncate":
+        flags.append(["--epp-overlong", arguments.overlong])
+    return flags

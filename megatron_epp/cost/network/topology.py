@@ -1,0 +1,167 @@
+"""Where the ranks of a group lie, and how fast they exchange there.
+
+Megatron numbers ranks tensor-parallel first, then context-parallel, then replicas, then stages
+(order tp-cp-ep-dp-pp). So a tensor-parallel group lies side by side, the members of a
+context-parallel one are ``tp`` devices apart, and those of a data-parallel one ``tp * cp``:
+
+    node 0: | t0 t1 | t0 t1 | t0 t1 | t0 t1 |   tp 2, cp 4: the context-parallel groups are the
+              c0      c1      c2      c3        devices 0 2 4 6 and 1 3 5 7
+
+A group inside a node exchanges at the node's rate. One that crosses nodes shares every node's link
+with all that lie there: of ``size`` members ``here`` on each node, each sends the share
+(size - here) / size of its bytes away, at the rate that a device has of its node's link.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+from megatron_epp.cost.devices import MOST_DEVICES, Device
+from megatron_epp.cost.named import pick
+
+SWITCH, MESH, RINGS = "switch", "mesh", "rings"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """How devices are joined to nodes, and nodes to each other.
+
+    node_devices            of every node; 0: as many as the device says
+    inside                  switch: every pair of a node at full rate. mesh: devices of a node stand
+                            in a square, joined to their neighbours: half of what an all-to-all
+                            moves crosses the middle of a k x k part over k links, so that it is k
+                            times slower. Rings find their way through a mesh at full rate
+    between                 switch: every pair of nodes at full rate. rings: nodes stand on a ring;
+                            what one sends to another passes n / 4 nodes on average, both ways
+                            round, so an all-to-all over n > 4 nodes is n / 4 times slower
+    link_bytes_per_second   of a node, one direction; 0: as the device says
+    """
+
+    name: str
+    node_devices: int = 0
+    inside: str = SWITCH
+    between: str = SWITCH
+    link_bytes_per_second: float = 0.0
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"topology name {self.name!r}: expected a word")
+        for field, known in (("inside", (SWITCH, MESH)), ("between", (SWITCH, RINGS))):
+            if getattr(self, field) not in known:
+                raise ValueError(f"{field} {getattr(self, field)!r}: expected {' or '.join(known)}")
+        devices = self.node_devices
+        if (
+            not isinstance(devices, int)
+            or isinstance(devices, bool)
+            or not (0 <= devices <= MOST_DEVICES)
+        ):
+            raise ValueError(f"node_devices {devices!r}: expected from 0 to {MOST_DEVICES}")
+        rate = self.link_bytes_per_second
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1e24:
+            raise ValueError(f"link_bytes_per_second {rate!r}: expected bytes a second, or 0")
+
+
+# `railx`: nodes that are meshes of directly joined devices, and rings of nodes through optical
+# circuit switches. Source: RailX (arXiv 2507.18889). The paper also arranges its rings so that
+# every pair of nodes has a direct link, which would make an all-to-all faster than it is here:
+# what is modelled is one ring. 4 x 4 devices: our choice, as the paper leaves the size open.
+TOPOLOGIES: Mapping[str, Topology] = {
+    each.name: each for each in (Topology("nodes"), Topology("railx", 16, MESH, RINGS))
+}
+FLAT = "flat"  # rates by a group's size alone, wherever it lies, tensor-parallel ones too
+
+
+def topology(name: str) -> Topology | None:
+    """The one called ``name``, or that the JSON file at ``name`` describes; None: ``flat``."""
+    return None if name == FLAT else pick("topology", name, TOPOLOGIES, Topology)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A topology of some device: the bytes per second that one device has in a group.
+
+    inside_bytes_per_second   by group size, of an all-to-all inside a node
+    across_bytes_per_second   by group size, of an all-to-all over whole nodes: what was measured
+    ring_bytes_per_second     by group size, of gathers and scatters inside a node
+    share_bytes_per_second    a device's of its node's link
+    """
+
+    topology: Topology
+    node_devices: int
+    inside_bytes_per_second: Mapping[int, float]
+    across_bytes_per_second: Mapping[int, float]
+    ring_bytes_per_second: Mapping[int, float]
+    share_bytes_per_second: float
+
+    @classmethod
+    def of(cls, topology: Topology, device: Device) -> "Network":
+        measured = device.node_devices
+        rates = device.group_bytes_per_second
+        inside = {size: rate for size, rate in rates.items() if size <= measured}
+        inside = inside or {2: min(rates.values())}
+        devices = topology.node_devices or measured
+        # Measured across nodes: only where these nodes are those, and are joined as those were.
+        as_measured = (
+            devices == measured
+            and topology.between == SWITCH
+            and not topology.link_bytes_per_second
+        )
+        across = {size: rate for size, rate in rates.items() if size > measured}
+        link = topology.link_bytes_per_second or device.link_bytes_per_second
+        return cls(
+            topology,
+            devices,
+            inside,
+            across if as_measured else {},
+            dict(device.tensor_bytes_per_second) or inside,
+            link / devices,
+        )
+
+    def placed(self, size: int, stride: int) -> tuple[int, int]:
+        """(members on each node, nodes) of a group whose members are ``stride`` devices apart."""
+        here = max(1, min(size, self.node_devices // stride))
+        return here, -(-size // here)
+
+    def all_to_all(self, size: int, stride: int = 1) -> float:
+        """Of a group of ``size``, ``stride`` devices apart, each to each."""
+        here, nodes = self.placed(size, stride)
+        if nodes == 1:
+            rate = at_most(self.inside_bytes_per_second, size)
+            return rate / sqrt(size) if self.topology.inside == MESH else rate
+        leaves = (size - here) / size
+        rate = self._away(nodes) / leaves
+        if here > 1:  # what stays goes beside it
+            stays = self.all_to_all(here, stride) * size / here
+            rate = min(rate, stays)
+        return rate
+
+    def _away(self, nodes: int) -> float:
+        """What a device gets of its node's link in an all-to-all over so many nodes."""
+        whole = nodes * self.node_devices
+        if self.across_bytes_per_second and whole >= min(self.across_bytes_per_second):
+            known = max(size for size in self.across_bytes_per_second if size <= whole)
+            return self.across_bytes_per_second[known] * (known - self.node_devices) / known
+        if self.topology.between == RINGS:
+            return self.share_bytes_per_second / max(1.0, nodes / 4)
+        return self.share_bytes_per_second
+
+    def ring(self, size: int, stride: int = 1) -> float:
+        """Of gathers and scatters, as nccl-tests counts bus bandwidth: bytes * (size - 1) / size
+        over seconds. A ring over nodes enters and leaves each once for all that it has there."""
+        here, nodes = self.placed(size, stride)
+        inside = at_most(self.ring_bytes_per_second, size)
+        return inside if nodes == 1 else min(inside, here * self.share_bytes_per_second)
+
+    def to_neighbour(self, devices: int, replicas: int, stages: int) -> float:
+        """Between two stages of ``devices`` each, all of them together. Stages are the outermost
+        ranks: neighbours share a node only where all replicas' pipelines lie in one."""
+        if devices * replicas * stages <= self.node_devices:
+            return devices * at_most(self.ring_bytes_per_second, 2)
+        return devices * self.share_bytes_per_second
+
+
+def at_most(rates: Mapping[int, float], size: int) -> float:
+    """The rate of the largest known size up to ``size``, or of the smallest."""
+    if not rates:
+        raise ValueError(f"no bandwidth is known for groups of {size}")
+    return rates[max((known for known in rates if known <= size), default=min(rates))]

@@ -1,0 +1,188 @@
+"""``--epp-partition auto``: the layers of every stage by time, before Megatron builds the model.
+
+What is known then is the corpus's lengths, from its ``.idx`` files, and a cost model: the file of
+--epp-cost-model, or the device's figures by name. Every rank reads the same and computes the same.
+The partition belongs to the run: it is kept beside the checkpoint, and a run that resumes takes it
+from there, as weights and optimizer states lie in files by stage.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_epp.control.files import write_whole
+from megatron_epp.corpus.lengths import Corpus, open_corpus
+from megatron_epp.cost.cost import even_layers
+from megatron_epp.cost.profile import Profile
+from megatron_epp.mcore.calibrate.profile_file import ANALYTIC
+from megatron_epp.mcore.config import PARTITION_AUTO, Config
+from megatron_epp.mcore.job_cost import analytic, training_cost, training_levers
+from megatron_epp.mcore.patching import cpu_host
+
+KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
+AMPLE_BYTES = 1e15
+BATCHES = 2  # that a partition is chosen on
+# Megatron's flags that say the same, and what each is where it says nothing.
+OTHERS = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+def placeholder(wanted: Any) -> dict[str, Any]:
+    """Parser defaults that let Megatron's checks pass before the partition is known; ``wanted`` is
+    what was typed. ValueError: another flag says where layers lie, or none could."""
+    stages = wanted.pipeline_model_parallel_size
+    if wanted.epp_partition != PARTITION_AUTO or stages == 1:
+        return {}
+    for name, silent in OTHERS.items():
+        if getattr(wanted, name) != silent:
+            raise ValueError(
+                f"--{name.replace('_', '-')} says where layers lie, and --epp-partition auto "
+                "chooses that: leave one of the two out"
+            )
+    if not wanted.num_layers or wanted.hybrid_layer_pattern or wanted.mtp_num_layers:
+        raise ValueError(
+            "--epp-partition auto divides the layers of --num-layers; leave it out with a pattern "
+            "of layers or layers that predict further tokens"
+        )
+    from megatron_epp.planner.partition import layout_text
+
+    return {"pipeline_model_parallel_layout": layout_text(even_layers(wanted.num_layers, stages))}
+
+
+def choose(args: Any) -> str | None:
+    """Sets Megatron's layout on ``args``, which Megatron has validated; what rank 0 says of it.
+
+    None where there is nothing to choose. ValueError: a corpus or a cost model cannot be read.
+    """
+    from megatron_epp.planner.partition import layout_text
+
+    stages = args.pipeline_model_parallel_size
+    if args.epp_partition != PARTITION_AUTO or not args.epp:
+        return None
+    if stages == 1:
+        return "--epp-partition auto has no effect with one stage"
+    even = even_layers(args.num_layers, stages)
+    if _resumes(args):
+        kept = _kept(args)
+        layers = even if kept is None else kept
+        whence = "its flags made it even" if kept is None else f"kept in {KEPT}"
+        said = f"the checkpoint's, as it resumes ({whence})"
+    else:
+        layers, said = _by_time(args, even)
+    args.pipeline_model_parallel_layout = layout_text(layers)
+    return f"--epp-partition auto: layers {' '.join(map(str, layers))} of the stages, {said}"
+
+
+def keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
+    """Megatron's pre-wrap hook that keeps the partition beside the checkpoint to come, for the run
+    that resumes. OSError: the folder cannot be written."""
+
+    def keep(models: list[Any]) -> list[Any]:
+        layout = str(args.pipeline_model_parallel_layout)
+        layers = [_layers_of(stage) for stage in layout.split("|")]
+        write_whole(Path(args.save) / KEPT, json.dumps(layers) + "\n")
+        return models
+
+    return keep
+
+
+def _layers_of(stage: str) -> int:
+    """Of one stage's part of planner.partition.layout_text."""
+    count = stage.strip("EL").removeprefix("t").removeprefix("*")
+    return int(count) if count else 1
+
+
+def _resumes(args: Any) -> bool:
+    """Whether a run goes on; one that only takes a checkpoint's weights begins anew."""
+    return (
+        bool(args.load)
+        and not args.finetune
+        and (Path(args.load) / "latest_checkpointed_iteration.txt").exists()
+    )
+
+
+def _kept(args: Any) -> tuple[int, ...] | None:
+    path = Path(args.load) / KEPT
+    if not path.exists():
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        layers = json.loads(text)
+        if not isinstance(layers, list) or not all(type(n) is int and n >= 1 for n in layers):
+            raise ValueError("expected a list of layers by stage")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: no partition ({error}); delete the file, and say with "
+            "--pipeline-model-parallel-layout what the checkpoint was made with"
+        ) from error
+    stages = args.pipeline_model_parallel_size
+    if len(layers) != stages or sum(layers) != args.num_layers:
+        raise ValueError(
+            f"{path}: layers {layers} are not {args.num_layers} on {stages} stages; leave "
+            "--epp-partition auto out to load this checkpoint into another pipeline"
+        )
+    return tuple(layers)
+
+
+def _by_time(args: Any, even: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+    """The fastest layers, and what it was chosen by."""
+    from megatron_epp.planner import Options
+    from megatron_epp.planner.tuning.partitions import partition_of
+
+    config = Config.of(args)
+    measured = config.epp_cost_model not in (None, ANALYTIC)
+    profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
+    cost = training_cost(args, config, even, profile)
+    if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
+        # What is available differs from rank to rank, and the partition must not.
+        cost = replace(cost, budget_bytes=(AMPLE_BYTES,) * len(even))
+    options = Options(
+        context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
+    )
+    planner = config.epp_planner
+    found = partition_of(cost, _batches(args, config), options, planner)
+    by = config.epp_cost_model if measured else f"{profile.provenance.device}'s figures"
+    return found.layers, f"{100 * found.gain:.1f}% faster than even ones by {by}"
+
+
+def _batches(args: Any, config: Config) -> list[list[int]]:
+    """Global batches as the corpora's weights have them, on average."""
+    if args.sft or args.mock_data:
+        raise ValueError(
+            "--epp-partition auto reads the lengths of a corpus from the .idx files of "
+            "--data-path; with chats or mock data say where layers lie with "
+            "--pipeline-model-parallel-layout (`python -m megatron_epp tune` prints one)"
+        )
+    blend, per_split = get_blend_and_blend_per_split(args)
+    if blend is None:
+        blend = next((part for part in per_split or () if part is not None), None)
+    if blend is None:
+        raise ValueError("--epp-partition auto: no --data-path, so no lengths are known")
+    prefixes, weights = blend
+    corpora = [
+        open_corpus(f"{prefix}.idx", args.seq_length, config.epp_overlong) for prefix in prefixes
+    ]
+    shares = _shares(corpora, weights)
+    made = []
+    for number in range(BATCHES):
+        drawn: list[int] = []
+        for corpus, share in zip(corpora, shares, strict=True):
+            if count := min(round(share * args.global_batch_size), len(corpus)):
+                drawn += corpus.batch(number % max(1, len(corpus) // count), count)
+        made.append(drawn[: args.global_batch_size])
+    return made
+
+
+def _shares(corpora: Sequence[Corpus], weights: Sequence[float] | None) -> list[float]:
+    """Of a batch's documents; without weights each corpus is read once."""
+    given = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
+    return [each / sum(given) for each in given]

@@ -1,0 +1,178 @@
+"""Layers of every stage by time: the partition whose slowest stage is fastest, within memory.
+
+Of contiguous parts (AdaPtis, arXiv 2509.23722, moves such borders too). A partition is chosen once
+for a run, as weights do not move between iterations, so it is chosen on the lengths that the corpus
+leads one to expect: by their sums first, exactly; then by planning whole batches, because memory
+and late slices of long documents want another partition than sums do.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Kind
+
+# Chunks per stage that constants are counted for before there is a plan. By hand.
+LIKELY_CHUNKS = 8
+MOST_TRIED = 10  # partitions that are planned for, over all rounds
+# A partition must gain so much over the one that flags give: no model of costs is that exact.
+GAIN = 0.005
+
+
+def layer_costs(cost: Cost) -> Cost:
+    """``cost`` with a stage for every layer, the ends at the first and last of them."""
+    layers = sum(cost.layers)
+    return dataclasses.replace(
+        cost, layers=(1,) * layers, budget_bytes=(max(cost.budget_bytes),) * layers
+    )
+
+
+def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
+    """[layers] of forward and backward of a load with these ``features`` (Cost.features)."""
+    single = layer_costs(cost)
+    return (single.seconds_per(Kind.FORWARD) + single.seconds_per(Kind.BACKWARD)) @ features
+
+
+def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
+    """[features] of one batch, on average over ``batches`` of document lengths."""
+    chunks = float(LIKELY_CHUNKS * cost.stages)
+    every = [cost.whole_features(np.array(lengths), chunks) for lengths in batches]
+    return np.mean(every, axis=0)
+
+
+def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
+    """The layers of every stage, one at least, whose slowest stage takes least; among those the
+    ones whose squares add up to least, so that the others are even, too. None: states fit nowhere.
+    """
+    seconds = layer_seconds(cost, features)
+    states = np.array(layer_costs(cost).states_bytes)
+    layers, stages = len(seconds), cost.stages
+    if stages == 1:
+        return (layers,)
+    before = np.concatenate(([0.0], np.cumsum(seconds)))
+    states_before = np.concatenate(([0.0], np.cumsum(states)))
+    # best[s, j]: the slowest stage, and the sum of squares, of layers [0, j) on stages 0..s.
+    best = np.full((stages, layers + 1, 2), np.inf)
+    came = np.zeros((stages, layers + 1), np.int64)
+    for j in range(1, layers + 1):
+        if states_before[j] < cost.budget_bytes[0]:
+            best[0, j] = before[j], before[j] ** 2
+    for s in range(1, stages):
+        for j in range(s + 1, layers + 1):
+            i = np.arange(s, j)
+            fits = states_before[j] - states_before[i] < cost.budget_bytes[s]
+            mine = before[j] - before[i]
+            slowest = np.where(fits, np.maximum(best[s - 1, i, 0], mine), np.inf)
+            squares = best[s - 1, i, 1] + mine**2
+            least = slowest.min()
+            if not np.isfinite(least):
+                continue
+            ties = np.flatnonzero(slowest <= least * (1 + 1e-12))
+            at = ties[squares[ties].argmin()]
+            best[s, j] = slowest[at], squares[at]
+            came[s, j] = i[at]
+    if not np.isfinite(best[-1, layers, 0]):
+        return None
+    ends = [layers]
+    for s in range(stages - 1, 0, -1):
+        ends.append(int(came[s, ends[-1]]))
+    borders = [0, *reversed(ends)]
+    return tuple(int(b - a) for a, b in pairwise(borders))
+
+
+def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
+    """``cost`` with these layers of its stages; None where their states do not fit."""
+    moved = dataclasses.replace(cost, layers=layers)
+    fits = all(s < b for s, b in zip(moved.states_bytes, moved.budget_bytes, strict=True))
+    return moved if fits else None
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """layers, and the seconds of every partition that was planned for: summed over the batches,
+    None where some batch does not fit. The first one is what flags give."""
+
+    layers: tuple[int, ...]
+    tried: dict[tuple[int, ...], float | None]
+
+    @property
+    def gain(self) -> float:
+        """Share of the time that it saves against the one that flags give."""
+        (first, *_), mine = self.tried.values(), self.tried[self.layers]
+        return 1 - mine / first if first and mine else 0.0
+
+
+def partition_by_time(
+    cost: Cost, batches: Sequence[Sequence[int]], seconds_of: Callable[[Cost], float | None]
+) -> Partition:
+    """The partition whose plans take least over ``batches``, as far as ``MOST_TRIED`` plans show.
+
+    ``seconds_of`` plans all batches with a cost; None: some do not fit. A pure function of what it
+    is given, if that is one.
+    """
+    tried: dict[tuple[int, ...], float | None] = {}
+
+    def seconds(layers: tuple[int, ...]) -> float:
+        if layers not in tried and len(tried) < MOST_TRIED:
+            moved = with_layers(cost, layers)
+            tried[layers] = None if moved is None else seconds_of(moved)
+        found = tried.get(layers)
+        return np.inf if found is None else found
+
+    first = cost.layers
+    seconds(first)
+    features = expected_features(cost, batches)
+    by_sums = fastest_layers(cost, features)
+    at = first
+    if by_sums is not None and seconds(by_sums) < seconds(first):
+        at = by_sums
+    moved = True
+    while moved and cost.stages > 1 and len(tried) < MOST_TRIED:
+        moved = False
+        for other in _neighbours(at, layer_seconds(cost, features)):
+            if seconds(other) < seconds(at):
+                at, moved = other, True
+                break
+    if tried[first] is not None and seconds(at) > seconds(first) * (1 - GAIN):
+        at = first
+    return Partition(at, tried)
+
+
+def _neighbours(layers: tuple[int, ...], seconds: np.ndarray) -> Iterator[tuple[int, ...]]:
+    """A layer moved from the slowest stage, or the next slowest, one border towards a faster."""
+    ends = np.cumsum(layers)
+    taken = np.array([part.sum() for part in np.split(seconds, ends[:-1])])
+    for slow in np.argsort(-taken, kind="stable")[:2]:
+        # Along the borders to each of the others, the fastest first.
+        for fast in np.argsort(taken, kind="stable")[:2]:
+            if slow == fast or layers[slow] < 2:
+                continue
+            moved = list(layers)
+            moved[slow] -= 1
+            moved[fast] += 1
+            yield tuple(moved)
+
+
+def layout_flags(layers: Sequence[int]) -> list[str]:
+    """Megatron's flags for these layers of the stages; none where they are even."""
+    if len(set(layers)) == 1:
+        return []
+    first, *middle, last = layers
+    if len(set(middle)) == 1:
+        return [
+            *("--decoder-first-pipeline-num-layers", str(first)),
+            *("--decoder-last-pipeline-num-layers", str(last)),
+        ]
+    return ["--pipeline-model-parallel-layout", layout_text(layers)]
+
+
+def layout_text(layers: Sequence[int]) -> str:
+    """As Megatron's --pipeline-model-parallel-layout: embedding first, loss last."""
+    stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "L"
+    return "|".join(stages)

@@ -1,0 +1,54 @@
+"""A partition for a job: by its planner's plans for whole batches."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.problem import rates_of
+from megatron_epp.planner.partition import Partition, partition_by_time
+from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.planner.replicas import balance_replicas
+
+SKETCH_EFFORT = 1  # of the plans that partitions are compared by
+
+
+def partition_of(
+    cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
+) -> Partition:
+    """The partition whose plans by ``planner`` take least over whole ``batches`` of the job, of
+    which the replica with most work counts."""
+    plan = PIPELINES[planner]
+    sketch = dataclasses.replace(
+        options,
+        levers=options.levers - {"uneven"},
+        effort=min(options.effort, SKETCH_EFFORT),
+        open_layers=False,
+    )
+    held = [heaviest(lengths, cost) for lengths in batches]
+
+    def seconds_of(with_layers: Cost) -> float | None:
+        total = 0.0
+        for lengths in held:
+            try:
+                found = plan(lengths, with_layers, sketch)
+            except ValueError:
+                return None
+            if not found.fits:
+                return None
+            total += found.seconds
+        return total
+
+    return partition_by_time(cost, held, seconds_of)
+
+
+def heaviest(lengths: Sequence[int], cost: Cost) -> list[int]:
+    """The documents of the replica with most work."""
+    if cost.dp == 1:
+        return list(lengths)
+    rates = rates_of(cost)
+    deals = balance_replicas(lengths, cost, cost.dp)
+    held = [[lengths[document] for document in deal] for deal in deals]
+    return max(held, key=lambda mine: float(rates.document_seconds(np.array(mine)).sum()))

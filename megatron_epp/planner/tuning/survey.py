@@ -1,0 +1,269 @@
+"""A survey of layouts: a bound for each, plans for those that it does not rule out.
+
+    bound    no partition and no schedule of the layout is faster than its mean stage
+    sketch   in the order of their bounds, plans of one batch with little effort, until no bound is
+             below the worst that is still wanted
+    finals   the best of these, planned on all batches with the whole effort
+
+A plan is for the replica with most work, which the others wait for. The layers of the stages are
+even, or by time (planner.partition) where that is faster. What vocabulary parallelism and documents
+local to a rank are worth belongs into :func:`_variants` as soon as plans can have them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Kind
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.partition import (
+    expected_features,
+    fastest_layers,
+    with_layers,
+)
+from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.planner.result import Planned
+from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.partitions import heaviest
+from megatron_epp.sim.exchange import exchange
+from megatron_epp.sim.play import play
+
+ELASTIC, STOCK = "epp", "packing"
+SKETCH_EFFORT = 1
+FINALISTS = 4
+# A sketch is so far off the plan with the whole effort at most, so far as was seen.
+MARGIN = 0.02
+# Recompute below this share of the time is no reason to look at offloading.
+TIGHT = 0.005
+OFFLOAD_PAYS = 0.01  # of the time, that offloading must save
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run the job, and what it promises: of a batch, the mean over those planned.
+
+    layers              of the stages
+    offload             whether layers may be offloaded
+    seconds             of an iteration, what replicas exchange included
+    exchange_seconds    of it, exposed; hidden_seconds: of the exchange, behind computation
+    peak_bytes          of the fullest stage, states included
+    shares              of seconds: compute, recompute, communication, bubbles, replicas
+    """
+
+    layout: Layout
+    layers: tuple[int, ...]
+    planner: str
+    offload: bool
+    seconds: float
+    tokens_per_second: float
+    bubble_ratio: float
+    recompute_ratio: float
+    comm_ratio: float
+    exchange_seconds: float
+    hidden_seconds: float
+    peak_bytes: int
+    batches: int
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of an iteration's seconds."""
+        planned = 1 - self.exchange_seconds / self.seconds
+        used = 1 - self.bubble_ratio - self.recompute_ratio - self.comm_ratio
+        return {
+            "computing": used * planned,
+            "recomputing": self.recompute_ratio * planned,
+            "communicating inside stages": self.comm_ratio * planned,
+            "bubbles": self.bubble_ratio * planned,
+            "exchange between replicas": self.exchange_seconds / self.seconds,
+        }
+
+    @property
+    def even(self) -> bool:
+        return max(self.layers) - min(self.layers) <= 1
+
+    def facts(self) -> dict:
+        """For JSON; seconds and bytes are plain numbers."""
+        return {
+            **{name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")},
+            **dataclasses.asdict(self),
+            "layout": str(self.layout),
+            "layers": list(self.layers),
+            "shares": self.shares,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """choices: fastest first. refused: layouts that cannot run, with why. bounded: those that a
+    bound ruled out."""
+
+    choices: tuple[Choice, ...]
+    refused: dict[Layout, str]
+    bounded: tuple[Layout, ...]
+
+
+def survey(
+    found: Sequence[Layout],
+    batches: Sequence[Sequence[int]],
+    cost_for: Callable[[Layout], Cost],
+    options: Options,
+    *,
+    top: int = 10,
+    partition: bool = True,
+    progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
+) -> Survey:
+    """The best ``top`` choices among the layouts, and what became of the others.
+
+    ``cost_for`` says what a layout costs with even layers; a ValueError: that it cannot run.
+    """
+    costs: dict[Layout, Cost] = {}
+    refused: dict[Layout, str] = {}
+    bounds: dict[Layout, float] = {}
+    for layout in progress(found, len(found), "bounds"):
+        try:
+            costs[layout] = cost_for(layout)
+            bounds[layout] = _bound(batches[0], costs[layout])
+        except ValueError as error:
+            refused[layout] = str(error).split("\n")[0]
+    ordered = sorted(bounds, key=lambda layout: (bounds[layout], layout))
+    sketch = dataclasses.replace(options, effort=min(SKETCH_EFFORT, options.effort))
+    choices: list[Choice] = []
+    bounded: list[Layout] = []
+    for layout in progress(ordered, len(ordered), "plans"):
+        best = sorted(choice.seconds for choice in choices)
+        if len(best) >= top and bounds[layout] > best[top - 1]:
+            bounded.append(layout)
+            continue
+        ways = partitions(costs[layout], batches[0], partition)
+        for planner in (ELASTIC, STOCK):
+            for layers in reversed(ways):  # even ones where those by time do not fit
+                try:
+                    choices.append(
+                        choice_of(layout, costs[layout], layers, batches[:1], sketch, planner)
+                    )
+                    break
+                except ValueError as error:
+                    refused.setdefault(layout, str(error).split("\n")[0])
+        if choices and choices[-1].layout == layout:
+            refused.pop(layout, None)
+    choices = _finals(choices, batches, costs, options, progress)
+    return Survey(tuple(sorted(choices, key=_order)), refused, tuple(bounded))
+
+
+def _order(choice: Choice) -> tuple:
+    return choice.seconds, choice.layout, choice.planner
+
+
+def _finals(
+    choices: list[Choice],
+    batches: Sequence[Sequence[int]],
+    costs: dict[Layout, Cost],
+    options: Options,
+    progress: Callable[[Iterable, int, str], Iterable],
+) -> list[Choice]:
+    """``choices`` with those that may be the best planned with the whole effort."""
+    elastic = sorted((c for c in choices if c.planner == ELASTIC), key=_order)
+    least = min((c.seconds for c in elastic), default=0.0)
+    near = [c for c in elastic if c.seconds <= least * (1 + 2 * MARGIN)]
+    finalists = near[: 2 * FINALISTS] if len(near) > FINALISTS else elastic[:FINALISTS]
+    stock = sorted((c for c in choices if c.planner == STOCK), key=_order)[:1]
+    work = [*finalists, *stock]
+    made = []
+    for choice in progress(work, len(work), "finals"):
+        cost = costs[choice.layout]
+        for layers, offload in _variants(choice, cost):
+            levers = options.levers | {"offload"} if offload else options.levers - {"offload"}
+            chosen = dataclasses.replace(options, levers=levers)
+            try:
+                made.append(choice_of(choice.layout, cost, layers, batches, chosen, choice.planner))
+            except ValueError:  # a later batch does not fit: then the choice is none
+                continue
+    kept = [choice for choice in choices if choice not in work]
+    best: dict[tuple, Choice] = {}
+    for choice in made:  # without offloading first
+        key = choice.layout, choice.planner
+        asked = 1 - OFFLOAD_PAYS if choice.offload else 1.0
+        if key not in best or choice.seconds < best[key].seconds * asked:
+            best[key] = choice
+    return [*best.values(), *kept]
+
+
+def _variants(choice: Choice, cost: Cost) -> list[tuple[tuple[int, ...], bool]]:
+    """(layers, whether layers may be offloaded) to plan for in earnest: those sketched, even ones,
+    and offloading where memory made a plan recompute."""
+    made = [(layers, False) for layers in dict.fromkeys((choice.layers, cost.layers))]
+    tight = choice.recompute_ratio > TIGHT and cost.profile.host_bytes_per_second > 0
+    return [*made, (choice.layers, True)] if tight and choice.planner == ELASTIC else made
+
+
+def _bound(lengths: Sequence[int], cost: Cost) -> float:
+    """No plan with any partition is faster: the mean stage's share of the work, or of its longest
+    document."""
+    per = (cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)).mean(axis=0)
+    split = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.INPUT)
+    per = np.minimum(per, (split + cost.seconds_per(Kind.WEIGHT)).mean(axis=0))
+    whole = cost.whole_features(np.array(lengths), cost.dp)
+    longest = cost.whole_features(np.array([max(lengths)]), 1.0)
+    return float(max(per @ whole / cost.dp, per @ longest))
+
+
+def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
+    """Even layers, and by time."""
+    if not by_time or cost.stages == 1:
+        return [cost.layers]
+    found = fastest_layers(cost, expected_features(cost, [heaviest(lengths, cost)]))
+    moved = None if found is None or found == cost.layers else with_layers(cost, found)
+    return [cost.layers] if moved is None else [cost.layers, moved.layers]
+
+
+def choice_of(
+    layout: Layout,
+    even: Cost,
+    layers: tuple[int, ...],
+    batches: Sequence[Sequence[int]],
+    options: Options,
+    planner: str,
+) -> Choice:
+    """A PlanError where a batch does not fit."""
+    cost = dataclasses.replace(even, layers=layers)
+    cost.require_states_fit()
+    made = [_planned(lengths, cost, options, planner) for lengths in batches]
+    exposed = [each for _, each, _ in made]
+    seconds = [planned.seconds + each for planned, each, _ in made]
+    tokens = sum(sum(lengths) for lengths in batches)
+
+    def mean(values: Iterable[float]) -> float:
+        """Over the batches, each as long as it takes."""
+        return float(np.average(list(values), weights=seconds))
+
+    return Choice(
+        layout=layout,
+        layers=layers,
+        planner=planner,
+        offload="offload" in options.levers,
+        seconds=float(np.mean(seconds)),
+        tokens_per_second=tokens / sum(seconds),
+        bubble_ratio=mean(planned.bubble_ratio for planned, _, _ in made),
+        recompute_ratio=mean(planned.recompute_ratio for planned, _, _ in made),
+        comm_ratio=mean(planned.comm_ratio for planned, _, _ in made),
+        exchange_seconds=float(np.mean(exposed)),
+        hidden_seconds=float(np.mean([hidden for _, _, hidden in made])),
+        peak_bytes=max(max(planned.peak_bytes) for planned, _, _ in made),
+        batches=len(batches),
+    )
+
+
+def _planned(
+    lengths: Sequence[int], cost: Cost, options: Options, planner: str
+) -> tuple[Planned, float, float]:
+    """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
+    planned = PIPELINES[planner](heaviest(lengths, cost), cost, options)
+    if not planned.fits:
+        raise ValueError(f"{planner} finds no plan that fits the memory budget")
+    if cost.network is None or cost.cp * cost.dp == 1:
+        return planned, 0.0, 0.0
+    told = exchange(cost, play(planned.plan, cost.table(planned.plan)))
+    return planned, told.exposed_seconds, max(told.seconds - told.exposed_seconds, 0.0)

@@ -1,0 +1,1 @@
+"""Several stages on a device, in simulation only: the baselines `adaptis` and `slimpipe`."""

@@ -1,0 +1,142 @@
+"""AdaPtis (arXiv 2509.23722): partition, placement and schedule of a pipeline, searched together.
+
+As published: the sequences of a batch are packed to the context into micro-batches, which are not
+cut. A performance model says what every (partition, placement, schedule) takes; a generator moves
+layers away from the stage that is the bottleneck, tries placements of one or two stages on a
+device, and orders F, B and W by a list schedule within memory. Ours: our cost model, list schedule
+and its few warm-ups, and at most ROUNDS moves of a layer. What the paper does not say in public is
+filled in so; nothing of it can be run.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.chunks.bin_packing import first_fit
+from megatron_epp.planner.chunks.chunking import Chunking, assemble
+from megatron_epp.planner.chunks.slicing import cut_at
+from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import loads_of, rates_of
+from megatron_epp.planner.partition import fastest_layers
+from megatron_epp.planner.result import SimulatedPipeline
+from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, result
+from megatron_epp.planner.virtual.schedule import PlacementName, placement
+
+ROUNDS = 12  # moves of a layer that are tried for every placement
+PLACEMENTS: tuple[PlacementName, ...] = ("one", "interleaved", "wave")
+
+
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
+    """What AdaPtis would take for one replica's documents."""
+    batch = SortedBatch.of(lengths)
+    chunking = _packed(batch, cost, options)
+    best: tuple[Played, PlacementName] | None = None
+    for name in PLACEMENTS:
+        device_of = placement(name, cost.stages)
+        if len(device_of) > sum(cost.layers):
+            continue
+        played = _moved(cost, chunking, batch, options, device_of)
+        if played is not None and (best is None or played.rank < best[0].rank):
+            best = played, name
+    if best is None:
+        raise ValueError("adaptis: the model's states fit no partition; raise the memory budget")
+    played, name = best
+    layers = " ".join(map(str, played.setup.cost.layers))
+    bound = lower_bound_seconds(batch.lengths, cost)
+    return result("adaptis", played, bound, chunking.count, f"{name} placement, layers {layers}")
+
+
+def interleaved_1f1b(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
+    """Megatron's interleaved 1F1B, which AdaPtis compares itself with: two stages a device, even
+    layers, whole backwards, micro-batches packed to the context."""
+    batch = SortedBatch.of(lengths)
+    chunking = _packed(batch, cost, options)
+    device_of = placement("interleaved", cost.stages)
+    layers = _even(sum(cost.layers), len(device_of))
+    shape = dataclasses.replace(
+        cost, layers=layers, budget_bytes=(max(cost.budget_bytes),) * len(device_of)
+    )
+    setup = Setup(
+        shape,
+        device_of,
+        loads_of(chunking, batch.lengths, options.multiple),
+        chunking.backward,
+        np.repeat(chunking.starts[1:] - 1, chunking.sizes),
+    )
+    played = best_of(setup, splits=(False,), offload=False)
+    bound = lower_bound_seconds(batch.lengths, cost)
+    return result("interleaved", played, bound, chunking.count, "even layers")
+
+
+def _packed(batch: SortedBatch, cost: Cost, options: Options) -> Chunking:
+    longest = int(batch.lengths[0])
+    whole = cut_at(batch.lengths, np.array([0, longest]))
+    bucket, buckets = first_fit(whole, max(options.context, longest))
+    return assemble(whole, bucket, buckets, rates_of(cost))
+
+
+def _moved(
+    cost: Cost, chunking: Chunking, batch: SortedBatch, options: Options, device_of: np.ndarray
+) -> Played | None:
+    """The best partition found for a placement, moving one layer at a time away from the device
+    that is busy longest."""
+    stages = len(device_of)
+    loads = loads_of(chunking, batch.lengths, options.multiple)
+    # The budget of a device is for all its stages: each is checked with the whole, then together.
+    budget = (max(cost.budget_bytes),) * stages
+    shape = dataclasses.replace(cost, layers=_even(sum(cost.layers), stages), budget_bytes=budget)
+    features = shape.features(loads).sum(axis=1)
+    last = np.repeat(chunking.starts[1:] - 1, chunking.sizes)
+
+    def played(layers: tuple[int, ...]) -> Played | None:
+        setup = Setup(
+            dataclasses.replace(shape, layers=layers),
+            device_of,
+            loads,
+            chunking.backward,
+            last,
+        )
+        if (setup.room_bytes <= 0).any():
+            return None
+        return best_of(setup, splits=(True, False), offload=False)
+
+    starts = {shape.layers, fastest_layers(shape, features)} - {None}
+    made = [found for layers in sorted(starts) if (found := played(layers)) is not None]  # type: ignore[type-var,arg-type]
+    best = min(made, key=lambda each: each.rank, default=None)
+    for _ in range(ROUNDS if best is not None else 0):
+        assert best is not None
+        better = None
+        for layers in _neighbours(best, device_of):
+            other = played(layers)
+            if other is not None and other.rank < best.rank:
+                better = other
+                break
+        if better is None:
+            break
+        best = better
+    return best
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    share, rest = divmod(layers, stages)
+    return tuple(share + (stage < rest) for stage in range(stages))
+
+
+def _neighbours(best: Played, device_of: np.ndarray) -> Iterator[tuple[int, ...]]:
+    """A layer from a stage of the busiest device to one of the two least busy."""
+    layers = best.setup.cost.layers
+    busy = best.found.busy_seconds
+    order = np.argsort(busy, kind="stable")
+    for give in np.flatnonzero(device_of == order[-1]):
+        for idle in order[:2]:
+            for take in np.flatnonzero(device_of == idle):
+                if give == take or layers[give] < 2:
+                    continue
+                moved = list(layers)
+                moved[give] -= 1
+                moved[take] += 1
+                yield tuple(moved)

@@ -1,0 +1,105 @@
+"""SlimPipe (arXiv 2504.14519): uniform slices, interleaved, with context exchange.
+
+As published: every sequence is cut into slices of equal tokens, as many for each and a multiple of
+the stages; slices run as 1F1B, their backwards in reverse, on interleaved stages; attention is
+exchanged between devices so that every slice takes the same time; the output layer is spread over
+all devices; activations are offloaded where memory is short. Taken at its best: the exchange and
+the messages of the output layer cost nothing. A sequence here is documents packed to the context,
+or one long one, each seeing only itself. Nothing of it can be run.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.loads import Loads
+from megatron_epp.planner.chunks.bin_packing import first_fit
+from megatron_epp.planner.chunks.slicing import cut_at
+from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.result import SimulatedPipeline
+from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, result, spread_head
+from megatron_epp.planner.virtual.schedule import placement
+
+SLICES = (1, 2, 4, 8)  # times the stages
+MOST_CHUNKS = 2048
+
+
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
+    """What SlimPipe would take for one replica's documents."""
+    batch = SortedBatch.of(lengths)
+    longest = int(batch.lengths[0])
+    context = max(options.context, longest)
+    whole = cut_at(batch.lengths, np.array([0, longest]))
+    bucket, buckets = first_fit(whole, context)
+    in_order = np.concatenate((whole.tails.document, whole.shorts.document))
+    held = batch.lengths[in_order].astype(np.float64)
+    tokens = np.bincount(bucket, weights=held, minlength=buckets)
+    pairs = np.bincount(bucket, weights=held * (held + 1) / 2, minlength=buckets)
+    order = np.argsort(-pairs, kind="stable")
+    tokens, pairs = tokens[order], pairs[order]
+    best: tuple[Played, int] | None = None
+    virtual = 2 if 2 * cost.stages <= sum(cost.layers) else 1
+    for times in SLICES:
+        slices = times * cost.stages
+        if best is not None and slices * len(tokens) > MOST_CHUNKS:
+            break
+        played = _played(cost, tokens, pairs, slices, virtual)
+        if played is not None and (best is None or played.rank < best[0].rank):
+            best = played, slices
+    if best is None:
+        raise ValueError("slimpipe: the model's states do not fit; raise the memory budget")
+    played, slices = best
+    bound = lower_bound_seconds(batch.lengths, cost)
+    note = f"{slices} slices of each of {len(tokens)} sequences, {virtual} stages a device"
+    return result("slimpipe", played, bound, len(tokens) * slices, note)
+
+
+def uniform_loads(tokens: np.ndarray, pairs: np.ndarray, slices: int) -> Loads:
+    """Every sequence in ``slices`` of equal tokens and, as attention is exchanged, equal pairs."""
+    sequences = len(tokens)
+    chunks = sequences * slices
+    number = np.arange(chunks)
+    place = number % slices
+    each = np.repeat(tokens / slices, slices)
+    return Loads(
+        tokens=each,
+        pairs=np.repeat(pairs / slices, slices),
+        cut_tokens=each,
+        document=np.repeat(np.arange(sequences), slices),
+        earlier=np.where(place > 0, number - 1, -1),
+        later=np.where(place < slices - 1, number + 1, -1),
+        lengths=tokens,
+        spans=(number, place * each, (place + 1) * each),
+    )
+
+
+def _played(
+    cost: Cost, tokens: np.ndarray, pairs: np.ndarray, slices: int, virtual: int
+) -> Played | None:
+    device_of = placement("interleaved" if virtual == 2 else "one", cost.stages)
+    stages = len(device_of)
+    share, rest = divmod(sum(cost.layers), stages)
+    shape = dataclasses.replace(
+        cost,
+        layers=tuple(share + (stage < rest) for stage in range(stages)),
+        budget_bytes=(max(cost.budget_bytes),) * stages,
+    )
+    shape, change = spread_head(shape, stages)
+    loads = uniform_loads(tokens, pairs, slices)
+    number = np.arange(loads.chunks)
+    first = number - number % slices
+    setup = Setup(
+        shape,
+        device_of,
+        loads,
+        first + slices - 1 - number % slices,
+        first + slices - 1,
+        lambda work: change(work, loads.tokens),
+    )
+    if (setup.room_bytes <= 0).any():
+        return None
+    return best_of(setup, splits=(False,), offload=True)

@@ -1,0 +1,103 @@
+"""Where groups lie, and what they get there."""
+
+import dataclasses
+
+import pytest
+
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.network.topology import TOPOLOGIES, Network, Topology, topology
+from megatron_epp.ir import Kind
+
+H100 = DEVICES["h100-80g"]
+NODES = Network.of(TOPOLOGIES["nodes"], H100)
+
+
+def test_a_group_inside_a_node_has_the_rate_of_its_size() -> None:
+    assert NODES.all_to_all(8) == H100.group_bytes_per_second[8]
+    assert NODES.all_to_all(4, stride=2) == H100.group_bytes_per_second[4]
+    assert NODES.placed(4, 2) == (4, 1)
+
+
+def test_whole_nodes_have_the_measured_rate() -> None:
+    assert NODES.all_to_all(16) == pytest.approx(H100.group_bytes_per_second[16])
+    assert NODES.all_to_all(32) == pytest.approx(H100.group_bytes_per_second[32])
+
+
+def test_a_small_group_whose_members_lie_on_different_nodes_is_slow() -> None:
+    """cp 4 with tp 8: a member on each of four nodes, though the group's size would fit one."""
+    assert NODES.placed(4, 8) == (1, 4)
+    assert NODES.all_to_all(4, stride=8) < H100.group_bytes_per_second[4] / 4
+    # cp 2 sends half of its bytes away, cp 4 three quarters.
+    assert NODES.all_to_all(4, stride=8) < NODES.all_to_all(2, stride=8)
+
+
+def test_tensor_parallelism_has_nvlinks_rate_inside_a_node_and_the_links_across() -> None:
+    assert NODES.ring(8) == 350e9
+    assert NODES.ring(16) == pytest.approx(min(350e9, H100.link_bytes_per_second))
+    assert NODES.ring(2, stride=8) == pytest.approx(H100.link_bytes_per_second / 8)
+
+
+def test_rings_between_nodes_slow_far_all_to_alls_down() -> None:
+    rings = Network.of(Topology("rings", 8, between="rings"), H100)
+    switch = Network.of(Topology("switch", 8, link_bytes_per_second=400e9), H100)
+    assert rings.all_to_all(32) == pytest.approx(switch.all_to_all(32))  # four nodes: 1 hop
+    assert rings.all_to_all(128) == pytest.approx(switch.all_to_all(128) / 4)
+    assert rings.ring(128) == switch.ring(128)
+
+
+def test_a_mesh_is_slower_for_all_to_alls_and_not_for_rings() -> None:
+    railx = Network.of(TOPOLOGIES["railx"], H100)
+    assert railx.node_devices == 16
+    assert railx.all_to_all(16) == pytest.approx(H100.group_bytes_per_second[8] / 4)
+    assert railx.ring(16) == NODES.ring(8)
+
+
+def test_neighbouring_stages_share_a_node_only_where_the_whole_job_does() -> None:
+    assert NODES.to_neighbour(4, replicas=1, stages=2) == 4 * 350e9
+    assert NODES.to_neighbour(4, replicas=2, stages=2) == 4 * H100.link_bytes_per_second / 8
+    assert NODES.to_neighbour(8, replicas=1, stages=4) == H100.link_bytes_per_second
+    assert NODES.to_neighbour(32, replicas=1, stages=4) == 4 * H100.link_bytes_per_second
+
+
+def seconds(**how) -> float:
+    cost = named_cost("llama3-70b", "h100-80g", pp=8, **how)
+    return float(cost.comm_seconds_per(Kind.FORWARD)[3, 0])
+
+
+def test_the_cost_of_a_layout_follows_its_groups_places() -> None:
+    flat, nodes = (seconds(tp=8, cp=1, topology=name) for name in ("flat", "nodes"))
+    assert nodes == pytest.approx(flat * 145 / 350)
+    # The all-to-all of cp 4 beside tp 8: 156 GB/s by its size, 24 by its place.
+    inside = seconds(tp=1, cp=4, topology="nodes", memory_budget_gib=1000)
+    assert inside == seconds(tp=1, cp=4, topology="flat", memory_budget_gib=1000)
+    cost = named_cost("llama3-70b", "h100-80g", pp=8, tp=8, cp=4, topology="nodes")
+    (figures,) = cost.figures
+    assert cost.network is not None
+    moved = figures.all_to_all_bytes_per_token / 32 / cost.network.all_to_all(4, 8)
+    gathers = figures.tensor_bytes_per_token * 7 / 8 / 4 / 350e9
+    layers = cost.layers[3]
+    assert cost.comm_seconds_per(Kind.FORWARD)[3, 0] == pytest.approx(layers * (moved + gathers))
+
+
+def test_a_topology_by_file_and_what_it_refuses(tmp_path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text('{"name": "mine", "node_devices": 4, "between": "rings"}')
+    assert topology(str(file)) == Topology("mine", 4, between="rings")
+    assert topology("flat") is None
+    with pytest.raises(ValueError, match="unknown topology 'node'; did you mean nodes"):
+        topology("node")
+    for wrong, said in (
+        ({"inside": "torus"}, "inside 'torus': expected switch or mesh"),
+        ({"between": "mesh"}, "between 'mesh': expected switch or rings"),
+        ({"node_devices": -1}, "node_devices -1: expected from 0"),
+        ({"link_bytes_per_second": "fast"}, "link_bytes_per_second 'fast': expected bytes"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Topology("mine", **wrong)
+
+
+def test_another_size_of_node_is_not_the_measured_one() -> None:
+    four = Network.of(dataclasses.replace(TOPOLOGIES["nodes"], node_devices=4), H100)
+    assert not four.across_bytes_per_second
+    assert four.all_to_all(8) == pytest.approx(2 * H100.link_bytes_per_second / 4)

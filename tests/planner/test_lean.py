@@ -1,0 +1,36 @@
+"""Ties go to less memory, and little effort is no reason for a bad plan in tight memory."""
+
+import pytest
+
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.planner import PIPELINES, TRAINING_LEVERS, Options
+from megatron_epp.planner.epp.lean import TIE
+
+K = 1024
+
+
+@pytest.mark.parametrize("lengths", ["wlb", "prolong"])
+def test_less_memory_for_at_most_half_a_percent(lengths: str) -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False, kv_read=True)
+    batch = open_corpus(lengths, 64 * K).batch(7, 64)
+    lean, plain = (
+        PIPELINES["epp"](batch, cost, Options(effort=1, levers=levers))
+        for levers in (TRAINING_LEVERS, TRAINING_LEVERS - {"lean"})
+    )
+    assert lean.seconds <= plain.seconds * (1 + TIE)
+    room = cost.budget_bytes[0] - max(cost.states_bytes)
+    assert max(lean.peak_bytes) <= max(plain.peak_bytes)
+    assert max(plain.peak_bytes) - max(lean.peak_bytes) > 0.1 * room, "nothing was saved"
+
+
+def test_two_documents_of_2m_at_every_effort() -> None:
+    """From 358 s to 1666 s it went, by effort, before logits were gone early and searches in tight
+    memory went on."""
+    cost = named_cost("llama3-70b", "h100-80g", pp=8, tp=8, cp=4, logits_held=False)
+    seconds = {
+        effort: PIPELINES["epp"]((2 * K * K,) * 2, cost, Options(effort=effort)).seconds
+        for effort in (0, 1, 4)
+    }
+    assert max(seconds.values()) <= 360, seconds
+    assert max(seconds.values()) <= 1.05 * min(seconds.values()), seconds

@@ -1,0 +1,122 @@
+"""Layers by time: the dynamic program against all partitions, and its use."""
+
+import dataclasses
+from itertools import combinations
+from random import Random
+
+import numpy as np
+import pytest
+
+from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.planner import Options
+from megatron_epp.planner.partition import (
+    Partition,
+    expected_features,
+    fastest_layers,
+    layer_seconds,
+    layout_flags,
+    layout_text,
+    partition_by_time,
+)
+from megatron_epp.planner.tuning.partitions import partition_of
+
+LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4
+
+
+def slowest(seconds: np.ndarray, layers: tuple[int, ...]) -> float:
+    return max(part.sum() for part in np.split(seconds, np.cumsum(layers)[:-1]))
+
+
+def every_partition(layers: int, stages: int):
+    for borders in combinations(range(1, layers), stages - 1):
+        yield tuple(b - a for a, b in zip((0, *borders), (*borders, layers), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "tp"),
+    [("llama3-8b", 4, 8), ("deepseek-v3", 3, 8), ("gpt-oss-20b", 4, 4), ("qwen3-30b-a3b", 3, 4)],
+)
+def test_no_partition_is_faster(name: str, pp: int, tp: int) -> None:
+    """All of them judged, on models with few enough layers."""
+    try:
+        cost = named_cost(name, "h200-141g", pp=pp, tp=tp, memory_budget_gib=1e5)
+    except ValueError as error:  # not a model of that name here
+        pytest.skip(str(error))
+    if sum(cost.layers) > 64:
+        pytest.skip("too many partitions")
+    features = expected_features(cost, [LENGTHS])
+    seconds = layer_seconds(cost, features)
+    found = fastest_layers(cost, features)
+    assert found is not None
+    best = min(slowest(seconds, each) for each in every_partition(len(seconds), pp))
+    assert slowest(seconds, found) == pytest.approx(best, rel=1e-12)
+    assert slowest(seconds, found) <= slowest(seconds, cost.layers)
+
+
+def test_the_head_takes_layers_from_the_last_stage() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8)
+    found = fastest_layers(cost, expected_features(cost, [LENGTHS]))
+    assert found is not None and found[-1] < 8 and sum(found) == 32
+
+
+def test_states_that_fit_nowhere_are_no_partition() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
+    small = dataclasses.replace(cost, budget_bytes=(1e6, 1e6))
+    assert fastest_layers(small, expected_features(cost, [LENGTHS])) is None
+
+
+def test_a_stage_with_little_memory_gets_few_layers() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=4)
+    per_layer = cost.states_bytes[0] / 16
+    tight = dataclasses.replace(cost, budget_bytes=(10 * per_layer, 1e12))
+    found = fastest_layers(tight, expected_features(cost, [LENGTHS]))
+    assert found is not None and found[0] < 10
+
+
+def test_plans_judge_and_a_gain_below_the_models_truth_is_none() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8)
+    even = cost.layers
+
+    def indifferent(of: Cost) -> float:
+        return 1.0 if of.layers == even else 0.999
+
+    assert partition_by_time(cost, [LENGTHS], indifferent).layers == even
+
+    def only_even_fits(of: Cost) -> float | None:
+        return 1.0 if of.layers == even else None
+
+    found = partition_by_time(cost, [LENGTHS], only_even_fits)
+    assert found.layers == even and found.gain == 0
+    assert None in found.tried.values()
+
+
+def test_a_partition_by_plans_is_faster_by_plans() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
+    found = partition_of(cost, [LENGTHS], Options(effort=0), "epp")
+    assert isinstance(found, Partition)
+    assert found.gain > 0.02
+    assert found.tried[found.layers] == min(filter(None, found.tried.values()))
+
+
+def test_flags_are_megatrons() -> None:
+    assert layout_flags((8, 8, 8)) == []
+    assert layout_flags((9, 8, 8, 7)) == [
+        *("--decoder-first-pipeline-num-layers", "9"),
+        *("--decoder-last-pipeline-num-layers", "7"),
+    ]
+    assert layout_flags((9, 9, 8, 6)) == [
+        "--pipeline-model-parallel-layout",
+        "Et*9|t*9|t*8|t*6L",
+    ]
+    assert layout_text((5, 1)) == "Et*5|tL"
+
+
+def test_layouts_are_what_megatron_reads() -> None:
+    layout = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    random = Random(0)
+    for _ in range(20):
+        layers = tuple(random.randint(1, 12) for _ in range(random.randint(1, 8)))
+        rows = layout.PipelineParallelLayerLayout.parse_str_to_list(layout_text(layers))
+        names = [[each.name for each in row] for row in rows]
+        assert [row.count("decoder") for row in names] == list(layers)
+        assert names[0][0] == "embedding" and names[-1][-1] == "loss"

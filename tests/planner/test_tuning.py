@@ -1,0 +1,88 @@
+"""Layouts, and the survey against a simulation of all of them."""
+
+import dataclasses
+
+import pytest
+
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.models import MODELS
+from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner.tuning.layouts import Layout, Wanted, divisors, layouts
+from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, choice_of, partitions, survey
+from megatron_epp.sim.exchange import exchange
+from megatron_epp.sim.play import play
+
+LLAMA = MODELS["llama3-8b"]
+K = 1024
+
+
+def cost_for(layout: Layout) -> Cost:
+    return named_cost(
+        "llama3-8b",
+        "h100-80g",
+        pp=layout.pp,
+        tp=layout.tp,
+        cp=layout.cp,
+        dp=layout.dp,
+        logits_held=False,
+        topology="nodes",
+    )
+
+
+def test_layouts_fill_the_devices_and_are_megatrons() -> None:
+    found = list(layouts(LLAMA, 64, 8, 48))
+    assert len(found) == len(set(found)) > 20
+    for each in found:
+        assert each.tp * each.cp * each.pp * each.dp == 64
+        assert each.tp <= 8 and LLAMA.heads % (each.tp * each.cp) == 0
+        assert each.pp <= LLAMA.layers and 48 % each.dp == 0
+    assert Layout(1, 8, 4, 2) in found and Layout(1, 1, 1, 64) not in found
+    named = list(layouts(LLAMA, 64, 8, 48, Wanted(tp=2, pp=4)))
+    assert named and all(each.tp == 2 and each.pp == 4 for each in named)
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.mark.parametrize("lengths", ["wlb", "wikipedia"])
+def test_the_first_choice_is_within_two_percent_of_the_best_of_all(lengths: str) -> None:
+    """Of 8 devices; scripts/bench/tune_exhaustive.py does the same with more documents."""
+    batch = open_corpus(lengths, 8 * K).batch(3, 8)
+    found = list(layouts(LLAMA, 8, 8, 8))
+    options = Options(8 * K, effort=0)
+    first = survey(found, [batch], cost_for, options).choices[0]
+    seconds = {}
+    for layout in found:
+        try:
+            even = cost_for(layout)
+            for layers in partitions(even, batch, True):
+                cost = dataclasses.replace(even, layers=layers)
+                for planner in (ELASTIC, STOCK):
+                    step = plan_step(batch, cost, options, planner, layout.dp)
+                    slowest = max(step.planned, key=lambda planned: planned.seconds)
+                    plan = dataclasses.replace(slowest.plan, replica=0, replicas=1)
+                    between = exchange(cost, play(plan, cost.table(plan))).exposed_seconds
+                    seconds[layout, layers, planner] = step.seconds + between
+        except ValueError:
+            continue
+    assert len(seconds) > 10
+    mine = seconds[first.layout, first.layers, first.planner]
+    assert mine <= 1.02 * min(seconds.values())
+
+
+def test_a_bound_rules_out_only_what_is_slower() -> None:
+    batch = open_corpus("wlb", 8 * K).batch(3, 8)
+    found = list(layouts(LLAMA, 8, 8, 8))
+    options = Options(8 * K, effort=0)
+    few = survey(found, [batch], cost_for, options, top=2)
+    assert few.bounded
+    for layout in few.bounded:
+        even = cost_for(layout)
+        for layers in partitions(even, batch, True):
+            slower = choice_of(layout, even, layers, [batch], options, ELASTIC)
+            assert slower.seconds > few.choices[0].seconds
+
+
+def test_what_cannot_run_is_named_with_its_reason() -> None:
+    layout = Layout(1, 1, 1, 8)
+    made = survey([layout], [[300_000, 1000] * 8], cost_for, Options(effort=0))
+    assert not made.choices and "document" in made.refused[layout]

@@ -1,0 +1,116 @@
+"""Several stages on a device: the schedule's laws, and the baselines that use it."""
+
+import numpy as np
+import pytest
+
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.planner import PIPELINES, SIMULATED, Options
+from megatron_epp.planner.virtual.schedule import placement, schedule
+from megatron_epp.planner.virtual.slimpipe import uniform_loads
+from megatron_epp.sim.engine import OpArrays
+
+K = 1024
+
+
+def work(stages: int, chunks: int, forward: float = 1.0, held: float = 1.0) -> OpArrays:
+    """Of equal ops: F 1, B 2, I 1, W 1; a chunk holds ``held`` from F to B or W."""
+    seconds = np.ones((4, stages, chunks)) * np.array([forward, 2, 1, 1])[:, None, None]
+    moved = np.zeros((4, 2, stages, chunks))
+    moved[0, 0] = held  # F makes it
+    moved[1, 1] = held  # B frees it
+    moved[3, 1] = held  # or W
+    nothing = np.full(chunks, -1)
+    links = np.zeros((2, max(1, stages - 1), chunks))
+    return OpArrays(seconds, links, 0.0, moved, np.zeros(stages), nothing, nothing)
+
+
+def play(devices: int, chunks: int, name: str, room: float = np.inf, **how):
+    device_of = placement(name, devices)  # type: ignore[arg-type]
+    order = np.arange(chunks)
+    warm = np.arange(devices, 0, -1) * (len(device_of) // devices) + (
+        devices if len(device_of) > devices else 0
+    )
+    made = work(len(device_of), chunks, **how.pop("work", {}))
+    settings = {"split": False, "deep": True, "strict": False} | how
+    return schedule(made, order, order, device_of, np.full(devices, room), warm, **settings), made
+
+
+def test_one_stage_a_device_is_1f1b() -> None:
+    found, _ = play(4, 12, "one", strict=True)
+    assert found.seconds == 12 * 3 + 3 * 3  # m (F + B) + (p - 1)(F + B)
+    assert found.peak_bytes.tolist() == [4, 3, 2, 1]
+
+
+def test_interleaving_shrinks_the_bubble_and_splitting_more() -> None:
+    plain, _ = play(4, 12, "one", work={"forward": 1.0})
+    # Half a stage each: ops of the same length, twice as many.
+    twice, _ = play(4, 12, "interleaved")
+    assert plain.seconds == 36 + 9 and twice.seconds / 72 < 0.95 * plain.seconds / 36
+    split, _ = play(4, 12, "one", split=True)
+    assert split.seconds < plain.seconds
+
+
+@pytest.mark.parametrize("name", ["one", "interleaved", "wave"])
+@pytest.mark.parametrize("split", [False, True])
+def test_every_op_runs_once_and_nothing_is_left(name: str, split: bool) -> None:
+    found, made = play(3, 7, name, split=split)
+    device_of = placement(name, 3)  # type: ignore[arg-type]
+    kinds = (0, 2, 3) if split else (0, 1)
+    total = sum(made.seconds[kind].sum(axis=1) for kind in kinds)
+    assert found.busy_seconds == pytest.approx(np.bincount(device_of, weights=total))
+    assert found.seconds >= found.busy_seconds.max()
+
+
+def test_room_holds_forwards_back_and_what_cannot_be_is_said() -> None:
+    ample, _ = play(4, 12, "one")
+    tight, _ = play(4, 12, "one", room=2)
+    assert tight.over_bytes == 0 and tight.peak_bytes.max() <= 2
+    assert tight.seconds > ample.seconds
+    none, _ = play(4, 12, "one", room=0.5)
+    assert none.over_bytes > 0
+
+
+def test_the_ends_of_a_wave_lie_on_one_device() -> None:
+    assert placement("wave", 3).tolist() == [0, 1, 2, 2, 1, 0]
+    assert placement("interleaved", 3).tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_uniform_slices_have_equal_tokens_and_ideal_exchange_equal_pairs() -> None:
+    loads = uniform_loads(np.array([800.0, 400.0]), np.array([1000.0, 300.0]), 4)
+    assert loads.tokens.tolist() == [200] * 4 + [100] * 4
+    assert loads.pairs.tolist() == [250] * 4 + [75] * 4
+    assert loads.behind_tokens.tolist() == [0, 200, 400, 600, 0, 100, 200, 300]
+    assert loads.earlier.tolist() == [-1, 0, 1, 2, -1, 4, 5, 6]
+
+
+def test_the_baselines_are_between_the_bound_and_plain_packing() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
+    batch = open_corpus("wlb", 16 * K).batch(3, 24)
+    options = Options(16 * K, effort=0)
+    packing = PIPELINES["packing"](batch, cost, options)
+    for name, plan in SIMULATED.items():
+        found = plan(batch, cost, options)
+        assert found.planner == name and found.fits and found.plan_seconds > 0
+        assert found.lower_bound_seconds <= found.seconds < packing.seconds
+        assert 0 <= found.bubble_ratio < packing.bubble_ratio
+        assert found.recompute_ratio == 0
+        assert len(found.peak_bytes) == 4
+
+
+def test_adaptis_moves_layers_from_the_output_layers_device() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, logits_held=False)
+    found = SIMULATED["adaptis"]([4000] * 24, cost, Options(4000, effort=0))
+    layers = [int(word) for word in found.note.split(", layers ")[1].split(";")[0].split()]
+    assert sum(layers) == 32 and layers[-1] < max(layers)
+
+
+def test_tight_memory_makes_them_recompute_or_offload() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8, memory_budget_gib=21)
+    ample = named_cost("llama3-8b", "h100-80g", pp=4, cp=8)
+    for name in SIMULATED:
+        tight = SIMULATED[name]([60_000] * 3, cost, Options(60_000, effort=0))
+        free = SIMULATED[name]([60_000] * 3, ample, Options(60_000, effort=0))
+        assert tight.fits and ("recompute" in tight.note or "offload" in tight.note)
+        assert tight.seconds >= free.seconds
+        assert max(tight.peak_bytes) <= 21 * 2**30

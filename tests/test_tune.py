@@ -1,0 +1,118 @@
+"""``tune`` on the command line: the table, JSON, the launch script, the dry run, bad input."""
+
+import argparse
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.__main__ import main
+
+LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
+MACHINE = ("--model", "llama3-8b", "--device", "h100-80g", "--nodes", "1", "--effort", "0")
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lengths") / "lengths.txt"
+    path.write_text("\n".join(map(str, LENGTHS)))
+    return path
+
+
+def tune(lengths: Path, *others: str, batch: int = 8) -> int:
+    size = ("--global-batch-size", str(batch), "--batches", "1")
+    return main(["tune", "--lengths", str(lengths), *MACHINE, *size, *others])
+
+
+def test_a_survey_in_json_a_script_and_a_dry_run(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "launch.sh"
+    more = ("--json", "--script", str(script), "--dry-run-corpus", "2", "--context", "8192")
+    assert tune(lengths, *more) == 0
+    facts = json.loads(capsys.readouterr().out)
+    choices = facts["choices"]
+    seconds = [choice["seconds"] for choice in choices]
+    assert seconds == sorted(seconds) and 3 <= len(choices) <= 10
+    for choice in choices:
+        assert choice["tp"] * choice["cp"] * choice["pp"] * choice["dp"] == 8
+        assert len(choice["layers"]) == choice["pp"] and sum(choice["layers"]) == 32
+        assert sum(choice["shares"].values()) == pytest.approx(1)
+        assert choice["tokens_per_second"] == pytest.approx(sum(LENGTHS) / choice["seconds"])
+        assert choice["peak_bytes"] <= 74 * 2**30
+    assert len(facts["dry_run"]) == 2
+    words = launched(script)
+    parsed = megatrons_parser().parse_args(words)
+    first = choices[0]
+    assert parsed.tensor_model_parallel_size == first["tp"]
+    assert parsed.context_parallel_size == first["cp"]
+    assert parsed.pipeline_model_parallel_size == first["pp"]
+    assert parsed.seq_length == 8192 and parsed.global_batch_size == 8
+    assert parsed.num_layers == 32 and parsed.num_query_groups == 8 and parsed.swiglu
+    assert parsed.epp == (first["planner"] == "epp")
+
+
+def launched(script: Path) -> list[str]:
+    """The words that the script hands to the trainer."""
+    env = {**os.environ, "PYTHON": "echo", "DATA": "corpus", "TOKENIZER": "t.model"}
+    done = subprocess.run(
+        ["bash", str(script)], env=env, capture_output=True, text=True, check=True
+    )
+    words = done.stdout.split()
+    assert words[:2] == ["-m", "torch.distributed.run"]
+    return words[words.index("megatron_epp.pretrain_gpt") + 1 :]
+
+
+def megatrons_parser() -> argparse.ArgumentParser:
+    arguments = pytest.importorskip("megatron.training.arguments")
+    from megatron_epp.mcore.config import add_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    return add_arguments(arguments.add_megatron_arguments(parser))
+
+
+def test_a_pipeline_with_layers_by_time_is_launched_with_megatrons_flags(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    script = tmp_path / "launch.sh"
+    assert tune(lengths, "--pp", "4", "--cp", "2", "--tp", "1", "--script", str(script)) == 0
+    said = capsys.readouterr().out
+    assert "Best: tp 1 cp 2 pp 4 dp 1" in said and "Layers by time: --" in said
+    parsed = megatrons_parser().parse_args(launched(script))
+    by_ends = parsed.decoder_first_pipeline_num_layers or parsed.decoder_last_pipeline_num_layers
+    assert by_ends or parsed.pipeline_model_parallel_layout
+    assert parsed.sequence_parallel is False and parsed.use_distributed_optimizer
+    assert tune(lengths, "--pp", "4", "--cp", "2", "--partition", "even") == 0
+    assert "Layers by time" not in capsys.readouterr().out
+
+
+def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    equal = tmp_path / "equal.txt"
+    equal.write_text("\n".join(["2048"] * 8))
+    assert tune(equal, "--context", "2048") == 0
+    said = capsys.readouterr().out
+    assert "No pipeline is best here" in said
+    assert "No --epp is best here: Megatron's own schedule" in said
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (("--global-batch-size", "7", "--tp", "3"), "no tp x cp x pp x dp fills them"),
+        (("--topology", "railx"), "its nodes have 16 devices; give --devices-per-node 16"),
+        (("--topology", "tree"), "unknown topology 'tree'"),
+        (("--levers", "magic"), "unknown lever 'magic'"),
+        (("--memory-budget-gib", "1"), "no layout of the 8 devices works"),
+        (("--nodes", "0"), "expected a whole number of at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(
+    lengths: Path, others: tuple[str, ...], said: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert tune(lengths, *others) == 2
+    told = capsys.readouterr().err
+    assert said in told and len(told.strip().splitlines()) == 1
