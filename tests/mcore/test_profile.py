@@ -210,8 +210,8 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     # Memory to memory: neither nothing nor more than any host copies.
     assert 1e8 < made.host_bytes_per_second < 1e12
     assert f"host    {made.host_bytes_per_second / 1e9:.3g} GB/s" in said
-    for letter in (FULL, *SELECTIVE):
-        assert made.recompute_seconds[letter](1000, 500_500) > 0
+    for letter in (FULL, *SELECTIVE):  # but those of experts and of latents
+        assert (made.recompute_seconds[letter](1000, 500_500) > 0) is (letter not in "ue")
 
 
 def test_what_cannot_be_measured_is_one_line(tmp_path) -> None:
