@@ -90,6 +90,15 @@ REFUSALS = (
         lambda args: lockstep_of(args) > 1 and args.moe_token_dispatcher_type == "allgather",
     ),
     Refusal(
+        "experts whose matrices are split over replicas (--expert-tensor-parallel-size more than "
+        "tensor times context ranks)",
+        "give --expert-tensor-parallel-size 1, and spread whole experts by "
+        "--expert-model-parallel-size",
+        lambda args: (
+            lockstep_of(args) > 1 and args.expert_tensor_parallel_size > _dense_ranks(args)
+        ),
+    ),
+    Refusal(
         "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
         "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
