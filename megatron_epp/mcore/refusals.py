@@ -90,13 +90,11 @@ REFUSALS = (
         lambda args: lockstep_of(args) > 1 and args.moe_token_dispatcher_type == "allgather",
     ),
     Refusal(
-        "experts whose matrices are split over replicas (--expert-tensor-parallel-size more than "
-        "tensor times context ranks)",
+        "experts spread over replicas whose matrices are split, too "
+        "(--expert-tensor-parallel-size above 1, by default the tensor ranks)",
         "give --expert-tensor-parallel-size 1, and spread whole experts by "
         "--expert-model-parallel-size",
-        lambda args: (
-            lockstep_of(args) > 1 and args.expert_tensor_parallel_size > _dense_ranks(args)
-        ),
+        lambda args: lockstep_of(args) > 1 and args.expert_tensor_parallel_size > 1,
     ),
     Refusal(
         "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
