@@ -92,6 +92,13 @@ REFUSALS = (
         lambda args: lockstep_of(args) > 1 and args.moe_token_dispatcher_type == "allgather",
     ),
     Refusal(
+        "experts spread over replicas whose matrices are split, too "
+        "(--expert-tensor-parallel-size above 1, by default the tensor ranks)",
+        "give --expert-tensor-parallel-size 1, and spread whole experts by "
+        "--expert-model-parallel-size",
+        lambda args: lockstep_of(args) > 1 and args.expert_tensor_parallel_size > 1,
+    ),
+    Refusal(
         "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
         "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
