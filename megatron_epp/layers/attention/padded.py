@@ -37,7 +37,8 @@ class PaddedKernel:
 
 def _padded(call: Operands) -> Operands:
     size = max(call.q_THD.shape[2], call.v_SGD.shape[2])
-    return Operands(*(_wider(x, size) for x in call.tensors), call.borders)
+    q_THD, k_SGD, v_SGD = (_wider(x, size) for x in call.tensors)
+    return Operands(q_THD, k_SGD, v_SGD, call.borders)
 
 
 def _wider(x_THD: Tensor, size: int) -> Tensor:
