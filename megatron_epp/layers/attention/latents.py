@@ -157,7 +157,8 @@ class _AttendLatents(torch.autograd.Function):
 
 def _once_more(ctx: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a forward whose own were dropped."""
-    return _attend_rows(*ctx.saved_tensors, ctx)
+    q_THD, k_THD, v_THV, weight_NR = ctx.saved_tensors
+    return _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
 
 
 def _attend_rows(
