@@ -212,5 +212,5 @@ class _RemadeAll(torch.autograd.Function):
         inputs, outputs = again.made()
         again.node = again.run = None
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-        torch.autograd.backward([made for made, _ in pairs], [given for _, given in pairs])
+        torch.autograd.backward([output for output, _ in pairs], [given for _, given in pairs])
         return None, *(x.grad for x in inputs)
