@@ -1,8 +1,8 @@
 """A survey of layouts: a bound for each, plans for those that it does not rule out.
 
     bound    no partition and no schedule of the layout is faster than its mean stage
-    sketch   in the order of their bounds, plans of one batch with little effort, until no bound is
-             below the worst that is still wanted
+    sketch   the likely ones first, plans of one batch with little effort; those whose bound is
+             above the worst that is still wanted are left out
     finals   the best of these, planned on all batches with the whole effort
 
 A plan is for the replica with most work, which the others wait for. The layers of the stages are
@@ -22,6 +22,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.partition import (
     expected_features,
     fastest_layers,
+    layer_costs,
     with_layers,
 )
 from megatron_epp.planner.registry import PIPELINES
@@ -128,7 +129,8 @@ def survey(
             bounds[layout] = _bound(batches[0], costs[layout])
         except ValueError as error:
             refused[layout] = str(error).split("\n")[0]
-    ordered = sorted(bounds, key=lambda layout: (bounds[layout], layout))
+    likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
+    ordered = sorted(likely, key=lambda layout: (likely[layout], layout))
     sketch = dataclasses.replace(options, effort=min(SKETCH_EFFORT, options.effort))
     choices: list[Choice] = []
     bounded: list[Layout] = []
@@ -201,13 +203,32 @@ def _variants(choice: Choice, cost: Cost) -> list[tuple[tuple[int, ...], bool]]:
 
 def _bound(lengths: Sequence[int], cost: Cost) -> float:
     """No plan with any partition is faster: the mean stage's share of the work, or of its longest
-    document."""
+    document; or as many of the cheapest layers as some stage must have."""
     per = (cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)).mean(axis=0)
     split = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.INPUT)
     per = np.minimum(per, (split + cost.seconds_per(Kind.WEIGHT)).mean(axis=0))
     whole = cost.whole_features(np.array(lengths), cost.dp)
     longest = cost.whole_features(np.array([max(lengths)]), 1.0)
-    return float(max(per @ whole / cost.dp, per @ longest))
+    mean = float(max(per @ whole / cost.dp, per @ longest))
+    most = -(-sum(cost.layers) // cost.stages)
+    halves = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    single = layer_costs(cost)
+    layer = sum(single.seconds_per(kind) for kind in halves)
+    layer = np.minimum(layer, single.seconds_per(Kind.FORWARD) + single.seconds_per(Kind.BACKWARD))
+    inside = layer[1:-1]
+    if len(layer) <= 2:  # with the ends, which are no layer's
+        return mean
+    cheapest = max((inside @ whole).min() / cost.dp, (inside @ longest).min())
+    return max(mean, most * float(cheapest))
+
+
+def _estimate(bound: float, cost: Cost) -> float:
+    """About what a plan takes, to look at the likely ones first: the bound, and the ramp of a
+    pipeline with the number of chunks at which ramp and constants of chunks are even."""
+    per_chunk = float(
+        (cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD))[:, 2].mean()
+    )
+    return bound + 2 * float(np.sqrt((cost.stages - 1) * bound * per_chunk))
 
 
 def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
