@@ -7,6 +7,7 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
+from megatron_epp.cost.models import Layer, LayerShape, Model  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import (  # noqa: E402
     Readings,
     _measure_bytes,
@@ -16,11 +17,12 @@ from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from tests.mcore.allocator import MIB, MadeUpProbe, Rules  # noqa: E402
 
 RULES = Rules()
+PLAIN = Layer(Model("m", 1, 64, 176, 4, 2, 16, 1000), LayerShape())
 
 
 def figures(expandable: bool, context: int = 131072, rules: Rules = RULES):
     probe, readings = MadeUpProbe(rules, expandable), Readings()
-    _measure_bytes(probe, readings, context)
+    _measure_bytes(probe, readings, context, PLAIN)
     return readings, *_workspaces(readings.peaks, probe.head_tokens)
 
 
