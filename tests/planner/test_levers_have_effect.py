@@ -35,6 +35,10 @@ FIELDS = {
     "levers": ((*TIGHT, "--levers", "default"), (*TIGHT, "--levers", "none")),
     "effort": (("--effort", "0"), ("--effort", "1")),
     "multiple": (("--effort", "0"), ("--effort", "0", "--multiple", "128")),
+    "lockstep": (
+        ("--dp", "2", "--effort", "0"),
+        ("--dp", "2", "--effort", "0", "--lockstep", "2"),
+    ),
     "open_layers": (
         ("--head-seconds", "--effort", "0", "--levers", "all"),
         ("--head-seconds", "--effort", "0", "--levers", "all", "--layers", "8", "8", "8", "8"),
