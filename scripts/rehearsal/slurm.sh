@@ -164,7 +164,7 @@ saved=$(cat "$folder/run/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/n
 
 job=$(submit second)
 until_so "the second job" second ended "$job"
-went_on=$(iterations second | head -n 1)
+went_on=$(iterations second | sed -n 1p)
 over=$(iterations second | tail -n 1)
 [[ $went_on == $((last + 1)) ]] || fail "the second job began at iteration $went_on, not $((last + 1))"
 [[ $over == "$iters" ]] || fail "the second job ended at iteration $over of $iters"
