@@ -30,15 +30,24 @@ GroupFunction = Callable[[Sequence[int], Cost, Options], PlannedGroups]
 SimulatedFunction = Callable[[Sequence[int], Cost, Options], SimulatedPipeline]
 
 
+def _drafted(
+    draft: DraftFunction, lengths: Sequence[int], cost: Cost, options: Options
+) -> tuple[SortedBatch, ScoredDraft]:
+    """The batch, sorted, and what ``draft`` makes of it; a PlanError where a document fits no
+    plan."""
+    batch = SortedBatch.of(lengths)
+    require_fit(cost, batch.documents)
+    made = draft(batch, cost, options)
+    assert made is not None, "nothing was excluded, so there is a draft"
+    return batch, made
+
+
 def _pipeline(name: str, draft: DraftFunction) -> PlanFunction:
-    """The planner ``name``, which plans by ``draft``; a PlanError where a document fits no plan."""
+    """The planner ``name``, which plans by ``draft``."""
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
         began = time.perf_counter()
-        batch = SortedBatch.of(lengths)
-        require_fit(cost, batch.documents)
-        made = draft(batch, cost, options)
-        assert made is not None, "nothing was excluded, so there is a draft"
+        batch, made = _drafted(draft, lengths, cost, options)
         planned = emit(name, batch, made.draft, made.cost, options)
         return dataclasses.replace(planned, plan_seconds=time.perf_counter() - began)
 
@@ -47,14 +56,11 @@ def _pipeline(name: str, draft: DraftFunction) -> PlanFunction:
 
 def _block(name: str, draft: DraftFunction) -> BlockFunction:
     """The planner ``name`` for the replicas of a block (options.lockstep), whose documents it
-    deals to them; a PlanError where a document fits no plan."""
+    deals to them."""
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
         began = time.perf_counter()
-        batch = SortedBatch.of(lengths)
-        require_fit(cost, batch.documents)
-        made = draft(batch, cost, options)
-        assert made is not None, "nothing was excluded, so there is a draft"
+        batch, made = _drafted(draft, lengths, cost, options)
         found = emit_block(name, batch, made.draft, made.cost, options)
         took = (time.perf_counter() - began) / options.lockstep
         planned = tuple(dataclasses.replace(each, plan_seconds=took) for each in found.planned)

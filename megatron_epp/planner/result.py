@@ -5,8 +5,20 @@ from dataclasses import dataclass
 from megatron_epp.ir import Plan, Step
 
 
+class Bounded:
+    """What has seconds, and a lower bound of them."""
+
+    __slots__ = ()
+    seconds: float
+    lower_bound_seconds: float
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
+
+
 @dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Bounded):
     """One replica's plan, checked and played.
 
     lower_bound_seconds   no plan for these lengths with these layers on a stage is faster
@@ -35,10 +47,6 @@ class Planned:
     note: str = ""
     plan_seconds: float = 0.0
 
-    @property
-    def gap(self) -> float:
-        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class GroupMicroBatch:
@@ -50,7 +58,7 @@ class GroupMicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedGroups:
+class PlannedGroups(Bounded):
     """What a method without a pipeline would do: micro-batches of device groups, one after another.
 
     Fields as in :class:`Planned`; ``plan`` is None since there is no pipeline to run, peak_bytes
@@ -76,13 +84,9 @@ class PlannedGroups:
     def chunks(self) -> int:
         return sum(len(batch.degrees) for batch in self.batches)
 
-    @property
-    def gap(self) -> float:
-        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
-
 
 @dataclass(frozen=True, slots=True)
-class SimulatedPipeline:
+class SimulatedPipeline(Bounded):
     """What a method with several stages on a device would take; no plan says that yet.
 
     Fields as in :class:`Planned`; peak_bytes by device.
@@ -102,10 +106,6 @@ class SimulatedPipeline:
     plan_seconds: float = 0.0
     plan: None = None
     pipelines: int = 0
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify, ve
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.scaled.latents import small_latents
 from tests.mcore.runs import Run, flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
+from tests.mcore.sabotages import judged_alone, stand_in_order
 from tests.mcore.test_training import (
     OPTIMIZER,
     STOCK_ON_DOCUMENTS,
@@ -107,9 +107,8 @@ def seed() -> int:
 
 @pytest.fixture(scope="module")
 def judged() -> Mapping[str, Judged]:
-    model = f"{V3} --num-layers 2 --epp-mla-keeps latents".split()
-    trial = Trial(Degrees(1, 1, 1), (tuple(model),), len(WAYS), seed(), interfere=SABOTAGE)
-    return dict(zip(WAYS, certify(trial), strict=True))
+    model = f"{V3} --num-layers 2 --epp-mla-keeps latents"
+    return judged_alone(model, WAYS, seed(), SABOTAGE)
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:

@@ -9,11 +9,10 @@ import pytest
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged
 from megatron_epp.mcore.certify.scaled.layer_kinds import WINDOW
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
+from tests.mcore.sabotages import judged_alone, stand_in_order
 
 SABOTAGE = Path(__file__).with_name("sabotage_windows.py")
 GPT_OSS = (
@@ -52,9 +51,7 @@ def seed() -> int:
 
 @pytest.fixture(scope="module")
 def judged() -> Mapping[str, Judged]:
-    model = GPT_OSS.split()
-    trial = Trial(Degrees(1, 1, 1), (tuple(model),), len(WAYS), seed(), interfere=SABOTAGE)
-    return dict(zip(WAYS, certify(trial), strict=True))
+    return judged_alone(GPT_OSS, WAYS, seed(), SABOTAGE)
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:

@@ -101,15 +101,6 @@ def parsed(flags: Sequence[str]) -> Namespace:
         return parse_args(prepare_parser)
 
 
-def degrees_of(raw: Namespace, pp: int | None, tp: int | None, dp: int) -> Degrees:
-    """What was asked for, else what the model flags say."""
-    return Degrees(
-        raw.pipeline_model_parallel_size if pp is None else pp,
-        raw.tensor_model_parallel_size if tp is None else tp,
-        dp,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Scaled:
     """Megatron's arguments of the small model: over the ranks, and in one process."""

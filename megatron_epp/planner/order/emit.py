@@ -104,17 +104,25 @@ def merge_iw(kinds: np.ndarray, chunks: np.ndarray, work: ScheduleProblem) -> np
     return kinds
 
 
-def exact_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
-    """[stages]: bytes, residents included, by the simulator's ledger."""
-    plan = plan_of(batch, draft, cost)
-    return np.array(played_as(batch, draft, plan, cost, options).peak_bytes)
-
-
 def emit(planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> Planned:
     """The plan of ``draft``, checked and played."""
     plan = plan_of(batch, draft, cost)
     check(plan)
     played = played_as(batch, draft, plan, cost, options)
+    bound = lower_bound_seconds(batch.lengths, cost)
+    return as_planned(planner, plan, draft, played, bound, cost, options)
+
+
+def as_planned(
+    planner: str,
+    plan: Plan,
+    draft: Draft,
+    played: Simulation,
+    bound_seconds: float,
+    cost: Cost,
+    options: Options,
+) -> Planned:
+    """``plan``, made of ``draft`` by ``planner``, with what playing it told."""
     peaks = tuple(int(peak) for peak in played.peak_bytes)
     seconds = float(played.seconds)
     predicted = Prediction(seconds, tuple(peak / GIB for peak in peaks), planner)
@@ -122,7 +130,7 @@ def emit(planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Op
         planner=planner,
         plan=dataclasses.replace(plan, predicted=predicted),
         seconds=seconds,
-        lower_bound_seconds=lower_bound_seconds(batch.lengths, cost),
+        lower_bound_seconds=bound_seconds,
         bubble_ratio=played.bubble_ratio,
         recompute_ratio=played.recompute_ratio,
         comm_ratio=played.comm_ratio,

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import Plan, Prediction, Table, check
+from megatron_epp.ir import Plan, Table, check
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import block_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
+from megatron_epp.planner.order.emit import Draft, SortedBatch, as_planned, plan_of
 from megatron_epp.planner.order.problem import loads_of, with_kept
 from megatron_epp.planner.result import Planned
 from megatron_epp.sim.in_step import in_step
@@ -86,24 +85,7 @@ def _planned(
     for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
         check(share.plan)
         played = play(share.plan, table)
-        peaks = tuple(int(peak) for peak in played.peak_bytes)
-        seconds = float(played.seconds)
-        predicted = Prediction(seconds, tuple(peak / GIB for peak in peaks), planner)
-        yield Planned(
-            planner=planner,
-            plan=dataclasses.replace(share.plan, predicted=predicted),
-            seconds=seconds,
-            lower_bound_seconds=bound,
-            bubble_ratio=played.bubble_ratio,
-            recompute_ratio=played.recompute_ratio,
-            comm_ratio=played.comm_ratio,
-            peak_bytes=peaks,
-            chunks=draft.chunking.count,
-            pipelines=draft.pipelines,
-            fits=all(p <= b for p, b in zip(peaks, cost.budget_bytes, strict=True)),
-            levers=tuple(sorted(options.levers)),
-            note=draft.note,
-        )
+        yield as_planned(planner, share.plan, draft, played, bound, cost, options)
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
