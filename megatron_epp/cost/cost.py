@@ -360,20 +360,30 @@ class Cost:
             rate = at_most(self.profile.all_to_all_bytes_per_second, self.cp)
         return of.all_to_all_bytes_per_token / (self.cp * self.tp * rate)
 
-    @cached_property
-    def exchange_per_token(self) -> np.ndarray:
-        """[stages]: seconds of an F, of a B and of an I that go to exchanging rows for heads; rows
-        of documents that one context-parallel rank computes alone do without."""
-        if self.cp == 1:
-            return np.zeros(self.stages)
-        rows = [np.array([self._all_to_all(each)]) for each in self.figures]
-        return self.over_stages(rows)[:, 0]
-
-    def _unexchanged(self, kind: Kind, loads: Loads) -> np.ndarray | float:
-        """[stages, chunks]: seconds that local documents do without; 0 where there are none."""
-        if loads.local is None or kind is Kind.WEIGHT:
+    def _exchange(self, of: LayerFigures, kind: Kind) -> float:
+        """Seconds per token of one layer's op that go to exchanging rows for heads, whether they
+        were measured with the layer or not."""
+        if self.cp == 1 or kind is Kind.WEIGHT:
             return 0.0
-        return np.outer(self.exchange_per_token, loads.local.tokens)
+        measured = min(of.exchange_seconds.get(kind, 0.0), of.layer_seconds[kind].per_token)
+        return self._all_to_all(of) + measured / self.spread
+
+    @cached_property
+    def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
+        """[stages] by kind: seconds that go to exchanging rows for heads; rows of documents that
+        one context-parallel rank computes alone do without."""
+        return {
+            kind: self.over_stages(
+                [np.array([self._exchange(each, kind)]) for each in self.figures]
+            )[:, 0]
+            for kind in COMPUTE
+        }
+
+    def _unexchanged(self, per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
+        """[stages, chunks]: seconds that local documents do without; 0 where there are none."""
+        if loads.local is None:
+            return 0.0
+        return np.outer(per_token, loads.local.tokens)
 
     def _tensor(self, of: LayerFigures) -> float:
         """Seconds per token of one layer's forward: gathers and scatters inside a TP group."""
@@ -416,11 +426,16 @@ class Cost:
 
     def seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: alone, without recompute."""
-        return self.seconds_per(kind) @ self.features(loads) - self._unexchanged(kind, loads)
+        spared = self._unexchanged(self.exchange_per_token[kind], loads)
+        return self.seconds_per(kind) @ self.features(loads) - spared
 
     def comm_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: exposed communication inside :meth:`seconds`."""
-        return self.comm_seconds_per(kind) @ self.features(loads) - self._unexchanged(kind, loads)
+        exposed = self.comm_seconds_per(kind) @ self.features(loads)
+        if loads.local is None or kind is Kind.WEIGHT:
+            return exposed
+        rows = [np.array([self._all_to_all(each)]) for each in self.figures]
+        return exposed - self._unexchanged(self.over_stages(rows)[:, 0], loads)
 
     def compute_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: without recompute and without communication, for lower bounds."""
@@ -434,7 +449,7 @@ class Cost:
         of, letter = self._of(choice)
         modules = SELECTIVE.get(letter, ())
         if letter == FULL or "core_attn" in modules or "mla_up_proj" in modules:
-            taken = taken - self._all_to_all(of) * loads.local.tokens
+            taken = taken - self._exchange(of, Kind.FORWARD) * loads.local.tokens
         return taken
 
     def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:

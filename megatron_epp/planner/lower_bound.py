@@ -45,7 +45,7 @@ def _seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
     per = cost.seconds_per(kind)
     if local:
         per = per.copy()
-        per[:, 0] -= cost.exchange_per_token
+        per[:, 0] -= cost.exchange_per_token[kind]
     return per
 
 

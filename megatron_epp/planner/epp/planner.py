@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
+from megatron_epp.ir import Kind
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.layer_balance import balanced
 from megatron_epp.planner.epp.lean import leanest
@@ -100,7 +101,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[Scor
 def can_be_local(cost: Cost, options: Options) -> bool:
     """Whether a document that one context-parallel rank computes alone saves anything; replicas in
     lockstep have all of theirs spread."""
-    return options.lockstep == 1 and bool(cost.exchange_per_token.any())
+    return options.lockstep == 1 and bool(cost.exchange_per_token[Kind.FORWARD].any())
 
 
 def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:

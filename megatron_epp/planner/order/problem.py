@@ -22,7 +22,8 @@ def rates_of(cost: Cost) -> Rates:
     token, pair, chunk, *others = per.mean(axis=0).tolist()
     windows = tuple((window, others[at - 3]) for window, at in cost.window_columns)
     context = 0.0 if cost.context_column is None else others[cost.context_column - 3]
-    exchange = 2 * float(cost.exchange_per_token.mean())
+    of_kinds = cost.exchange_per_token
+    exchange = float((of_kinds[Kind.FORWARD] + of_kinds[Kind.BACKWARD]).mean())
     return Rates(token, pair, chunk, windows, context, exchange)
 
 
