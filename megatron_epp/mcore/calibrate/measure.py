@@ -370,11 +370,11 @@ def _measure_exchange(
     readings: Readings,
 ):
     """The same documents, as many as there are context-parallel ranks, spread and local."""
-    for share in (4, 2):
+    for part in (4, 2):
         dist.barrier(groups.control)
         if probe is None:
             continue
-        rows = probe.share.padded(max(shape.tokens for shape, _ in shapes) // share)
+        rows = probe.share.padded(max(shape.tokens for shape, _ in shapes) // part)
         ways = [Shape(rows, pieces=probe.share.parts, local=local) for local in (False, True)]
         probe.layers(ways[1], KEEP)  # what happens only once
         runs = [[probe.layers(shape, KEEP) for shape in ways] for _ in range(REPEATS)]
