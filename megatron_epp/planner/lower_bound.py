@@ -25,12 +25,12 @@ def lower_bound_seconds(
     whole = cost.whole_features(lengths, 1.0)
     least = cost.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
     latency = cost.profile.link_seconds_per_token + cost.profile.link_latency_seconds
-    forward = _seconds_per(cost, Kind.FORWARD, local)
+    forward = least_seconds_per(cost, Kind.FORWARD, local)
     ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))
     if forward_only:
         return float((ramp + forward @ whole).max())
-    back = _seconds_per(cost, Kind.BACKWARD, local)
-    halves = (_seconds_per(cost, Kind.INPUT, local), cost.seconds_per(Kind.WEIGHT))
+    back = least_seconds_per(cost, Kind.BACKWARD, local)
+    halves = (least_seconds_per(cost, Kind.INPUT, local), cost.seconds_per(Kind.WEIGHT))
     gradient = np.minimum(back, halves[0])
     tail = np.concatenate(([0.0], np.cumsum(gradient @ least + latency)[:-1]))
     in_one = forward @ whole + back @ whole + ramp + tail
@@ -40,7 +40,7 @@ def lower_bound_seconds(
     return float(np.minimum(in_one, in_halves).max())
 
 
-def _seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
+def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
     """[stages, features]; without exchange where nothing need be spread over the ranks."""
     per = cost.seconds_per(kind)
     if local:
