@@ -252,8 +252,9 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
         whole = len(content.spans) - (count > 0)
         parts = [f"slice {place + 1} of {count} of document {document}"] if count else []
         if whole:
-            local = sum(span.local for span in content.spans)
-            alone = f" ({local} local to a rank)" if local else ""
+            ranks = [span.rank for span in content.spans if span.local]
+            who = " ".join(map(str, sorted(set(ranks))))
+            alone = f" ({len(ranks)} local, to rank{'s' * (' ' in who)} {who})" if ranks else ""
             parts.append(f"{whole} whole document{'s' if whole > 1 else ''}{alone}")
         names.append(" and ".join(parts) or "no document")
     return tuple(names)
