@@ -363,7 +363,7 @@ class Cost:
     def _exchange(self, of: LayerFigures, kind: Kind) -> float:
         """Seconds per token of one layer's op that go to exchanging rows for heads, whether they
         were measured with the layer or not."""
-        if self.cp == 1 or kind is Kind.WEIGHT:
+        if self.cp == 1 or kind not in (Kind.FORWARD, *BACKWARDS):
             return 0.0
         measured = min(of.exchange_seconds.get(kind, 0.0), of.layer_seconds[kind].per_token)
         return self._all_to_all(of) + measured / self.spread
@@ -432,7 +432,7 @@ class Cost:
     def comm_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: exposed communication inside :meth:`seconds`."""
         exposed = self.comm_seconds_per(kind) @ self.features(loads)
-        if loads.local is None or kind is Kind.WEIGHT:
+        if loads.local is None or kind not in (Kind.FORWARD, *BACKWARDS):
             return exposed
         rows = [np.array([self._all_to_all(each)]) for each in self.figures]
         return exposed - self._unexchanged(self.over_stages(rows)[:, 0], loads)
