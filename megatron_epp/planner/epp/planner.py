@@ -37,7 +37,7 @@ FAR = 1.05
 # Chunks per stage that layers are balanced for where no plan with even layers fits. By hand.
 LIKELY_CHUNKS = 8
 # Of two ways to plan, one that is so much slower with whole backwards is not tried with split ones.
-FAR_BEHIND = 1.02
+FAR_BEHIND = 1.01
 
 # By whether it offloads, layers of the stages and bytes of room: what tables of a search rest on,
 # within one batch.
@@ -80,7 +80,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[Scor
     if "local" in options.levers and can_be_local(cost, options):
         ways.append(options.levers)
     tight = [False] * len(ways)
-    ranks = [(math.inf, math.inf)] * len(ways)
+    ranks = [(math.inf, math.inf)] * len(ways)  # of whole backwards
     for step in range(4):
         for way, levers in enumerate(ways):
             sets = _sets(levers, cost)
@@ -94,7 +94,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[Scor
             tight[way] = tight[way] or even is None or bool(even.draft.counts)
             for best in (even, *moved):
                 if best is not None:
-                    ranks[way] = min(ranks[way], best.rank)
+                    ranks[way] = ranks[way] if step else min(ranks[way], best.rank)
                     yield best
 
 
