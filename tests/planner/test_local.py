@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import (
     SPREAD,
     Chunk,
@@ -110,6 +111,31 @@ def test_a_chunk_takes_what_its_slowest_rank_does_and_exchanges_what_is_spread()
         cost.comm_seconds(Kind.FORWARD, cost.loads([Chunk(tuple(everywhere))], documents[1:])).min()
         > 0
     )
+
+
+def test_a_measured_profile_says_how_much_of_it_is_exchange() -> None:
+    """Of a profile that was measured over two ranks, whose seconds contain it."""
+    made = machine(2).profile
+    measured = dataclasses.replace(
+        made.each_kind(
+            all_to_all_bytes_per_token=0.0,
+            exchange_seconds={Kind.FORWARD: 1e-9, Kind.BACKWARD: 2e-9, Kind.INPUT: 1.0},
+        ),
+        cp=2,
+    )
+    assert Profile.from_json(measured.to_json()) == measured
+    assert "exchange_seconds" not in made.to_json()
+    cost = dataclasses.replace(machine(2), profile=measured, network=None)
+    chunk, documents = Chunk((Span(0, 0, 500, 0), Span(1, 0, 500, 1))), (500, 500)
+    everywhere = Chunk((Span(0, 0, 500), Span(1, 0, 500)))
+    local, spread = (cost.loads([each], documents) for each in (chunk, everywhere))
+    layers = np.array(cost.layers, dtype=float)
+    for kind, seconds in ((Kind.FORWARD, 1e-9), (Kind.BACKWARD, 2e-9), (Kind.WEIGHT, 0.0)):
+        spared = cost.seconds(kind, spread) - cost.seconds(kind, local)
+        np.testing.assert_allclose(spared[:, 0], layers * seconds * 1000, rtol=1e-6, atol=1e-15)
+    # Never more than what the layer takes for a token.
+    most = measured.layer_seconds[Kind.INPUT].per_token
+    np.testing.assert_allclose(cost.exchange_per_token[Kind.INPUT], layers * most)
 
 
 def test_bytes_are_those_of_the_fullest_rank() -> None:

@@ -207,7 +207,7 @@ def calibrate(
         if split_backward and mine is not None:
             large = max(shape.tokens for shape, _ in shapes) // 2
             readings.split += measure_split(mine, large, _sizes(probe, context)[-2:])
-        if probe.share.parts > 1:
+        if probe.config.context_parallel_size > 1:
             _measure_exchange(mine, groups, shapes, readings)
         if first:
             _measure_links(probe, groups, readings)
