@@ -16,7 +16,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
-from megatron_epp.show.timeline import offloaded_ratio
+from megatron_epp.show.timeline import local_share, offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
 from megatron_epp.sim.exchange import exchange, messages
 from megatron_epp.sim.play import play
@@ -137,6 +137,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         offloaded = offloaded_ratio(found.plan)
         taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, found.plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"
+    local = 0.0 if found.plan is None else local_share(found.plan)
     overlapped = [] if found.plan is None else _overlapped(found.plan, cost)
     lines = [
         f"lengths     {batches}",
@@ -154,6 +155,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"{share_text(found.comm_ratio)}",
         *overlapped,
         *([f"offloaded   {share_text(offloaded)} of what layers save{host}"] if offloaded else []),
+        *([f"local       {share_text(local)} of the tokens, each on one CP rank"] if local else []),
         f"chunks      {found.chunks}"
         + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
         *_lockstep_lines(made),
