@@ -26,6 +26,7 @@ def read_flags() -> Namespace:
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_epp.mcore import megatron_gpt, partition, refusals
+    from megatron_epp.mcore.model.hybrid.pattern import refuse_segments, require_pattern
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
@@ -33,9 +34,11 @@ def read_flags() -> Namespace:
         if cpu_host.is_cpu_host():
             cpu_host.refuse_gpu_flags(wanted)
         megatron_gpt.refuse_unsupported(wanted)
+        require_pattern(wanted)
         refusals.require_whole_experts(wanted)
         if wanted.epp:
             refusals.require_equal_stages(wanted)
+            refuse_segments(wanted)
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)
