@@ -431,8 +431,10 @@ def _fitted(
         link_seconds=sorted(best_link.items()),
     )
     profile = fitted.profile
+    # Blocks are of a rank's rows, and peaks are told of all that the context-parallel ranks share.
+    head_tokens = probe.head_tokens * config.context_parallel_size
     workspace, last_workspace, again, forward = _workspaces(
-        [peak for readings in every for peak in readings.peaks], probe.head_tokens
+        [peak for readings in every for peak in readings.peaks], head_tokens
     )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
     kv = _carried_channels(layer, config, ranks)
@@ -456,7 +458,7 @@ def _fitted(
         kv_gradient_bytes_per_token=float(kv * gradient.itemsize),
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,
-        last_workspace_tokens=float(probe.head_tokens),
+        last_workspace_tokens=float(head_tokens),
         recompute_workspace_bytes=again,
         forward_workspace_bytes=forward,
         expert_bytes_per_token=0.0,  # part of what was measured
