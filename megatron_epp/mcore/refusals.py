@@ -202,7 +202,11 @@ REFUSALS = (
         "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
         lambda args: bool(
             getattr(args, "window_size", None)
-            and not (1 <= args.window_size[0] < args.seq_length and args.window_size[1] == 0)
+            and not (
+                len(args.window_size) == 2
+                and 1 <= args.window_size[0] < args.seq_length
+                and args.window_size[1] == 0
+            )
         ),
     ),
     Refusal(

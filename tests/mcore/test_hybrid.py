@@ -129,7 +129,7 @@ def test_wrong_layers_show(judged, way) -> None:
 
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 MODEL = {
-    "hybrid_layer_pattern": "*-E|*--",
+    "hybrid_layer_pattern": "*-E|*E-",
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 16,

@@ -77,7 +77,13 @@ def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | Non
                 f"--pipeline-model-parallel-layout: {len(layout)} stages where --pp is {pp}; "
                 "expected one stage each"
             )
-        return [list(stage).count("t") for stage in layout]
+        counts = [list(stage).count("t") for stage in layout]
+        if sum(counts) != layers:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout: {sum(counts)} layers; expected --num-layers, "
+                f"{layers}"
+            )
+        return counts
     if layers < pp:
         raise ValueError(
             f"--pp {pp}: more stages than the {layers} layers; expected at most one stage per layer"
