@@ -211,7 +211,7 @@ def test_the_command_measures_one_layer_of_every_letter(tmp_path, capsys) -> Non
     shape = "--hidden-size 32 --num-attention-heads 4 --seq-length 1024 --vocab-size 127"
     pattern = "--hybrid-layer-pattern=*-*-|*-*E"
     experts = "--num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2"
-    measure(["--pp", "1", "-o", str(out), *shape.split(), *experts.split(), pattern])
+    measure(["--pp", "2", "-o", str(out), *shape.split(), *experts.split(), pattern])
     made = Profile.load(str(out))
     assert list(made.kinds) == ["attention", "mlp", "experts"]
     assert [bool(each.kv_bytes_per_token) for each in made.kinds.values()] == [True, False, False]

@@ -214,12 +214,13 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
     """Give every stage one layer of every kind that the model has among its ``layers``."""
     whole = copy.copy(args)
     whole.num_layers = layers
+    if args.hybrid_layer_pattern is not None:  # every stage has all of it
+        whole.hybrid_layer_pattern = letters_of_layers(args.hybrid_layer_pattern)[:layers]
     shapes = layer_shapes(whole)
     places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
     kinds = [shapes[place] for place in places] * pp
     if args.hybrid_layer_pattern is not None:
-        letters = letters_of_layers(args.hybrid_layer_pattern)
-        one_of_each = "".join(letters[place] for place in places)
+        one_of_each = "".join(whole.hybrid_layer_pattern[place] for place in places)
         args.hybrid_layer_pattern = joined([one_of_each] * pp)
     args.num_layers = args.encoder_num_layers = len(kinds)
     args.no_rope_freq = None  # layers without positions cost what others do
