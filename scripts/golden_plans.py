@@ -1,4 +1,4 @@
-"""Writes or compares the golden plans of ``tests/golden``: 40 batches through the command line.
+"""Writes or compares the golden plans of ``tests/golden``: 41 batches through the command line.
 
     python scripts/golden_plans.py           # names the plans that changed; then exit status 1
     python scripts/golden_plans.py --write   # rewrites them, to be reviewed as a diff

@@ -85,12 +85,23 @@ def options_of(arguments: argparse.Namespace) -> Options:
             "--host-memory-gib has no effect without the lever offload; expected --levers "
             "default,offload or all"
         )
+    lockstep = _lockstep(arguments)
+    if "local" in map(str.strip, arguments.levers.split(",")):
+        if lockstep > 1:
+            raise Refused(
+                "--levers local: replicas in lockstep (--ep, --lockstep) have all documents spread "
+                "over the context-parallel ranks; leave it out"
+            )
+        if arguments.cp == 1:
+            raise Refused(
+                "--levers local has no effect with one context-parallel rank; expected --cp above 1"
+            )
     options = Options(
         arguments.context,
         levers,
         multiple=arguments.multiple,
         open_layers=not arguments.layers,
-        lockstep=_lockstep(arguments),
+        lockstep=lockstep,
     )
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)

@@ -641,6 +641,7 @@ def local(numbers: Sequence[int]) -> str:
                 "" if not reached else "yes" if all(reached) else "no",
             )
         )
+        say(" | ".join(rows[-1]))
     head = (
         "layout",
         "time / without the lever",

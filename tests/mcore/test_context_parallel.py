@@ -93,7 +93,7 @@ def test_documents_local_to_one_of_several_ranks(degrees, extra, batches) -> Non
 SABOTAGE = Path(__file__).with_name("sabotage_local.py")
 WAYS = (
     "nothing",
-    "turn by the row",
+    "lose every place",
     "take the other ranks documents",
     "nothing again",
     "exchange local rows",

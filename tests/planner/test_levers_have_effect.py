@@ -30,7 +30,7 @@ WHERE = {
     "lean": ("--effort", "1"),
     "local": (
         *("--lengths", "wlb", "--context", "32768"),
-        *("--global-batch-size", "64", "--effort", "1"),
+        *("--global-batch-size", "256", "--effort", "1"),
     ),
 }
 # By field of Options, two command lines that differ in nothing else.
