@@ -603,10 +603,14 @@ def local(numbers: Sequence[int]) -> str:
         cost = named_cost(name, "h100-80g", **layout, **AS_TRAINED)
         levers = Options().levers
         corpus = open_corpus(lengths, thousands * K)
-        ratios, before, after, bubbles, whole, flexsp, took = [], [], [], [], [], [], []
+        ratios, before, after, bubbles, whole, flexsp = [], [], [], [], [], []
+        took: list[float] = []
+        plain_took: list[float] = []
         for number in numbers:
             held = corpus.batch(number, 512)
-            spread_plan = PIPELINES["epp"](held, cost, Options(thousands * K, levers - {"local"}))
+            spread_plan, plain_seconds = timed(
+                PIPELINES["epp"], held, cost, Options(thousands * K, levers - {"local"})
+            )
             ours, seconds = timed(
                 PIPELINES["epp"], held, cost, Options(thousands * K, levers | {"local"})
             )
@@ -615,6 +619,7 @@ def local(numbers: Sequence[int]) -> str:
             after.append(ours.comm_ratio)
             bubbles.append(ours.bubble_ratio)
             took.append(seconds)
+            plain_took.append(plain_seconds)
             alone = sum(s.tokens for c in ours.plan.chunks for s in c.spans if s.local)
             whole.append(alone / sum(held))
             with contextlib.suppress(ValueError):
@@ -637,7 +642,7 @@ def local(numbers: Sequence[int]) -> str:
                 percent(bubbles),
                 percent(whole),
                 spread(flexsp, "{:.2f}") if fits else "does not fit",
-                spread(took, "{:.2f}"),
+                f"{spread(took, '{:.2f}')} / {spread(plain_took, '{:.2f}')}",
                 "" if not reached else "yes" if all(reached) else "no",
             )
         )
@@ -650,7 +655,7 @@ def local(numbers: Sequence[int]) -> str:
         "bubble",
         "tokens local",
         "time / idealised FlexSP's",
-        "plan CPU s",
+        "plan CPU s: with / without",
         "reached",
     )
     return table(head, rows)
