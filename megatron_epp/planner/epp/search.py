@@ -274,7 +274,9 @@ class Search:
 
     def best_policy(self, table: PreparedChunking, name: str, *, many: bool = False) -> Candidate:
         tight, strict = bool(table.counts), "window" not in self.levers
-        chosen = policies(self.split, many=many, strict=strict, tight=tight)
+        chosen = list(policies(self.split, many=many, strict=strict, tight=tight))
+        if self.cost.vocabulary_parallel:  # 1F1B as it stands has no slack for the way of an H
+            chosen = [*chosen[1:], chosen[0]]
         best: Candidate | None = None
         for policy in chosen:
             if best is not None and self.effort.spent:
