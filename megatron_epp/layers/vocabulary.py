@@ -48,6 +48,30 @@ class Words:
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
+    def gathered(self, tensor_t: Tensor) -> Tensor:
+        """[t, ...] -> [T, ...]. Collective where rows are scattered."""
+        if not self.scattered or self.ranks == 1:
+            return tensor_t
+        whole_T = tensor_t.new_empty(len(tensor_t) * self.ranks, *tensor_t.shape[1:])
+        dist.all_gather_into_tensor(whole_T, tensor_t.contiguous(), group=self.group)
+        return whole_T
+
+    def mine(self, tensor_T: Tensor) -> Tensor:
+        """[T, ...] -> [t, ...]: the rows that are here."""
+        if not self.scattered or self.group is None:
+            return tensor_T
+        rows = len(tensor_T) // self.ranks
+        return tensor_T[self.group.rank() * rows :][:rows]
+
+    def summed(self, tensor_T: Tensor) -> Tensor:
+        """[T, ...] of every rank -> [t, ...] of their sum. Collective."""
+        if not self.scattered:
+            dist.all_reduce(tensor_T, group=self.group)
+            return tensor_T
+        sum_t = tensor_T.new_empty(len(tensor_T) // self.ranks, *tensor_T.shape[1:])
+        dist.reduce_scatter_tensor(sum_t, tensor_T.contiguous(), group=self.group)
+        return sum_t
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -95,7 +119,7 @@ def statistics(hidden_tH: Tensor, labels_T: Tensor, words: Words, gradient: bool
 
     ``gradient``: with the rows that it needs. Collective over the group.
     """
-    hidden_TH = gathered(hidden_tH, words)
+    hidden_TH = words.gathered(hidden_tH).to(words.weight_VH.dtype)
     own = _statistics_of_own_words(hidden_TH, labels_T, words, gradient)
     if words.ranks == 1:
         return own
@@ -105,12 +129,11 @@ def statistics(hidden_tH: Tensor, labels_T: Tensor, words: Words, gradient: bool
     rows = None
     if own.rows is not None:
         mean_TH = own.rows.mean_tH * _share(own.lse_t, lse_T, own.rows.mean_tH)
-        # [2, T, H]: ranks of the scattering sum get theirs of both.
+        # [T, 2, H], so that a sum that scatters gives each rank its rows of both.
         both = torch.stack((mean_TH, own.rows.label_tH), 1)
-        both = _summed(both, words)
+        both = words.summed(both)
         rows = Rows(both[:, 0], both[:, 1])
-    mine = _mine(len(lse_T), words)
-    return Statistics(lse_T[mine], logit_T[mine], rows)
+    return Statistics(words.mine(lse_T), words.mine(logit_T), rows)
 
 
 def _statistics_of_own_words(
@@ -145,8 +168,8 @@ def weight_gradients(
     lse       over all words     weights   of the rows' losses
     Collective over the group where it is scattered.
     """
-    hidden_TH, lse_T = gathered(hidden_tH, words), gathered(lse_t, words)
     weight_VH = words.weight_VH
+    hidden_TH, lse_T = words.gathered(hidden_tH).to(weight_VH.dtype), words.gathered(lse_t)
     for block in _blocks(len(hidden_TH), words.block):
         logits_tV = (hidden_TH[block] @ weight_VH.t()).to(lse_T.dtype)
         slope_tV = logits_tV.sub_(lse_T[block, None]).exp_()
@@ -154,33 +177,6 @@ def weight_gradients(
         slope_tV.scatter_add_(1, place_t[:, None], -met_t[:, None].to(slope_tV.dtype))
         slope_tV *= weights_T[block, None].to(slope_tV.dtype)
         yield slope_tV.to(hidden_TH.dtype).t() @ hidden_TH[block]
-
-
-def gathered(tensor_t: Tensor, words: Words) -> Tensor:
-    """[t, ...] -> [T, ...]. Collective where rows are scattered."""
-    if not words.scattered or words.ranks == 1:
-        return tensor_t
-    whole_T = tensor_t.new_empty(len(tensor_t) * words.ranks, *tensor_t.shape[1:])
-    dist.all_gather_into_tensor(whole_T, tensor_t.contiguous(), group=words.group)
-    return whole_T
-
-
-def _summed(tensor_T: Tensor, words: Words) -> Tensor:
-    """[T, ...] of every rank -> [t, ...] of their sum."""
-    if not words.scattered:
-        dist.all_reduce(tensor_T, group=words.group)
-        return tensor_T
-    sum_t = tensor_T.new_empty(len(tensor_T) // words.ranks, *tensor_T.shape[1:])
-    dist.reduce_scatter_tensor(sum_t, tensor_T.contiguous(), group=words.group)
-    return sum_t
-
-
-def _mine(total: int, words: Words) -> slice:
-    """Which of T rows are the t here."""
-    if not words.scattered or words.group is None:
-        return slice(None)
-    rows = total // words.ranks
-    return slice(words.group.rank() * rows, (words.group.rank() + 1) * rows)
 
 
 def _log_of_sums(lse_T: Tensor, words: Words) -> Tensor:
@@ -235,12 +231,10 @@ class Layout:
     def pack(self, wide: tuple[Tensor, ...], narrow: tuple[Tensor, ...]) -> Tensor:
         """[elements]; ``wide`` are of t * H numbers each, ``narrow`` of t."""
         assert (len(wide), len(narrow)) == (self.wide, self.narrow)
-        flat = wide[0] if wide else narrow[0]
-        flat = flat.new_empty(self.elements, dtype=self.dtype)
         parts = [tensor.reshape(-1).to(self.dtype) for tensor in wide]
         kind = statistics_dtype(self.dtype)
         parts += [tensor.to(kind).contiguous().view(self.dtype) for tensor in narrow]
-        return torch.cat(parts, out=flat)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def unpack(self, flat: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Views of [t, H], and copies of [t]."""

@@ -9,7 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.training import get_args
 
 from megatron_epp.ir import Payload
-from megatron_epp.mcore.refusals import lockstep_of
+from megatron_epp.mcore.refusals import lockstep_of, vocabulary_parallel
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
@@ -63,7 +63,7 @@ def message_groups(device: torch.device, timeout: timedelta) -> dict[Payload, di
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     made: dict[Payload, dist.ProcessGroup] = {}
     if len(pipeline) > 1:
-        for direction in Payload:
+        for direction in _carried():
             made[direction] = dist.new_group(
                 timeout=timeout,
                 pg_options=message_options(device, timeout),
@@ -71,6 +71,12 @@ def message_groups(device: torch.device, timeout: timedelta) -> dict[Payload, di
             )
     connect(made, mpu.get_pipeline_model_parallel_rank(), len(pipeline), device, pipeline)
     return made
+
+
+def _carried() -> list[Payload]:
+    """What is sent in this job: messages of H where the output layer lies over the stages."""
+    spread = vocabulary_parallel(get_args())
+    return [payload for payload in Payload if spread or payload is not Payload.HEAD]
 
 
 def message_options(device: torch.device, timeout: timedelta) -> Any:

@@ -146,6 +146,12 @@ SCHEDULE = (
         r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.wgrad)\..*",
         "inside layers, embedding and loss; once per layer run, recomputed ones again",
     ),
+    Listed(
+        "words of a stage",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        _from("megatron_epp.layers.vocabulary"),
+        "in every H statistics and rows of the ranks' words, in H and G the rows of each",
+    ),
 )
 
 # What Megatron's trainer adds around the schedule in an iteration.
