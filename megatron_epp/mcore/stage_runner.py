@@ -95,9 +95,7 @@ class StageRunner:
             plan, lambda chunk: self.share.message(feed.rows(chunk)), config.hidden_size, dtype
         )
         head = head_for(model, plan, stage, shapes, self.meter)
-        links = Links(
-            self.groups.payload, shapes, dtype, self.device, self.groups.pipeline_ranks
-        )
+        links = Links(self.groups.payload, shapes, dtype, self.device, self.groups.pipeline_ranks)
         with self.make_stage(
             model, config, forward_step, feed, plan, store, self.early_head, host, head
         ) as compute:

@@ -266,9 +266,7 @@ class Executor:
         self.compute.weight_backward(op.chunk)
 
     def _head(self, op: Op):
-        self._hand_over(
-            op, self.compute.head(op.chunk, self._inbox.pop((Payload.HEAD, op.chunk)))
-        )
+        self._hand_over(op, self.compute.head(op.chunk, self._inbox.pop((Payload.HEAD, op.chunk))))
 
     def _head_weight(self, op: Op):
         self.compute.head_weight(op.chunk)

@@ -240,7 +240,12 @@ class SpreadHead:
     """
 
     def __init__(
-        self, shard: VocabularyShard, stage: int, shapes: MessageShapes, training: bool, meter: Meter
+        self,
+        shard: VocabularyShard,
+        stage: int,
+        shapes: MessageShapes,
+        training: bool,
+        meter: Meter,
     ):
         self.shard, self.stage, self.shapes = shard, stage, shapes
         self.training, self.meter = training, meter

@@ -142,7 +142,7 @@ def result(
     )
 
 
-def vocabulary_parallel(cost: Cost, stages: int) -> tuple[Cost, Callable[[OpArrays, np.ndarray], OpArrays]]:
+def spread_head(cost: Cost, stages: int) -> tuple[Cost, Callable[[OpArrays, np.ndarray], OpArrays]]:
     """``cost`` without its output layer, and what adds an equal share of its seconds to every
     stage: vocabulary parallelism with messages that cost nothing. Its bytes go with it."""
     profile = cost.profile

@@ -21,7 +21,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.result import SimulatedPipeline
-from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, result, vocabulary_parallel
+from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, result, spread_head
 from megatron_epp.planner.virtual.schedule import placement
 
 SLICES = (1, 2, 4, 8)  # times the stages
@@ -88,7 +88,7 @@ def _played(
         layers=tuple(share + (stage < rest) for stage in range(stages)),
         budget_bytes=(max(cost.budget_bytes),) * stages,
     )
-    shape, change = vocabulary_parallel(shape, stages)
+    shape, change = spread_head(shape, stages)
     loads = uniform_loads(tokens, pairs, slices)
     number = np.arange(loads.chunks)
     first = number - number % slices
