@@ -52,9 +52,9 @@ from megatron_epp.cost.profile import Bytes, LayerFigures, Profile, Seconds, Wor
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
     BACKWARDS,
-    COMPUTE,
     FULL,
     KEEP,
+    OF_LAYERS,
     OFFLOAD,
     SELECTIVE,
     Chunk,
@@ -301,7 +301,7 @@ class Cost:
     def _seconds(self) -> Mapping[Kind, np.ndarray]:
         """Computation only."""
         result = {}
-        for kind in COMPUTE:
+        for kind in OF_LAYERS:
             per = self.over_stages(
                 [
                     self._row(each.layer_seconds[kind], each, each.context_seconds.get(kind, 0.0))
@@ -316,7 +316,7 @@ class Cost:
     @cached_property
     def _comm(self) -> Mapping[Kind, np.ndarray]:
         result = {}
-        for kind in COMPUTE:
+        for kind in OF_LAYERS:
             rows = []
             for each in self.figures:
                 layer = np.zeros(self._width)
@@ -731,7 +731,7 @@ class Cost:
                 recompute += count * (self.recompute_seconds_per(choice) @ features)
         activations = self.activation_bytes(loads, counts)
         weight_inputs = self.weight_input_bytes(loads)
-        workspace = {kind: self.workspace_bytes(kind, loads) for kind in COMPUTE}
+        workspace = {kind: self.workspace_bytes(kind, loads) for kind in OF_LAYERS}
         workspace[Kind.FORWARD] = self.forward_workspace_bytes(loads, counts)
         for kind in BACKWARDS:
             workspace[kind] += self.backward_workspace_bytes(kind, loads, layers)
@@ -739,8 +739,8 @@ class Cost:
             one = [self.saved_bytes((kind, KEEP), loads) for kind in range(self.kinds.number)]
             workspace[Kind.FORWARD] += np.ceil(self.end_bytes(loads) + self._most_over_stages(one))
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
-        seconds = {kind: self.seconds_per(kind) @ features for kind in COMPUTE}
-        comm = {kind: self.comm_seconds_per(kind) @ features for kind in COMPUTE}
+        seconds = {kind: self.seconds_per(kind) @ features for kind in OF_LAYERS}
+        comm = {kind: self.comm_seconds_per(kind) @ features for kind in OF_LAYERS}
         offloaded = {
             split_choice(choice)[0]: count
             for choice, count in counts.items()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost.named import read_json
-from megatron_epp.ir import COMPUTE, FULL, KEEP, SELECTIVE, Kind
+from megatron_epp.ir import FULL, KEEP, OF_LAYERS, SELECTIVE, Kind
 
 VERSION = 2
 _READABLE = (1, VERSION)
@@ -394,7 +394,7 @@ def _by_degree(value: Any) -> dict[int, float]:
 
 
 def _by_kind(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
-    return _by(COMPUTE, tuple(kind.value for kind in COMPUTE), read)
+    return _by(OF_LAYERS, tuple(kind.value for kind in OF_LAYERS), read)
 
 
 def _by_letter(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
@@ -450,7 +450,7 @@ def _kinds(value: Any) -> dict[str, LayerFigures]:
 
 _SECONDS, _BYTES = _flat(Seconds), _flat(Bytes)
 _WORKSPACE = _flat(Workspace, frozenset({"per_context_token", "per_op"}))
-_LETTERS_OF_KINDS = tuple(kind.value for kind in COMPUTE)
+_LETTERS_OF_KINDS = tuple(kind.value for kind in OF_LAYERS)
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "provenance": _flat(Provenance),
     "tp": _degree,
@@ -475,7 +475,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "states": _flat(States),
     "routing": _routing,
     "window": _whole,
-    "context_seconds": _some(COMPUTE, _LETTERS_OF_KINDS, _number),
+    "context_seconds": _some(OF_LAYERS, _LETTERS_OF_KINDS, _number),
     "kv_replicated": _flag,
     "layer_kind": kind_name,
     "other_kinds": _kinds,
