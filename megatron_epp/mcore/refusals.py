@@ -416,11 +416,6 @@ def require_whole_words(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{given}: there is one stage, so its words have nowhere else to lie; leave it out"
         )
-    if not args.untie_embeddings_and_output_weights:
-        raise ValueError(
-            f"{given} does not run tied embeddings, whose first stage has all words; give "
-            f"--untie-embeddings-and-output-weights, {instead}"
-        )
     if lockstep_of(args) > 1:
         raise ValueError(
             f"{given} does not run experts spread over replicas; give an "

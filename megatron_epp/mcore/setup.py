@@ -41,7 +41,8 @@ from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.stage import ModelStage
-from megatron_epp.mcore.model.vocabulary import spread_output_layer
+from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
+from megatron_epp.mcore.model.vocabulary.tied import tie
 from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.process_groups import make_groups
@@ -206,6 +207,7 @@ class Job:
         self.hooks.install_in_model(model, self.args.seq_length, attention)
         if refusals.vocabulary_parallel(self.args):
             spread_output_layer(model, device)
+            tie(model)
         if getattr(self.args, FUSED_LINEARS, False):
             fuse_weight_gradients(model)
         self._waiting.stage = groups.stage

@@ -16,7 +16,8 @@ from megatron_epp.mcore.data.global_batches import Batch, DocumentSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
 from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
-from megatron_epp.mcore.model.vocabulary import MessageShapes, head_for
+from megatron_epp.mcore.model.vocabulary.head import head_for
+from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Failure, Waiting
 from megatron_epp.runtime.groups import Groups

@@ -8,9 +8,10 @@ be a B. With W last the hooks of a last B are spread over two ops:
     ... I3 W0 I2 W3 W2        I2: last gradients of norms, biases, embeddings
                               W2: last gradients of the linear layers' weights
 
-or, where the output layer lies over the stages, over a B and a G, its own op. So nothing is reported at the stage's last B or I, but the order is noted in which a B would have
-reported; the last W goes through that order, computes what was deferred, and reports the rest as it
-comes by. The output layer comes first, wherever its last G was: its rank's words are complete then.
+or, where the output layer lies over the stages, over a B and a G. So nothing is reported at the
+stage's last B or I, but the order is noted in which a B would have reported; the last W or G goes
+through that order, computes what was deferred, and reports the rest as it comes by. The output
+layer comes first, whichever op made its last gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.model.early_head import EarlyHead
-from megatron_epp.mcore.model.vocabulary import HiddenStates
+from megatron_epp.mcore.model.vocabulary.head import HiddenStates
 
 
 def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:

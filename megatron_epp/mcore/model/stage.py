@@ -22,7 +22,7 @@ from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
 from megatron_epp.mcore.model.experts.router import drop_routing, ledger_for, report
 from megatron_epp.mcore.model.split_backward import Deferral, early_modules
-from megatron_epp.mcore.model.vocabulary import HiddenStates, SpreadHead
+from megatron_epp.mcore.model.vocabulary.head import HiddenStates, SpreadHead
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
