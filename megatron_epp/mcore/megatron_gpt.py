@@ -331,7 +331,7 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     holders = {pipeline_ranks[0]}
     if len(pipeline_ranks) > 1:
         args = get_args()
-        # Where the output layer lies over all stages, ours keeps the copies alike (model/vocabulary).
+        # Over an output layer on all stages model/vocabulary/tied.py keeps the copies alike.
         tied = not args.untie_embeddings_and_output_weights
         if tied and getattr(args, "epp_vocab_parallel", OFF) == OFF:
             holders.add(pipeline_ranks[-1])

@@ -30,7 +30,8 @@ class SpreadHead:
 
     hidden     from F on the last stage, from H on the others, until G
     gradient   of the last stage's output: from H until B
-    lse        of all words: on the last stage from H on, on the others from B on, until G
+    lse        of all words: on the last stage from H on, on the others from B on, until G; and
+               until B, which hands it ``back``. On the last stage either may run first
     """
 
     def __init__(
@@ -49,14 +50,17 @@ class SpreadHead:
         self._labels: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._lse: dict[int, Tensor] = {}
+        self._back: dict[int, Tensor] = {}
+        self._kept = (
+            self._hidden, self._gradient, self._labels, self._weights, self._lse, self._back,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         """Chunks of which something is kept."""
-        kept = (self._hidden, self._gradient, self._labels, self._weights, self._lse)
-        return len(set().union(*kept))
+        return len(set().union(*self._kept))
 
     def clear(self) -> None:
-        for kept in (self._hidden, self._gradient, self._labels, self._weights, self._lse):
+        for kept in self._kept:
             kept.clear()
 
     def learn(self, chunk: int, labels_1T: Tensor, weights_1T: Tensor) -> None:
@@ -108,7 +112,7 @@ class SpreadHead:
         else:
             gradient_tH = every.rows.gradient(words.mine(weights_T))
             self._gradient[chunk] = self.meter.hold(gradient_tH[:, None])
-            self._lse[chunk] = every.lse_t
+            self._lse[chunk] = self._back[chunk] = every.lse_t
         return losses_T[None]
 
     def _forget(self, chunk: int) -> None:
@@ -120,14 +124,16 @@ class SpreadHead:
         if self.is_last:
             return self.meter.held(self._gradient.pop(chunk))
         assert received is not None, "the next stage sends a gradient"
-        (gradient_tH,), (self._lse[chunk],) = self.shapes.gradient(chunk).unpack(received)
+        (gradient_tH,), (lse_t,) = self.shapes.gradient(chunk).unpack(received)
+        self._lse[chunk] = self._back[chunk] = lse_t
         return gradient_tH[:, None]
 
     def hand_back(self, chunk: int, gradient_t1H: Tensor | None) -> Tensor | None:
         """What goes to the stage before: the gradient of its output, and what its G must know."""
+        lse_t = self._back.pop(chunk)
         if gradient_t1H is None:
             return None
-        return self.shapes.gradient(chunk).pack((gradient_t1H,), (self._lse[chunk],))
+        return self.shapes.gradient(chunk).pack((gradient_t1H,), (lse_t,))
 
     def weight_gradient(self, chunk: int) -> None:
         """G."""

@@ -1,11 +1,11 @@
 """Megatron's output layer with its words over the stages.
 
 Shard i * P + s of the words lies on stage s of P, tensor-parallel rank i: together the stages hold
-of rank i what Megatron's last stage holds. A checkpoint knows them under the same key, cut finer, so
-it loads and saves whatever the stages and ranks.
+of rank i what Megatron's last stage holds. A checkpoint knows them under the same key, cut finer,
+so it loads and saves whatever the stages and ranks.
 
-Where the embedding is tied to it, stage 0 has all of rank i's embedding, as ever, and the shards are
-copies of its words (tied.py).
+Where the embedding is tied to it, stage 0 has all of rank i's embedding, as ever, and the shards
+are copies of its words (tied.py).
 """
 
 from collections.abc import Iterator
