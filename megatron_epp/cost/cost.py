@@ -21,6 +21,17 @@ at most are on the device at a time, one in use and one under way, as in Transfo
 CPU offloading: all the op long, since a copy back begins before its layer's turn. What the host's
 memory holds is counted apart (cost.host_memory), and a copy that an op has to wait for counts as
 communication.
+
+Vocabulary parallelism takes the output layer from the last stage's F and B and gives every stage a
+part of it, H and G. Of the three products that it takes without (logits, the gradients of the input
+and of the weight) H does the first two, G the first again and the third, all for 1/stages of the
+words:
+
+    seconds[H] = seconds[G] = 2/3 of (last_seconds[F] + last_seconds[B]) / stages
+
+so a profile's figures serve, measured or analytic, with the early head or without, whose F + B are
+the three products in either case. What a chunk costs whatever its size is not spread. Sources:
+arXiv 2411.05288 (algorithm 2, whose two passes these are); that the logits are made twice is ours.
 """
 
 import dataclasses
@@ -33,7 +44,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.analytic import budgeted, head_block_tokens
+from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS, budgeted, head_block_tokens
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.layer_kinds import (
@@ -54,6 +65,7 @@ from megatron_epp.ir import (
     BACKWARDS,
     FULL,
     KEEP,
+    OF_HEAD,
     OF_LAYERS,
     OFFLOAD,
     SELECTIVE,
@@ -68,6 +80,8 @@ from megatron_epp.ir import (
 
 # Letters of layers whose MLP holds nothing from F to B, and lives again while B runs.
 _WITHOUT_MLP = frozenset({FULL, *(a for a, modules in SELECTIVE.items() if "mlp" in modules)})
+# Of what the output layer takes in forward and backward, without vocabulary parallelism: H, and G.
+HEAD_SHARE = 2 / 3
 IN_FLIGHT = 2  # offloaded layers on the device while an op runs
 
 
@@ -86,6 +100,7 @@ class Cost:
     layer_kinds    of all layers of the model, first to last, as the profile calls them; none: all
                    are of the profile's only kind
     host_budget_bytes   of the host's memory, for what one device offloads
+    vocabulary_parallel  whether the output layer is cut over all stages (ops H and G)
     network        where groups lie and what they get there; none: the profile's rates by size
     """
 
@@ -100,8 +115,14 @@ class Cost:
     layer_kinds: tuple[str, ...] = ()
     host_budget_bytes: float = math.inf
     network: Network | None = None
+    vocabulary_parallel: bool = False
 
     def __post_init__(self):
+        if self.vocabulary_parallel and len(self.layers) == 1:
+            raise ValueError(
+                "vocabulary parallelism cuts the output layer over the stages, and there is one; "
+                "expected at least 2"
+            )
         if not self.layers or min(self.layers) < 0:
             raise ValueError(f"layers {self.layers}: expected a number of layers for every stage")
         if len(self.budget_bytes) != len(self.layers):
@@ -148,6 +169,12 @@ class Cost:
     def spread(self) -> float:
         """What a figure of the profile is divided by: this layout's devices over the profile's."""
         return self.tp * self.cp / (self.profile.tp * self.profile.cp)
+
+    def with_vocabulary(self, parallel: bool) -> "Cost":
+        """With the output layer cut over the stages, or on the last one alone."""
+        if parallel == self.vocabulary_parallel:
+            return self
+        return dataclasses.replace(self, vocabulary_parallel=parallel)
 
     # --- kinds of layers -------------------------------------------------------------------------
 
@@ -250,7 +277,10 @@ class Cost:
         of_experts = [np.array([each.expert_parameters]) for each in self.figures]
         parameters = self.over_stages(of_layers)[:, 0]
         parameters[0] += self.profile.first_parameters
-        parameters[-1] += self.profile.last_parameters
+        if self.vocabulary_parallel:
+            parameters += self.profile.last_parameters / self.stages
+        else:
+            parameters[-1] += self.profile.last_parameters
         return parameters / self.tp, self.over_stages(of_experts)[:, 0] / self.ep
 
     def _states_bytes(self) -> np.ndarray:
@@ -309,9 +339,22 @@ class Cost:
                 ]
             )
             per[0] += self._row(self.profile.first_seconds[kind])
-            per[-1] += self._row(self.profile.last_seconds[kind])
+            if not self.vocabulary_parallel:
+                per[-1] += self._row(self.profile.last_seconds[kind])
             result[kind] = per
+        if self.vocabulary_parallel:
+            result |= dict.fromkeys(OF_HEAD, self._head_seconds)
         return result
+
+    @cached_property
+    def _head_seconds(self) -> np.ndarray:
+        """[stages, features] of H, and as much of G."""
+        whole = [self._row(self.profile.last_seconds[k]) for k in (Kind.FORWARD, Kind.BACKWARD)]
+        each = HEAD_SHARE * (whole[0] + whole[1])
+        launched = each[2]
+        each = each / self.stages
+        each[2] = launched
+        return np.tile(each, (self.stages, 1))
 
     @cached_property
     def _comm(self) -> Mapping[Kind, np.ndarray]:
@@ -326,6 +369,10 @@ class Cost:
                     layer[2] = each.gather_seconds[kind]
                 rows.append(layer)
             result[kind] = self.over_stages(rows)
+        if self.vocabulary_parallel:
+            gathered = np.zeros((self.stages, self._width))
+            gathered[:, 0] = self._gathered()
+            result |= dict.fromkeys(OF_HEAD, gathered)
         return result
 
     @property
@@ -359,12 +406,21 @@ class Cost:
         """Seconds per token of one layer's forward: gathers and scatters inside a TP group."""
         if self.tp == 1:
             return 0.0
-        if self.network is not None:
-            rate = self.network.ring(self.tp)
-        else:
-            rate = at_most(self.profile.tensor_bytes_per_second, self.tp)
         moved = of.tensor_bytes_per_token * (self.tp - 1) / self.tp
-        return moved / (self.cp * rate)
+        return moved / (self.cp * self._tensor_rate())
+
+    def _gathered(self) -> float:
+        """Seconds per token of gathering the hidden state inside a TP group, whose ranks have
+        other words each: H and G do so once each."""
+        if self.tp == 1:
+            return 0.0
+        moved = self.hidden_bytes.per_token * (self.tp - 1) / self.tp
+        return moved / (self.cp * self._tensor_rate())
+
+    def _tensor_rate(self) -> float:
+        if self.network is not None:
+            return self.network.ring(self.tp)
+        return at_most(self.profile.tensor_bytes_per_second, self.tp)
 
     def _experts(self, of: LayerFigures) -> float:
         """Seconds per token of one layer's forward: to the experts' devices and back."""
@@ -425,6 +481,14 @@ class Cost:
         """[chunks]: that a message of the chunk occupies a link between stages."""
         return self.profile.link_seconds_per_token * loads.tokens
 
+    def head_link_seconds(self, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: that a message of H occupies each link, the one from the last stage to
+        the first in the last row. Between stages it carries the hidden state and the weighted rows,
+        which are as large; to the last stage, which has the hidden state, the rows alone."""
+        link = np.tile(self.link_seconds(loads), (self.stages, 1))
+        link[:-2] *= 2
+        return link
+
     # --- bytes -----------------------------------------------------------------------------------
 
     def _bytes(self, per: Bytes, loads: Loads) -> np.ndarray:
@@ -457,12 +521,41 @@ class Cost:
         """[stages, chunks]: what the first and the last stage hold besides from F to B."""
         held = self._last_bytes(loads)
         held[0] += self._bytes(self.profile.first_bytes, loads)
+        if self.vocabulary_parallel:  # the model's output, then its gradient
+            held[-1] += self._bytes(self.hidden_bytes, loads)
         return held
 
     def _last_bytes(self, loads: Loads) -> np.ndarray:
         held = np.zeros((self.stages, loads.chunks))
-        held[-1] += self._bytes(self.profile.last_bytes, loads)
+        if not self.vocabulary_parallel:
+            held[-1] += self._bytes(self.profile.last_bytes, loads)
         return held
+
+    @cached_property
+    def hidden_bytes(self) -> Bytes:
+        """Of the hidden state: what a layer that is recomputed in full holds is its input."""
+        return min((each.saved_bytes[FULL] for each in self.figures), key=lambda b: b.per_token)
+
+    def head_input_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: from H to G."""
+        return np.ceil(np.tile(self._bytes(self.hidden_bytes, loads), (self.stages, 1)))
+
+    def head_workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: while H or G runs. Logits of its part of the words, for a block of
+        tokens at a time; H has the weighted rows besides, as they come and as they go."""
+        profile = self.profile
+        logits = profile.last_bytes if profile.last_bytes.per_token else None
+        at_end = profile.last_workspace_bytes[Kind.FORWARD]
+        held = self._bytes(at_end if logits is None else logits, loads) / self.stages
+        # A part of the words has blocks of as many tokens more, up to the largest.
+        most = float(HEAD_BLOCK_TOKENS[0] * self.cp)
+        if profile.last_workspace_tokens:
+            most = min(most, profile.last_workspace_tokens * self.stages)
+        held = held * np.minimum(1.0, most / np.maximum(loads.tokens, 1.0))
+        held = held + self._besides(at_end, loads) / self.stages
+        if kind is Kind.HEAD:
+            held = held + 2 * self._bytes(self.hidden_bytes, loads)
+        return np.ceil(np.tile(held, (self.stages, 1)))
 
     def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
         """[stages, chunks]: from F to B; ``counts`` layers have each choice."""
@@ -504,7 +597,8 @@ class Cost:
         held = self.over_stages(
             [self._bytes(each.weight_input_bytes, loads) for each in self.figures]
         )
-        held[-1] += self._bytes(self.profile.last_weight_input_bytes, loads)
+        if not self.vocabulary_parallel:
+            held[-1] += self._bytes(self.profile.last_weight_input_bytes, loads)
         return np.ceil(held)
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
@@ -518,6 +612,8 @@ class Cost:
 
     def _with_end(self, held: np.ndarray, kind: Kind, loads: Loads) -> np.ndarray:
         """``held`` [stages, chunks] with what the last stage needs besides."""
+        if self.vocabulary_parallel:
+            return np.ceil(held)
         at_end = self.profile.last_workspace_bytes[kind]
         last = self._bytes(at_end, loads)
         if self.profile.last_workspace_tokens:
@@ -580,7 +676,8 @@ class Cost:
                 made_C + self._bytes(each.weight_input_bytes, loads)
                 for made_C, each in zip(made_KC, self.figures, strict=True)
             ]
-            made[-1] = self._bytes(self.profile.last_weight_input_bytes, loads)
+            if not self.vocabulary_parallel:
+                made[-1] = self._bytes(self.profile.last_weight_input_bytes, loads)
         held += made
         peak = np.maximum(held, 0.0)
         by_kind = made_KC[0] if len(made_KC) == 1 else np.stack(made_KC)
@@ -598,7 +695,10 @@ class Cost:
         return loads_of(chunks, documents)
 
     def table(self, plan: Plan) -> Table:
-        """Seconds and bytes of every op of ``plan``, as the simulator wants them."""
+        """Seconds and bytes of every op of ``plan``, as the simulator wants them; with the output
+        layer where the plan has it."""
+        if plan.vocabulary_parallel != self.vocabulary_parallel:
+            return self.with_vocabulary(plan.vocabulary_parallel).table(plan)
         loads = loads_of(plan.chunks, plan.documents, slices_of(plan))
         several = self.kinds.number > 1
         counts: Counts = self.kinds.of_plan(plan) if several else letter_counts(plan)
@@ -739,8 +839,19 @@ class Cost:
             one = [self.saved_bytes((kind, KEEP), loads) for kind in range(self.kinds.number)]
             workspace[Kind.FORWARD] += np.ceil(self.end_bytes(loads) + self._most_over_stages(one))
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
-        seconds = {kind: self.seconds_per(kind) @ features for kind in OF_LAYERS}
-        comm = {kind: self.comm_seconds_per(kind) @ features for kind in OF_LAYERS}
+        links = {Payload.ACTIVATION: link, Payload.GRADIENT: link}
+        held_bytes = {
+            Item.ACTIVATIONS: activations,
+            Item.KV: self.kv_bytes(loads),
+            Item.KV_GRADIENTS: self.kv_gradient_bytes(loads),
+            Item.WEIGHT_INPUTS: weight_inputs,
+        }
+        if self.vocabulary_parallel:
+            links[Payload.HEAD] = self.head_link_seconds(loads)
+            held_bytes[Item.HEAD_INPUTS] = self.head_input_bytes(loads)
+            workspace |= {kind: self.head_workspace_bytes(kind, loads) for kind in OF_HEAD}
+        seconds = {kind: self.seconds_per(kind) @ features for kind in workspace}
+        comm = {kind: self.comm_seconds_per(kind) @ features for kind in workspace}
         offloaded = {
             split_choice(choice)[0]: count
             for choice, count in counts.items()
@@ -762,14 +873,9 @@ class Cost:
             seconds=seconds,
             recompute_seconds=recompute,
             comm_seconds=comm,
-            link_seconds=dict.fromkeys(Payload, link),
+            link_seconds=links,
             link_latency_seconds=self.profile.link_latency_seconds,
-            held_bytes={
-                Item.ACTIVATIONS: activations,
-                Item.KV: self.kv_bytes(loads),
-                Item.KV_GRADIENTS: self.kv_gradient_bytes(loads),
-                Item.WEIGHT_INPUTS: weight_inputs,
-            },
+            held_bytes=held_bytes,
             workspace_bytes=workspace,
             resident_bytes=self.states_bytes,
         )

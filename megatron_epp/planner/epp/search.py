@@ -268,7 +268,8 @@ class Search:
         return Candidate(schedule.seconds, schedule.over_bytes, table, policy, schedule, name)
 
     def _spend_play(self, table: PreparedChunking, policy: PolicyParams) -> None:
-        self.effort.spend(table.work.stages * table.work.chunks * (3 if policy.split else 2))
+        work = table.work
+        self.effort.spend(work.stages * work.chunks * work.ops_of_chunk(policy.split))
 
     def best_policy(self, table: PreparedChunking, name: str, *, many: bool = False) -> Candidate:
         tight, strict = bool(table.counts), "window" not in self.levers
@@ -464,7 +465,7 @@ def _most_layers(counts: Counts, letter: str) -> int:
 
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
     """[stages]: whether ``work`` fits under the window law ``least``."""
-    return ilp.within(least, work.backward_order, work.ops.moved_bytes, work.budget_bytes)
+    return ilp.within(least, work.backward_order, *work.of_window)
 
 
 def neighbours(
