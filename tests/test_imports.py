@@ -137,7 +137,7 @@ def test_nobody_takes_over_a_module() -> None:
         "from tests.mcore import runs\nruns.VOCABULARY += 1",
         "from megatron_epp.mcore import setup\nsetattr(setup, 'obtain', print)",
         "from megatron_epp.corpus import idx_file\nidx_file.BLOCK, before = 1, idx_file.BLOCK",
-        "import cpu_pipeline\ncpu_pipeline.told = print",
+        "import in_turns\nin_turns.told = print",
     ],
 )
 def test_a_takeover_is_found(source: str) -> None:

@@ -33,10 +33,11 @@ def attacks(server: CommandServer, plans: int) -> list[Attack]:
 
 def certify(server: CommandServer, plans: int, layout: Sequence[str], folder: Path) -> str:
     words = ("certify", *layout, *_MODEL.split(), "--batches", str(plans), "--seed", "4242")
+    cache = folder.with_name(f"{folder.name}-torch")  # torch makes it when dynamo is imported
     ended = server.run(
         (*words, "--timeout", str(SILENCE_SECONDS)),
         folder=folder,
-        environment={"TMPDIR": str(folder)},
+        environment={"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(cache)},
         seconds=SECONDS,
     )
     said = " / ".join(ended.out.splitlines()[-3:])[-300:]

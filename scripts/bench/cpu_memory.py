@@ -35,8 +35,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpu_pipeline import corpus_of
 from headline import ROOT, heading, host, write
+from in_turns import corpus_of
 
 sys.path.insert(0, str(ROOT))
 

@@ -30,18 +30,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import cpu_pipeline
-from cpu_pipeline import (
+import in_turns
+from headline import heading, host, write
+from in_turns import (
     LINE,
     VARIANTS,
     WORK,
-    Variant,
+    Turns,
     VariantSteps,
     corpus_of,
+    entries_told,
     take_turns,
     torchrun,
 )
-from headline import heading, host, write
 
 _COMMON = """
     --num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
@@ -104,8 +105,8 @@ def work(warm_up: int, first: int) -> None:
 
 
 def told(variant_of, iteration: int, step, report, planning_seconds: float, *others) -> str:
-    """As cpu_pipeline's, and what was predicted of every stage's peak, in bytes."""
-    line = cpu_pipeline.told(variant_of, iteration, step, report, planning_seconds, *others)
+    """As in_turns' own, and what was predicted of every stage's peak, in bytes."""
+    line = in_turns.told(variant_of, iteration, step, report, planning_seconds, *others)
     entry = json.loads(line.removeprefix(LINE))
     entry["predicted_peaks"] = [gib * 2**30 for gib in step.plans[0].predicted.peak_gib]
     return LINE + json.dumps(entry)
@@ -132,49 +133,31 @@ def measure(case: Case, arguments: argparse.Namespace, corpus: Path, folder: Pat
     program = [str(Path(__file__).resolve()), WORK, "1", str(arguments.first)]
     name = str(case).replace(":", "-")
     text = torchrun(program, words, folder / f"{name}.log")
-    entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
-    assert len(entries) == iterations, f"{len(entries)} of {iterations} iterations were told"
-    return entries[1:]
+    return entries_told(text, iterations)[1:]
 
 
 def rows(case: Case, entries: Sequence[dict]) -> list[list[str]]:
     """A line for every variant."""
-    by_batch = [
-        {entry["variant"]: entry for entry in entries[start : start + len(VARIANTS)]}
-        for start in range(0, len(entries), len(VARIANTS))
-    ]
-    made = []
-    for number, variant in enumerate(VARIANTS):
-        mine = [found[number] for found in by_batch]
-        against = VARIANTS.index(Variant("packing", 0.6 if variant.share_of_peak == 0.6 else None))
-        measured, predicted = (
-            statistics.median(b[against][what] / b[number][what] for b in by_batch)
-            for what in ("seconds", "predicted")
-        )
-        off = [m["predicted"] / m["seconds"] - 1 for m in mine]
-        shares = [
-            max(held / whole for held, whole in zip(b[number]["peaks"], b[0]["peaks"], strict=True))
-            for b in by_batch
+    turns = Turns(VARIANTS, entries)
+    return [
+        [
+            case.model,
+            f"{case.context // 1024}K",
+            str(case.documents),
+            "none" if variant.share_of_peak is None else f"{variant.share_of_peak:.0%}",
+            variant.planner,
+            f"{turns.median(number, 'seconds'):.2f}",
+            f"{turns.ratio(number, 'seconds'):.2f}",
+            f"{turns.ratio(number, 'predicted'):.2f}",
+            f"{turns.median(number, 'bubble'):.0%}",
+            f"{turns.median(number, 'recomputed'):.0%}",
+            f"{turns.peak_share(number):.0%}",
+            f"{turns.median(number, 'chunks'):.0f}",
+            f"{turns.seconds_off(number):+.1%}",
+            f"{max(memory_errors(turns.of(number)), key=abs):+.1%}",
         ]
-        made.append(
-            [
-                case.model,
-                f"{case.context // 1024}K",
-                str(case.documents),
-                "none" if variant.share_of_peak is None else f"{variant.share_of_peak:.0%}",
-                variant.planner,
-                f"{statistics.median(m['seconds'] for m in mine):.2f}",
-                f"{measured:.2f}",
-                f"{predicted:.2f}",
-                f"{statistics.median(m['bubble'] for m in mine):.0%}",
-                f"{statistics.median(m['recomputed'] for m in mine):.0%}",
-                f"{max(shares):.0%}",
-                f"{statistics.median(m['chunks'] for m in mine):.0f}",
-                f"{statistics.median(off):+.1%}",
-                f"{max(memory_errors(mine), key=abs):+.1%}",
-            ]
-        )
-    return made
+        for number, variant in enumerate(VARIANTS)
+    ]
 
 
 def memory_errors(entries: Sequence[dict]) -> list[float]:

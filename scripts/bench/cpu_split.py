@@ -27,8 +27,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import cpu_pipeline as pipeline
+from cpu_pipeline import flags
 from headline import heading, host, write
+from in_turns import VariantSteps, corpus_of, take_turns, torchrun
 
 VARIANTS = ("epp", "I W", "end", "wsplit")
 LINE = "cpu_split: "
@@ -44,7 +45,7 @@ def work() -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    pipeline.take_turns(VARIANTS, SplitSteps, told, warm_up=1, first=0)
+    take_turns(VARIANTS, SplitSteps, told, warm_up=1, first=0)
 
 
 def tell_prices(probe: Any) -> None:
@@ -73,7 +74,7 @@ def tell_prices(probe: Any) -> None:
             print(LINE + json.dumps(entry), flush=True)
 
 
-class SplitSteps(pipeline.VariantSteps):
+class SplitSteps(VariantSteps):
     def __init__(self, variant_at, place, model):
         from megatron_epp.mcore.calibrate.probe import undisturbed
         from megatron_epp.mcore.calibrate.profile_file import probe_of
@@ -147,10 +148,10 @@ def told(variant_of: Callable, iteration: int, step, report, *others) -> str:
 def measure(case: str, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
     context, batch = map(int, case.split("x"))
     iterations = 1 + arguments.batches * len(VARIANTS)
-    words = pipeline.flags(corpus, context, batch, iterations, arguments.dtype)
+    words = flags(corpus, context, batch, iterations, arguments.dtype)
     words += ["--epp", "--epp-effort", str(arguments.effort)]
     program = [str(Path(__file__).resolve()), "--work"]
-    text = pipeline.torchrun(program, words, folder / f"{case}.log")
+    text = torchrun(program, words, folder / f"{case}.log")
     return [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
 
 
@@ -220,7 +221,7 @@ def main() -> None:
     from megatron_epp.show.table import markdown, plain
 
     folder = Path(tempfile.mkdtemp(prefix="cpu_split-"))
-    corpus = pipeline.corpus_of(arguments, folder)
+    corpus = corpus_of(arguments, folder)
     price, table = [], []
     for case in arguments.cases:
         entries = measure(case, arguments, corpus, folder)

@@ -1,0 +1,236 @@
+"""Several plans for every batch of one training job, in turn, and what they took beside each other.
+
+What the benchmarks of training on a CPU share: the job with another planner's steps in the place of
+its own, under torchrun, and the comparison of what it told.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headline import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variant:
+    """What plans an iteration, within which share of packing's peak (None: whatever it takes)."""
+
+    planner: str
+    share_of_peak: float | None
+    split: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.planner if self.split else f"{self.planner}, no split"
+
+
+VARIANTS = (
+    Variant("packing", None),
+    Variant("epp", 1.0),
+    Variant("packing", 0.6),
+    Variant("epp", 0.6),
+)
+LINE = "in_turns: "
+WORK = "--work"
+
+
+# ------------------------------------------------------------------ inside torchrun
+
+
+def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, first: int) -> None:
+    """Train: every batch from ``first`` on with each of the variants in turn.
+
+    steps   makes the plans; it is given the variant of an iteration's number, this rank's place in
+            the job, and the model
+    tell    what is logged of an iteration; given first which variant it was, by number
+    """
+    from megatron_epp.mcore import entry
+    from megatron_epp.mcore.setup import Hooks
+
+    def variant_of(iteration: int) -> int:
+        """Where iteration 1 warms up, it does so with the first variant, as iteration 2."""
+        return max(0, iteration - 1 - warm_up) % len(variants)
+
+    entry.main(
+        hooks=Hooks(
+            make_steps=functools.partial(steps, lambda at: variants[variant_of(at)]),
+            make_batches=repeated(len(variants), warm_up, first),
+            summary=functools.partial(tell, variant_of),
+        )
+    )
+
+
+def repeated(times: int, warm_up: int, first: int) -> type:
+    """Global batches from ``first`` on, each given so many times, the first ``warm_up`` more."""
+    from megatron_epp.mcore.data.global_batches import GlobalBatches
+
+    class Repeated(GlobalBatches):
+        given = 0
+
+        def __next__(self):
+            self.consumed = (first + max(0, self.given - warm_up) // times) * self.size
+            self.given += 1
+            return self.peek()
+
+    return Repeated
+
+
+class VariantSteps:
+    """Plans on rank 0 as the iteration's variant says; the trainer's cost model, another budget."""
+
+    whole: tuple[float, ...] = ()  # what packing holds without recompute, predicted, in bytes
+
+    def __init__(self, variant_at, place, model):
+        from megatron_epp.mcore.calibrate.profile_file import obtain
+        from megatron_epp.mcore.job_cost import training_cost, training_levers
+        from megatron_epp.planner import Options
+
+        args, config = place.args, place.config
+        self.variant_at, self.groups = variant_at, place.groups
+        profile = obtain(args, config, model, place.groups, place.share)
+        self.cost = training_cost(args, config, place.layers, profile)
+        self.options = Options(
+            context=args.seq_length,
+            levers=training_levers(config.epp_levers, args),
+            effort=config.epp_effort,
+            multiple=place.share.multiple,
+        )
+
+    def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
+        from megatron_epp.control.planned_steps import shared
+        from megatron_epp.control.step_source import SourcedStep
+
+        def plan() -> SourcedStep:
+            step = self._plan(iteration, lengths)
+            return SourcedStep(step, str(step))
+
+        return shared(plan, self.groups.control)
+
+    def _plan(self, iteration: int, lengths: Sequence[int]):
+        from megatron_epp.planner import plan_step
+
+        variant = self.variant_at(iteration)
+        levers = self.options.levers - (set() if variant.split else {"wsplit"})
+        options = dataclasses.replace(self.options, levers=levers)
+        ample = dataclasses.replace(self.cost, budget_bytes=(1e15,) * self.cost.stages)
+        if variant.share_of_peak is None:
+            return plan_step(lengths, ample, options, variant.planner).step
+        whole = plan_step(lengths, ample, options, "packing").planned[0].peak_bytes
+        VariantSteps.whole = tuple(float(peak) for peak in whole)
+        budget = tuple(variant.share_of_peak * peak for peak in whole)
+        within = dataclasses.replace(self.cost, budget_bytes=budget)
+        return plan_step(lengths, within, options, variant.planner).step
+
+    def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
+        """Planned when asked for: planning is not timed here."""
+
+
+def told(
+    variant_of: Callable, iteration: int, step, report, planning_seconds: float, *others
+) -> str:
+    """What the trainer logs of an iteration, here as JSON."""
+    from megatron_epp.ir import Kind
+
+    plan = step.plans[0]
+    recomputed = sum(choice.count("f") for stage in plan.recompute for choice in stage)
+    weights = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
+    entry = {
+        "iteration": iteration,
+        "variant": variant_of(iteration),
+        "tokens": plan.tokens,
+        "seconds": report.seconds,
+        "bubble": report.bubble_ratio,
+        "own": report.own_ratio,
+        "peaks": list(report.peak_bytes),
+        "whole": VariantSteps.whole,
+        "chunks": len(plan.chunks),
+        "recomputed": recomputed / (len(plan.chunks) * sum(plan.layers)),
+        "split": weights / (len(plan.chunks) * plan.stages),
+        "predicted": plan.predicted.seconds,
+        "plan_seconds": planning_seconds,
+    }
+    return LINE + json.dumps(entry)
+
+
+# ------------------------------------------------------------------ outside
+
+
+def corpus_of(arguments: argparse.Namespace, folder: Path) -> Path:
+    """The prefix of --data-path, or of a corpus made in ``folder`` from Python's own source."""
+    if arguments.data_path:
+        return Path(arguments.data_path)
+    prefix = folder / "stdlib"
+    prepare = [sys.executable, str(ROOT / "scripts" / "prepare_corpus.py")]
+    prepare += ["--standard-library", "--shuffle", "1", "--append-eod", "-o", str(prefix)]
+    subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
+    return prefix
+
+
+def torchrun(program: list[str], words: list[str], log: Path, processes: int = 2) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes), *program, *words]
+    with log.open("w") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    if done.returncode:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise SystemExit(f"a run failed; its log is {log}\n{tail}")
+    return log.read_text(errors="replace")
+
+
+def entries_told(text: str, iterations: int) -> list[dict]:
+    """What the job told of every iteration."""
+    entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
+    assert len(entries) == iterations, f"{len(entries)} of {iterations} iterations were told"
+    return entries
+
+
+class Turns:
+    """What was told of every batch, by variant: one of them against the others, medians."""
+
+    def __init__(self, variants: Sequence[Variant], entries: Sequence[dict]):
+        self.variants = variants
+        self._by_batch = [
+            {entry["variant"]: entry for entry in entries[start : start + len(variants)]}
+            for start in range(0, len(entries), len(variants))
+        ]
+
+    def of(self, number: int) -> list[dict]:
+        """Variant ``number``'s turn in every batch."""
+        return [batch[number] for batch in self._by_batch]
+
+    def median(self, number: int, what: str) -> float:
+        return statistics.median(entry[what] for entry in self.of(number))
+
+    def ratio(self, number: int, what: str) -> float:
+        """Packing's in the same share of memory over this variant's, of the same batch, median."""
+        tight = self.variants[number].share_of_peak == 0.6
+        packing = self.of(self.variants.index(Variant("packing", 0.6 if tight else None)))
+        pairs = zip(packing, self.of(number), strict=True)
+        return statistics.median(theirs[what] / mine[what] for theirs, mine in pairs)
+
+    def peak_share(self, number: int) -> float:
+        """The worst stage's peak of the worst batch over packing's without recompute there."""
+        measured = Variant("packing", None) in self.variants
+        pairs = zip(self.of(number), self.of(0), strict=True)
+        return max(
+            held / whole
+            for mine, first in pairs
+            for held, whole in zip(
+                mine["peaks"], first["peaks" if measured else "whole"], strict=True
+            )
+        )
+
+    def seconds_off(self, number: int) -> float:
+        """Predicted over measured seconds, less one, median."""
+        return statistics.median(m["predicted"] / m["seconds"] - 1 for m in self.of(number))
