@@ -117,8 +117,9 @@ class Config:
         OFF,
         "on: the output layer's words lie over all stages, each of which computes its part of the "
         "loss and of the gradients (ops H and G of a plan); off: the last stage has them all "
-        "(default). Checkpoints load either way.",
-        choices=(ON, OFF),
+        "(default); auto: the faster of the two on the corpus's lengths, by the cost model of "
+        "--epp-cost-model, else the device's figures. Checkpoints load either way.",
+        choices=(AUTO, ON, OFF),
     )
     epp_plan_ahead: bool = _flag(
         True,
@@ -191,7 +192,7 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
         defaults[FUSED_LINEARS] = (
             wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion
         )
-    if wanted.epp_vocab_parallel == ON:
+    if wanted.epp_vocab_parallel != OFF:
         # Every stage has as many words as any other.
         stages = max(1, wanted.pipeline_model_parallel_size)
         defaults["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, stages)

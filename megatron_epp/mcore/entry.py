@@ -84,8 +84,9 @@ def train(
     args = read_flags()
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    if (said := partition.choose(args)) and rank() == 0:
-        print(said, flush=True)
+    for said in filter(None, (partition.choose_vocabulary(args), partition.choose(args))):
+        if rank() == 0:
+            print(said, flush=True)
     with refusals_as_value_errors():
         model = gpt_config_from_args(args)
     forward_step, datasets = megatron_gpt.forward_step, datasets or megatron_gpt.datasets
@@ -94,7 +95,8 @@ def train(
 
         seams.install(seams.EPP_SEAMS)
         forward_step, datasets = setup.setup(args, model, hooks)
-        if said and args.save and rank() == 0:
+        keeps = partition.chosen(args) and args.pipeline_model_parallel_size > 1
+        if keeps and args.save and rank() == 0:
             model.pre_wrap_hooks.append(partition.keeper(args))  # behind those that claim it
     elif cpu_host.is_cpu_host():
         from megatron_epp.mcore.model.layer_spec import mend_layer_spec

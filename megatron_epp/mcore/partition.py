@@ -1,9 +1,10 @@
-"""``--epp-partition auto``: the layers of every stage by time, before Megatron builds the model.
+"""What lies on which stage, by time: ``--epp-partition auto``, ``--epp-vocab-parallel auto``.
 
-What is known then is the corpus's lengths, from its ``.idx`` files, and a cost model: the file of
---epp-cost-model, or the device's figures by name. Every rank reads the same and computes the same.
-The partition belongs to the run: it is kept beside the checkpoint, and a run that resumes takes it
-from there, as weights and optimizer states lie in files by stage.
+It is chosen before Megatron builds the model. What is known then is the corpus's lengths, from its
+``.idx`` files, and a cost model: the file of --epp-cost-model, or the device's figures by name.
+Every rank reads the same and computes the same. The partition belongs to the run: it is kept beside
+the checkpoint, and a run that resumes takes it from there, as weights and optimizer states lie in
+files by stage.
 """
 
 import json
@@ -19,9 +20,11 @@ from megatron_epp.corpus.lengths import Corpus, open_corpus
 from megatron_epp.cost.cost import even_layers
 from megatron_epp.cost.profile import Profile
 from megatron_epp.mcore.calibrate.profile_file import ANALYTIC
-from megatron_epp.mcore.config import PARTITION_AUTO, Config
-from megatron_epp.mcore.job_cost import analytic, training_cost, training_levers
+from megatron_epp.mcore.certify.scale_down import stage_layers
+from megatron_epp.mcore.config import AUTO, OFF, ON, PARTITION_AUTO, Config
+from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.refusals import require_whole_words
 
 KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
 AMPLE_BYTES = 1e15
@@ -58,6 +61,11 @@ def placeholder(wanted: Any) -> dict[str, Any]:
     return {"pipeline_model_parallel_layout": layout_text(even_layers(wanted.num_layers, stages))}
 
 
+def chosen(args: Any) -> bool:
+    """Whether layers are placed here, and not by Megatron's flags."""
+    return args.epp and args.epp_partition == PARTITION_AUTO
+
+
 def choose(args: Any) -> str | None:
     """Sets Megatron's layout on ``args``, which Megatron has validated; what rank 0 says of it.
 
@@ -66,7 +74,7 @@ def choose(args: Any) -> str | None:
     from megatron_epp.planner.partition import layout_text
 
     stages = args.pipeline_model_parallel_size
-    if args.epp_partition != PARTITION_AUTO or not args.epp:
+    if not chosen(args):
         return None
     if stages == 1:
         return "--epp-partition auto has no effect with one stage"
@@ -80,6 +88,36 @@ def choose(args: Any) -> str | None:
         layers, said = _by_time(args, even)
     args.pipeline_model_parallel_layout = layout_text(layers)
     return f"--epp-partition auto: layers {' '.join(map(str, layers))} of the stages, {said}"
+
+
+def choose_vocabulary(args: Any) -> str | None:
+    """Sets --epp-vocab-parallel on ``args``, which Megatron has validated, to on or off where it is
+    auto; what rank 0 says of it. None where there is nothing to choose.
+
+    A checkpoint loads either way, so this is asked at every start. ValueError: a corpus or a cost
+    model cannot be read.
+    """
+    if args.epp_vocab_parallel != AUTO or not args.epp:
+        return None
+    flag = "--epp-vocab-parallel auto"
+    args.epp_vocab_parallel = ON
+    try:
+        require_whole_words(args)
+    except ValueError as why:
+        args.epp_vocab_parallel = OFF
+        return f"{flag}: off; {str(why).removeprefix('--epp-vocab-parallel on: ')}"
+    args.epp_vocab_parallel = OFF
+    if args.pipeline_model_parallel_layout is not None and args.epp_partition != PARTITION_AUTO:
+        return f"{flag}: off; --pipeline-model-parallel-layout has placed the output layer"
+    from megatron_epp.planner.tuning.vocabulary import vocabulary_of
+
+    layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
+    if args.epp_partition != PARTITION_AUTO:
+        layers = tuple(stage_layers(args, len(layers), None))
+    found = vocabulary_of(*_what_to_plan(args, layers))
+    args.epp_vocab_parallel = ON if found.cost.vocabulary_parallel else OFF
+    gain = f"{100 * abs(found.gain):.1f}% {'faster' if found.gain >= 0 else 'slower'} so"
+    return f"{flag}: {args.epp_vocab_parallel}; {gain} over the stages, by {_by(args)}"
 
 
 def keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
@@ -135,38 +173,56 @@ def _kept(args: Any) -> tuple[int, ...] | None:
 
 def _by_time(args: Any, even: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """The fastest layers, and what it was chosen by."""
-    from megatron_epp.planner import Options
     from megatron_epp.planner.tuning.partitions import partition_of
 
+    found = partition_of(*_what_to_plan(args, even))
+    return found.layers, f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
+
+
+def _measured(config: Config) -> bool:
+    return config.epp_cost_model not in (None, ANALYTIC)
+
+
+def _by(args: Any) -> str:
+    """What a choice rests on."""
     config = Config.of(args)
-    measured = config.epp_cost_model not in (None, ANALYTIC)
+    return str(config.epp_cost_model) if _measured(config) else f"{device_name()}'s figures"
+
+
+def _what_to_plan(args: Any, layers: tuple[int, ...]) -> tuple[Any, ...]:
+    """Cost, batches, options and planner."""
+    from megatron_epp.planner import Options
+
+    config = Config.of(args)
+    measured = _measured(config)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
-    cost = training_cost(args, config, even, profile)
+    cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.
-        cost = replace(cost, budget_bytes=(AMPLE_BYTES,) * len(even))
+        cost = replace(cost, budget_bytes=(AMPLE_BYTES,) * len(layers))
     options = Options(
         context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
     )
-    planner = config.epp_planner
-    found = partition_of(cost, _batches(args, config), options, planner)
-    by = config.epp_cost_model if measured else f"{profile.provenance.device}'s figures"
-    return found.layers, f"{100 * found.gain:.1f}% faster than even ones by {by}"
+    return cost, _batches(args, config), options, config.epp_planner
 
 
 def _batches(args: Any, config: Config) -> list[list[int]]:
     """Global batches as the corpora's weights have them, on average."""
     if args.sft or args.mock_data:
         raise ValueError(
-            "--epp-partition auto reads the lengths of a corpus from the .idx files of "
-            "--data-path; with chats or mock data say where layers lie with "
-            "--pipeline-model-parallel-layout (`python -m megatron_epp tune` prints one)"
+            "--epp-partition auto and --epp-vocab-parallel auto read the lengths of a corpus from "
+            "the .idx files of --data-path; with chats or mock data say where layers lie with "
+            "--pipeline-model-parallel-layout (`python -m megatron_epp tune` prints one), and give "
+            "--epp-vocab-parallel on or off"
         )
     blend, per_split = get_blend_and_blend_per_split(args)
     if blend is None:
         blend = next((part for part in per_split or () if part is not None), None)
     if blend is None:
-        raise ValueError("--epp-partition auto: no --data-path, so no lengths are known")
+        raise ValueError(
+            "--epp-partition auto, --epp-vocab-parallel auto: no --data-path, so no lengths are "
+            "known"
+        )
     prefixes, weights = blend
     corpora = [
         open_corpus(f"{prefix}.idx", args.seq_length, config.epp_overlong) for prefix in prefixes

@@ -29,7 +29,7 @@ def make_groups(device: torch.device) -> Groups:
     args = get_args()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
-    payload = message_groups(device, timeout)
+    payload = message_groups(device, timeout, vocabulary_parallel(args))
     together = mpu.get_tensor_and_context_parallel_group()
     busy = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     lockstep = lockstep_of(args)
@@ -54,16 +54,22 @@ def make_groups(device: torch.device) -> Groups:
     )
 
 
-def message_groups(device: torch.device, timeout: timedelta) -> dict[Payload, dist.ProcessGroup]:
+def message_groups(
+    device: torch.device, timeout: timedelta, of_head: bool = False
+) -> dict[Payload, dist.ProcessGroup]:
     """A group that spans the world for each direction of messages, every link of which has spoken
     once; none where there is one stage. Collective over the world.
+
+    ``of_head``: with one for messages of H.
 
     ValueError: torch.distributed was initialised in a way in which pipelines stand still.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     made: dict[Payload, dist.ProcessGroup] = {}
     if len(pipeline) > 1:
-        for direction in _carried():
+        for direction in Payload:
+            if direction is Payload.HEAD and not of_head:
+                continue
             made[direction] = dist.new_group(
                 timeout=timeout,
                 pg_options=message_options(device, timeout),
@@ -71,12 +77,6 @@ def message_groups(device: torch.device, timeout: timedelta) -> dict[Payload, di
             )
     connect(made, mpu.get_pipeline_model_parallel_rank(), len(pipeline), device, pipeline)
     return made
-
-
-def _carried() -> list[Payload]:
-    """What is sent in this job: messages of H where the output layer lies over the stages."""
-    spread = vocabulary_parallel(get_args())
-    return [payload for payload in Payload if spread or payload is not Payload.HEAD]
 
 
 def message_options(device: torch.device, timeout: timedelta) -> Any:

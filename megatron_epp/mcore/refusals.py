@@ -407,7 +407,12 @@ def vocabulary_parallel(args: argparse.Namespace) -> bool:
 
 
 def require_whole_words(args: argparse.Namespace) -> None:
-    """Raise a ValueError unless the output layer of ``args`` can lie over the stages."""
+    """Raise a ValueError unless the output layer of ``args`` can lie where they say."""
+    if getattr(args, "epp_vocab_parallel", OFF) == AUTO:
+        raise ValueError(
+            "--epp-vocab-parallel auto is for `python -m megatron_epp.pretrain_gpt`, which reads "
+            "the corpus before the model is built; here give on or off"
+        )
     if not vocabulary_parallel(args):
         return
     given, instead = "--epp-vocab-parallel on", "or give --epp-vocab-parallel off"

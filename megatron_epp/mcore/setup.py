@@ -206,8 +206,9 @@ class Job:
         choose_kept(self.args, model, attention, layers, groups)
         self.hooks.install_in_model(model, self.args.seq_length, attention)
         if refusals.vocabulary_parallel(self.args):
+            refusals.require_whole_words(self.args)  # padded now
             spread_output_layer(model, device)
-            tie(model)
+            tie(model, device)
         if getattr(self.args, FUSED_LINEARS, False):
             fuse_weight_gradients(model)
         self._waiting.stage = groups.stage

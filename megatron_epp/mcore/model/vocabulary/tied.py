@@ -21,11 +21,22 @@ from torch.nn import Parameter
 from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard, shard_of, sharded_words
 
 
-def tie(model: Any) -> None:
+def tie(model: Any, device: torch.device) -> None:
     """``model``, which is not wrapped yet, has a shard that is a copy of its embedding's words, if
-    the two are tied."""
+    the two are tied. Collective over the pipeline. ValueError: somebody else exchanges their
+    gradients."""
     if not model.share_embeddings_and_output_weights:
         return
+    # Only the ranks of such a group know of it; all refuse alike.
+    exchanged = torch.tensor(len(mpu._EMBEDDING_GLOBAL_RANKS or ()) > 1, device=device).int()
+    dist.all_reduce(exchanged, group=mpu.get_pipeline_model_parallel_group())
+    if exchanged.item():
+        raise ValueError(
+            "--epp-vocab-parallel on: embeddings are tied, and Megatron would exchange their "
+            "gradients between the first and the last stage; give pretrain() "
+            "get_embedding_ranks=megatron_epp.mcore.megatron_gpt.embedding_ranks, or leave the "
+            "flag out"
+        )
     weight = model.output_layer.weight
     weight.shared = True  # the norm counts the embedding
     # In a bucket of its own under the distributed optimizer, as the embedding is.
