@@ -957,6 +957,7 @@ def named_cost(
     layer_kinds: Sequence[str] = (),
     profile: Profile | None = None,
     topology: str | Topology = FLAT,
+    vocabulary_parallel: bool = False,
     **assumptions: Any,
 ) -> Cost:
     """The cost of a model on devices, both by name or file.
@@ -965,7 +966,8 @@ def named_cost(
     1; experts shared by as many of a stage's devices as their number allows; an analytic profile,
     to which ``assumptions`` go (:func:`analytic.profile`). ``layer_kinds``: of all layers, as a
     ``profile`` calls them, where the model does not say. ``topology``: by name or file, of an
-    analytic profile; a measured one has its own groups' rates.
+    analytic profile; a measured one has its own groups' rates. ``vocabulary_parallel``: the output
+    layer over all stages.
     """
     the_model, the_device = model(model_name), device(device_name)
     if zero is None:
@@ -1002,6 +1004,7 @@ def named_cost(
         expert_degree(ep, tp, cp, the_model.most_experts, dp),
         kinds,
         network=network,
+        vocabulary_parallel=vocabulary_parallel,
     )
     cost.require_states_fit()
     return cost

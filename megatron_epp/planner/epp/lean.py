@@ -52,7 +52,7 @@ def _within(search: Search, found: Candidate, share: float) -> Candidate:
     work = found.table.work
     smaller = dataclasses.replace(work, budget_bytes=work.budget_bytes * share)
     policy = policy_of(found.policy, smaller, found.table.chunking.sizes, found.table.law)
-    search.effort.spend(work.stages * work.chunks * work.ops_of_chunk(found.policy.split))
+    search.effort.spend(work.stages * work.chunks * (3 if found.policy.split else 2))
     schedule = list_schedule(smaller, policy)
     over = max(0.0, float((schedule.peak_bytes - work.budget_bytes).max()))
     return dataclasses.replace(

@@ -268,8 +268,8 @@ class Search:
         return Candidate(schedule.seconds, schedule.over_bytes, table, policy, schedule, name)
 
     def _spend_play(self, table: PreparedChunking, policy: PolicyParams) -> None:
-        work = table.work
-        self.effort.spend(work.stages * work.chunks * work.ops_of_chunk(policy.split))
+        # H and G, where there are any, are no choice of the policy and are not counted.
+        self.effort.spend(table.work.stages * table.work.chunks * (3 if policy.split else 2))
 
     def best_policy(self, table: PreparedChunking, name: str, *, many: bool = False) -> Candidate:
         tight, strict = bool(table.counts), "window" not in self.levers

@@ -116,10 +116,6 @@ class ScheduleProblem:
         aside = np.maximum(moves[head, 1], moves[head_weight, 0]).max(axis=1, initial=0.0)
         return moves, self.budget_bytes - aside
 
-    def ops_of_chunk(self, split: bool) -> int:
-        """Ops that a stage runs of a chunk, with split backwards or whole ones."""
-        return (3 if split else 2) + len(OF_HEAD) * self.vocabulary_parallel
-
 
 def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
     """``counts`` of what is recomputed, and of the layers that are left: kept."""
