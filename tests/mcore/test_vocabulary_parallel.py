@@ -97,4 +97,4 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_combined_is_refused_in_one_line(words) -> None:
     with pytest.raises(ValueError, match=REFUSED[words]):
-        main([*f"{LLAMA} {SPREAD} {words} --batches 1".split()])
+        main([*f"{LLAMA} --vocab-parallel {words} --batches 1".split()])
