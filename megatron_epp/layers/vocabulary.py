@@ -18,8 +18,9 @@ t rows of the chunk on this rank, T on its tensor-parallel group (more than t wi
 parallelism, which spreads rows over them), H hidden size, V words of this rank
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ class Words:
 
     group       the tensor-parallel ranks, which have other words; None: this rank is alone
     scattered   whether each of them has other rows of the chunk, too (sequence parallelism)
+    hold        what counts a block's logits, which no autograd saves, as long as the token lives
+                that it gives for them
     """
 
     weight_VH: Tensor
@@ -40,6 +43,7 @@ class Words:
     block: int
     group: dist.ProcessGroup | None = None
     scattered: bool = False
+    hold: Callable[[Tensor], Any] = id
 
     def __post_init__(self):
         assert self.block >= 1
@@ -148,6 +152,7 @@ def _statistics_of_own_words(
         rows = Rows(torch.empty_like(hidden_TH), torch.empty_like(hidden_TH))
     for block in _blocks(total, words.block):
         logits_tV = (hidden_TH[block] @ weight_VH.t()).to(dtype)
+        token = words.hold(logits_tV)
         place_t, met_t = _places(labels_T[block], words)
         lse_t = lse_T[block] = torch.logsumexp(logits_tV, 1)
         label_t = logits_tV.gather(1, place_t[:, None])[:, 0]
@@ -157,6 +162,7 @@ def _statistics_of_own_words(
             torch.matmul(softmax_tV, weight_VH, out=rows.mean_tH[block])
             # Not times met_t: a row that is not finite would leave its trace where it is not met.
             rows.label_tH[block] = weight_VH[place_t].masked_fill_(~met_t[:, None], 0)
+        del token
     return Statistics(lse_T, logit_T, rows)
 
 
@@ -172,11 +178,14 @@ def weight_gradients(
     hidden_TH, lse_T = words.gathered(hidden_tH).to(weight_VH.dtype), words.gathered(lse_t)
     for block in _blocks(len(hidden_TH), words.block):
         logits_tV = (hidden_TH[block] @ weight_VH.t()).to(lse_T.dtype)
+        token = words.hold(logits_tV)
         slope_tV = logits_tV.sub_(lse_T[block, None]).exp_()
         place_t, met_t = _places(labels_T[block], words)
         slope_tV.scatter_add_(1, place_t[:, None], -met_t[:, None].to(slope_tV.dtype))
         slope_tV *= weights_T[block, None].to(slope_tV.dtype)
-        yield slope_tV.to(hidden_TH.dtype).t() @ hidden_TH[block]
+        gradient_VH = slope_tV.to(hidden_TH.dtype).t() @ hidden_TH[block]
+        del token
+        yield gradient_VH
 
 
 def _log_of_sums(lse_T: Tensor, words: Words) -> Tensor:

@@ -40,10 +40,11 @@ def block_tokens(args: Any) -> int:
     return rows_at_once(words, cpu_host.has_gpu())
 
 
-def rows_at_once(words: int, on_gpu: bool) -> int:
-    """Whose logits live at once; ``words`` of the vocabulary: this rank's."""
+def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
+    """Whose logits live at once; ``words`` of the vocabulary: this rank's, a part of those that its
+    tensor-parallel rank has on all ``stages`` where they are spread."""
     if not on_gpu:
-        return CPU_BLOCK_TOKENS
+        return min(CPU_BLOCK_TOKENS * stages, GPU_BLOCK_TOKENS[0])
     fitting = (rows for rows in GPU_BLOCK_TOKENS if rows * words <= GPU_BLOCK_LOGITS)
     return next(fitting, GPU_BLOCK_TOKENS[-1])
 

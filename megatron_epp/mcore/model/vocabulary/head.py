@@ -44,6 +44,7 @@ class SpreadHead:
     ):
         self.shard, self.stage, self.shapes = shard, stage, shapes
         self.training, self.meter = training, meter
+        shard.hold = meter.hold
         self.is_last = stage == shapes.stages - 1
         self._hidden: dict[int, Any] = {}
         self._gradient: dict[int, Any] = {}

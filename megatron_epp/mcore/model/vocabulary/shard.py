@@ -8,7 +8,7 @@ Where the embedding is tied to it, stage 0 has all of rank i's embedding, as eve
 are copies of its words (tied.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,16 +36,19 @@ class VocabularyShard(nn.Module):
         self.weight = weight_VH
         self.index, self.shards = index, shards
         self.tp_group, self.scattered = tp, scattered
+        self.hold: Callable[[Tensor], Any] = id  # what counts logits, of the iteration that runs
 
     @property
     def words(self) -> Words:
         # Looked up whenever it is used: DDP gives parameters other storage.
+        ranks = self.tp_group.size()
         return Words(
             self.weight.detach(),
             self.index * len(self.weight),
-            rows_at_once(len(self.weight), self.weight.is_cuda),
-            self.tp_group if self.tp_group.size() > 1 else None,
+            rows_at_once(len(self.weight), self.weight.is_cuda, self.shards // ranks),
+            self.tp_group if ranks > 1 else None,
             self.scattered,
+            self.hold,
         )
 
     def forward(self, hidden_tH: Tensor, labels_T: Tensor, gradient: bool) -> Statistics:
