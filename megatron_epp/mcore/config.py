@@ -118,7 +118,8 @@ class Config:
         "on: the output layer's words lie over all stages, each of which computes its part of the "
         "loss and of the gradients (ops H and G of a plan); off: the last stage has them all "
         "(default); auto: the faster of the two on the corpus's lengths, by the cost model of "
-        "--epp-cost-model, else the device's figures. Checkpoints load either way.",
+        "--epp-cost-model, else the device's figures; a run that resumes keeps its checkpoint's. "
+        "Checkpoints' weights load either way.",
         choices=(AUTO, ON, OFF),
     )
     epp_plan_ahead: bool = _flag(

@@ -84,7 +84,8 @@ def train(
     args = read_flags()
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    for said in filter(None, (partition.choose_vocabulary(args), partition.choose(args))):
+    spread = partition.choose_vocabulary(args)
+    for said in filter(None, (spread, partition.choose(args))):
         if rank() == 0:
             print(said, flush=True)
     with refusals_as_value_errors():
@@ -95,9 +96,11 @@ def train(
 
         seams.install(seams.EPP_SEAMS)
         forward_step, datasets = setup.setup(args, model, hooks)
-        keeps = partition.chosen(args) and args.pipeline_model_parallel_size > 1
-        if keeps and args.save and rank() == 0:
-            model.pre_wrap_hooks.append(partition.keeper(args))  # behind those that claim it
+        if args.save and rank() == 0:  # behind the hooks that claim the folder
+            if partition.chosen(args) and args.pipeline_model_parallel_size > 1:
+                model.pre_wrap_hooks.append(partition.keeper(args))
+            if spread:
+                model.pre_wrap_hooks.append(partition.vocabulary_keeper(args))
     elif cpu_host.is_cpu_host():
         from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 

@@ -27,6 +27,7 @@ from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.refusals import require_whole_words
 
 KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
+KEPT_VOCABULARY = "epp-vocab-parallel.json"  # on or off, there, too
 AMPLE_BYTES = 1e15
 BATCHES = 2  # that a partition is chosen on
 # Megatron's flags that say the same, and what each is where it says nothing.
@@ -94,12 +95,15 @@ def choose_vocabulary(args: Any) -> str | None:
     """Sets --epp-vocab-parallel on ``args``, which Megatron has validated, to on or off where it is
     auto; what rank 0 says of it. None where there is nothing to choose.
 
-    A checkpoint loads either way, so this is asked at every start. ValueError: a corpus or a cost
-    model cannot be read.
+    A run that resumes keeps its checkpoint's: weights load either way, but not the optimizer's
+    states in every format. ValueError: a corpus or a cost model cannot be read.
     """
     if args.epp_vocab_parallel != AUTO or not args.epp:
         return None
     flag = "--epp-vocab-parallel auto"
+    if _resumes(args) and (path := Path(args.load) / KEPT_VOCABULARY).exists():
+        args.epp_vocab_parallel = _kept_vocabulary(path)
+        return f"{flag}: {args.epp_vocab_parallel}, the checkpoint's, as it resumes"
     args.epp_vocab_parallel = ON
     try:
         require_whole_words(args)
@@ -131,6 +135,26 @@ def keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
         return models
 
     return keep
+
+
+def vocabulary_keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
+    """The same of where the output layer lies."""
+
+    def keep(models: list[Any]) -> list[Any]:
+        write_whole(Path(args.save) / KEPT_VOCABULARY, json.dumps(args.epp_vocab_parallel) + "\n")
+        return models
+
+    return keep
+
+
+def _kept_vocabulary(path: Path) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    if text not in (json.dumps(ON), json.dumps(OFF)):
+        raise ValueError(
+            f'{path}: expected "on" or "off"; delete the file, and say with --epp-vocab-parallel '
+            "what the checkpoint was made with"
+        )
+    return str(json.loads(text))
 
 
 def _layers_of(stage: str) -> int:
