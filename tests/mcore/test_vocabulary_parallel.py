@@ -2,11 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_epp.ir import PlanError
+from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, main
 from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.model.vocabulary.head import head_for
+from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
+from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
+from megatron_epp.runtime.memory_meter import NoMeter
 from tests.mcore.sabotages import stand_in_order
 
 SPREAD = "--epp-vocab-parallel on"
@@ -86,6 +95,22 @@ def test_where_statistics_are_wrong_the_loss_is_too(judged, way) -> None:
 def test_a_wrong_g_leaves_the_loss_alone_and_wrongs_the_output_layer(judged, way) -> None:
     assert judged[way].loss_error <= BOUND
     assert judged[way].parameter == "output_layer.weight"
+
+
+def test_a_plan_and_its_job_agree_where_the_output_layer_lies() -> None:
+    """A plan with H and G for a whole output layer; the other way round it is refused alike."""
+    plan = arbitrary_plan([30, 5], (1, 1), Random(0), vocabulary_parallel=True)
+    shapes = MessageShapes(plan, lambda chunk: 4, 8, torch.float32)
+    model = SimpleNamespace(output_layer=None)
+    with pytest.raises(PlanError, match=r"H and G.* give --epp-vocab-parallel on"):
+        head_for(model, plan, 0, shapes, NoMeter())
+    whole = arbitrary_plan([30, 5], (1, 1), Random(0))
+    assert head_for(model, whole, 0, shapes, NoMeter()) is None
+    group = SimpleNamespace(size=lambda: 1)
+    weight = torch.nn.Parameter(torch.zeros(4, 8))
+    model.output_layer = VocabularyShard(weight, 0, 2, group, scattered=False)
+    with pytest.raises(PlanError, match=r"no H and G.* give --epp-vocab-parallel off"):
+        head_for(model, whole, 0, shapes, NoMeter())
 
 
 REFUSED = {
