@@ -30,8 +30,9 @@ words:
     seconds[H] = seconds[G] = 2/3 of (last_seconds[F] + last_seconds[B]) / stages
 
 so a profile's figures serve, measured or analytic, with the early head or without, whose F + B are
-the three products in either case. What a chunk costs whatever its size is not spread. Sources:
-arXiv 2411.05288 (algorithm 2, whose two passes these are); that the logits are made twice is ours.
+the three products in either case; where it has H and G themselves (head_seconds), these. What a
+chunk costs whatever its size is not spread. Sources: arXiv 2411.05288 (algorithm 2, whose two
+passes these are); that the logits are made twice is ours.
 """
 
 import dataclasses
@@ -44,7 +45,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS, budgeted, head_block_tokens
+from megatron_epp.cost.analytic import (
+    ELEMENT_BYTES,
+    HEAD_BLOCK_TOKENS,
+    budgeted,
+    head_block_tokens,
+)
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.layer_kinds import (
@@ -343,14 +349,16 @@ class Cost:
                 per[-1] += self._row(self.profile.last_seconds[kind])
             result[kind] = per
         if self.vocabulary_parallel:
-            result |= dict.fromkeys(OF_HEAD, self._head_seconds)
+            result |= {kind: self._head_seconds(kind) for kind in OF_HEAD}
         return result
 
-    @cached_property
-    def _head_seconds(self) -> np.ndarray:
-        """[stages, features] of H, and as much of G."""
-        whole = [self._row(self.profile.last_seconds[k]) for k in (Kind.FORWARD, Kind.BACKWARD)]
-        each = HEAD_SHARE * (whole[0] + whole[1])
+    def _head_seconds(self, kind: Kind) -> np.ndarray:
+        """[stages, features] of H or G."""
+        if kind in self.profile.head_seconds:
+            each = self._row(self.profile.head_seconds[kind])
+        else:
+            whole = [self._row(self.profile.last_seconds[k]) for k in (Kind.FORWARD, Kind.BACKWARD)]
+            each = HEAD_SHARE * (whole[0] + whole[1])
         launched = each[2]
         each = each / self.stages
         each[2] = launched
@@ -481,12 +489,14 @@ class Cost:
         """[chunks]: that a message of the chunk occupies a link between stages."""
         return self.profile.link_seconds_per_token * loads.tokens
 
-    def head_link_seconds(self, loads: Loads) -> np.ndarray:
+    def head_link_seconds(self, loads: Loads, forward_only: bool = False) -> np.ndarray:
         """[stages, chunks]: that a message of H occupies each link, the one from the last stage to
-        the first in the last row. Between stages it carries the hidden state and the weighted rows,
-        which are as large; to the last stage, which has the hidden state, the rows alone."""
+        the first in the last row. Between stages it carries the hidden state, and as large the
+        weighted rows and the labels' rows; to the last stage, which has the hidden state, the rows
+        alone. Without a backward nobody wants rows. Two statistics a token are not counted."""
         link = np.tile(self.link_seconds(loads), (self.stages, 1))
-        link[:-2] *= 2
+        link[:-2] *= 1 if forward_only else 3
+        link[-2] *= 0 if forward_only else 2
         return link
 
     # --- bytes -----------------------------------------------------------------------------------
@@ -521,9 +531,19 @@ class Cost:
         """[stages, chunks]: what the first and the last stage hold besides from F to B."""
         held = self._last_bytes(loads)
         held[0] += self._bytes(self.profile.first_bytes, loads)
-        if self.vocabulary_parallel:  # the model's output, then its gradient
-            held[-1] += self._bytes(self.hidden_bytes, loads)
+        if self.vocabulary_parallel:
+            # The model's output, then its gradient; where it was measured with an early head, what
+            # that holds are the final norm's input and that gradient, as here.
+            output = self._bytes(self.hidden_bytes, loads)
+            if not self._holds_logits:
+                output = np.maximum(output, self._bytes(self.profile.last_bytes, loads))
+            held[-1] += output
         return held
+
+    @property
+    def _holds_logits(self) -> bool:
+        """Whether logits are what the profile's last stage holds from F to B."""
+        return self.profile.last_bytes.per_token > 0 and not self.profile.last_workspace_tokens
 
     def _last_bytes(self, loads: Loads) -> np.ndarray:
         held = np.zeros((self.stages, loads.chunks))
@@ -542,11 +562,15 @@ class Cost:
 
     def head_workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: while H or G runs. Logits of its part of the words, for a block of
-        tokens at a time; H has the weighted rows besides, as they come and as they go."""
+        tokens at a time; H has rows besides, two a token as they come and as they go, G the
+        gradient of its part of the weight."""
         profile = self.profile
-        logits = profile.last_bytes if profile.last_bytes.per_token else None
+        if kind in profile.head_workspace_bytes:
+            held = self._workspace(profile.head_workspace_bytes[kind], loads) / self.stages
+            return np.ceil(np.tile(held, (self.stages, 1)))
         at_end = profile.last_workspace_bytes[Kind.FORWARD]
-        held = self._bytes(at_end if logits is None else logits, loads) / self.stages
+        held = self._bytes(profile.last_bytes if self._holds_logits else at_end, loads)
+        held = held / self.stages
         # A part of the words has blocks of as many tokens more, up to the largest.
         most = float(HEAD_BLOCK_TOKENS[0] * self.cp)
         if profile.last_workspace_tokens:
@@ -554,7 +578,9 @@ class Cost:
         held = held * np.minimum(1.0, most / np.maximum(loads.tokens, 1.0))
         held = held + self._besides(at_end, loads) / self.stages
         if kind is Kind.HEAD:
-            held = held + 2 * self._bytes(self.hidden_bytes, loads)
+            held = held + 4 * self._bytes(self.hidden_bytes, loads)
+        else:
+            held = held + ELEMENT_BYTES * profile.last_parameters / (self.stages * self.tp)
         return np.ceil(np.tile(held, (self.stages, 1)))
 
     def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
@@ -847,7 +873,7 @@ class Cost:
             Item.WEIGHT_INPUTS: weight_inputs,
         }
         if self.vocabulary_parallel:
-            links[Payload.HEAD] = self.head_link_seconds(loads)
+            links[Payload.HEAD] = self.head_link_seconds(loads, forward_only)
             held_bytes[Item.HEAD_INPUTS] = self.head_input_bytes(loads)
             workspace |= {kind: self.head_workspace_bytes(kind, loads) for kind in OF_HEAD}
         seconds = {kind: self.seconds_per(kind) @ features for kind in workspace}

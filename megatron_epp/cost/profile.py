@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost.named import read_json
-from megatron_epp.ir import FULL, KEEP, OF_LAYERS, SELECTIVE, Kind
+from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 
 VERSION = 2
 _READABLE = (1, VERSION)
@@ -215,6 +215,9 @@ class Profile(LayerFigures):
     last_workspace_bytes[kind]    besides, on the last stage, while an op runs
     last_workspace_tokens         its bytes per token are of so many of the chunk's tokens at most;
                                   0: of all of them
+    head_seconds[kind]            of H and G where one stage had all words; per chunk, as of one of
+                                  many. Kinds that lack follow from last_seconds (Cost)
+    head_workspace_bytes[kind]    while H or G runs where one stage had all words; likewise
     all_to_all_bytes_per_second   by CP degree, and by EP degree
     tensor_bytes_per_second       by TP degree
     link_seconds_per_token        a message occupies the link between two stages
@@ -251,6 +254,8 @@ class Profile(LayerFigures):
     host_bytes_per_second: float = 0.0
     routing: float = 1.0
     layer_kind: str = LAYER_KIND
+    head_seconds: Mapping[Kind, Seconds] = dataclasses.field(default_factory=dict)
+    head_workspace_bytes: Mapping[Kind, Workspace] = dataclasses.field(default_factory=dict)
     other_kinds: Mapping[str, LayerFigures] = dataclasses.field(default_factory=dict)
 
     @property
@@ -474,6 +479,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "tensor_bytes_per_second": _by_degree,
     "states": _flat(States),
     "routing": _routing,
+    "head_seconds": _some(OF_HEAD, tuple(kind.value for kind in OF_HEAD), _SECONDS),
+    "head_workspace_bytes": _some(OF_HEAD, tuple(kind.value for kind in OF_HEAD), _WORKSPACE),
     "window": _whole,
     "context_seconds": _some(OF_LAYERS, _LETTERS_OF_KINDS, _number),
     "kv_replicated": _flag,

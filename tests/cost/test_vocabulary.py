@@ -10,7 +10,7 @@ from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.loads import loads_of
 from megatron_epp.cost.models import MODELS
-from megatron_epp.cost.profile import Seconds
+from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import KEEP, OF_HEAD, OF_LAYERS, Chunk, Item, Kind, Payload, Plan, Span
 
 MODEL = MODELS["llama3-8b"]
@@ -67,15 +67,18 @@ def test_states_move_and_none_is_lost() -> None:
 
 
 def test_messages() -> None:
-    """The output goes round; between stages the weighted rows go with it, to the last stage
-    alone."""
+    """The output goes round; between stages two rows a token go with it, to the last stage
+    alone. Evaluation wants no rows."""
     cut = cost(vocabulary_parallel=True)
     one = cut.link_seconds(LOADS)
     table = cut.table_of(LOADS, {KEEP: np.full((4, 3), 8.0)})
     rows = np.asarray(table.link_seconds[Payload.HEAD])
-    assert (rows == np.array([2, 2, 1, 1])[:, None] * one).all()
+    assert (rows == np.array([3, 3, 2, 1])[:, None] * one).all()
     two = cost(pp=2, vocabulary_parallel=True)
-    assert (two.head_link_seconds(LOADS) == np.tile(one, (2, 1))).all()
+    assert (two.head_link_seconds(LOADS) == np.array([2, 1])[:, None] * one).all()
+    evaluated = cut.table_of(LOADS, {KEEP: np.full((4, 3), 8.0)}, forward_only=True)
+    rows = np.asarray(evaluated.link_seconds[Payload.HEAD])
+    assert (rows == np.array([1, 1, 0, 1])[:, None] * one).all()
     assert len(table.link_seconds[Payload.ACTIVATION]) == 3
 
 
@@ -90,9 +93,12 @@ def test_bytes() -> None:
     # Six bytes a logit, of a quarter of the words and a block of rows.
     block = np.minimum(LOADS.tokens / 8, HEAD_BLOCK_TOKENS[0])
     logits = 6 * MODEL.vocabulary / 4 * block
-    assert np.asarray(table.workspace_bytes[Kind.HEAD_WEIGHT])[2] == pytest.approx(logits, abs=1)
+    gradient = 2 * MODEL.vocabulary_parameters / 4
+    assert np.asarray(table.workspace_bytes[Kind.HEAD_WEIGHT])[2] == pytest.approx(
+        logits + gradient, abs=1
+    )
     assert np.asarray(table.workspace_bytes[Kind.HEAD])[2] == pytest.approx(
-        logits + 2 * inputs[2], abs=3
+        logits + 4 * inputs[2], abs=4
     )
     whole = cost(logits_held=False).table_of(LOADS, {KEEP: np.full((4, 3), 8.0)})
     assert (np.asarray(whole.workspace_bytes[Kind.FORWARD])[3] > 0).all()
@@ -130,6 +136,34 @@ def test_a_table_is_made_as_the_plan_is() -> None:
         assert set(made.table(whole).seconds) == set(OF_LAYERS)
         assert Item.HEAD_INPUTS not in made.table(whole).held_bytes
         assert made.table(cut).resident_bytes == made.with_vocabulary(True).states_bytes
+
+
+def test_a_measured_early_head_holds_what_the_last_stage_holds_here() -> None:
+    """The norm's input and the gradient; not twice."""
+    made = cost(logits_held=False)
+    early = dataclasses.replace(
+        made.profile, last_bytes=Bytes(2 * HIDDEN_BYTES, 2 * HIDDEN_BYTES), last_workspace_tokens=9
+    )
+    cut = dataclasses.replace(made, profile=early, vocabulary_parallel=True)
+    assert cut.end_bytes(LOADS)[-1] == pytest.approx(2 * HIDDEN_BYTES * LOADS.tokens / 8)
+    assert (cut.head_workspace_bytes(Kind.HEAD, LOADS) < 1e9).all()
+
+
+def test_measured_figures_of_h_and_g_stand_before_those_of_the_whole() -> None:
+    made = cost(logits_held=False).profile
+    measured = dataclasses.replace(
+        made,
+        head_seconds={Kind.HEAD: Seconds(8e-7, 0.0, 1e-4)},
+        head_workspace_bytes={Kind.HEAD_WEIGHT: Workspace(16.0, 16.0, 0.0, 4e6)},
+    )
+    assert Profile.from_json(measured.to_json()) == measured
+    assert '"head_' not in made.to_json()
+    cut = Cost(measured, (16, 16), (1e15, 1e15), vocabulary_parallel=True)
+    assert cut.seconds_per(Kind.HEAD)[1] == pytest.approx([4e-7, 0.0, 1e-4])
+    assert cut.seconds_per(Kind.HEAD_WEIGHT)[1][0] > 0
+    assert cut.head_workspace_bytes(Kind.HEAD_WEIGHT, LOADS)[0] == pytest.approx(
+        8 * LOADS.tokens + 2e6
+    )
 
 
 def test_one_stage_has_nothing_to_cut() -> None:
