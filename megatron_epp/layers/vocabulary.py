@@ -86,13 +86,17 @@ class Statistics:
     rows: "Rows | None"
 
     def merged(self, other: "Statistics") -> "Statistics":
-        """With those of other words."""
+        """With those of other words. The rows of both are given up for the result's."""
         lse_t = torch.logaddexp(self.lse_t, other.lse_t)
         rows = None
         if self.rows is not None and other.rows is not None:
-            mean_tH = self.rows.mean_tH * _share(self.lse_t, lse_t, self.rows.mean_tH)
-            mean_tH += other.rows.mean_tH * _share(other.lse_t, lse_t, mean_tH)
-            rows = Rows(mean_tH, self.rows.label_tH + other.rows.label_tH)
+            mean_tH, others_tH = self.rows.mean_tH, other.rows.mean_tH
+            mean_tH *= _share(self.lse_t, lse_t, mean_tH)
+            others_tH *= _share(other.lse_t, lse_t, mean_tH)
+            mean_tH += others_tH
+            label_tH = self.rows.label_tH
+            label_tH += other.rows.label_tH
+            rows = Rows(mean_tH, label_tH)
         return Statistics(lse_t, self.logit_t + other.logit_t, rows)
 
     @property

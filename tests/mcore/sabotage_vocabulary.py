@@ -26,10 +26,11 @@ def add_means_unweighted() -> AbstractContextManager:
     plain = Statistics.merged
 
     def merged(self: Statistics, other: Statistics) -> Statistics:
-        made = plain(self, other)
-        if self.rows is None or other.rows is None or made.rows is None:
-            return made
+        if self.rows is None or other.rows is None:
+            return plain(self, other)
         mean = (self.rows.mean_tH + other.rows.mean_tH) / 2
+        made = plain(self, other)
+        assert made.rows is not None
         return replace(made, rows=Rows(mean, made.rows.label_tH))
 
     return patch.object(Statistics, "merged", merged)

@@ -75,9 +75,12 @@ class SpreadHead:
 
     def head(self, chunk: int, received: Tensor) -> Tensor:
         """H: what goes to the next stage; on the last the losses [1, T]."""
+        alive = [self.meter.hold(received)]  # counted while this op runs
         hidden_tH, before = self._unpacked(chunk, received)
         labels_T = self._labels[chunk]
         so_far = self.shard(hidden_tH, labels_T, self.training)
+        if so_far.rows is not None:
+            alive += map(self.meter.hold, (so_far.rows.mean_tH, so_far.rows.label_tH))
         if before is not None:
             so_far = before.merged(so_far)
         if self.is_last:
@@ -89,7 +92,9 @@ class SpreadHead:
         layout = self.shapes.head(chunk, self.stage + 1)
         rows = () if so_far.rows is None else (so_far.rows.mean_tH, so_far.rows.label_tH)
         on = () if self.stage + 1 == self.shapes.stages - 1 else (hidden_tH,)
-        return layout.pack((*on, *rows), (so_far.lse_t, so_far.logit_t))
+        made = layout.pack((*on, *rows), (so_far.lse_t, so_far.logit_t))
+        alive.append(self.meter.hold(made))
+        return made
 
     def _unpacked(self, chunk: int, received: Tensor) -> tuple[Tensor, Statistics | None]:
         layout = self.shapes.head(chunk, self.stage)
