@@ -167,14 +167,26 @@ def test_with_an_output_layer_over_the_stages_three_and_three_are_six(corpus, si
         assert torch.equal(mine[name], theirs[name]), name
 
 
-def test_an_output_layer_over_the_stages_goes_to_megatron_and_back(corpus, six_spread, tmp_path):
-    folder, _ = six_spread
+def test_tied_words_over_the_stages_step_alike_and_go_to_megatron_and_back(corpus, tmp_path):
+    """The embedding's words and their copies, which a checkpoint does not tell apart."""
+    tied = {"untie_embeddings_and_output_weights": None}
+    common = {"train_iters": 6, **tied, **OPTIMIZER, "exit_interval": 3, "epp": True}
+    whole = train(flags(corpus, **common))
+    save = {"save": tmp_path / "ours", "save_interval": 3}
+    spread = train(flags(corpus, epp_vocab_parallel="on", **common, **save))
+    assert whole.status == spread.status == 0, whole.output + spread.output
+    assert len(spread.losses) == 3
+    assert spread.losses == pytest.approx(whole.losses, rel=2e-6)
+    assert spread.grad_norms == pytest.approx(whole.grad_norms, abs=2e-3)
+    found = tensors(tmp_path / "ours" / "iter_0000003", tmp_path / "a.pt")
+    assert not any("output_layer" in name for name in found)
     to_megatron_and_back(
         corpus,
-        after_three(folder, tmp_path),
+        tmp_path / "ours",
         # Other ranks, and padded to another number of words.
         stock={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
         ours={"epp_vocab_parallel": "on"},
+        **tied,
     )
 
 
