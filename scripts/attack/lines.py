@@ -56,7 +56,7 @@ TRAINING = (
     ({"data_path": "/nope"}, REFUSED),
     ({"seq_length": "0"}, REFUSED),
     ({"global_batch_size": "0"}, REFUSED),
-    ({"micro_batch_size": "2"}, REFUSED),
+    ({"micro_batch_size": "2"}, RUNS),
     ({"load": "/nope"}, EITHER),
     ({"train_iters": "1"}, RUNS),
 )
