@@ -136,9 +136,9 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
     """For a plan that is still to be made; nothing is auto here."""
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp
-    if pp is None and layers is None:
-        raise Refused("--pp is missing; expected the number of pipeline stages")
     if pp is None:
+        if layers is None:
+            raise Refused("--pp is missing; expected the number of pipeline stages")
         pp = len(layers)
     cut = arguments.vocab_parallel == "on"
     if cut and pp == 1:
