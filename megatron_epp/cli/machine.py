@@ -23,8 +23,7 @@ def wanted(arguments: argparse.Namespace) -> bool:
     if arguments.model or arguments.device or arguments.cost_model:
         return True
     others = ("layers", "vocab_parallel", "layer_kinds", "memory_budget_gib", "zero")
-    others += ("dp", "tp", "cp", "ep")
-    for name in (*others, *ASSUMPTIONS):
+    for name in (*others, "dp", "tp", "cp", "ep", *ASSUMPTIONS):
         if getattr(arguments, name) is not None:
             raise Refused(
                 f"--{name.replace('_', '-')} has no effect without a machine; expected --model and "
