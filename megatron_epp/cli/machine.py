@@ -22,8 +22,8 @@ def wanted(arguments: argparse.Namespace) -> bool:
     """Whether the options name a machine at all; refused where they only say how to use one."""
     if arguments.model or arguments.device or arguments.cost_model:
         return True
-    layout = ("layers", "vocab_parallel", "layer_kinds", "dp", "tp", "cp", "ep")
-    for name in (*layout, "memory_budget_gib", "zero", *ASSUMPTIONS):
+    others = ("layers", "vocab_parallel", "layer_kinds", "memory_budget_gib", "zero")
+    for name in (*others, "dp", "tp", "cp", "ep", *ASSUMPTIONS):
         if getattr(arguments, name) is not None:
             raise Refused(
                 f"--{name.replace('_', '-')} has no effect without a machine; expected --model and "
@@ -134,9 +134,11 @@ def _measured_cost(
 def planning_cost(arguments: argparse.Namespace) -> Cost:
     """For a plan that is still to be made; nothing is auto here."""
     layers = tuple(arguments.layers) if arguments.layers else None
-    pp = arguments.pp or (len(layers) if layers else None)
+    pp = arguments.pp
     if pp is None:
-        raise Refused("--pp is missing; expected the number of pipeline stages")
+        if layers is None:
+            raise Refused("--pp is missing; expected the number of pipeline stages")
+        pp = len(layers)
     cut = arguments.vocab_parallel == "on"
     if cut and pp == 1:
         raise Refused(

@@ -449,9 +449,9 @@ class Search:
         if not self.cost.vocabulary_parallel:
             yield ChunkingParams(chunks, local=self.local)
             return
-        small = ChunkingParams(chunks, front=len(TAPERS) - 1, local=self.local)
-        yield small
-        yield dataclasses.replace(small, cut=SEED_CUT, reverse=True)
+        first = ChunkingParams(chunks, front=len(TAPERS) - 1, local=self.local)
+        yield first
+        yield dataclasses.replace(first, cut=SEED_CUT, reverse=True)
 
     def _best(self) -> tuple[ChunkingParams, Candidate]:
         return min(self.known.items(), key=lambda entry: entry[1].rank)
