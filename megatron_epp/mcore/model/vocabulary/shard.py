@@ -66,7 +66,7 @@ class VocabularyShard(nn.Module):
             before = part_VH
         assert before is not None, "a chunk has rows"
         with torch.enable_grad():
-            root = _Given.apply(self.weight, before)
+            root = _BroughtGradient.apply(self.weight, before)
         torch.autograd.backward(root, root.detach())
 
     def _add(self, part_VH: Tensor) -> None:
@@ -109,7 +109,7 @@ def sharded_words(
     )
 
 
-class _Given(torch.autograd.Function):
+class _BroughtGradient(torch.autograd.Function):
     """A root that leads to a weight and brings it a gradient."""
 
     @staticmethod
