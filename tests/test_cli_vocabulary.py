@@ -67,10 +67,12 @@ def test_a_plan_file_brings_it_along(capsys, lengths, tmp_path) -> None:
     assert "ok: " in said(capsys, "check", path)
     drawn = said(capsys, "draw", path)
     assert "H part of the vocabulary" in drawn and "G its weight gradient" in drawn
-    for ending in ("svg", "html", "json", "csv"):
+    for ending in ("svg", "html", "json"):
         picture = tmp_path / f"x.{ending}"
         said(capsys, "draw", path, "-o", picture)
         assert "H0" in picture.read_text()
+    told = refused(capsys, "draw", path, "-o", tmp_path / "x.csv")
+    assert "the plan has ops H and G, which torch's schedules do not know" in told
     told = refused(capsys, "simulate", path, "--vocab-parallel", "off")
     assert "--vocab-parallel off: the plan has ops H and G; leave the option out" in told
     said(capsys, *given, "--vocab-parallel", "off")
