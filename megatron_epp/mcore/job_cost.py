@@ -59,7 +59,14 @@ def make_planning(
         multiple=multiple,
         lockstep=groups.lockstep,
     )
-    if "offload" in {word.strip() for word in config.epp_levers.split(",")}:
+    named = {word.strip() for word in config.epp_levers.split(",")}
+    if "local" in named and (args.context_parallel_size == 1 or groups.lockstep > 1):
+        why = "in lockstep all documents are spread" if groups.lockstep > 1 else "there is one rank"
+        raise ValueError(
+            f"--epp-levers {config.epp_levers}: no document can be left to one context-parallel "
+            f"rank, as {why}; leave local out"
+        )
+    if "offload" in named:
         _require_rate(profile, config)
     elif config.epp_host_memory_gib is not None and "offload" not in options.levers:
         logger.warning("--epp-host-memory-gib has no effect without the lever offload")
@@ -131,7 +138,10 @@ def analytic(args: Any) -> Profile:
     return replace(
         made,
         keeps_last=attention.keeps_last,
-        last_workspace_tokens=float(block_tokens(args)) if early else 0.0,
+        # A block of this rank's rows, of which each context-parallel rank takes one at a time.
+        last_workspace_tokens=float(block_tokens(args) * args.context_parallel_size)
+        if early
+        else 0.0,
     )
 
 

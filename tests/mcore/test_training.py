@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_epp.ir import Step
-from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.runs import PROGRAM, Run, flags, train, write_corpus
 
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 # Saved by parameter: the optimizer's default format holds padding, which is whatever memory held,
@@ -214,17 +214,28 @@ def test_another_number_of_stages_on_resume(corpus, six, tmp_path):
 
 
 def to_megatron_and_back(
-    corpus: Path, folder: Path, stock: Flags = EMPTY, ours: Flags = EMPTY, **model: object
+    corpus: Path,
+    folder: Path,
+    stock: Flags = EMPTY,
+    ours: Flags = EMPTY,
+    program: tuple[str, ...] = PROGRAM,
+    **model: object,
 ) -> None:
     """Megatron's own schedule trains iteration 4 from the checkpoint, and ours the one after, each
     with flags of its own."""
     common = {"train_iters": 6, **model, **OPTIMIZER}
-    theirs = {"save": folder / "stock", "save_interval": 4, "micro_batch_size": 1}
-    there = train(flags(corpus, exit_interval=4, load=folder, **theirs, **{**common, **stock}))
+    theirs = {
+        "save": folder / "stock",
+        "save_interval": 4,
+        "micro_batch_size": 1,
+        **common,
+        **stock,
+    }
+    there = train(flags(corpus, exit_interval=4, load=folder, **theirs), program=program)
     assert there.status == 0, there.output
     assert len(there.losses) == 1 and "iteration        4/" in there.output
-    common |= ours
-    back = train(flags(corpus, exit_interval=5, load=folder / "stock", epp=True, **common))
+    how = {"exit_interval": 5, "load": folder / "stock", "epp": True}
+    back = train(flags(corpus, **how, **{**common, **ours}), program=program)
     assert back.status == 0, back.output
     assert len(back.losses) == 1 and "iteration        5/" in back.output
 

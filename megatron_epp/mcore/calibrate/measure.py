@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import device as named_device
@@ -91,6 +92,11 @@ def _points(base: int) -> tuple[Point, ...]:
     return (*small, *_POINTS, *small)
 
 
+def _pairs(shape: Shape, layer: Layer) -> int:
+    """Of queries and keys that ``layer`` meets in a chunk."""
+    return shape.pairs_within(layer.shape.window) if layer.shape.attention else 0
+
+
 def letters_of(layer: Layer) -> str:
     """The recompute letters that make a difference to ``layer``, and KEEP."""
     return ON_DEVICE + OF_LATENTS * layer.latent + OF_EXPERTS * bool(layer.shape.experts)
@@ -151,7 +157,10 @@ class Readings:
     module_seconds  by name of a selective set's module: of one layer, per token
     link            (tokens of a message, seconds)
     split           backwards whole and in halves
+    exchange        (tokens, seconds of F, of B) that one layer takes longer of spread documents
+                    than of those local to a context-parallel rank
     host_rate       bytes per second to the host's memory
+    keeps_last      whether the layer's attention has last slices kept, too
     """
 
     forward: list[Sample] = dataclasses.field(default_factory=list)
@@ -162,7 +171,9 @@ class Readings:
     module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     split: list[Split] = dataclasses.field(default_factory=list)
+    exchange: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
+    keeps_last: bool = False
 
 
 def calibrate(
@@ -200,10 +211,13 @@ def calibrate(
             _measure_end_seconds(probe, groups, shapes, readings)
         if mine is not None:
             _measure_modules(mine, shapes, readings)
+            readings.keeps_last = mine.keeps_last
         dist.barrier(groups.control)
         if split_backward and mine is not None:
             large = max(shape.tokens for shape, _ in shapes) // 2
             readings.split += measure_split(mine, large, _sizes(probe, context)[-2:])
+        if probe.config.context_parallel_size > 1:
+            _measure_exchange(mine, groups, shapes, readings)
         if first:
             _measure_links(probe, groups, readings)
             readings.host_rate = host_rate(probe, groups)
@@ -238,7 +252,8 @@ def _measure_bytes(
                 readings.held.append(Sample("", first, last, tokens, shape.pairs, 0, held))
             if last:
                 readings.peaks += _peaks(measured, KEEP, True, tokens)
-    for behind in _contexts(probe, context) if on_gpu and layer is not None else ():
+    attends = layer is not None and layer.shape.attention
+    for behind in _contexts(probe, context) if on_gpu and attends else ():
         measured = _weighed(probe, Shape(_BEHIND_TOKENS, behind), KEEP)
         readings.peaks += _peaks(measured, KEEP, False, _BEHIND_TOKENS, behind)
 
@@ -253,7 +268,7 @@ def _measure_layer_bytes(
             measured = _weighed(probe, shape, letter)
             kept = tokens if cut else 0
             if fits_line:
-                load = (tokens, shape.pairs_within(layer.shape.window), kept)
+                load = (tokens, _pairs(shape, layer), kept)
                 readings.held.append(Sample(letter, False, False, *load, measured.held_bytes))
             if not cut:
                 readings.peaks += _peaks(measured, letter, False, tokens)
@@ -320,7 +335,7 @@ def _measure_seconds(
         for key, got in runs.items()
     }
     for (shape, letter), (forward, backward) in typical.items():
-        load = (shape.tokens, shape.pairs_within(layer.shape.window), 0)
+        load = (shape.tokens, _pairs(shape, layer), 0)
         if letter == KEEP:
             for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
                 behind = shape.context if layer.carries_latents else 0
@@ -349,13 +364,36 @@ def _measure_end_seconds(
 
 
 def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings):
-    """Of what selective recompute runs again."""
+    """Of what selective recompute runs again; a module that the layer has not takes nothing."""
     layer = probe.layer
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
     modules = {"mlp": (layer.mlp,), "layernorm": (layer.input_layernorm, layer.pre_mlp_layernorm)}
-    for name, parts in modules.items():
+    for name, all_parts in modules.items():
+        parts = [part for part in all_parts if not isinstance(part, IdentityOp)]
         seconds = [sum(probe.module_seconds(shape, p) for p in parts) for _ in range(REPEATS)]
         readings.module_seconds[name] = median(seconds) / shape.tokens
+
+
+def _measure_exchange(
+    probe: Probe | None,
+    groups: Groups,
+    shapes: Sequence[tuple[Shape, str]],
+    readings: Readings,
+):
+    """The same documents, as many as there are context-parallel ranks, spread and local."""
+    for part in (4, 2):
+        dist.barrier(groups.control)
+        if probe is None:
+            continue
+        rows = probe.share.padded(max(shape.tokens for shape, _ in shapes) // part)
+        ways = [Shape(rows, pieces=probe.share.parts, local=local) for local in (False, True)]
+        probe.layers(ways[1], KEEP)  # what happens only once
+        runs = [[probe.layers(shape, KEEP) for shape in ways] for _ in range(REPEATS)]
+        forward, backward = (
+            median(getattr(spread, name) - getattr(local, name) for spread, local in runs)
+            for name in ("forward_seconds", "backward_seconds")
+        )
+        readings.exchange.append((rows, forward, backward))
 
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings):
@@ -394,7 +432,8 @@ def _of_all_kinds(
         return whole
     said = (f"{kind}: {each.provenance.source}" for kind, each in made.items())
     provenance = dataclasses.replace(whole.provenance, source="; ".join(said))
-    return dataclasses.replace(whole.with_kinds(made), provenance=provenance)
+    keeps_last = any(each.keeps_last for each in made.values())
+    return dataclasses.replace(whole.with_kinds(made), provenance=provenance, keeps_last=keeps_last)
 
 
 def _fitted(
@@ -419,8 +458,10 @@ def _fitted(
         link_seconds=sorted(best_link.items()),
     )
     profile = fitted.profile
+    # Blocks are of a rank's rows, and peaks are told of all that the context-parallel ranks share.
+    head_tokens = probe.head_tokens * config.context_parallel_size
     workspace, last_workspace, again, forward = _workspaces(
-        [peak for readings in every for peak in readings.peaks], probe.head_tokens
+        [peak for readings in every for peak in readings.peaks], head_tokens
     )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
     kv = _carried_channels(layer, config, ranks)
@@ -440,19 +481,31 @@ def _fitted(
         first_bytes=_alike(profile.first_bytes),
         last_bytes=_alike(profile.last_bytes),
         kv_bytes_per_token=float(kv * config.params_dtype.itemsize),
-        keeps_last=probe.keeps_last,
+        keeps_last=any(readings.keeps_last for readings in every),
         kv_gradient_bytes_per_token=float(kv * gradient.itemsize),
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,
-        last_workspace_tokens=float(probe.head_tokens),
+        last_workspace_tokens=float(head_tokens),
         recompute_workspace_bytes=again,
         forward_workspace_bytes=forward,
         expert_bytes_per_token=0.0,  # part of what was measured
+        exchange_seconds=_exchange_seconds(every),
         host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
     )
     return with_split(profile, splits) if splits else profile
+
+
+def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
+    """Per token; none where nothing was spread, or it took no longer."""
+    rows = [reading for readings in every for reading in readings.exchange]
+    if not rows:
+        return {}
+    forward = median(seconds / tokens for tokens, seconds, _ in rows)
+    backward = median(seconds / tokens for tokens, _, seconds in rows)
+    taken = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward}
+    return {kind: seconds for kind, seconds in taken.items() if seconds > 0}
 
 
 def _carried_channels(layer: Layer, config: Any, ranks: int) -> int:

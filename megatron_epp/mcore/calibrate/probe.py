@@ -23,6 +23,7 @@ from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import Aside
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.hooks import ChunkParams, ElasticAttention
+from megatron_epp.mcore.model.hybrid.stack import has_attention
 from megatron_epp.mcore.model.latent_attention import LatentLayer
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
@@ -36,13 +37,15 @@ class Shape:
     """A made-up chunk: a slice of ``tokens`` behind ``context`` tokens of its document, or,
     without context, ``pieces`` whole documents of together ``tokens``.
 
-    ``cut``: more of the document follows, so K and V are kept.
+    ``cut``: more of the document follows, so K and V are kept. ``local``: every context-parallel
+    rank computes its share of the pieces alone; their number is a multiple of the ranks'.
     """
 
     tokens: int
     context: int = 0
     pieces: int = 1
     cut: bool = False
+    local: bool = False
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -144,8 +147,13 @@ class Probe:
 
     @property
     def keeps_last(self) -> bool:
-        """Whether the stage's attention has the store keep the K and V of last slices, too."""
-        return self._attends.keeps_last
+        """Whether the layer's attention has the store keep the K and V of last slices, too."""
+        return self.attends and self._attends.keeps_last
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return has_attention(self.layer)
 
     @property
     def _attends(self) -> ElasticAttention | LatentLayer:
@@ -299,11 +307,18 @@ class Probe:
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(letters)):
-            if shape.context:
+            if shape.context and has_attention(self.model.decoder.layers[layer]):
                 kept = (self._normal((shape.context, *size)) for size in self._kept_sizes)
                 store.append(layer, 0, 0, *kept)
         rows = self.share.padded(shape.tokens)
-        state = ChunkState(0, shape.rows, rows, KEEP * self.at + letters, store)
+        letters = KEEP * self.at + letters
+        if shape.local:
+            mine = rows // self.share.parts
+            of_rank = tuple(part for part in shape.rows if part.stop <= mine)
+            state = ChunkState(0, (), 0, letters, store)
+            state.local = ChunkState(0, of_rank, mine, letters, store)
+        else:
+            state = ChunkState(0, shape.rows, rows, letters, store)
         positions = torch.zeros(rows, dtype=torch.int64)
         for part in shape.rows:
             counted = torch.arange(part.span.start, part.span.stop)

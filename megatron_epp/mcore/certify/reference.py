@@ -69,6 +69,7 @@ class Plain:
             splits=True,
             lockstep=lockstep_of(small.elastic),
             vocabulary_parallel=vocabulary_parallel(small.elastic),
+            ranks=degrees.cp,
         )
         return Prepared(
             pickle.dumps(small.elastic),

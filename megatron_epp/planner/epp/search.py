@@ -62,6 +62,7 @@ CLIMBERS = 2  # of the grid's best that are improved
 GRID_SHARE = 0.35  # of the effort, for the grid
 CLIMB_SHARE = 0.7  # of the effort, for grid and climbing
 LIKELY = 0.85  # of the ideal number of chunks: where the grid begins
+LOCAL = 1.0  # of a chunk's time, that one rank may take for a document at first
 STRICT = PolicyParams(strict=True)
 ALIKE = (1.0, 0.75, 0.5, 0.25)  # of the layers that uniform recompute needs
 
@@ -141,6 +142,7 @@ class Search:
         self.solver = Solver()
         self.split = "wsplit" in options.levers
         self.room_bytes = room_bytes
+        self.local = LOCAL if "local" in options.levers else 0.0
         self.known: dict[ChunkingParams, Candidate] = {}
         self.tables: PreparedChunkings = {} if tables is None else tables
 
@@ -300,7 +302,10 @@ class Search:
         before = self.effort.left
         given = params, self.batch.lengths, self.rates, self.most, self.options.multiple
         width = self.options.lockstep
-        chunking = build_chunks(*given) if width == 1 else build_block(*given, width)
+        if width == 1:
+            chunking: Chunking = build_chunks(*given, self.cost.cp)
+        else:
+            chunking = build_block(*given, width)
         table = self.table(chunking, bare=params.bare)
         self.tables[params] = table, before - self.effort.left
         return table
@@ -432,7 +437,8 @@ class Search:
         if self._best()[1].table.counts:
             # Memory is tight: K and V of cut documents may cost more than cutting saves.
             for factor in WHOLE_GRID:
-                self.try_params(ChunkingParams(max(1.0, ideal * factor), cut=UNCUT))
+                params = ChunkingParams(max(1.0, ideal * factor), cut=UNCUT, local=self.local)
+                self.try_params(params)
         if "search" in self.levers:
             self._climb(whole)
         return self._best()[1]
@@ -441,10 +447,11 @@ class Search:
         """With how the search begins for about so many chunks. Where no stage waits for the last
         one's output layer, filling the pipeline and draining it is what is left."""
         if not self.cost.vocabulary_parallel:
-            yield ChunkingParams(chunks)
+            yield ChunkingParams(chunks, local=self.local)
             return
-        yield ChunkingParams(chunks, front=len(TAPERS) - 1)
-        yield ChunkingParams(chunks, cut=SEED_CUT, front=len(TAPERS) - 1, reverse=True)
+        first = ChunkingParams(chunks, front=len(TAPERS) - 1, local=self.local)
+        yield first
+        yield dataclasses.replace(first, cut=SEED_CUT, reverse=True)
 
     def _best(self) -> tuple[ChunkingParams, Candidate]:
         return min(self.known.items(), key=lambda entry: entry[1].rank)
@@ -510,3 +517,6 @@ def neighbours(
         for cut in (0.8, 1.25, 1.5):
             yield changed(cut=params.cut * cut)
     yield changed(reverse=not params.reverse)
+    if params.local:
+        for factor in (0.7, 1.4):
+            yield changed(local=params.local * factor)

@@ -5,7 +5,8 @@
              above the worst that is still wanted are left out
     finals   the best of these, planned on all batches with the whole effort
 
-A plan is for the replica with most work, which the others wait for. The layers of the stages are
+A plan is for the replica with most work, which the others wait for; where replicas share a layer's
+experts and run in lockstep, for the block of them that has most. The layers of the stages are
 even, or by time (planner.partition) where that is faster; the output layer is on the last stage, or
 cut over all where that is asked for, or pays. What documents local to a rank are worth belongs into
 :func:`_variants` as soon as plans can have them.
@@ -19,6 +20,8 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
+from megatron_epp.planner.epp.planner import can_be_local
+from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.partition import (
     expected_features,
@@ -26,7 +29,7 @@ from megatron_epp.planner.partition import (
     layer_costs,
     with_layers,
 )
-from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.planner.registry import BLOCKS, PIPELINES
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import heaviest
@@ -53,6 +56,7 @@ class Choice:
     seconds             of an iteration, what replicas exchange included
     exchange_seconds    of it, exposed; hidden_seconds: of the exchange, behind computation
     peak_bytes          of the fullest stage, states included
+    ep                  devices that share a layer's experts; 1: every device has all, or none
     shares              of seconds: compute, recompute, communication, bubbles, replicas
     vocabulary_parallel   whether the output layer is cut over the stages
     """
@@ -70,6 +74,7 @@ class Choice:
     hidden_seconds: float
     peak_bytes: int
     batches: int
+    ep: int = 1
     vocabulary_parallel: bool = False
 
     @property
@@ -91,12 +96,14 @@ class Choice:
 
     def facts(self) -> dict:
         """For JSON; seconds and bytes are plain numbers."""
-        fields = dataclasses.asdict(self)
+        own = dataclasses.asdict(self)
+        if self.ep == 1:
+            del own["ep"]
         if not self.vocabulary_parallel:
-            del fields["vocabulary_parallel"]
+            del own["vocabulary_parallel"]
         return {
             **{name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")},
-            **fields,
+            **own,
             "layout": str(self.layout),
             "layers": list(self.layers),
             "shares": self.shares,
@@ -136,7 +143,8 @@ def survey(
     for layout in progress(found, len(found), "bounds"):
         try:
             costs[layout] = cost_for(layout)
-            bounds[layout] = _bound(batches[0], costs[layout])
+            local = "local" in options.levers and can_be_local(costs[layout], options)
+            bounds[layout] = _bound(batches[0], costs[layout], local)
         except ValueError as error:
             refused[layout] = str(error).split("\n")[0]
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
@@ -243,20 +251,21 @@ def _variants(
     return made
 
 
-def _bound(lengths: Sequence[int], cost: Cost) -> float:
+def _bound(lengths: Sequence[int], cost: Cost, local: bool) -> float:
     """No plan with any partition is faster: the mean stage's share of the work, or of its longest
-    document; or as many of the cheapest layers as some stage must have."""
-    per = (cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)).mean(axis=0)
-    split = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.INPUT)
-    per = np.minimum(per, (split + cost.seconds_per(Kind.WEIGHT)).mean(axis=0))
+    document; or as many of the cheapest layers as some stage must have. ``local``: documents may be
+    local to a context-parallel rank, so that nothing need be exchanged."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    forward, back, *halves = (least_seconds_per(cost, kind, local) for kind in kinds)
+    per = (forward + back).mean(axis=0)
+    per = np.minimum(per, (forward + halves[0] + halves[1]).mean(axis=0))
     whole = cost.whole_features(np.array(lengths), cost.dp)
     longest = cost.whole_features(np.array([max(lengths)]), 1.0)
     mean = float(max(per @ whole / cost.dp, per @ longest))
     most = -(-sum(cost.layers) // cost.stages)
-    halves = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
     single = layer_costs(cost)
-    layer = sum(single.seconds_per(kind) for kind in halves)
-    layer = np.minimum(layer, single.seconds_per(Kind.FORWARD) + single.seconds_per(Kind.BACKWARD))
+    forward, back, *halves = (least_seconds_per(single, kind, local) for kind in kinds)
+    layer = np.minimum(forward + halves[0] + halves[1], forward + back)
     inside = layer[1:-1]
     if len(layer) <= 2:  # with the ends, which are no layer's
         return mean
@@ -318,6 +327,7 @@ def choice_of(
         hidden_seconds=float(np.mean([hidden for _, _, hidden in made])),
         peak_bytes=max(max(planned.peak_bytes) for planned, _, _ in made),
         batches=len(batches),
+        ep=cost.ep,
         vocabulary_parallel=cut,
     )
 
@@ -326,7 +336,14 @@ def _planned(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str
 ) -> tuple[Planned, float, float]:
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
-    planned = PIPELINES[planner](heaviest(lengths, cost), cost, options)
+    lockstep = max(1, cost.ep // (cost.tp * cost.cp))
+    held = heaviest(lengths, cost, lockstep)
+    if lockstep > 1:
+        together = dataclasses.replace(options, lockstep=lockstep)
+        block = BLOCKS[planner](held, cost, together)
+        planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
+    else:
+        planned = PIPELINES[planner](held, cost, options)
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
     if cost.network is None or cost.cp * cost.dp == 1:
