@@ -58,7 +58,7 @@ class CostMonitor:
             for other in (block or (plan,))
         ]
         found = [max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)]
-        # H and G are shares of the output layer's figures, which no refit mends; a chunk
+        # H and G are shares of the output layer's figures, which no refit knows to mend; a chunk
         # with local documents does without some of what a layer does.
         self._samples.extend(
             (one.kind, self._sample(cost, other, one))

@@ -83,7 +83,7 @@ class Statistics:
 
     lse_t: Tensor  # logarithm of the sum of their logits' exponentials
     logit_t: Tensor  # the label's, 0 where the label is none of them
-    rows: "Rows | None"
+    rows: "WeightRows | None"
 
     def merged(self, other: "Statistics") -> "Statistics":
         """With those of other words. The rows of both are given up for the result's."""
@@ -96,7 +96,7 @@ class Statistics:
             mean_tH += others_tH
             label_tH = self.rows.label_tH
             label_tH += other.rows.label_tH
-            rows = Rows(mean_tH, label_tH)
+            rows = WeightRows(mean_tH, label_tH)
         return Statistics(lse_t, self.logit_t + other.logit_t, rows)
 
     @property
@@ -106,7 +106,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class WeightRows:
     """Of the weight: their mean under the softmax of the words so far, and the label's, 0 where
     the label is none of them."""
 
@@ -140,7 +140,7 @@ def statistics(hidden_tH: Tensor, labels_T: Tensor, words: Words, gradient: bool
         # [T, 2, H], so that a sum that scatters gives each rank its rows of both.
         both = torch.stack((mean_TH, own.rows.label_tH), 1)
         both = words.summed(both)
-        rows = Rows(both[:, 0], both[:, 1])
+        rows = WeightRows(both[:, 0], both[:, 1])
     return Statistics(words.mine(lse_T), words.mine(logit_T), rows)
 
 
@@ -153,7 +153,7 @@ def _statistics_of_own_words(
     logit_T = torch.empty_like(lse_T)
     rows = None
     if gradient:
-        rows = Rows(torch.empty_like(hidden_TH), torch.empty_like(hidden_TH))
+        rows = WeightRows(torch.empty_like(hidden_TH), torch.empty_like(hidden_TH))
     for block in _blocks(total, words.block):
         logits_tV = (hidden_TH[block] @ weight_VH.t()).to(dtype)
         token = words.hold(logits_tV)
@@ -222,7 +222,7 @@ def _blocks(total: int, size: int) -> Iterator[slice]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Packing:
     """The one tensor that several travel in: ``rows`` rows of ``wide`` tensors of H numbers in
     ``dtype``, and of ``narrow`` statistics, whose bits take the place of as many numbers."""
 

@@ -439,6 +439,11 @@ def require_whole_words(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{given}: there is one stage, so its words have nowhere else to lie; leave it out"
         )
+    if getattr(args, "hybrid_layer_pattern", None):
+        raise ValueError(
+            f"{given} does not run hybrid models (--hybrid-layer-pattern); "
+            f"{instead.removeprefix('or ')}"
+        )
     if lockstep_of(args) > 1:
         raise ValueError(
             f"{given} does not run experts spread over replicas; give an "

@@ -252,6 +252,7 @@ class Executor:
 
     def _hand_over(self, op: Op, made: Tensor | None):
         if made is not None:
+            assert op in self._carrying, f"{op}: a tensor was received or made for nobody"
             self._outbox[self._carrying[op], op.chunk] = made
 
     def _backward(self, op: Op):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_epp.layers.vocabulary import (
-    Layout,
+    Packing,
     Statistics,
     Words,
     statistics,
@@ -99,7 +99,7 @@ def test_a_message_brings_what_was_packed_to_the_last_bit(dtype, rows, hidden) -
     kind = torch.promote_types(dtype, torch.float32)
     wide = tuple(torch.randn(rows, hidden).to(dtype) for _ in range(3))
     narrow = torch.randn(rows).to(kind), torch.tensor([math.inf, 1e-30, -0.0, 3, 4])[:rows].to(kind)
-    layout = Layout(rows, hidden, 3, 2, dtype)
+    layout = Packing(rows, hidden, 3, 2, dtype)
     flat = layout.pack(wide, narrow)
     assert flat.dtype == dtype and flat.shape == (layout.elements,)
     again = layout.unpack(flat)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.vocabulary import Rows, Statistics
+from megatron_epp.layers.vocabulary import Statistics, WeightRows
 from megatron_epp.mcore.model.vocabulary import shard
 from megatron_epp.mcore.model.vocabulary.head import SpreadHead
 from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
@@ -22,7 +22,7 @@ def forget_the_words_before() -> AbstractContextManager:
 
 
 def add_means_unweighted() -> AbstractContextManager:
-    """Rows of the weight are merged as if each stage had half of the softmax."""
+    """WeightRows of the weight are merged as if each stage had half of the softmax."""
     plain = Statistics.merged
 
     def merged(self: Statistics, other: Statistics) -> Statistics:
@@ -31,18 +31,20 @@ def add_means_unweighted() -> AbstractContextManager:
         mean = (self.rows.mean_tH + other.rows.mean_tH) / 2
         made = plain(self, other)
         assert made.rows is not None
-        return replace(made, rows=Rows(mean, made.rows.label_tH))
+        return replace(made, rows=WeightRows(mean, made.rows.label_tH))
 
     return patch.object(Statistics, "merged", merged)
 
 
 def forget_label_rows() -> AbstractContextManager:
     """The gradient of the hidden states lacks the label's row."""
-    plain = Rows.gradient
+    plain = WeightRows.gradient
     return patch.object(
-        Rows,
+        WeightRows,
         "gradient",
-        lambda self, weights: plain(Rows(self.mean_tH, torch.zeros_like(self.label_tH)), weights),
+        lambda self, weights: plain(
+            WeightRows(self.mean_tH, torch.zeros_like(self.label_tH)), weights
+        ),
     )
 
 

@@ -216,22 +216,26 @@ def test_another_number_of_stages_on_resume(corpus, six, tmp_path):
 def to_megatron_and_back(
     corpus: Path,
     folder: Path,
-    program: tuple[str, ...] = PROGRAM,
     stock: Flags = EMPTY,
     ours: Flags = EMPTY,
+    program: tuple[str, ...] = PROGRAM,
     **model: object,
 ) -> None:
     """Megatron's own schedule trains iteration 4 from the checkpoint, and ours the one after, each
     with flags of its own."""
     common = {"train_iters": 6, **model, **OPTIMIZER}
-    theirs = {"save": folder / "stock", "save_interval": 4, "micro_batch_size": 1}
-    once = flags(corpus, exit_interval=4, load=folder, **theirs, **{**common, **stock})
-    there = train(once, program=program)
+    theirs = {
+        "save": folder / "stock",
+        "save_interval": 4,
+        "micro_batch_size": 1,
+        **common,
+        **stock,
+    }
+    there = train(flags(corpus, exit_interval=4, load=folder, **theirs), program=program)
     assert there.status == 0, there.output
     assert len(there.losses) == 1 and "iteration        4/" in there.output
-    common |= ours
     how = {"exit_interval": 5, "load": folder / "stock", "epp": True}
-    back = train(flags(corpus, **how, **common), program=program)
+    back = train(flags(corpus, **how, **{**common, **ours}), program=program)
     assert back.status == 0, back.output
     assert len(back.losses) == 1 and "iteration        5/" in back.output
 

@@ -23,8 +23,8 @@ class Frame:
     letters          the recompute choices to draw from
     splits           whether the executor runs I and W in place of B
     lockstep         replicas of a block, which share the experts of a layer
-    ranks            context-parallel ones of a stage, to which documents may be local
     vocabulary_parallel      whether the output layer lies over the stages: with ops H and G
+    ranks            context-parallel ones of a stage, to which documents may be local
     """
 
     vocabulary: int
@@ -33,8 +33,8 @@ class Frame:
     letters: str
     splits: bool
     lockstep: int = 1
-    ranks: int = 1
     vocabulary_parallel: bool = False
+    ranks: int = 1
 
 
 def letters_drawn(executable: str) -> str:

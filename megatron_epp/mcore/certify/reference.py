@@ -68,8 +68,8 @@ class Plain:
             letters,
             splits=True,
             lockstep=lockstep_of(small.elastic),
-            ranks=degrees.cp,
             vocabulary_parallel=vocabulary_parallel(small.elastic),
+            ranks=degrees.cp,
         )
         return Prepared(
             pickle.dumps(small.elastic),

@@ -87,8 +87,7 @@ class ModelStage:
         if self.training and self.config.no_sync_func is not None:
             self._no_sync.enter_context(self.config.no_sync_func())
             if self._hooks_reduce and self._last_gradients != self._last_backward:
-                own = () if self.head_ops is None else (self.head_ops.shard.weight,)
-                self._ready = ReadyOrder(self.model, self._report_ready, own)
+                self._ready = ReadyOrder(self.model, self._report_ready, self._of_head)
         if self._deferral is not None:
             self._patched.enter_context(self._deferral)
         return self
@@ -268,8 +267,15 @@ class ModelStage:
         if op == self._last_gradients and self._hooks_reduce:
             self._no_sync.close()
             reduces = self.training and self.config.no_sync_func is not None
-            if reduces and op == self._last_backward and self.head_ops is not None:
-                self._report_ready(self.head_ops.shard.weight)
+            if reduces and op == self._last_backward:
+                for weight in self._of_head:
+                    self._report_ready(weight)
+
+    @property
+    def _of_head(self) -> tuple[Parameter, ...]:
+        """What G alone gives a gradient."""
+        weight = None if self.head_ops is None else self.head_ops.shard.weight
+        return () if weight is None else (weight,)
 
     def _report_ready(self, parameter: Parameter):
         groups = self.model.param_to_bucket_group

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_epp.ir import Plan, PlanError
-from megatron_epp.layers.vocabulary import Rows, Statistics
+from megatron_epp.layers.vocabulary import Statistics, WeightRows
 from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard, shard_of
 from megatron_epp.runtime.memory_meter import Meter
@@ -107,7 +107,7 @@ class SpreadHead:
         else:
             # A copy: a part of the message would keep all of it.
             hidden_tH, *wide = wide[0].clone(), *wide[1:]
-        rows = Rows(*wide) if self.training else None
+        rows = WeightRows(*wide) if self.training else None
         return hidden_tH, Statistics(*narrow, rows)
 
     def _finish(self, chunk: int, every: Statistics) -> Tensor:

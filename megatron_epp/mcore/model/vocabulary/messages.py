@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from megatron_epp.ir import Message, Payload, Plan
-from megatron_epp.layers.vocabulary import Layout
+from megatron_epp.layers.vocabulary import Packing
 
 
 class MessageShapes:
@@ -34,11 +34,11 @@ class MessageShapes:
             return (self.gradient(message.chunk).elements,)
         return (self.head(message.chunk, message.target).elements,)
 
-    def gradient(self, chunk: int) -> Layout:
-        return Layout(self.rows(chunk), self.hidden, 1, 1, self.dtype)
+    def gradient(self, chunk: int) -> Packing:
+        return Packing(self.rows(chunk), self.hidden, 1, 1, self.dtype)
 
-    def head(self, chunk: int, target: int) -> Layout:
-        made = partial(Layout, self.rows(chunk), self.hidden)
+    def head(self, chunk: int, target: int) -> Packing:
+        made = partial(Packing, self.rows(chunk), self.hidden)
         if target == 0:
             return made(1, 0, self.dtype)
         hidden = int(target < self.stages - 1)

@@ -4,8 +4,8 @@ Shard i * P + s of the words lies on stage s of P, tensor-parallel rank i: toget
 of rank i what Megatron's last stage holds. A checkpoint knows them under the same key, cut finer,
 so it loads and saves whatever the stages and ranks.
 
-Where the embedding is tied to it, stage 0 has all of rank i's embedding, as ever, and the shards
-are copies of its words (tied.py).
+Where the embedding is tied to it, stage 0 has all of rank i's embedding, as ever, which is its
+shard, too, and those of the other stages are copies of its words (tied.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -29,11 +29,22 @@ class VocabularyShard(nn.Module):
     """Some words of the output layer, in its place on every stage: ``output_layer``.
 
     Its forward is H's arithmetic, so that whoever waits for a module's weights waits for these.
+    ``weight``: a parameter of its own, or the first words of one, ``of``, that is another module's.
     """
 
-    def __init__(self, weight_VH: Parameter, index: int, shards: int, tp: Any, scattered: bool):
+    def __init__(
+        self,
+        weight_VH: Parameter | None,
+        index: int,
+        shards: int,
+        tp: Any,
+        scattered: bool,
+        of: Parameter | None = None,
+    ):
         super().__init__()
+        assert (weight_VH is None) == (of is not None)
         self.weight = weight_VH
+        self._of = () if of is None else (of,)  # no parameter of this module
         self.index, self.shards = index, shards
         self.tp_group, self.scattered = tp, scattered
         self.hold: Callable[[Tensor], Any] = id  # what counts logits, of the iteration that runs
@@ -42,10 +53,12 @@ class VocabularyShard(nn.Module):
     def words(self) -> Words:
         # Looked up whenever it is used: DDP gives parameters other storage.
         ranks = self.tp_group.size()
+        weight_VH = self.weight.detach() if self.weight is not None else self._mine(*self._of)
+        stages = self.shards // ranks
         return Words(
-            self.weight.detach(),
-            self.index * len(self.weight),
-            rows_at_once(len(self.weight), self.weight.is_cuda, self.shards // ranks),
+            weight_VH,
+            self.index * len(weight_VH),
+            rows_at_once(len(weight_VH), weight_VH.is_cuda, stages),
             self.tp_group if ranks > 1 else None,
             self.scattered,
             self.hold,
@@ -65,22 +78,32 @@ class VocabularyShard(nn.Module):
                 self._add(before)
             before = part_VH
         assert before is not None, "a chunk has rows"
+        if self.weight is None:  # reported by whose it is: its last B, or the stage's last op
+            self._add(before)
+            return
         with torch.enable_grad():
-            root = _Given.apply(self.weight, before)
+            root = _BroughtGradient.apply(self.weight, before)
         torch.autograd.backward(root, root.detach())
 
     def _add(self, part_VH: Tensor) -> None:
-        if (total := getattr(self.weight, "main_grad", None)) is not None:
-            total.add_(part_VH)
-        elif self.weight.grad is None:
-            self.weight.grad = part_VH
-        else:
-            self.weight.grad += part_VH
+        (weight,) = self._of or (self.weight,)
+        total = getattr(weight, "main_grad", None)
+        if total is None:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            total = weight.grad
+        total[: len(part_VH)] += part_VH
+
+    def _mine(self, weight: Parameter) -> Tensor:
+        """The first words of ``weight``, which has those of all stages."""
+        return weight.detach()[: len(weight) * self.tp_group.size() // self.shards]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
         assert not sharded_offsets, "an output layer is one of its kind"
+        if self.weight is None:
+            return {}
         key = f"{prefix}weight"
         return {key: sharded_words(key, self.weight, self.index, self.shards, metadata)}
 
@@ -109,7 +132,7 @@ def sharded_words(
     )
 
 
-class _Given(torch.autograd.Function):
+class _BroughtGradient(torch.autograd.Function):
     """A root that leads to a weight and brings it a gradient."""
 
     @staticmethod
@@ -144,15 +167,17 @@ def spread_output_layer(model: Any, device: torch.device) -> None:
         dist.broadcast(part, dist.get_process_group_ranks(group)[source], group=group)
         if target == stage:
             weight.data.copy_(part)
+    shared = tied and stage == 0  # with the embedding: it has no copy
     # As Megatron's linears and its output layer have it (tensor_parallel/layers.py).
     weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
     weight.allreduce = weight.is_embedding_or_output_parameter = True
     model.output_layer = VocabularyShard(
-        weight,
+        None if shared else weight,
         tp.rank() * stages + stage,
         tp.size() * stages,
         tp,
         scattered=bool(config.sequence_parallel),
+        of=model.shared_embedding_or_output_weight() if shared else None,
     )
 
 

@@ -1,10 +1,10 @@
 """An embedding that is tied to an output layer whose words lie over the stages.
 
-Stage 0 has the embedding as Megatron gives it, and each stage a copy of the words of its shard: of
-tensor-parallel rank i's embedding all copies together are one more. Once per iteration each copy's
-gradient becomes the sum of both, so that both step alike, as Megatron's two copies on the first and
-the last stage do. The gradient norm counts the embedding only, and a checkpoint has it only: in as
-many parts as there are shards, since all copies of a tensor must be cut alike.
+Stage 0 has the embedding as Megatron gives it, which is its shard of the output layer, too; each
+other stage has a copy of the words of its shard. Once per iteration both copies of a word get the
+sum of their gradients, so that they step alike, as Megatron's two copies on the first and the last
+stage do. The gradient norm counts the embedding only, and a checkpoint has it only: in as many
+parts as there are shards, since all copies of a tensor must be cut alike.
 """
 
 from functools import partial
@@ -38,10 +38,12 @@ def tie(model: Any, device: torch.device) -> None:
             "flag out"
         )
     weight = model.output_layer.weight
+    model.tie_embeddings_and_output_weights_state_dict = partial(_tie_state_dict, model)
+    if weight is None:
+        return
     weight.shared = True  # the norm counts the embedding
     # In a bucket of its own under the distributed optimizer, as the embedding is.
     weight.shared_embedding = True
-    model.tie_embeddings_and_output_weights_state_dict = partial(_tie_state_dict, model)
 
 
 def _tie_state_dict(
@@ -52,10 +54,10 @@ def _tie_state_dict(
     group = metadata.get("dp_cp_group")
     if group is None:
         group = mpu.get_data_parallel_group(with_context_parallel=True)
-    state[output_key] = sharded_words(
-        embedding_key, shard.weight, shard.index, shard.shards, replica=(1, 0, group.rank())
-    )
     if not model.pre_process:
+        state[output_key] = sharded_words(
+            embedding_key, shard.weight, shard.index, shard.shards, replica=(1, 0, group.rank())
+        )
         return
     count = mpu.get_pipeline_model_parallel_group().size()
 
@@ -83,22 +85,24 @@ def add_up_tied_gradients(model: Any) -> None:
     """Give both copies of every word the sum of their gradients. Collective over the pipeline,
     once per iteration, when those over the replicas are done. ``model`` is wrapped by DDP."""
     shard = shard_of(model)
-    if shard is None or not getattr(shard.weight, "shared", False):
+    if shard is None or not unwrap_model(model).share_embeddings_and_output_weights:
         return
     group = mpu.get_pipeline_model_parallel_group()
-    stage, stages = group.rank(), group.size()
-    own = _whole_gradient(model, shard.weight)
-    if stage > 0:
+    if shard.weight is not None:
+        own = _whole_gradient(model, shard.weight)
         dist.gather(own, group=group, group_dst=0)
         dist.scatter(own, group=group, group_src=0)
         return
-    embedding = unwrap_model(model).embedding.word_embeddings.weight
-    total = _whole_gradient(model, embedding)
-    parts = [torch.empty_like(own) for _ in range(stages)]
-    dist.gather(own, parts, group=group, group_dst=0)
-    for mine, part in zip(total.chunk(stages), parts, strict=True):
+    total = _whole_gradient(model, unwrap_model(model).embedding.word_embeddings.weight)
+    first, *others = total.chunk(group.size())
+    nothing = torch.empty_like(first)  # of stage 0 itself, which has added up its own
+    parts = [nothing, *map(torch.empty_like, others)]
+    dist.gather(nothing, parts, group=group, group_dst=0)
+    for mine, part in zip(others, parts[1:], strict=True):
         mine += part
-    dist.scatter(own, [mine.contiguous() for mine in total.chunk(stages)], group=group, group_src=0)
+    dist.scatter(
+        nothing, [part.contiguous() for part in (first, *others)], group=group, group_src=0
+    )
 
 
 def _whole_gradient(model: Any, weight: Parameter) -> Tensor:
