@@ -20,10 +20,10 @@ def install(
     """Put elastic pipelines into Megatron's trainer; for entry scripts of your own.
 
     Call it between reading the flags and ``pretrain``: ``args`` are Megatron's, with those of
-    :func:`add_arguments`; ``model_config`` is what ``gpt_config_from_args`` made of them. Returns
-    the forward step and the data provider to hand to ``pretrain``. On a host without a GPU call
-    :func:`prepare_host` before the first import of Megatron. A ValueError says in one line what
-    cannot run.
+    :func:`add_arguments`; ``model_config`` is what ``gpt_config_from_args`` made of them, or
+    ``hybrid_config_from_args``. Returns the forward step and the data provider to hand to
+    ``pretrain``. On a host without a GPU call :func:`prepare_host` before the first import of
+    Megatron. A ValueError says in one line what cannot run.
 
     ``items`` gives documents of your own in the place of --data-path: called with the samples that
     training, validation and test want, it returns a dataset for each, or None. A dataset has a

@@ -38,7 +38,7 @@ THINKING = {"corpus", "cost", "sim", "planner", "show"}
 DOING = {"runtime", "layers"}
 # Light to import; the doing tower only inside functions. cli holds __main__'s commands.
 FRONT_DOORS = {"__init__", "__main__", "cli"}
-ENTRY = {"pretrain_gpt"}  # above mcore
+ENTRY = {"pretrain_gpt", "pretrain_hybrid"}  # above mcore
 
 
 def imports(source: str, module: str) -> Iterator[tuple[int, str, bool]]:

@@ -1,6 +1,7 @@
 """``tune`` on the command line: the table, JSON, the launch script, the dry run, bad input."""
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
+from megatron_epp.cli.tune.script import layout_words
+from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.survey import Choice
 
 LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
 MACHINE = ("--model", "llama3-8b", "--device", "h100-80g", "--nodes", "1", "--effort", "0")
@@ -99,6 +103,20 @@ def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(
     assert "No --epp is best here: Megatron's own schedule" in said
 
 
+def test_the_script_says_how_experts_are_spread() -> None:
+    choice = Choice(
+        *(Layout(1, 2, 2, 4), (24, 24), "epp", False, 1.0, 1e5, 0.1, 0.0, 0.1, 0.0, 0.0, 2**30, 1),
+        ep=8,
+    )
+    words = [word for group in layout_words(choice) for word in group]
+    parsed = megatrons_parser().parse_args([*words, "--num-experts", "128"])
+    assert parsed.expert_model_parallel_size == 8 and parsed.expert_tensor_parallel_size == 1
+    assert parsed.moe_token_dispatcher_type == "alltoall"
+    dense = [word for group in layout_words(dataclasses.replace(choice, ep=1)) for word in group]
+    assert not any("expert" in word for word in dense)
+    assert "ep" not in dataclasses.replace(choice, ep=1).facts()
+
+
 @pytest.mark.parametrize(
     ("others", "said"),
     [
@@ -108,6 +126,7 @@ def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(
         (("--levers", "magic"), "unknown lever 'magic'"),
         (("--memory-budget-gib", "1"), "no layout of the 8 devices works"),
         (("--nodes", "0"), "expected a whole number of at least 1"),
+        (("--ep", "4"), "ep 4: the model has no experts; leave it out"),
     ],
 )
 def test_bad_input_is_one_line(

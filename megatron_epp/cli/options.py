@@ -599,6 +599,14 @@ def _tune(command: Parser) -> None:
         "--nodes", type=whole(1, 1_000_000), required=True, metavar="N", help="nodes of the job"
     )
     group.add_argument(
+        "--ep",
+        type=whole(1),
+        metavar="N",
+        help="devices that share a layer's experts, in every layout that can: more than its tp x "
+        "cp are of several replicas, which run in lockstep (default: as many of the tp x cp as "
+        "divide the experts)",
+    )
+    group.add_argument(
         "--devices-per-node",
         type=whole(1, 1_000_000),
         metavar="N",

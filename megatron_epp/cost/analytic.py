@@ -403,10 +403,15 @@ def _recompute_seconds(
         "moe_act": (linear * NORM_SHARE, 0.0),
         "layernorm": (linear * NORM_SHARE, 0.0),
     }
+    lacks = {
+        "core_attn": not layer.shape.attention,
+        "mlp": not layer.shape.mlp,
+        "mla_up_proj": not layer.latent,
+        "moe_act": not layer.shape.experts,
+    }
     seconds = {KEEP: Seconds(), FULL: Seconds(linear, attention, launch)}
     for letter, modules in SELECTIVE.items():
-        lacks = {"mla_up_proj": not layer.latent, "moe_act": not layer.shape.experts}
-        if any(lacks.get(name, False) for name in modules):
+        if all(lacks.get(name, False) for name in modules):
             seconds[letter] = Seconds()  # it has no such module, and keeps everything
             continue
         tokens, pairs = zip(*(module[name] for name in modules), strict=True)

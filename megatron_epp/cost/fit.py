@@ -147,6 +147,12 @@ def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
     return dataclasses.replace(seconds, per_token=_TOKENS_SHARE * seconds.per_chunk / tokens)
 
 
+def _load(sample: Sample, figures: LayerFigures) -> tuple[int, int, int]:
+    """(tokens, pairs, 1) of a layer; without attention, which keeps K and V, it meets no pairs."""
+    tokens, pairs, one = sample.load(figures.window)
+    return tokens, pairs if figures.kv_bytes_per_token else 0, one
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """What seconds of one kind of op are linear in.
@@ -179,14 +185,14 @@ class Columns:
         made: list[float] = []
         for kind, figures in self.figures.items():
             count = len(sample.letters_of(kind))
-            made += [float(count * feature) for feature in sample.load(figures.window)]
+            made += [float(count * feature) for feature in _load(sample, figures)]
             if figures.context_seconds:
                 made.append(float(count * sample.context))
         for end in (sample.first, sample.last):
             made += [float(end * sample.tokens), float(end)]
         for kind, letter in self.letters:
             count = sample.letters_of(kind).count(letter)
-            load = sample.load(self.figures[kind].window)
+            load = _load(sample, self.figures[kind])
             made += [float(count * feature) for feature in load]
         return made
 

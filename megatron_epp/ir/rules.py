@@ -81,10 +81,15 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """``item`` of the op's chunk, or of its cut document, where ``slice`` holds."""
+    """``item`` of the op's chunk, or of its cut document, where ``slice`` holds.
+
+    ``chunk``: or of the chunk that stands in that relation to it, where there is one: so rows speak
+    of what lies at the border between two slices, as a state that a layer carries over it.
+    """
 
     item: Item
     slice: SlicePosition = SlicePosition.ANY
+    chunk: Relation = Relation.SAME
 
 
 @dataclass(frozen=True, slots=True)

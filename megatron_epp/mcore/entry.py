@@ -34,15 +34,17 @@ def main(
     program_start: float | None = None,
     hooks: Hooks | None = None,
     datasets: Callable[..., Any] | None = None,
+    hybrid: bool = False,
 ) -> None:
     """Train as the command line says; a user's mistake ends the process with status 2.
 
     program_start   seconds since the epoch when the program started
     hooks           what stands in for parts of --epp (setup.py)
     datasets        Megatron's data provider without --epp, in the place of its own
+    hybrid          a HybridModel; else a GPTModel
     """
     try:
-        train(time.time() if program_start is None else program_start, hooks, datasets)
+        train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
     except Exception as error:
         if not job_exit.is_users_mistake(error):
             raise
@@ -54,6 +56,7 @@ def train(
     program_start: float,
     hooks: Hooks | None = None,
     datasets: Callable[..., Any] | None = None,
+    hybrid: bool = False,
 ) -> None:
     """Read the command line and train; see :func:`main`.
 
@@ -72,22 +75,21 @@ def train(
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import (
-        gpt_config_from_args,
-        pretrain_cfg_container_from_args,
-    )
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_epp.mcore import megatron_gpt, partition
+    from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None
     args = read_flags()
+    _require_kind(args.hybrid_layer_pattern, hybrid)
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     if (said := partition.choose(args)) and rank() == 0:
         print(said, flush=True)
     with refusals_as_value_errors():
-        model = gpt_config_from_args(args)
+        model = described(args)
     forward_step, datasets = megatron_gpt.forward_step, datasets or megatron_gpt.datasets
     if args.epp:
         from megatron_epp.mcore import setup
@@ -97,8 +99,6 @@ def train(
         if said and args.save and rank() == 0:
             model.pre_wrap_hooks.append(partition.keeper(args))  # behind those that claim it
     elif cpu_host.is_cpu_host():
-        from megatron_epp.mcore.model.layer_spec import mend_layer_spec
-
         mend_layer_spec(model)
     with refusals_as_value_errors():
         configuration = pretrain_cfg_container_from_args(args, model)
@@ -110,3 +110,17 @@ def train(
         store=store,
         get_embedding_ranks=megatron_gpt.embedding_ranks,
     )
+
+
+def _require_kind(pattern: str | None, hybrid: bool) -> None:
+    """A ValueError where the program and the flags do not speak of the same kind of model."""
+    if pattern is not None and not hybrid:
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern}: pretrain_gpt trains Megatron's GPTModel; run "
+            "megatron_epp.pretrain_hybrid with these flags, or leave the pattern out"
+        )
+    if pattern is None and hybrid:
+        raise ValueError(
+            "--hybrid-layer-pattern is missing: pretrain_hybrid trains Megatron's HybridModel; "
+            "expected a letter for each layer, as in '*-*E*-', or run megatron_epp.pretrain_gpt"
+        )

@@ -10,9 +10,11 @@ import os
 import socket
 import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from functools import wraps
+from types import FunctionType
+from typing import Any, NoReturn
 
 from megatron_epp.mcore import config
 from megatron_epp.mcore.patching import cpu_host
@@ -26,6 +28,7 @@ def read_flags() -> Namespace:
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
     from megatron_epp.mcore import megatron_gpt, partition, refusals
+    from megatron_epp.mcore.model.hybrid.pattern import refuse_segments, require_pattern
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
@@ -33,9 +36,11 @@ def read_flags() -> Namespace:
         if cpu_host.is_cpu_host():
             cpu_host.refuse_gpu_flags(wanted)
         megatron_gpt.refuse_unsupported(wanted)
+        require_pattern(wanted)
         refusals.require_whole_experts(wanted)
         if wanted.epp:
             refusals.require_equal_stages(wanted)
+            refuse_segments(wanted)
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)
@@ -59,7 +64,24 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     if rank() != 0:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
     parser.error = _refuse  # type: ignore[method-assign]
+    for action in parser._actions:
+        if isinstance(action.type, FunctionType):
+            action.type = _naming_its_flag(action.type)
     return parser
+
+
+def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``read``, such as of a pattern of layers ("[0]*1+[1]*3"), which Megatron has Python evaluate:
+    what Python says of the text becomes an error that argparse names the flag of."""
+
+    @wraps(read)
+    def reading(text: str) -> Any:
+        try:
+            return read(text)
+        except (ArithmeticError, AssertionError, LookupError, NameError, SyntaxError) as error:
+            raise ValueError(text) from error
+
+    return reading
 
 
 def _refuse(message: str) -> NoReturn:

@@ -137,7 +137,10 @@ def analytic(args: Any) -> Profile:
     return replace(
         made,
         keeps_last=attention.keeps_last,
-        last_workspace_tokens=float(block_tokens(args)) if early else 0.0,
+        # A block of this rank's rows, of which each context-parallel rank takes one at a time.
+        last_workspace_tokens=float(block_tokens(args) * args.context_parallel_size)
+        if early
+        else 0.0,
     )
 
 

@@ -7,9 +7,11 @@ another way, as from a checkpoint's arguments or from a script's own, they are r
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.config import AUTO
+from megatron_epp.mcore.model.hybrid.pattern import LETTERS, OTHERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ def _experts_share_parts_of_replicas(args: argparse.Namespace) -> bool:
         return False
     experts, dense = _expert_ranks(args), _dense_ranks(args)
     return bool(experts % dense and dense % experts)
+
+
+def _has_layers(letter: str, args: argparse.Namespace) -> bool:
+    return letter in (getattr(args, "hybrid_layer_pattern", None) or "")
 
 
 _POSITIONS = frozenset({"rope", "yarn", "learned_absolute", "none"})
@@ -178,7 +184,7 @@ REFUSALS = (
         _given("moe_use_upcycling"),
     ),
     Refusal(
-        "multi-token prediction (--mtp-num-layers)",
+        "multi-token prediction (--mtp-num-layers, / in --hybrid-layer-pattern)",
         "leave it out: it reads tokens behind the end of a slice",
         _given("mtp_num_layers", 0),
     ),
@@ -196,7 +202,11 @@ REFUSALS = (
         "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
         lambda args: bool(
             getattr(args, "window_size", None)
-            and not (1 <= args.window_size[0] < args.seq_length and args.window_size[1] == 0)
+            and not (
+                len(args.window_size) == 2
+                and 1 <= args.window_size[0] < args.seq_length
+                and args.window_size[1] == 0
+            )
         ),
     ),
     Refusal(
@@ -312,14 +322,21 @@ REFUSALS = (
         lambda args: args.dataloader_type not in (None, "external"),
     ),
     Refusal(
-        "hybrid, heterogeneous and multi-module models",
-        "use a GPT model",
+        "heterogeneous models (--heterogeneous-layers-config-path, -encoded-json)",
+        "use a GPT model, or a HybridModel (megatron_epp.pretrain_hybrid)",
         lambda args: bool(
-            getattr(args, "hybrid_layer_pattern", None)
-            or getattr(args, "is_hybrid_model", False)
-            or getattr(args, "heterogeneous_layers_config_path", None)
+            getattr(args, "heterogeneous_layers_config_path", None)
             or getattr(args, "heterogeneous_layers_config_encoded_json", None)
         ),
+    ),
+    *(
+        Refusal(
+            f"{what} ({letter} in --hybrid-layer-pattern)",
+            f"use layers of {' '.join(LETTERS)} (attention, latent attention, MLP, experts), or "
+            "run without --epp",
+            partial(_has_layers, letter),
+        )
+        for letter, what in OTHERS.items()
     ),
 )
 
@@ -331,6 +348,7 @@ _PLACES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
     "hybrid_layer_pattern",
+    "hybrid_override_pattern",
 )
 
 

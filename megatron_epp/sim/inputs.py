@@ -16,6 +16,7 @@ from megatron_epp.ir import (
     Kind,
     Op,
     Payload,
+    Relation,
     Rules,
     SlicePosition,
     Table,
@@ -73,6 +74,7 @@ def moved_bytes(table: Table, ties: Ties, rules: Rules = TRAINING) -> np.ndarray
     off the rule table."""
     document = np.asarray(ties.document, np.int64)
     cut = document >= 0
+    related = {Relation.EARLIER: ties.earlier, Relation.LATER: ties.later}
     holds = {
         SlicePosition.ANY: None,
         SlicePosition.FIRST: cut & (np.asarray(ties.earlier) < 0),
@@ -86,6 +88,9 @@ def moved_bytes(table: Table, ties: Ties, rules: Rules = TRAINING) -> np.ndarray
             held = np.asarray(table.held_bytes[effect.item])[:, np.maximum(document, 0)] * cut
         else:
             held = np.asarray(table.held_bytes[effect.item])
+            if effect.chunk is not Relation.SAME:
+                owner = np.asarray(related[effect.chunk], np.int64)
+                held = held[:, np.maximum(owner, 0)] * (owner >= 0)
         where = holds[effect.slice]
         return held if where is None else held * where
 

@@ -491,6 +491,12 @@ def test_layers_with_half_of_it() -> None:
         assert whole.saved_bytes[letter].per_token == sum(parts), letter
     weights = [half.weight_input_bytes.per_token for half in halves]
     assert whole.weight_input_bytes.per_token == sum(weights)
+    # What a layer has not takes nothing to run again, no launch either.
+    again = [half.recompute_seconds for half in halves]
+    for letter, mine in (("m", again[1]), ("c", again[0])):
+        (other,) = (each for each in again if each is not mine)
+        assert other[letter] == Seconds() and mine[letter] != Seconds()
+    assert again[0]["b"] == again[0]["n"]  # MLP and norms of attention: its norm
 
 
 def model_file(tmp_path, **change) -> str:

@@ -7,6 +7,8 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
+import sys  # noqa: E402
+
 import numpy  # noqa: E402
 import torch  # noqa: E402
 
@@ -49,4 +51,5 @@ datasets.is_distributed = True
 if __name__ == "__main__":
     # It draws from the generator from which routers then draw their weights; --epp leaves it out.
     seams.install((seams.FUSION_WARM_UP,))
-    entry.main(datasets=datasets)
+    hybrid = any(word.startswith("--hybrid-layer-pattern") for word in sys.argv)
+    entry.main(datasets=datasets, hybrid=hybrid)

@@ -7,6 +7,9 @@ import pytest
 from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.cli.options import Refused
 from megatron_epp.mcore.config import Config
+from megatron_epp.mcore.patching import cpu_host
+
+cpu_host.install_cpu_host()
 
 
 def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +31,37 @@ def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch
     require_known("certify", [*flags, "--batches", "--pp=2", "--no-bias-gelu-fusion", "--"])
     with pytest.raises(Refused, match=r"unknown option .--hiden-size.*did you mean --hidden-size"):
         require_known("profile", [*flags, "--hiden-size=4"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--moe-layer-freq [0", "argument --moe-layer-freq: invalid moe_freq_type value: '[0'"),
+        ("--moe-layer-freq x", "argument --moe-layer-freq: invalid moe_freq_type value: 'x'"),
+        ("--window-attn-skip-freq ([1]", "argument --window-attn-skip-freq: invalid"),
+        ("--no-rope-freq [1,", "argument --no-rope-freq: invalid"),
+        ("--window-size x", "argument --window-size: invalid tuple_type value: 'x'"),
+        ("--window-size 7", "give --window-size W,0 with W from 1 to --seq-length less 1"),
+        ("--pipeline-model-parallel-layout Ett|tL", "3 layers; expected --num-layers, 4"),
+        ("--hybrid-layer-pattern=*-?", "--hybrid-layer-pattern *-?: '?' stands for no layer"),
+        ("--hybrid-layer-pattern=*-*", "3 layers, of which 3 are left for 2 of"),
+        ("--hybrid-layer-pattern=*-/* --position-embedding-type rope", "multi-token prediction"),
+        ("--num-experts 6 --expert-model-parallel-size 4", "expected a multiple of it"),
+        (
+            "--multi-latent-attention --kv-lora-rank 511 --tensor-model-parallel-size 2",
+            "channels do not divide over --tensor-model-parallel-size 2; expected a multiple of it",
+        ),
+    ],
+)
+def test_patterns_and_sizes_that_cannot_be_are_one_line(flags: str, says: str) -> None:
+    from megatron_epp.mcore.certify.flags import parsed, scaled
+    from megatron_epp.mcore.certify.scale_down import Degrees
+
+    words = f"--hidden-size 64 --num-attention-heads 4 --num-layers 4 {flags}".split()
+    tensor = 2 if "tensor" in flags else 1
+    with pytest.raises(ValueError) as refusal:
+        scaled(parsed(words), Degrees(2, tensor, 1), False)
+    assert says in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(

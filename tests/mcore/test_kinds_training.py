@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import KEEP, Step
-from tests.mcore.runs import Run, flags, train, write_corpus
+from megatron_epp.ir import KEEP, Kind, Step
+from tests.mcore.runs import PROGRAM, Run, flags, train, write_corpus
+
+HYBRID_PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 
 LENGTHS = [900, 40, 700, 60, 300, 20, 1000, 512, 33, 90, 17, 250, 600, 5, 121, 800, 64, 450]
 COMMON = {
@@ -39,6 +41,11 @@ LATENTS = {
     "v_head_dim": 12,
     "epp_mla_keeps": "latents",
 }
+HYBRID = {
+    **DENSE_FIRST,
+    "moe_layer_freq": None,
+    "hybrid_layer_pattern": "*-*E|*-*-",
+}
 ALTERNATE = {"window_size": "100,0", "window_attn_skip_freq": 2, "softmax_type": "learnable"}
 BUDGET_GIB = 0.006  # a third of what packing takes without recompute
 _PEAKS = re.compile(r"([0-9.]+) of ([0-9.]+)")
@@ -55,8 +62,14 @@ def corpus(tmp_path_factory) -> Path:
         (DENSE_FIRST, "dense 3*experts"),
         (ALTERNATE, "2*(window full)"),
         (LATENTS, "dense 3*experts"),
+        (HYBRID, "attention mlp attention experts 2*(attention mlp)"),
     ],
-    ids=["a dense first layer", "alternate windows", "latents and a dense first layer"],
+    ids=[
+        "a dense first layer",
+        "alternate windows",
+        "latents and a dense first layer",
+        "attention, MLP and experts alone",
+    ],
 )
 def test_memory_is_what_was_predicted(corpus, tmp_path, model, kinds) -> None:
     folder, within = tmp_path / "record", {"epp_memory_budget_gib": BUDGET_GIB}
@@ -64,13 +77,20 @@ def test_memory_is_what_was_predicted(corpus, tmp_path, model, kinds) -> None:
     if model is LATENTS:
         at = words.index("--group-query-attention")  # and its number of groups behind it
         words = words[:at] + words[at + 3 :]
-    run = train(words)
+    run = train(words, program=HYBRID_PROGRAM if model is HYBRID else PROGRAM)
     assert run.status == 0, run.output
     measured = Profile.load(str(folder / "epp-cost-model.json"))
     assert list(measured.kinds) == list(dict.fromkeys(re.findall("[a-z]+", kinds)))
     if model is not ALTERNATE:
-        one, other = (each.saved_bytes[KEEP].per_token for each in measured.kinds.values())
-        assert one != other
+        saved = [each.saved_bytes[KEEP].per_token for each in measured.kinds.values()]
+        assert len(set(saved)) == len(saved)
+    if model is HYBRID:
+        of = measured.kinds
+        assert [of[kind].kv_bytes_per_token > 0 for kind in of] == [True, False, False]
+        assert of["mlp"].layer_seconds[Kind.FORWARD].per_pair == 0
+        assert of["attention"].layer_seconds[Kind.FORWARD].per_pair > 0
+        assert of["mlp"].saved_bytes["n"] != of["mlp"].saved_bytes[KEEP]
+        assert of["attention"].saved_bytes["m"] == of["attention"].saved_bytes[KEEP]
     steps = [Step.parse(path.read_text()) for path in sorted(folder.glob("*.step"))]
     assert len(steps) == 3
     cut = any(span.start for step in steps for c in step.plans[0].chunks for span in c.spans)

@@ -158,6 +158,15 @@ def test_a_kind_among_others_is_measured_as_it_is_alone(groups) -> None:
         assert getattr(both, name) == getattr(first, name), name
 
 
+def test_blocks_of_the_end_are_of_all_context_ranks(groups, monkeypatch) -> None:
+    """A rank's end takes 256 of its rows at a time; tokens are of the chunk."""
+    monkeypatch.setattr(MadeUpLayers, "head_tokens", 256)
+    assert measured(groups, ("local",))[0].last_workspace_tokens == 256
+    both = SimpleNamespace(**{**vars(MadeUpLayers.config), "context_parallel_size": 2})
+    monkeypatch.setattr(MadeUpLayers, "config", both)
+    assert measured(groups, ("local",))[0].last_workspace_tokens == 512
+
+
 def test_a_stages_kinds_follow_its_layers_numbers() -> None:
     model = shaped(("local", "far", "local", "local"))
     stage = SimpleNamespace(

@@ -14,10 +14,12 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
+from megatron_epp.mcore import job_cost  # noqa: E402
 from megatron_epp.mcore.calibrate.command import main  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
+from megatron_epp.mcore.model import early_head  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
@@ -38,7 +40,8 @@ def args(**changes) -> SimpleNamespace:
         "moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1,
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
         "moe_token_dispatcher_type": "alltoall", "window_size": None,
-        "window_attn_skip_freq": None, "multi_latent_attention": False, **changes,
+        "window_attn_skip_freq": None, "multi_latent_attention": False,
+        "hybrid_layer_pattern": None, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
 
@@ -61,6 +64,8 @@ def measured(provenance: Provenance) -> Profile:
         {"num_experts": 4},
         {"window_size": (64, 0)},
         {"window_size": (64, 0), "window_attn_skip_freq": 2},
+        {"hybrid_layer_pattern": "*-"},
+        {"hybrid_layer_pattern": "--"},
     ],
 )
 def test_another_models_profile_is_refused(changes) -> None:
@@ -77,6 +82,15 @@ def test_another_device_or_format_is_refused() -> None:
         require(measured(other), mine, "a.json")
     with pytest.raises(ValueError, match="another dtype"):
         require(measured(provenance_of(args(params_dtype="torch.bfloat16"))), mine, "a.json")
+
+
+def test_the_early_heads_blocks_are_of_every_context_ranks_rows(monkeypatch) -> None:
+    """A rank takes its rows block by block: over two context ranks that is a block of each."""
+    monkeypatch.setattr(job_cost, "early_head", lambda args: True)
+    blocks = [
+        job_cost.analytic(args(context_parallel_size=cp)).last_workspace_tokens for cp in (1, 2, 4)
+    ]
+    assert blocks == [cp * early_head.CPU_BLOCK_TOKENS for cp in (1, 2, 4)]
 
 
 def test_an_analytic_profile_was_measured_on_nothing() -> None:

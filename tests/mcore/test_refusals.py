@@ -147,7 +147,10 @@ class Wanted:
         ({"mock_data": True}, "--data-path"),
         ({"iterations_to_skip": [3]}, "skipped iterations"),
         ({"dataloader_type": "cyclic"}, "data loader"),
-        ({"hybrid_layer_pattern": "M*"}, "GPT model"),
+        ({"hybrid_layer_pattern": "M*-"}, "Mamba layers (M in --hybrid-layer-pattern): use layers"),
+        ({"hybrid_layer_pattern": "G*-"}, "gated delta net layers (G"),
+        ({"hybrid_layer_pattern": "D-"}, "DeepSeek's sparse attention (D"),
+        ({"heterogeneous_layers_config_path": "x.json"}, "a HybridModel"),
     ],
 )
 def test_features_are_refused_by_name(change, named):

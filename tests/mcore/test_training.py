@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron_epp.ir import Step
-from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.runs import PROGRAM, Run, flags, train, write_corpus
 
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 # Saved by parameter: the optimizer's default format holds padding, which is whatever memory held,
@@ -130,14 +130,17 @@ def test_another_number_of_stages_on_resume(corpus, six, tmp_path):
         assert before.lengths == now.lengths
 
 
-def to_megatron_and_back(corpus: Path, folder: Path, **model: object) -> None:
+def to_megatron_and_back(
+    corpus: Path, folder: Path, program: tuple[str, ...] = PROGRAM, **model: object
+) -> None:
     """Megatron's own schedule trains iteration 4 from the checkpoint, and ours the one after."""
     common = {"train_iters": 6, **model, **OPTIMIZER}
     theirs = {"save": folder / "stock", "save_interval": 4, "micro_batch_size": 1}
-    stock = train(flags(corpus, exit_interval=4, load=folder, **theirs, **common))
+    stock = train(flags(corpus, exit_interval=4, load=folder, **theirs, **common), program=program)
     assert stock.status == 0, stock.output
     assert len(stock.losses) == 1 and "iteration        4/" in stock.output
-    back = train(flags(corpus, exit_interval=5, load=folder / "stock", epp=True, **common))
+    how = {"exit_interval": 5, "load": folder / "stock", "epp": True}
+    back = train(flags(corpus, **how, **common), program=program)
     assert back.status == 0, back.output
     assert len(back.losses) == 1 and "iteration        5/" in back.output
 

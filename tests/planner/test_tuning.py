@@ -82,6 +82,27 @@ def test_a_bound_rules_out_only_what_is_slower() -> None:
             assert slower.seconds > few.choices[0].seconds
 
 
+def test_experts_over_replicas_are_planned_as_training_runs_them() -> None:
+    """Four replicas share a layer's experts: their block is planned in lockstep."""
+    layout = Layout(1, 2, 2, 4)
+    cost = named_cost(
+        "qwen3-30b-a3b", "h100-80g", pp=2, cp=2, dp=4, ep=8, logits_held=False, topology="nodes"
+    )
+    batch = open_corpus("wlb", 8 * K).batch(3, 16)
+    options = Options(8 * K, effort=0)
+    chosen = choice_of(layout, cost, cost.layers, [batch], options, ELASTIC)
+    steps = {
+        lockstep: plan_step(batch, cost, dataclasses.replace(options, lockstep=lockstep), "epp", 4)
+        for lockstep in (1, 4)
+    }
+    planned = chosen.seconds - chosen.exchange_seconds
+    assert planned == pytest.approx(steps[4].seconds) and planned > steps[1].seconds
+    assert chosen.facts()["ep"] == 8
+    alone = dataclasses.replace(cost, ep=2)
+    within = choice_of(layout, alone, cost.layers, [batch], options, ELASTIC)
+    assert within.ep == 2 and within.seconds < chosen.seconds
+
+
 def test_what_cannot_run_is_named_with_its_reason() -> None:
     layout = Layout(1, 1, 1, 8)
     made = survey([layout], [[300_000, 1000] * 8], cost_for, Options(effort=0))

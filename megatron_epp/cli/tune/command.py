@@ -102,7 +102,8 @@ def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
 def _cost(arguments: argparse.Namespace, layout: Layout, joined: str | Topology) -> Cost:
     here = argparse.Namespace(
         **{name: getattr(arguments, name, None) for name in ASSUMPTIONS},
-        **dict.fromkeys(("cost_model", "layer_kinds", "ep", "host_memory_gib")),
+        **dict.fromkeys(("cost_model", "layer_kinds", "host_memory_gib")),
+        ep=arguments.ep,
         zero="1",  # training's
         model=arguments.model,
         device=arguments.device,

@@ -104,6 +104,10 @@ def layout_words(choice: Choice) -> list[list[str]]:
         ["--context-parallel-size", str(layout.cp)],
         ["--pipeline-model-parallel-size", str(layout.pp)],
     ]
+    if choice.ep > 1:
+        flags.append(["--expert-model-parallel-size", str(choice.ep)])
+        flags.append(["--expert-tensor-parallel-size", "1"])
+        flags.append(["--moe-token-dispatcher-type", "alltoall"])
     if found := layout_flags(choice.layers):
         flags.append(found)
     return flags

@@ -25,6 +25,7 @@ from megatron_epp.mcore import job_exit
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.flags import read_flags, refusals_as_value_errors
+from megatron_epp.mcore.model.hybrid.pattern import joined, letters_of_layers
 from megatron_epp.mcore.model.shape import layer_shapes
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
@@ -55,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(wanted.output)
     if not output.resolve().parent.is_dir():
         raise ValueError(f"-o {wanted.output}: no folder {output.resolve().parent}")
+    given = {word.split("=")[0] for word in flags}
     for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
-        if not any(word == flag or word.startswith(flag + "=") for word in flags):
+        if flag not in given and not (flag == "--num-layers" and given & set(_PATTERN)):
             raise ValueError(f"{flag} is missing; give the flags of your training")
     processes = wanted.pp * wanted.tp * wanted.cp
     print(f"measuring with {processes} process(es) ...", flush=True)
@@ -144,7 +146,6 @@ def worker(argv: Sequence[str]) -> None:
 def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import get_args
-    from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.initialize import initialize_megatron
 
     from megatron_epp.mcore import megatron_gpt, refusals, replaced
@@ -152,12 +153,12 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron_epp.mcore.data.row_share import RowShare
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
-    from megatron_epp.mcore.model.layer_spec import mend_layer_spec
+    from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
     from megatron_epp.mcore.process_groups import make_groups
 
+    layers, size = _layers(flags, pp)
     flags = _with_defaults(_without_layout(flags))
-    layers = _number_of_layers(flags)
-    sys.argv = ["profile", *flags, "--epp", "--num-layers", str(pp * layers),
+    sys.argv = ["profile", *flags, "--epp", *size,
                 "--pipeline-model-parallel-size", str(pp),
                 "--tensor-model-parallel-size", str(tp),
                 "--context-parallel-size", str(cp)]  # fmt: skip
@@ -167,7 +168,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     replaced.warn(args)
     _one_of_each_kind(args, layers, pp)
     with refusals_as_value_errors():
-        model_config = gpt_config_from_args(args)
+        model_config = described(args)
     seams.install(seams.EPP_SEAMS)
     initialize_megatron(
         get_embedding_ranks=megatron_gpt.embedding_ranks, allow_no_cuda=not cpu_host.has_gpu()
@@ -193,20 +194,34 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
         profile.save(output)
 
 
-def _number_of_layers(flags: Sequence[str]) -> int:
+def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
+    """Layers of the model of ``flags``; and the flags of one that has as many on each of ``pp``
+    stages."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)
-    layers = parser.parse_known_args(flags)[0].num_layers
-    if layers < 1:
+    parser.add_argument(*_PATTERN)
+    given = parser.parse_known_args(flags)[0]
+    if given.hybrid_layer_pattern is not None:
+        letters = letters_of_layers(given.hybrid_layer_pattern)
+        return len(letters), [f"--hybrid-layer-pattern={joined([letters] * pp)}"]
+    layers = given.num_layers
+    if layers is None or layers < 1:
         raise ValueError(f"--num-layers {layers}: expected at least 1")
-    return int(layers)
+    return int(layers), ["--num-layers", str(pp * layers)]
 
 
 def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
     """Give every stage one layer of every kind that the model has among its ``layers``."""
     whole = copy.copy(args)
     whole.num_layers = layers
-    kinds = list(dict.fromkeys(layer_shapes(whole))) * pp
+    if args.hybrid_layer_pattern is not None:  # every stage has all of it
+        whole.hybrid_layer_pattern = letters_of_layers(args.hybrid_layer_pattern)[:layers]
+    shapes = layer_shapes(whole)
+    places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
+    kinds = [shapes[place] for place in places] * pp
+    if args.hybrid_layer_pattern is not None:
+        one_of_each = "".join(whole.hybrid_layer_pattern[place] for place in places)
+        args.hybrid_layer_pattern = joined([one_of_each] * pp)
     args.num_layers = args.encoder_num_layers = len(kinds)
     args.no_rope_freq = None  # layers without positions cost what others do
     if args.num_experts:
@@ -215,9 +230,10 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
         args.window_attn_skip_freq = [int(kind.window > 0) for kind in kinds]
 
 
+_PATTERN = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 # How a training lays its layers over the stages; here every stage has one of every kind.
 _LAYOUT = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
-           "--pipeline-model-parallel-layout")  # fmt: skip
+           "--pipeline-model-parallel-layout", *_PATTERN)  # fmt: skip
 
 
 def _without_layout(flags: Sequence[str]) -> list[str]:

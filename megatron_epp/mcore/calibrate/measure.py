@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import device as named_device
@@ -91,6 +92,11 @@ def _points(base: int) -> tuple[Point, ...]:
     return (*small, *_POINTS, *small)
 
 
+def _pairs(shape: Shape, layer: Layer) -> int:
+    """Of queries and keys that ``layer`` meets in a chunk."""
+    return shape.pairs_within(layer.shape.window) if layer.shape.attention else 0
+
+
 def letters_of(layer: Layer) -> str:
     """The recompute letters that make a difference to ``layer``, and KEEP."""
     return ON_DEVICE + OF_LATENTS * layer.latent + OF_EXPERTS * bool(layer.shape.experts)
@@ -154,6 +160,7 @@ class Readings:
     exchange        (tokens, seconds of F, of B) that one layer takes longer of spread documents
                     than of those local to a context-parallel rank
     host_rate       bytes per second to the host's memory
+    keeps_last      whether the layer's attention has last slices kept, too
     """
 
     forward: list[Sample] = dataclasses.field(default_factory=list)
@@ -166,6 +173,7 @@ class Readings:
     split: list[Split] = dataclasses.field(default_factory=list)
     exchange: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
+    keeps_last: bool = False
 
 
 def calibrate(
@@ -203,6 +211,7 @@ def calibrate(
             _measure_end_seconds(probe, groups, shapes, readings)
         if mine is not None:
             _measure_modules(mine, shapes, readings)
+            readings.keeps_last = mine.keeps_last
         dist.barrier(groups.control)
         if split_backward and mine is not None:
             large = max(shape.tokens for shape, _ in shapes) // 2
@@ -243,7 +252,8 @@ def _measure_bytes(
                 readings.held.append(Sample("", first, last, tokens, shape.pairs, 0, held))
             if last:
                 readings.peaks += _peaks(measured, KEEP, True, tokens)
-    for behind in _contexts(probe, context) if on_gpu and layer is not None else ():
+    attends = layer is not None and layer.shape.attention
+    for behind in _contexts(probe, context) if on_gpu and attends else ():
         measured = _weighed(probe, Shape(_BEHIND_TOKENS, behind), KEEP)
         readings.peaks += _peaks(measured, KEEP, False, _BEHIND_TOKENS, behind)
 
@@ -258,7 +268,7 @@ def _measure_layer_bytes(
             measured = _weighed(probe, shape, letter)
             kept = tokens if cut else 0
             if fits_line:
-                load = (tokens, shape.pairs_within(layer.shape.window), kept)
+                load = (tokens, _pairs(shape, layer), kept)
                 readings.held.append(Sample(letter, False, False, *load, measured.held_bytes))
             if not cut:
                 readings.peaks += _peaks(measured, letter, False, tokens)
@@ -325,7 +335,7 @@ def _measure_seconds(
         for key, got in runs.items()
     }
     for (shape, letter), (forward, backward) in typical.items():
-        load = (shape.tokens, shape.pairs_within(layer.shape.window), 0)
+        load = (shape.tokens, _pairs(shape, layer), 0)
         if letter == KEEP:
             for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
                 behind = shape.context if layer.carries_latents else 0
@@ -354,11 +364,12 @@ def _measure_end_seconds(
 
 
 def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings):
-    """Of what selective recompute runs again."""
+    """Of what selective recompute runs again; a module that the layer has not takes nothing."""
     layer = probe.layer
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
     modules = {"mlp": (layer.mlp,), "layernorm": (layer.input_layernorm, layer.pre_mlp_layernorm)}
-    for name, parts in modules.items():
+    for name, all_parts in modules.items():
+        parts = [part for part in all_parts if not isinstance(part, IdentityOp)]
         seconds = [sum(probe.module_seconds(shape, p) for p in parts) for _ in range(REPEATS)]
         readings.module_seconds[name] = median(seconds) / shape.tokens
 
@@ -421,7 +432,8 @@ def _of_all_kinds(
         return whole
     said = (f"{kind}: {each.provenance.source}" for kind, each in made.items())
     provenance = dataclasses.replace(whole.provenance, source="; ".join(said))
-    return dataclasses.replace(whole.with_kinds(made), provenance=provenance)
+    keeps_last = any(each.keeps_last for each in made.values())
+    return dataclasses.replace(whole.with_kinds(made), provenance=provenance, keeps_last=keeps_last)
 
 
 def _fitted(
@@ -446,8 +458,10 @@ def _fitted(
         link_seconds=sorted(best_link.items()),
     )
     profile = fitted.profile
+    # Blocks are of a rank's rows, and peaks are told of all that the context-parallel ranks share.
+    head_tokens = probe.head_tokens * config.context_parallel_size
     workspace, last_workspace, again, forward = _workspaces(
-        [peak for readings in every for peak in readings.peaks], probe.head_tokens
+        [peak for readings in every for peak in readings.peaks], head_tokens
     )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
     kv = _carried_channels(layer, config, ranks)
@@ -467,11 +481,11 @@ def _fitted(
         first_bytes=_alike(profile.first_bytes),
         last_bytes=_alike(profile.last_bytes),
         kv_bytes_per_token=float(kv * config.params_dtype.itemsize),
-        keeps_last=probe.keeps_last,
+        keeps_last=any(readings.keeps_last for readings in every),
         kv_gradient_bytes_per_token=float(kv * gradient.itemsize),
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,
-        last_workspace_tokens=float(probe.head_tokens),
+        last_workspace_tokens=float(head_tokens),
         recompute_workspace_bytes=again,
         forward_workspace_bytes=forward,
         expert_bytes_per_token=0.0,  # part of what was measured

@@ -23,6 +23,7 @@ from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import Aside
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.hooks import ChunkParams, ElasticAttention
+from megatron_epp.mcore.model.hybrid.stack import has_attention
 from megatron_epp.mcore.model.latent_attention import LatentLayer
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
@@ -146,8 +147,13 @@ class Probe:
 
     @property
     def keeps_last(self) -> bool:
-        """Whether the stage's attention has the store keep the K and V of last slices, too."""
-        return self._attends.keeps_last
+        """Whether the layer's attention has the store keep the K and V of last slices, too."""
+        return self.attends and self._attends.keeps_last
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention."""
+        return has_attention(self.layer)
 
     @property
     def _attends(self) -> ElasticAttention | LatentLayer:
@@ -301,7 +307,7 @@ class Probe:
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(letters)):
-            if shape.context:
+            if shape.context and has_attention(self.model.decoder.layers[layer]):
                 kept = (self._normal((shape.context, *size)) for size in self._kept_sizes)
                 store.append(layer, 0, 0, *kept)
         rows = self.share.padded(shape.tokens)

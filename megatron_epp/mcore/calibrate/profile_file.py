@@ -59,6 +59,8 @@ def provenance_of(args: Any) -> Provenance:
         words.append(f"cp {args.context_parallel_size}")
     if not early_head(args):
         words.append("logits kept")
+    if args.hybrid_layer_pattern is not None:
+        words.append("HybridModel")
     words += _of_kinds(args)
     return Provenance(
         model=", ".join(words),

@@ -62,6 +62,8 @@ def begin(flags: Sequence[str]) -> Alone:
 
     args = get_args()
     refusals.refuse(args)
+    if args.hybrid_layer_pattern is not None:
+        raise ValueError("--hybrid-layer-pattern: one stage alone is a GPTModel's; leave it out")
     seams.install(seams.EPP_SEAMS)
     initialize_megatron(
         get_embedding_ranks=megatron_gpt.embedding_ranks, allow_no_cuda=not cpu_host.has_gpu()

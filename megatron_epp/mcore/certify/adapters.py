@@ -100,9 +100,12 @@ def adapt(model: Any, rank: int) -> Any:
         parameter.requires_grad = False
     for layer in model.decoder.layers:
         around, mlp = layer.self_attention, layer.mlp
+        # Of a HybridModel's layer, one of the two has no linears.
         for name in _ATTENTION:
             if (linear := getattr(around, name, None)) is not None:
                 setattr(around, name, LowRankAdapter(linear, rank, gated=False))
+        if not hasattr(mlp, "linear_fc1"):
+            continue
         mlp.linear_fc1 = LowRankAdapter(mlp.linear_fc1, rank, mlp.config.gated_linear_unit)
         mlp.linear_fc2 = LowRankAdapter(mlp.linear_fc2, rank, gated=False)
     return model

@@ -16,6 +16,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron_epp.mcore import refusals
 from megatron_epp.mcore.certify.scale_down import Degrees, small
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
+from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
 from megatron_epp.mcore.patching import cpu_host
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
@@ -116,7 +117,10 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool) -> Scaled:
     extra = OVERLAP if overlap else {}
     elastic = _validated(raw, tiny.values | extra, degrees.ranks)
     refusals.refuse(elastic)
-    return Scaled(tiny.layers, elastic, _validated(raw, tiny.values | _NOT_PLAIN, 1))
+    plain = tiny.values | _NOT_PLAIN
+    if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
+        plain["hybrid_layer_pattern"] = letters_of_layers(pattern)
+    return Scaled(tiny.layers, elastic, _validated(raw, plain, 1))
 
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
@@ -132,6 +136,8 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
         "biases" if args.add_bias_linear else "no biases",
         "untied" if args.untie_embeddings_and_output_weights else "tied",
     ]
+    if args.hybrid_layer_pattern is not None:
+        words.insert(0, f"HybridModel {args.hybrid_layer_pattern}")
     words += ["qk-layernorm"] * args.qk_layernorm + ["qk-l2-norm"] * args.qk_l2_norm
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
     words += _latents_in_words(args) + experts_in_words(args) + _window_in_words(args)

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.utils import get_model_config
-from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
 
@@ -22,7 +20,7 @@ from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.model.experts.biases import let_biases_be_added
 from megatron_epp.mcore.model.experts.router import expert_layers
-from megatron_epp.mcore.model.layer_spec import mend_layer_spec
+from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 
 
 def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
@@ -55,10 +53,10 @@ def begin(args: Namespace, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def plain_model(args: Namespace) -> GPTModel:
+def plain_model(args: Namespace) -> Any:
     """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py,
     model/experts/biases.py)."""
-    description = gpt_config_from_args(args)
+    description = described(args)
     mend_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
@@ -72,7 +70,7 @@ def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: in
     """This rank's stage in Megatron's DDP, wired as ``train`` wires it (training/training.py:3530);
     ``install`` hooks the job into the model's configuration, after whoever puts adapters there.
     """
-    description = gpt_config_from_args(args)
+    description = described(args)
     mend_layer_spec(description)
     if lora_rank:
         description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])

@@ -14,6 +14,14 @@ from typing import Any
 from megatron_epp.mcore.certify.scaled.experts import small_experts
 from megatron_epp.mcore.certify.scaled.latents import small_latents
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
+from megatron_epp.mcore.model.hybrid.pattern import (
+    LATENT,
+    layers_of_stages,
+    letters_of_layers,
+    pattern_of,
+    refuse_segments,
+    require_pattern,
+)
 
 CONTEXT = 64  # inputs of the longest document
 HEAD_SIZE = 8
@@ -22,6 +30,7 @@ GROUPS_PER_RANK = 2  # key/value heads, and as many as make
 LEAST_HEADS_PER_RANK = 4  # query heads
 MOST_HEADS_PER_GROUP = 8
 UNEVEN_LAYERS = 3  # at most, of a stage where the stages differ; else 2
+HALF_LAYERS = 6  # at most, of a stage of a HybridModel: each is about half of another's layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +51,25 @@ class Degrees:
         return f"PP {self.pp}, TP {self.tp}, DP {self.dp}{spread}"
 
 
+def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
+    """Megatron's parsed ``args`` as it reads them where there is a pattern of layers."""
+    made = Namespace(**vars(args))
+    made.num_layers = len(letters_of_layers(pattern))
+    made.hybrid_layer_pattern, made.hybrid_override_pattern = pattern, None
+    made.multi_latent_attention |= LATENT in pattern
+    made.pipeline_model_parallel_size = stages
+    require_pattern(made)
+    refuse_segments(made)
+    return made
+
+
 def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:
     """Transformer layers of every stage, as Megatron's flags place them.
 
     ``layout``: --pipeline-model-parallel-layout as letters per stage, t for a transformer layer.
     """
+    if pattern_of(args) is not None:
+        return list(layers_of_stages(args))
     layers = args.num_layers
     if layout is not None:
         if len(layout) != pp:
@@ -54,7 +77,13 @@ def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | Non
                 f"--pipeline-model-parallel-layout: {len(layout)} stages where --pp is {pp}; "
                 "expected one stage each"
             )
-        return [list(stage).count("t") for stage in layout]
+        counts = [list(stage).count("t") for stage in layout]
+        if sum(counts) != layers:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout: {sum(counts)} layers; expected --num-layers, "
+                f"{layers}"
+            )
+        return counts
     if layers < pp:
         raise ValueError(
             f"--pp {pp}: more stages than the {layers} layers; expected at most one stage per layer"
@@ -128,13 +157,16 @@ class Small:
 
 def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | None) -> Small:
     """The model of Megatron's parsed ``args``, scaled down. ValueError: one line."""
+    pattern = pattern_of(args)
+    if pattern is not None:
+        args = _of_pattern(args, pattern, degrees.pp)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not getattr(args, name):
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is missing among the model flags; expected at least {flag} 1")
     tp = degrees.tp
     stages = stage_layers(args, degrees.pp, layout)
-    counts = fewer(stages)
+    counts = fewer(stages) if pattern is None else [min(count, HALF_LAYERS) for count in stages]
     wanted = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else wanted
     query, key = heads(wanted, groups, tp, degrees.cp)
@@ -166,9 +198,10 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     }
     changed |= small_experts(args, hidden, tp) | small_kinds(args, stages, counts)
     changed |= small_latents(args, hidden, tp, HEAD_SIZE)
-    if args.decoder_first_pipeline_num_layers is not None:
+    first = args.decoder_first_pipeline_num_layers
+    if first is not None and pattern is None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]
-    if args.decoder_last_pipeline_num_layers is not None:
+    if args.decoder_last_pipeline_num_layers is not None and pattern is None:
         changed["decoder_last_pipeline_num_layers"] = counts[-1]
     if layout is not None:
         changed["pipeline_model_parallel_layout"] = "|".join(

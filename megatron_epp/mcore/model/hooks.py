@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
@@ -24,6 +25,7 @@ from megatron_epp.layers.recompute.outputs import Dropped
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.experts.router import install_in_experts, prepare_log
+from megatron_epp.mcore.model.hybrid.stack import has_attention, has_mlp, take_output_processor
 from megatron_epp.mcore.model.latent_attention import LatentLayer
 
 
@@ -141,12 +143,14 @@ class _Alone:
         return 0
 
 
-def install_in_model(model: GPTModel, context: int, attention: Attention) -> None:
+def install_in_model(model: GPTModel | HybridModel, context: int, attention: Attention) -> None:
     """Make ``model`` compute chunks: its attention, its rotary embedding, its layers' recompute.
 
     ``context``: the most inputs of a document.
     """
     add_every_gradient(model)
+    if isinstance(model, HybridModel):
+        take_output_processor(model)
     if getattr(model, "rotary_pos_emb", None) is not None:
         fused = model.config.apply_rope_fusion
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
@@ -154,42 +158,52 @@ def install_in_model(model: GPTModel, context: int, attention: Attention) -> Non
         prepare_log(model.config)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
-        around, dropped = layer.self_attention, Dropped()
-        ranks = around.pg_collection.cp
-        ulysses = Ulysses(ranks) if ranks.size() > 1 else None
-        of_layer = partial(_of_layer, model.config, layer.layer_number, around.core_attention)
-        own = whole = of_layer(attention, ranks)
-        if ulysses is not None:
-            whole = of_layer(attention.whole, _Alone())
-        latent = isinstance(around, MultiLatentAttention)
-        if latent:
-            mla = LatentLayer(around, own, whole, index, context, dropped, ulysses, _Alone())
-            mla.install()
-        else:
-            around.core_attention.forward = ElasticAttention(own, whole, index, dropped, ulysses)
-        # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
-        # positions from the table, which here holds them already.
-        around.pg_collection = copy.copy(around.pg_collection)
-        around.pg_collection.cp = _Alone()
-        if isinstance(layer.mlp, MoELayer):
+        dropped, consumers = Dropped(), ()
+        if has_attention(layer):
+            consumers = _install_in_attention(layer, index, context, attention, dropped)
+        experts = isinstance(layer.mlp, MoELayer)
+        if experts:
             passing = Passing()
             install_in_experts(layer.mlp, index, passing, dropped)
             layer.forward = note_in_layer(layer.forward, passing, _state_of)
             with taken_along(layer.mlp, passing):
                 wrap_mlp(layer.mlp, dropped)
-        consumers = () if latent else (around.linear_qkv, around.linear_proj)
-        if not isinstance(layer.mlp, MoELayer):
+        elif has_mlp(layer):
             consumers = (*consumers, layer.mlp.linear_fc1)
         layer.forward = wrap_layer(layer.forward, index, _state_of, checkpoint, dropped)
         if index == 0:
             layer.forward = _from_here_on(layer.forward)
         for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
-            if any(True for _ in norm.parameters()):  # else a linear has it inside
+            if any(True for _ in norm.parameters()):  # else a linear has it, or none is
                 wrap_norm(norm, dropped)
         for consumer in consumers:
             wrap_consumer(consumer, dropped)
-        if not isinstance(layer.mlp, MoELayer):
+        if has_mlp(layer) and not experts:
             wrap_mlp(layer.mlp, dropped)
+
+
+def _install_in_attention(
+    layer: Any, index: int, context: int, attention: Attention, dropped: Dropped
+) -> tuple[nn.Module, ...]:
+    """Make the attention of layer ``index`` of the stage that of chunks; its linears that read what
+    the layer may drop."""
+    around = layer.self_attention
+    ranks = around.pg_collection.cp
+    ulysses = Ulysses(ranks) if ranks.size() > 1 else None
+    of_layer = partial(_of_layer, around.config, layer.layer_number, around.core_attention)
+    own = whole = of_layer(attention, ranks)
+    if ulysses is not None:
+        whole = of_layer(attention.whole, _Alone())
+    latent = isinstance(around, MultiLatentAttention)
+    if latent:
+        LatentLayer(around, own, whole, index, context, dropped, ulysses, _Alone()).install()
+    else:
+        around.core_attention.forward = ElasticAttention(own, whole, index, dropped, ulysses)
+    # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
+    # positions from the table, which here holds them already.
+    around.pg_collection = copy.copy(around.pg_collection)
+    around.pg_collection.cp = _Alone()
+    return () if latent else (around.linear_qkv, around.linear_proj)
 
 
 def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:

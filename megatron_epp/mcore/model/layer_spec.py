@@ -5,6 +5,7 @@ modules, on hosts without a GPU, would refuse or leave out when they are built.
     latent attention       local attention does not know that V may have another size than Q and K
     norms of queries that have no latent    exist inside of Transformer Engine's linear alone
     norms of Q and K without weights (--qk-l2-norm)    are not passed on by Megatron's trainer
+    HybridModel    is of Transformer Engine's modules alone (hybrid/stack.py)
 
 Checkpoints have the keys that Transformer Engine's layers give them.
 """
@@ -17,13 +18,27 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
+from megatron.training import argument_utils
 from megatron.training.models.gpt import default_layer_spec
+from megatron.training.models.hybrid import HybridModelConfig
 
+from megatron_epp.mcore.model.hybrid.stack import local_stack_spec
 from megatron_epp.mcore.model.normed_linear import NormedColumnParallelLinear
 
 
+def described(args: Any) -> Any:
+    """The description of the model of Megatron's ``args`` that its trainer builds from: of a
+    HybridModel where they have a pattern, else of a GPTModel."""
+    if args.hybrid_layer_pattern is None:
+        return argument_utils.gpt_config_from_args(args)
+    return argument_utils.hybrid_config_from_args(args)
+
+
 def mend_layer_spec(description: Any) -> None:
-    """Make the model that ``description`` (Megatron's GPTModelConfig) builds have such layers."""
+    """Make the model that ``description`` (:func:`described`) builds have such layers."""
+    if isinstance(description, HybridModelConfig):
+        _mend_stack(description)
+        return
     wanted, config = description.transformer_layer_spec, description.transformer
     lacking = config.multi_latent_attention or config.qk_l2_norm
     if not lacking and config.context_parallel_size == 1:
@@ -40,6 +55,15 @@ def mend_layer_spec(description: Any) -> None:
         return made
 
     description.transformer_layer_spec = spec
+
+
+def _mend_stack(description: HybridModelConfig) -> None:
+    config = description.transformer
+    if config.transformer_impl != "local" or description.hybrid_stack_spec is not None:
+        return
+    spec = local_stack_spec(config)
+    _mend(spec.submodules.attention_layer.submodules, config)
+    description.hybrid_stack_spec = spec
 
 
 def _mend(layer: Any, config: Any) -> None:

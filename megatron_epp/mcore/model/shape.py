@@ -5,6 +5,13 @@ from typing import Any
 
 from megatron_epp.cost.layer_kinds import format_kinds
 from megatron_epp.cost.models import LayerShape, Model
+from megatron_epp.mcore.model.hybrid.pattern import (
+    ATTENTION,
+    EXPERTS,
+    LATENT,
+    MLP,
+    letters_of_layers,
+)
 
 
 def model_shape(args: Any) -> Model:
@@ -39,15 +46,36 @@ def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
     """What sets each layer apart from a plain one, first layer first."""
     windows, experts = window_layers(args), expert_layers(args)
+    attention, mlp = attention_layers(args), mlp_layers(args)
     shared = dict(_latents(args))
     return tuple(
         LayerShape(
-            **shared,
-            window=args.window_size[0] + 1 if windowed else 0,
+            attention=attends,
+            mlp=has_mlp,
+            **(shared if attends else {}),
+            window=args.window_size[0] + 1 if windowed and attends else 0,
             **(_experts(args) if has_experts else {}),
         )
-        for windowed, has_experts in zip(windows, experts, strict=True)
+        for attends, has_mlp, windowed, has_experts in zip(
+            attention, mlp, windows, experts, strict=True
+        )
     )
+
+
+def attention_layers(args: Any) -> tuple[bool, ...]:
+    """Which layers have attention: all but MLPs and experts of a HybridModel."""
+    return _in_pattern(args, ATTENTION + LATENT) or (True,) * args.num_layers
+
+
+def mlp_layers(args: Any) -> tuple[bool, ...]:
+    """Which layers have an MLP or experts: all but a HybridModel's of attention."""
+    return _in_pattern(args, MLP + EXPERTS) or (True,) * args.num_layers
+
+
+def _in_pattern(args: Any, letters: str) -> tuple[bool, ...]:
+    """Which layers of a HybridModel are one of ``letters``; none of another model's."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return tuple(letter in letters for letter in letters_of_layers(pattern or ""))
 
 
 def window_layers(args: Any) -> tuple[bool, ...]:
@@ -63,9 +91,11 @@ def window_layers(args: Any) -> tuple[bool, ...]:
 
 
 def expert_layers(args: Any) -> tuple[bool, ...]:
-    """Which layers have experts: --num-experts, --moe-layer-freq."""
+    """Which layers have experts: --num-experts, --moe-layer-freq or the pattern."""
     if not args.num_experts:
         return (False,) * args.num_layers
+    if of_pattern := _in_pattern(args, EXPERTS):
+        return of_pattern
     every = args.moe_layer_freq
     if isinstance(every, int):
         return tuple(layer % every == 0 for layer in range(args.num_layers))
@@ -119,8 +149,10 @@ _PLAIN = ("full", "heads", "dense")
 
 
 def _words(shape: LayerShape) -> tuple[str, ...]:
-    return (
-        "window" if shape.window else "full",
-        "latent" if shape.kv_rank else "heads",
-        "experts" if shape.experts else "dense",
-    )
+    if not shape.attention:
+        return ("experts" if shape.experts else "mlp",)
+    window, latent = "window" if shape.window else "full", "latent" if shape.kv_rank else "heads"
+    if not shape.mlp:
+        plain = window == "full" and latent == "heads"
+        return ("attention" if plain else "-".join(w for w in (window, latent) if w not in _PLAIN),)
+    return window, latent, "experts" if shape.experts else "dense"

@@ -44,11 +44,11 @@ def partition_of(
     return partition_by_time(cost, held, seconds_of)
 
 
-def heaviest(lengths: Sequence[int], cost: Cost) -> list[int]:
-    """The documents of the replica with most work."""
-    if cost.dp == 1:
+def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]:
+    """The documents of the replica with most work; of the block of ``lockstep`` replicas."""
+    if cost.dp == lockstep:
         return list(lengths)
     rates = rates_of(cost)
-    deals = balance_replicas(lengths, cost, cost.dp)
+    deals = balance_replicas(lengths, cost, cost.dp // lockstep, least=lockstep)
     held = [[lengths[document] for document in deal] for deal in deals]
     return max(held, key=lambda mine: float(rates.document_seconds(np.array(mine)).sum()))

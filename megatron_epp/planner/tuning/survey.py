@@ -5,7 +5,8 @@
              above the worst that is still wanted are left out
     finals   the best of these, planned on all batches with the whole effort
 
-A plan is for the replica with most work, which the others wait for. The layers of the stages are
+A plan is for the replica with most work, which the others wait for; where replicas share a layer's
+experts and run in lockstep, for the block of them that has most. The layers of the stages are
 even, or by time (planner.partition) where that is faster. What vocabulary parallelism and documents
 local to a rank are worth belongs into :func:`_variants` as soon as plans can have them.
 """
@@ -27,7 +28,7 @@ from megatron_epp.planner.partition import (
     layer_costs,
     with_layers,
 )
-from megatron_epp.planner.registry import PIPELINES
+from megatron_epp.planner.registry import BLOCKS, PIPELINES
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import heaviest
@@ -53,6 +54,7 @@ class Choice:
     seconds             of an iteration, what replicas exchange included
     exchange_seconds    of it, exposed; hidden_seconds: of the exchange, behind computation
     peak_bytes          of the fullest stage, states included
+    ep                  devices that share a layer's experts; 1: every device has all, or none
     shares              of seconds: compute, recompute, communication, bubbles, replicas
     """
 
@@ -69,6 +71,7 @@ class Choice:
     hidden_seconds: float
     peak_bytes: int
     batches: int
+    ep: int = 1
 
     @property
     def shares(self) -> dict[str, float]:
@@ -89,9 +92,12 @@ class Choice:
 
     def facts(self) -> dict:
         """For JSON; seconds and bytes are plain numbers."""
+        own = dataclasses.asdict(self)
+        if self.ep == 1:
+            del own["ep"]
         return {
             **{name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")},
-            **dataclasses.asdict(self),
+            **own,
             "layout": str(self.layout),
             "layers": list(self.layers),
             "shares": self.shares,
@@ -278,6 +284,7 @@ def choice_of(
         hidden_seconds=float(np.mean([hidden for _, _, hidden in made])),
         peak_bytes=max(max(planned.peak_bytes) for planned, _, _ in made),
         batches=len(batches),
+        ep=cost.ep,
     )
 
 
@@ -285,7 +292,14 @@ def _planned(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str
 ) -> tuple[Planned, float, float]:
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
-    planned = PIPELINES[planner](heaviest(lengths, cost), cost, options)
+    lockstep = max(1, cost.ep // (cost.tp * cost.cp))
+    held = heaviest(lengths, cost, lockstep)
+    if lockstep > 1:
+        together = dataclasses.replace(options, lockstep=lockstep)
+        block = BLOCKS[planner](held, cost, together)
+        planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
+    else:
+        planned = PIPELINES[planner](held, cost, options)
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
     if cost.network is None or cost.cp * cost.dp == 1:

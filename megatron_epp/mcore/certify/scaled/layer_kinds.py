@@ -2,9 +2,16 @@
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
+from itertools import islice
 from typing import Any
 
-from megatron_epp.mcore.model.shape import expert_layers, of_all_layers, window_layers
+from megatron_epp.mcore.model.hybrid.pattern import further_of, joined, letters_of_layers
+from megatron_epp.mcore.model.shape import (
+    attention_layers,
+    expert_layers,
+    of_all_layers,
+    window_layers,
+)
 
 # Inputs that a query sees in front of it: drawn slices are shorter and longer.
 WINDOW = 7
@@ -14,9 +21,13 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
     """The values that keep layers of every kind of Megatron's parsed ``args``; ``stages`` and
     ``counts``: layers of every stage before and after. ValueError: one line."""
     experts, windows, bare = expert_layers(args), window_layers(args), _without_positions(args)
-    chosen = kept_layers(list(zip(experts, windows, bare, strict=True)), stages, counts)
+    kinds = list(zip(experts, windows, bare, attention_layers(args), strict=True))
+    chosen = kept_layers(kinds, stages, counts)
     changed: dict[str, Any] = {}
-    if args.num_experts:
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        changed |= _small_pattern(pattern, chosen, counts)
+    elif args.num_experts:
         kept = [int(experts[layer]) for layer in chosen]
         changed["moe_layer_freq"] = 1 if all(kept) else kept
     if args.window_size and args.window_size[0] >= 1:
@@ -26,6 +37,18 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
     if args.no_rope_freq is not None:
         changed["no_rope_freq"] = [int(bare[layer]) for layer in chosen]
     return changed
+
+
+def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
+    """The values of a HybridModel of the ``chosen`` layers, so many for each stage."""
+    letters = iter([letters_of_layers(pattern)[layer] for layer in chosen])
+    stages = ["".join(islice(letters, count)) for count in counts]
+    return {
+        "hybrid_layer_pattern": joined(stages) + further_of(pattern),
+        "hybrid_override_pattern": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+    }
 
 
 def _without_positions(args: Namespace) -> tuple[bool, ...]:

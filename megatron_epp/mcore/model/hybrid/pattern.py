@@ -1,0 +1,123 @@
+"""The pattern that Megatron's HybridModel is built from (--hybrid-layer-pattern).
+
+A letter for each layer, which is half of a transformer layer or another kind of mixer, and ``|``
+between the stages of a pipeline; without any, stages have equally many layers, or as the flags of
+the first and the last stage say.
+
+    *-*-|*E*-      two stages: attention, MLP, attention, MLP; attention, experts, attention, MLP
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+ATTENTION, LATENT, MLP, EXPERTS = "*", "+", "-", "E"
+LETTERS = ATTENTION + LATENT + MLP + EXPERTS  # of the layers that --epp runs
+# Of others, what they are: they carry a state from token to token, or choose what they attend to.
+OTHERS = {
+    "M": "Mamba layers",
+    "G": "gated delta net layers",
+    "D": "layers of DeepSeek's sparse attention",
+}
+BORDER, FURTHER = "|", "/"  # between stages; in front of layers that predict further tokens
+_FLAG = "--hybrid-layer-pattern"
+_EXPECTED = (
+    "expected a letter for each layer, * (attention), + (latent attention), - (MLP) or E "
+    "(experts), and | between stages"
+)
+
+
+def pattern_of(args: Namespace) -> str | None:
+    """Of flags as they are given; None: the model is no HybridModel. (--hybrid-override-pattern is
+    Megatron's old name of the flag.)"""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    return getattr(args, "hybrid_override_pattern", None) if pattern is None else pattern
+
+
+def letters_of_layers(pattern: str) -> str:
+    """Of all layers, first to last."""
+    return pattern.partition(FURTHER)[0].replace(BORDER, "")
+
+
+def further_of(pattern: str) -> str:
+    """What stands behind the layers, of those that predict further tokens; mostly nothing."""
+    return "".join(pattern.partition(FURTHER)[1:])
+
+
+def require_pattern(args: Namespace) -> None:
+    """Raise a ValueError unless the pattern of ``args``, flags as they are given, is one of
+    Megatron's, with segments that its pipeline's stages can share."""
+    pattern = pattern_of(args)
+    if pattern is None:
+        return
+    whole = f"{_FLAG} {pattern}"
+    main, *further = pattern.split(FURTHER)
+    known = set(LETTERS) | set(OTHERS)
+    for letter in main.replace(BORDER, "") + "".join(further):
+        if letter not in known:
+            raise ValueError(f"{whole}: {letter!r} stands for no layer; {_EXPECTED}")
+    letters = letters_of_layers(pattern)
+    if not letters:
+        raise ValueError(f"{whole}: no layer; {_EXPECTED}")
+    if ATTENTION in letters and (LATENT in letters or "D" in letters):
+        other = LATENT if LATENT in letters else "D"
+        raise ValueError(
+            f"{whole}: attention (*) and latent attention ({other}) in one model; expected one of "
+            "the two"
+        )
+    if (EXPERTS in letters) != bool(args.num_experts):
+        raise ValueError(
+            f"{whole}: {'layers' if EXPERTS in letters else 'no layer'} of experts (E), and "
+            f"--num-experts {args.num_experts or 'is not given'}; expected both or neither"
+        )
+    layers_of_stages(args)
+
+
+def layers_of_stages(args: Namespace) -> tuple[int, ...]:
+    """Layers of every stage, or of every segment where there are several for a stage. ValueError:
+    the layers of the pattern do not fit the stages."""
+    pattern, stages = pattern_of(args), args.pipeline_model_parallel_size
+    assert pattern is not None, "asked of a HybridModel"
+    segments = pattern.partition(FURTHER)[0].split(BORDER)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    ends = [count for count in (first, last) if count is not None]
+    whole = f"{_FLAG} {pattern}"
+    if len(segments) > 1:
+        if ends:
+            raise ValueError(
+                f"{whole}: its | say where stages end; leave --decoder-first-pipeline-num-layers "
+                "and --decoder-last-pipeline-num-layers out"
+            )
+        if len(segments) % stages:
+            raise ValueError(
+                f"{whole}: {len(segments)} segments for --pipeline-model-parallel-size {stages}; "
+                f"expected {stages}, one for each stage"
+            )
+        return tuple(map(len, segments))
+    layers, middle = len(segments[0]), stages - len(ends)
+    rest = layers - sum(ends)
+    if middle < 0 or rest < 0 or (rest % middle if middle else rest):
+        raise ValueError(
+            f"{whole}: {layers} layers, of which {rest} are left for {middle} of "
+            f"--pipeline-model-parallel-size {stages} stages; expected the same number for each, "
+            "or | between the stages in the pattern"
+        )
+    each = [rest // middle] * middle if middle else []
+    return (*([first] * (first is not None)), *each, *([last] * (last is not None)))
+
+
+def refuse_segments(args: Namespace) -> None:
+    """Raise a ValueError where the pattern of ``args`` has several segments for a stage."""
+    pattern, stages = pattern_of(args), args.pipeline_model_parallel_size
+    if pattern is None:
+        return
+    segments = len(layers_of_stages(args))
+    if segments > stages:
+        raise ValueError(
+            f"{_FLAG} {pattern}: {segments} segments for --pipeline-model-parallel-size {stages}: "
+            f"--epp does not run interleaved pipelines; expected {stages}, one for each stage"
+        )
+
+
+def joined(letters: Sequence[str]) -> str:
+    """The pattern of stages with these layers."""
+    return BORDER.join(letters)
