@@ -1,4 +1,4 @@
-"""Writes or compares the golden plans of ``tests/golden``: 40 batches through the command line.
+"""Writes or compares the golden plans of ``tests/golden``: 41 batches through the command line.
 
     python scripts/golden_plans.py           # names the plans that changed; then exit status 1
     python scripts/golden_plans.py --write   # rewrites them, to be reviewed as a diff
@@ -78,13 +78,15 @@ _LINES = (
     " chunks,bins,window,search --layers 14 13 13",
     f"wikipedia 22 {_GPT} --pp 4 --cp 8 --context 196608 --global-batch-size 64"
     " --levers default,-selective,-trim",
+    f"wlb 23 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 128 --effort 1 --levers"
+    " chunks,bins,window,trim,selective,exact,search,local",
 )
 
 
 # The assumptions that these plans were first made with, and the levers of that day: later defaults
 # changed what is predicted for the named devices, and the texts stay as they were.
 _THEN = ("--logits-held", "--no-kv-read", "--topology", "flat")
-_LATER = ",-lean,-persist"
+_LATER = ",-lean,-persist,-local"
 
 
 def _levers_of_then(words: list[str]) -> list[str]:

@@ -126,8 +126,11 @@ def outcome(
     if replicas > 1:
         # Of any dealing: some replica has at least its share of the work, and the longest
         # document is in one of them.
-        longest = lower_bound_seconds(np.array([max(lengths)]), cost)
-        share = lower_bound_seconds(np.array(sorted(lengths, reverse=True)), cost) / replicas
+        chunks = [] if step is None else [c for plan in step.plans for c in plan.chunks]
+        local = any(chunk.has_local for chunk in chunks)
+        every = np.array(sorted(lengths, reverse=True))
+        longest = lower_bound_seconds(every[:1], cost, local=local)
+        share = lower_bound_seconds(every, cost, local=local) / replicas
         bound = min(bound, max(longest, share))
     return Outcome(batch, planner, slowest, found, bound, took, step, free)
 

@@ -16,7 +16,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
-from megatron_epp.show.timeline import offloaded_ratio
+from megatron_epp.show.timeline import local_share, offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
 from megatron_epp.sim.exchange import exchange, messages
 from megatron_epp.sim.play import play
@@ -85,12 +85,23 @@ def options_of(arguments: argparse.Namespace) -> Options:
             "--host-memory-gib has no effect without the lever offload; expected --levers "
             "default,offload or all"
         )
+    lockstep = _lockstep(arguments)
+    if "local" in map(str.strip, arguments.levers.split(",")):
+        if lockstep > 1:
+            raise Refused(
+                "--levers local: replicas in lockstep (--ep, --lockstep) have all documents spread "
+                "over the context-parallel ranks; leave it out"
+            )
+        if arguments.cp == 1:
+            raise Refused(
+                "--levers local has no effect with one context-parallel rank; expected --cp above 1"
+            )
     options = Options(
         arguments.context,
         levers,
         multiple=arguments.multiple,
         open_layers=not arguments.layers,
-        lockstep=_lockstep(arguments),
+        lockstep=lockstep,
     )
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
@@ -137,6 +148,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         offloaded = offloaded_ratio(found.plan)
         taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, found.plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"
+    local = 0.0 if found.plan is None else local_share(found.plan)
     overlapped = [] if found.plan is None else _overlapped(found.plan, cost)
     lines = [
         f"lengths     {batches}",
@@ -154,6 +166,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"{share_text(found.comm_ratio)}",
         *overlapped,
         *([f"offloaded   {share_text(offloaded)} of what layers save{host}"] if offloaded else []),
+        *([f"local       {share_text(local)} of the tokens, each on one CP rank"] if local else []),
         f"chunks      {found.chunks}"
         + (f" in {found.pipelines} pipelines" if found.pipelines > 1 else ""),
         *_lockstep_lines(made),

@@ -69,7 +69,8 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
         ],
     }
     if not plan.forward_only:
-        bound = lower_bound_seconds(np.array(plan.documents), cost)
+        local = any(chunk.has_local for chunk in plan.chunks)
+        bound = lower_bound_seconds(np.array(plan.documents), cost, local=local)
         facts["lower_bound_seconds"] = bound
         facts["gap"] = max(0.0, 1 - bound / played.seconds) if played.seconds else 0.0
     if plan.predicted is not None:

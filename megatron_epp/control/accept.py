@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_epp.control.step_source import SourcedStep, StepSource
-from megatron_epp.ir import PlanError, Step, check, check_skeletons
+from megatron_epp.ir import PlanError, Step, check, check_ranks, check_skeletons
 from megatron_epp.runtime.consensus import agree
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.groups import Groups
@@ -17,13 +17,20 @@ class AcceptedSteps:
     """The steps of ``steps`` that all ranks agree on and this job can run.
 
     layers           of every stage of this job
+    ranks            context-parallel ranks of a stage
     waited_seconds   how long training waited for the latest
     """
 
     def __init__(
-        self, steps: StepSource, groups: Groups, layers: tuple[int, ...], waiting: Waiting
+        self,
+        steps: StepSource,
+        groups: Groups,
+        layers: tuple[int, ...],
+        waiting: Waiting,
+        ranks: int = 1,
     ):
         self.steps, self.groups, self.layers, self.waiting = steps, groups, layers, waiting
+        self.ranks = ranks
         self.waited_seconds = 0.0
 
     def step(
@@ -45,7 +52,7 @@ class AcceptedSteps:
             raise
         groups = self.groups
         place = groups.replica, groups.replicas, groups.lockstep
-        accept(made, lengths, forward_only, self.layers, *place)
+        accept(made, lengths, forward_only, self.layers, *place, self.ranks)
         if following is not None:
             self.steps.look_ahead(iteration + 1, following)
         self.waited_seconds = time.perf_counter() - began
@@ -60,10 +67,12 @@ def accept(
     replica: int,
     replicas: int,
     lockstep: int = 1,
+    ranks: int = 1,
 ) -> None:
     """Raise a PlanError unless ``replica`` of this job can run the step on these documents.
 
-    ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton every
+    ``ranks``: context-parallel ones of a stage. ``lockstep``: replicas that share the experts of a
+    layer. Whether theirs have one skeleton every
     rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared its
     text, so all refuse it, or none.
     """
@@ -95,6 +104,7 @@ def accept(
         check_skeletons(step)
         for one in step.block(replica):  # a block begins together, or not at all
             check(one)
+            check_ranks(one, ranks)
     except PlanError as error:
         raise PlanError(f"{source} cannot be run: {error}") from error
 

@@ -58,7 +58,11 @@ class CostMonitor:
             for other in (block or (plan,))
         ]
         found = [max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)]
-        self._samples.extend((one.kind, self._sample(cost, other, one)) for one, other in found)
+        self._samples.extend(
+            (one.kind, self._sample(cost, other, one))
+            for one, other in found
+            if not other.chunks[one.chunk].has_local  # which does without some of what a layer does
+        )
         return sum(one.predicted for one, _ in found)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:

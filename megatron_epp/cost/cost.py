@@ -2,6 +2,10 @@
 
     seconds[s, c] = seconds_per(kind)[s] . (tokens[c], pairs[c], 1)
 
+Of a chunk of which context-parallel ranks compute some documents alone, tokens and pairs are those
+that the slowest rank makes of it (:class:`~megatron_epp.cost.loads.Loads`), and only what is spread
+over the ranks is exchanged.
+
 Where the model has layers of several kinds, a stage is the sum over its layers, and there may be
 further features: pairs of a window, tokens of context (:meth:`Cost.features`).
 
@@ -63,6 +67,7 @@ from megatron_epp.ir import (
     Payload,
     Plan,
     Table,
+    check_ranks,
     slices_of,
 )
 
@@ -355,6 +360,31 @@ class Cost:
             rate = at_most(self.profile.all_to_all_bytes_per_second, self.cp)
         return of.all_to_all_bytes_per_token / (self.cp * self.tp * rate)
 
+    def _exchange(self, of: LayerFigures, kind: Kind) -> float:
+        """Seconds per token of one layer's op that go to exchanging rows for heads, whether they
+        were measured with the layer or not."""
+        if self.cp == 1 or kind not in (Kind.FORWARD, *BACKWARDS):
+            return 0.0
+        measured = min(of.exchange_seconds.get(kind, 0.0), of.layer_seconds[kind].per_token)
+        return self._all_to_all(of) + measured / self.spread
+
+    @cached_property
+    def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
+        """[stages] by kind: seconds that go to exchanging rows for heads; rows of documents that
+        one context-parallel rank computes alone do without."""
+        return {
+            kind: self.over_stages(
+                [np.array([self._exchange(each, kind)]) for each in self.figures]
+            )[:, 0]
+            for kind in COMPUTE
+        }
+
+    def _unexchanged(self, per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
+        """[stages, chunks]: seconds that local documents do without; 0 where there are none."""
+        if loads.local is None:
+            return 0.0
+        return np.outer(per_token, loads.local.tokens)
+
     def _tensor(self, of: LayerFigures) -> float:
         """Seconds per token of one layer's forward: gathers and scatters inside a TP group."""
         if self.tp == 1:
@@ -396,11 +426,16 @@ class Cost:
 
     def seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: alone, without recompute."""
-        return self.seconds_per(kind) @ self.features(loads)
+        spared = self._unexchanged(self.exchange_per_token[kind], loads)
+        return self.seconds_per(kind) @ self.features(loads) - spared
 
     def comm_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: exposed communication inside :meth:`seconds`."""
-        return self.comm_seconds_per(kind) @ self.features(loads)
+        exposed = self.comm_seconds_per(kind) @ self.features(loads)
+        if loads.local is None or kind not in (Kind.FORWARD, *BACKWARDS):
+            return exposed
+        rows = [np.array([self._all_to_all(each)]) for each in self.figures]
+        return exposed - self._unexchanged(self.over_stages(rows)[:, 0], loads)
 
     def compute_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: without recompute and without communication, for lower bounds."""
@@ -408,7 +443,14 @@ class Cost:
 
     def recompute_seconds(self, choice: Choice, loads: Loads) -> np.ndarray:
         """[chunks]: of one layer."""
-        return self.recompute_seconds_per(choice) @ self.features(loads)
+        taken = self.recompute_seconds_per(choice) @ self.features(loads)
+        if loads.local is None:
+            return taken
+        of, letter = self._of(choice)
+        modules = SELECTIVE.get(letter, ())
+        if letter == FULL or "core_attn" in modules or "mla_up_proj" in modules:
+            taken = taken - self._exchange(of, Kind.FORWARD) * loads.local.tokens
+        return taken
 
     def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:
         """[chunks]: of what one layer of the kind saved, to the host's memory or back."""
@@ -595,11 +637,12 @@ class Cost:
     # --- plans -----------------------------------------------------------------------------------
 
     def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:
-        return loads_of(chunks, documents)
+        return loads_of(chunks, documents, ranks=self.cp)
 
     def table(self, plan: Plan) -> Table:
         """Seconds and bytes of every op of ``plan``, as the simulator wants them."""
-        loads = loads_of(plan.chunks, plan.documents, slices_of(plan))
+        check_ranks(plan, self.cp)
+        loads = loads_of(plan.chunks, plan.documents, slices_of(plan), self.cp)
         several = self.kinds.number > 1
         counts: Counts = self.kinds.of_plan(plan) if several else letter_counts(plan)
         layers = list(self._layers_backward(plan, loads))
@@ -724,11 +767,10 @@ class Cost:
         """
         if self.kinds.number > 1:  # sums come out alike, whoever counted
             counts = dict(sorted(counts.items(), key=lambda item: split_choice(item[0])))
-        features = self.features(loads)
         recompute = np.zeros((self.stages, loads.chunks))
         for choice, count in counts.items():
             if split_choice(choice)[1] not in (KEEP, OFFLOAD):
-                recompute += count * (self.recompute_seconds_per(choice) @ features)
+                recompute += count * self.recompute_seconds(choice, loads)
         activations = self.activation_bytes(loads, counts)
         weight_inputs = self.weight_input_bytes(loads)
         workspace = {kind: self.workspace_bytes(kind, loads) for kind in COMPUTE}
@@ -739,8 +781,8 @@ class Cost:
             one = [self.saved_bytes((kind, KEEP), loads) for kind in range(self.kinds.number)]
             workspace[Kind.FORWARD] += np.ceil(self.end_bytes(loads) + self._most_over_stages(one))
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
-        seconds = {kind: self.seconds_per(kind) @ features for kind in COMPUTE}
-        comm = {kind: self.comm_seconds_per(kind) @ features for kind in COMPUTE}
+        seconds = {kind: self.seconds(kind, loads) for kind in COMPUTE}
+        comm = {kind: self.comm_seconds(kind, loads) for kind in COMPUTE}
         offloaded = {
             split_choice(choice)[0]: count
             for choice, count in counts.items()

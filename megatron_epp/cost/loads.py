@@ -1,12 +1,49 @@
 """What a stage's time and memory depend on in a chunk: its load."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from megatron_epp.ir import Chunk, Slices, Span, slices_in
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Which spans one context-parallel rank computes alone, and what of the chunks' rows is theirs.
+
+    rank     of every span of the loads, SPREAD or the rank
+    ranks    how many there are
+    tokens   [C] rows that are not exchanged: as many times as there are ranks those of the fullest
+    """
+
+    rank: np.ndarray
+    ranks: int
+    tokens: np.ndarray
+
+
+def local_of(
+    chunk: np.ndarray, rank: np.ndarray, tokens: np.ndarray, ranks: int, chunks: int
+) -> Local | None:
+    """What of ``chunks`` is local by their spans' arrays; None where nothing is."""
+    if ranks == 1 or not (rank >= 0).any():
+        return None
+    there = np.where(rank >= 0, tokens, 0)
+    return Local(rank, ranks, over_ranks(chunk, rank, there, ranks, chunks))
+
+
+def over_ranks(
+    chunk: np.ndarray, rank: np.ndarray, amount: np.ndarray, ranks: int, chunks: int
+) -> np.ndarray:
+    """[C] of an ``amount`` of every span what the devices of a stage take together as long as the
+    busiest works: all of what is spread, and of the rest as often as there are ranks the most that
+    one has."""
+    spread = np.bincount(chunk, weights=np.where(rank >= 0, 0, amount), minlength=chunks)
+    at = rank >= 0
+    place = chunk[at] * ranks + rank[at]
+    each = np.bincount(place, weights=amount[at], minlength=chunks * ranks)
+    return spread + ranks * each.reshape(chunks, ranks).max(axis=1)
 
 
 @dataclass(frozen=True)  # no slots: what every figure of the cost asks for is computed once
@@ -19,6 +56,8 @@ class Loads:
     earlier, later    the chunks with the slices before and after, or -1
     lengths           [D] inputs of the documents
     spans             (chunk, start, stop) of every span, as arrays; what windows see follows
+    local             None: every span is spread over the context-parallel ranks. Else tokens and
+                      pairs are those that the busiest rank makes of a chunk, times the ranks
     """
 
     tokens: np.ndarray
@@ -29,6 +68,7 @@ class Loads:
     later: np.ndarray
     lengths: np.ndarray
     spans: tuple[np.ndarray, np.ndarray, np.ndarray]
+    local: Local | None = field(default=None, kw_only=True)
 
     @property
     def chunks(self) -> int:
@@ -41,6 +81,8 @@ class Loads:
             return self.pairs
         chunk, start, stop = self.spans
         pairs = pairs_before(stop, window) - pairs_before(start, window)
+        if self.local is not None:
+            return over_ranks(chunk, self.local.rank, pairs, self.local.ranks, self.chunks)
         return np.bincount(chunk, weights=pairs, minlength=self.chunks)
 
     def tail_tokens(self, window: int) -> np.ndarray:
@@ -122,9 +164,13 @@ def pairs_within(spans: Iterable[Span], window: int) -> int:
 
 
 def loads_of(
-    chunks: Sequence[Chunk], documents: Sequence[int], slices: Slices | None = None
+    chunks: Sequence[Chunk],
+    documents: Sequence[int],
+    slices: Slices | None = None,
+    ranks: int = 1,
 ) -> Loads:
-    """The loads of ``chunks`` of ``documents``; a PlanError where they do not cover each other."""
+    """The loads of ``chunks`` of ``documents`` on so many context-parallel ``ranks``; a PlanError
+    where they do not cover each other."""
     slices = slices_in(documents, chunks) if slices is None else slices
     cut_tokens = [
         0 if document < 0 else next(s.tokens for s in chunk.spans if s.document == document)
@@ -136,13 +182,22 @@ def loads_of(
         for span in chunk.spans
     ]
     of, start, stop = np.array(spans, np.int64).reshape(-1, 3).T
+    tokens = np.array([chunk.tokens for chunk in chunks], np.float64)
+    pairs = np.array([chunk.pairs for chunk in chunks], np.float64)
+    rank = np.array([span.rank for chunk in chunks for span in chunk.spans], np.int64)
+    local = local_of(of, rank, stop - start, ranks, len(chunks))
+    if local is not None:
+        tokens = over_ranks(of, rank, stop - start, ranks, len(chunks))
+        all_pairs = np.array([span.pairs for chunk in chunks for span in chunk.spans], np.float64)
+        pairs = over_ranks(of, rank, all_pairs, ranks, len(chunks))
     return Loads(
-        tokens=np.array([chunk.tokens for chunk in chunks], np.float64),
-        pairs=np.array([chunk.pairs for chunk in chunks], np.float64),
+        tokens=tokens,
+        pairs=pairs,
         cut_tokens=np.array(cut_tokens, np.float64),
         document=np.array(slices.document, np.int64),
         earlier=np.array(slices.earlier, np.int64),
         later=np.array(slices.later, np.int64),
         lengths=np.array(documents, np.float64),
         spans=(of, start, stop),
+        local=local,
     )

@@ -174,6 +174,10 @@ class LayerFigures:
     expert_bytes_per_token        a forward hands over to experts and back inside an EP group, all
                                   devices together; backward as much
     expert_parameters             spread over EP
+    exchange_seconds[kind]        of layer_seconds, what was measured per token of exchanging rows
+                                  for heads over the CP ranks: rows of documents that one rank
+                                  computes alone do without. Of what is not measured, the bytes of
+                                  all_to_all_bytes_per_token tell
     """
 
     layer_seconds: Mapping[Kind, Seconds]
@@ -194,6 +198,7 @@ class LayerFigures:
     kv_replicated: bool = False
     expert_bytes_per_token: float = 0.0
     expert_parameters: float = 0.0
+    exchange_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
 
 
 LAYER_KIND = "layer"  # where a model has one kind, and nobody named it
@@ -476,6 +481,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "routing": _routing,
     "window": _whole,
     "context_seconds": _some(COMPUTE, _LETTERS_OF_KINDS, _number),
+    "exchange_seconds": _some(COMPUTE, _LETTERS_OF_KINDS, _number),
     "kv_replicated": _flag,
     "layer_kind": kind_name,
     "other_kinds": _kinds,

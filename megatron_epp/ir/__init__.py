@@ -8,6 +8,7 @@ Standard library only. Everything else in the project speaks in these words:
     pack       several short documents side by side
     chunk      what a stage computes at once: a pack, a slice, or a slice beside a pack (hybrid)
     tail       the last slice of a cut document
+    local      of a whole document: computed by one context-parallel rank alone, not spread over all
     stage      a place in the pipeline, holding some of the layers
     rank       a process
     replica    one data-parallel copy of the pipeline
@@ -22,7 +23,7 @@ Standard library only. Everything else in the project speaks in these words:
     bubble     time in which a stage runs no op
 """
 
-from megatron_epp.ir.check import backward_of, check, walk
+from megatron_epp.ir.check import backward_of, check, check_ranks, walk
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import Deadlock, PlanError
 from megatron_epp.ir.needs import NeedsOf, needs_of, ops_of_chunk, rules_of
@@ -54,7 +55,7 @@ from megatron_epp.ir.rules import (
     SlicePosition,
 )
 from megatron_epp.ir.slices import Slices, slices_in, slices_of
-from megatron_epp.ir.span import Span
+from megatron_epp.ir.span import SPREAD, Span
 from megatron_epp.ir.step import Step
 from megatron_epp.ir.table import Table
 from megatron_epp.ir.timed import Timed, format_records, parse_records
@@ -69,6 +70,7 @@ __all__ = [
     "KIND_CODE",
     "OFFLOAD",
     "SELECTIVE",
+    "SPREAD",
     "TRAINING",
     "Chunk",
     "Deadlock",
@@ -97,6 +99,7 @@ __all__ = [
     "Transfer",
     "backward_of",
     "check",
+    "check_ranks",
     "check_skeletons",
     "format_records",
     "lower",

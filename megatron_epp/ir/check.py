@@ -11,7 +11,7 @@ from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.rules import Need, Rules
 from megatron_epp.ir.slices import Slices, slices_of
 
-__all__ = ["backward_of", "check", "rules_of", "walk"]
+__all__ = ["backward_of", "check", "check_ranks", "rules_of", "walk"]
 
 _NAMED_STAGES = 8  # in the line of a deadlock; of more, those that wait in a circle
 Done = Sequence[Mapping[Kind, bytearray]]  # by stage, kind and chunk
@@ -32,6 +32,19 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
         _check_once(plan, stage, order)
     for _ in walk(plan, slices, rules):
         pass
+
+
+def check_ranks(plan: Plan, ranks: int) -> None:
+    """Raise a :class:`PlanError` where a document is local to a rank that is none of ``ranks``, the
+    context-parallel ranks of a stage."""
+    for index, chunk in enumerate(plan.chunks):
+        for span in chunk.spans:
+            if span.local and (span.rank >= ranks or ranks == 1):
+                known = f"one of the ranks 0 to {ranks - 1}" if ranks > 1 else "no @ with one rank"
+                raise PlanError(
+                    f"chunk {index}: {span} is local to context-parallel rank {span.rank}; "
+                    f"expected {known}"
+                )
 
 
 def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:

@@ -17,6 +17,12 @@ class Chunk:
     long document beside whole short ones. A document appears at most once in a chunk. Empty, ``-``
     in text: it has its ops like any other, and computes nothing of its replica's documents; for
     replicas in lockstep of which another has more chunks (ir.step).
+
+    Over context-parallel ranks a chunk has the same number of rows on each: its share of the spans
+    that are spread, behind them its local documents, behind them padding.
+
+        rank 0   0[0:900] first half    2[0:300]@0
+        rank 1   0[0:900] second half   3[0:200]@1 padding
     """
 
     spans: tuple[Span, ...]
@@ -28,6 +34,31 @@ class Chunk:
     @property
     def tokens(self) -> int:
         return sum(span.tokens for span in self.spans)
+
+    @property
+    def has_local(self) -> bool:
+        """Whether one rank computes some document of it alone."""
+        return any(span.local for span in self.spans)
+
+    @property
+    def spread_tokens(self) -> int:
+        """Inputs of the spans that all ranks share."""
+        return sum(span.tokens for span in self.spans if not span.local)
+
+    def local_tokens(self, ranks: int) -> list[int]:
+        """Inputs of the documents local to each of ``ranks``."""
+        tokens = [0] * ranks
+        for span in self.spans:
+            if span.local:
+                tokens[span.rank] += span.tokens
+        return tokens
+
+    def rows(self, ranks: int) -> int:
+        """Over all of ``ranks``, were they padded for nothing else: as many times the rows of the
+        fullest. One rank has every input."""
+        if ranks == 1 or not self.has_local:
+            return self.tokens
+        return self.spread_tokens + ranks * max(self.local_tokens(ranks))
 
     @property
     def pairs(self) -> int:

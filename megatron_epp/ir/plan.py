@@ -17,6 +17,7 @@
 default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order. What the
 letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`. A chunk may hold no span
 (``chunk 3: -``): replicas in lockstep have as many chunks each (:mod:`megatron_epp.ir.step`).
+``2[0:900]@1``: context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
 """
 
 import hashlib
@@ -122,6 +123,12 @@ class Plan:
                     raise PlanError(
                         f"chunk {chunk_index}: {span} ends behind document {span.document} "
                         f"of {self.documents[span.document]} inputs"
+                    )
+                if span.local and span.tokens < self.documents[span.document]:
+                    raise PlanError(
+                        f"chunk {chunk_index}: {span} is a slice of document {span.document} of "
+                        f"{self.documents[span.document]} inputs; only a whole document is local "
+                        "to a rank"
                     )
         for stage, order in enumerate(self.orders):
             for op in order:

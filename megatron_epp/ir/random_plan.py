@@ -118,6 +118,22 @@ def arbitrary_block(
     return tuple(replace(plan, orders=orders) for plan in bare)
 
 
+def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
+    """``plan`` with some of its whole documents local to one of ``ranks``: none, some or all of a
+    chunk's, dealt at random, so that a rank may have none of them."""
+    chunks = []
+    for chunk in plan.chunks:
+        share = random.choice((0.0, 0.5, 1.0))
+        spans = [
+            replace(span, rank=random.randrange(ranks))
+            if span.tokens == plan.documents[span.document] and random.random() < share
+            else span
+            for span in chunk.spans
+        ]
+        chunks.append(Chunk(tuple(spans)))
+    return replace(plan, chunks=tuple(chunks))
+
+
 def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
     """``chunks`` with the slices of every document in order, in the places that they had."""
     starts: dict[int, list[int]] = {}

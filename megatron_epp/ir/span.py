@@ -8,24 +8,41 @@ from megatron_epp.ir.errors import PlanError
 # What the printer writes is what the parser takes: no sign, no leading zero, at most 15 digits
 # (exact in a float64, which is what the simulator computes in).
 NUMBER = r"(?:0|[1-9][0-9]{0,14})"
-_SPAN = re.compile(rf"({NUMBER})\[({NUMBER}):({NUMBER})\]")
+_SPAN = re.compile(rf"({NUMBER})\[({NUMBER}):({NUMBER})\](?:@({NUMBER}))?")
+SPREAD = -1  # in the place of a rank: over all of them
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Inputs ``[start, stop)`` of document ``document`` of this replica's part of the batch."""
+    """Inputs ``[start, stop)`` of document ``document`` of this replica's part of the batch.
+
+    ``rank``: the context-parallel rank that computes them, all of the document's, alone: the
+    document is *local*. SPREAD: every rank has its share of the rows. In text ``2[0:900]@1``, and
+    ``2[0:900]``.
+    """
 
     document: int
     start: int
     stop: int
+    rank: int = SPREAD
 
     def __post_init__(self):
         if self.document < 0 or not 0 <= self.start < self.stop:
             raise PlanError(f"span {self}: expected document >= 0 and 0 <= start < stop")
+        if self.rank != SPREAD and (self.rank < 0 or self.start):
+            raise PlanError(
+                f"span {self}: only a whole document is local to a rank, of 0 and more; a slice is "
+                "spread over all"
+            )
 
     @property
     def tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def local(self) -> bool:
+        """Whether one context-parallel rank computes it alone."""
+        return self.rank != SPREAD
 
     @property
     def pairs(self) -> int:
@@ -33,11 +50,15 @@ class Span:
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     def __str__(self) -> str:
-        return f"{self.document}[{self.start}:{self.stop}]"
+        where = "" if self.rank == SPREAD else f"@{self.rank}"
+        return f"{self.document}[{self.start}:{self.stop}]{where}"
 
     @classmethod
     def parse(cls, text: str) -> "Span":
         match = _SPAN.fullmatch(text)
         if match is None:
-            raise PlanError(f"{text!r} is no span; expected DOCUMENT[START:STOP], as in 0[0:5000]")
-        return cls(*map(int, match.groups()))
+            raise PlanError(
+                f"{text!r} is no span; expected DOCUMENT[START:STOP], as in 0[0:5000], and behind "
+                "it @RANK where one context-parallel rank computes the document"
+            )
+        return cls(*(int(number) for number in match.groups() if number is not None))

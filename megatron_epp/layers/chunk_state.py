@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_epp.ir import Plan, Slices, Span
+from megatron_epp.ir import SPREAD, Plan, Slices, Span
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
@@ -28,12 +28,16 @@ class Rows:
 class ChunkState:
     """Travels with a chunk through every layer of a stage, in forward and in recomputation.
 
-    rows        where each span lies; ``tokens`` counts all rows, padding behind the spans included
+    rows        where each span lies that is spread over context-parallel ranks; ``tokens`` counts
+                all rows that are, padding behind the spans included
     recompute   one letter per layer of this stage
     store       the K/V of cut documents
     host        what offloaded layers saved; None where there is none
     ledger      what routers have seen of its documents, in training with experts
                 (experts.ledger.Ledger, which reads this)
+    local       of the documents that this rank computes alone: their rows are behind its share of
+                those spread; None where no rank has any
+    local_documents   those of all ranks, in the order of the chunk
     """
 
     chunk: int
@@ -44,6 +48,8 @@ class ChunkState:
     training: bool = True
     host: HostStore | None = None
     ledger: Any = None
+    local: "ChunkState | None" = None
+    local_documents: tuple[int, ...] = ()
     scratch: dict = field(default_factory=dict)
 
     @property
@@ -52,10 +58,13 @@ class ChunkState:
         return self.rows[-1].stop if self.rows else 0
 
 
-def chunk_rows(plan: Plan, slices: Slices, chunk: int) -> tuple[Rows, ...]:
-    """The rows of ``chunk``: its spans one behind the other."""
+def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = SPREAD) -> tuple[Rows, ...]:
+    """The rows of ``chunk``: its spans one behind the other, those that all context-parallel ranks
+    share, or those local to ``rank``."""
     rows, start = [], 0
     for span in plan.chunks[chunk].spans:
+        if span.rank != rank:
+            continue
         cut = span.tokens < plan.documents[span.document]
         last = span.stop == plan.documents[span.document]
         rows.append(Rows(start, start + span.tokens, span, cut, last))

@@ -58,7 +58,14 @@ def make_planning(
         multiple=multiple,
         lockstep=groups.lockstep,
     )
-    if "offload" in {word.strip() for word in config.epp_levers.split(",")}:
+    named = {word.strip() for word in config.epp_levers.split(",")}
+    if "local" in named and (args.context_parallel_size == 1 or groups.lockstep > 1):
+        why = "in lockstep all documents are spread" if groups.lockstep > 1 else "there is one rank"
+        raise ValueError(
+            f"--epp-levers {config.epp_levers}: no document can be left to one context-parallel "
+            f"rank, as {why}; leave local out"
+        )
+    if "offload" in named:
         _require_rate(profile, config)
     elif config.epp_host_memory_gib is not None and "offload" not in options.levers:
         logger.warning("--epp-host-memory-gib has no effect without the lever offload")

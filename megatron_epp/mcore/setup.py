@@ -260,7 +260,7 @@ class Job:
             loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
         )
         self._schedule = ElasticSchedule(
-            AcceptedSteps(steps, groups, place.layers, self._waiting),
+            AcceptedSteps(steps, groups, place.layers, self._waiting, args.context_parallel_size),
             runner,
             Retry(steps, groups),
             observer,

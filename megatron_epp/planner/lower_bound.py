@@ -9,7 +9,9 @@ from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.order.block_table import block_seconds
 
 
-def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = False) -> float:
+def lower_bound_seconds(
+    lengths: np.ndarray, cost: Cost, forward_only: bool = False, local: bool = False
+) -> float:
     """The busiest stage's work, the way to it and back: exact sums over tokens and pairs.
 
     Every token and pair is computed once on every stage, communication inside ops included; at
@@ -17,16 +19,18 @@ def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = Fa
     has come through the stages in front of it; after its last op that others wait for, a gradient
     has to run back through them. A W keeps nobody waiting, so it may run meanwhile: the bound
     takes the cheaper of running it there and not.
+
+    local   whether documents may be local to a context-parallel rank: then no row need be exchanged
     """
     whole = cost.whole_features(lengths, 1.0)
     least = cost.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
     latency = cost.profile.link_seconds_per_token + cost.profile.link_latency_seconds
-    forward = cost.seconds_per(Kind.FORWARD)
+    forward = least_seconds_per(cost, Kind.FORWARD, local)
     ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))
     if forward_only:
         return float((ramp + forward @ whole).max())
-    back = cost.seconds_per(Kind.BACKWARD)
-    halves = (cost.seconds_per(Kind.INPUT), cost.seconds_per(Kind.WEIGHT))
+    back = least_seconds_per(cost, Kind.BACKWARD, local)
+    halves = (least_seconds_per(cost, Kind.INPUT, local), cost.seconds_per(Kind.WEIGHT))
     gradient = np.minimum(back, halves[0])
     tail = np.concatenate(([0.0], np.cumsum(gradient @ least + latency)[:-1]))
     in_one = forward @ whole + back @ whole + ramp + tail
@@ -34,6 +38,15 @@ def lower_bound_seconds(lengths: np.ndarray, cost: Cost, forward_only: bool = Fa
     critical = forward @ whole + halves[0] @ whole
     in_halves = critical + ramp + np.maximum(weight, tail)
     return float(np.minimum(in_one, in_halves).max())
+
+
+def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
+    """[stages, features]; without exchange where nothing need be spread over the ranks."""
+    per = cost.seconds_per(kind)
+    if local:
+        per = per.copy()
+        per[:, 0] -= cost.exchange_per_token[kind]
+    return per
 
 
 def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int) -> float:

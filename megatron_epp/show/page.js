@@ -504,7 +504,7 @@ const tabs = {
     cells: [data.runs[bar.run].title, bar.op, bar.stage, time(bar.start), time(bar.stop - bar.start), data.kinds[bar.kind].name, data.chunks[bar.chunk].name].slice(many ? 0 : 1),
     go: () => { pinned = bar; describe(bar); show(bar.start, bar.stop); },
   })), [false, false, true, true, true, false, false].slice(many ? 0 : 1)),
-  "Chunks": () => table(["chunk", "tokens", "query-key pairs", "holds", "spans: document[start:stop]"], data.chunks.map((chunk, c) => ({
+  "Chunks": () => table(["chunk", "tokens", "query-key pairs", "holds", "spans: document[start:stop], @ its rank where one computes it alone"], data.chunks.map((chunk, c) => ({
     keys: [c, chunk.tokens, chunk.pairs, chunk.name, chunk.spans],
     cells: [c, chunk.tokens, chunk.pairs, chunk.name, chunk.spans.length > 120 ? `${chunk.spans.slice(0, 117)}...` : chunk.spans],
     go: () => { element("find").value = c; element("find").dispatchEvent(new Event("input")); },

@@ -241,7 +241,8 @@ def memory_curve(
 
 
 def chunk_names(plan: Plan) -> tuple[str, ...]:
-    """What each chunk is, in words: ``slice 2 of 5 of document 0 and 3 whole documents``."""
+    """What each chunk is, in words: ``slice 2 of 5 of document 0 and 3 whole documents``. Its
+    spans say which rank has a local one."""
     slices = slices_of(plan)
     names = []
     for chunk, (content, (place, count)) in enumerate(
@@ -251,7 +252,10 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
         whole = len(content.spans) - (count > 0)
         parts = [f"slice {place + 1} of {count} of document {document}"] if count else []
         if whole:
-            parts.append(f"{whole} whole document{'s' if whole > 1 else ''}")
+            ranks = [span.rank for span in content.spans if span.local]
+            who = " ".join(map(str, sorted(set(ranks))))
+            alone = f" ({len(ranks)} local, to rank{'s' * (' ' in who)} {who})" if ranks else ""
+            parts.append(f"{whole} whole document{'s' if whole > 1 else ''}{alone}")
         names.append(" and ".join(parts) or "no document")
     return tuple(names)
 
@@ -269,6 +273,12 @@ def slice_places(slices: Slices) -> list[tuple[int, int]]:
         for place, chunk in enumerate(chain):
             places[chunk] = place, len(chain)
     return places
+
+
+def local_share(plan: Plan) -> float:
+    """The share of the tokens whose documents are local to a context-parallel rank."""
+    local = sum(s.tokens for chunk in plan.chunks for s in chunk.spans if s.local)
+    return local / plan.tokens
 
 
 def recomputed_share(plan: Plan, stage: int, chunk: int) -> float:

@@ -1,7 +1,7 @@
 """What the papers report, and what our simulation of the same says, side by side.
 
     python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random,
-                                           offload,partition]
+                                           offload,partition,local]
                                   [--batches 10] [--first 30] [-o RESULT.md]
 
 Everything here is simulated with the cost model of megatron_epp.cost: nothing ran on a GPU. The
@@ -578,6 +578,89 @@ def partition(numbers: Sequence[int]) -> str:
     return "Times of epp with layers by time.\n\n" + table(head, rows)
 
 
+# (model, pp, tp, cp, lengths, context in K), and what the issue asks: the share of communication at
+# most, and the time against that without the lever at most.
+LOCAL = (
+    ("llama3-8b", 4, 1, 8, "wlb", 32, 0.03, None),
+    ("llama3-8b", 4, 1, 8, "wlb", 128, 0.03, None),
+    ("llama3-8b", 4, 1, 8, "prolong", 128, None, None),
+    ("llama3-8b", 4, 1, 8, "wikipedia", 128, None, None),
+    ("gpt-13b", 4, 1, 8, "wlb", 32, 0.03, None),
+    ("gpt-13b", 4, 1, 8, "wlb", 96, 0.03, None),
+    ("llama3-8b", 4, 1, 16, "wlb", 128, None, 0.85),
+    ("gpt-13b", 4, 1, 16, "wlb", 96, None, 0.85),
+    ("llama3-70b", 8, 8, 4, "wlb", 128, None, None),
+)
+
+
+def local(numbers: Sequence[int]) -> str:
+    """Documents local to context-parallel ranks against all spread: --zero 1, h100-80g, as
+    training runs it, with the levers that training runs."""
+    rows = []
+    for name, pp, tp, cp, lengths, thousands, comm_asked, time_asked in LOCAL:
+        say(f"local: {name} cp {cp} {lengths} {thousands}K")
+        layout = {"pp": pp, "tp": tp, "cp": cp, "zero": 1}
+        cost = named_cost(name, "h100-80g", **layout, **AS_TRAINED)
+        levers = Options().levers
+        corpus = open_corpus(lengths, thousands * K)
+        ratios, before, after, bubbles, whole, flexsp = [], [], [], [], [], []
+        took: list[float] = []
+        plain_took: list[float] = []
+        for number in numbers:
+            held = corpus.batch(number, 512)
+            spread_plan, plain_seconds = timed(
+                PIPELINES["epp"], held, cost, Options(thousands * K, levers - {"local"})
+            )
+            ours, seconds = timed(
+                PIPELINES["epp"], held, cost, Options(thousands * K, levers | {"local"})
+            )
+            ratios.append(ours.seconds / spread_plan.seconds)
+            before.append(spread_plan.comm_ratio)
+            after.append(ours.comm_ratio)
+            bubbles.append(ours.bubble_ratio)
+            took.append(seconds)
+            plain_took.append(plain_seconds)
+            alone = sum(s.tokens for c in ours.plan.chunks for s in c.spans if s.local)
+            whole.append(alone / sum(held))
+            with contextlib.suppress(ValueError):
+                groups = PLANNERS["flexsp"](held, cost, Options(thousands * K))
+                flexsp.append(ours.seconds / groups.seconds)
+        fits = len(flexsp) == len(numbers)
+        median = statistics.median
+        reached = []
+        if comm_asked is not None:
+            reached.append(median(after) <= comm_asked)
+        if time_asked is not None:
+            reached.append(median(ratios) <= time_asked)
+        asked = "" if comm_asked is None else f" (asked {comm_asked:.0%})"
+        rows.append(
+            (
+                f"{name} pp {pp} tp {tp} cp {cp}, {lengths} {thousands}K",
+                spread(ratios) + ("" if time_asked is None else f" (asked {time_asked:.2f})"),
+                percent(before),
+                percent(after) + asked,
+                percent(bubbles),
+                percent(whole),
+                spread(flexsp, "{:.2f}") if fits else "does not fit",
+                f"{spread(took, '{:.2f}')} / {spread(plain_took, '{:.2f}')}",
+                "" if not reached else "yes" if all(reached) else "no",
+            )
+        )
+        say(" | ".join(rows[-1]))
+    head = (
+        "layout",
+        "time / without the lever",
+        "communication without",
+        "communication",
+        "bubble",
+        "tokens local",
+        "time / idealised FlexSP's",
+        "plan CPU s: with / without",
+        "reached",
+    )
+    return table(head, rows)
+
+
 PARTS = {
     "targets": ("The project's own targets", targets),
     "papers": ("InfiniPipe's comparison", papers),
@@ -588,6 +671,7 @@ PARTS = {
     "random": ("Never slower", random_batches),
     "offload": ("Offload where memory is tight", offload),
     "partition": ("Layers by time", partition),
+    "local": ("Documents local to context-parallel ranks", local),
 }
 
 

@@ -107,6 +107,18 @@ def test_a_rank_counts_the_rows_that_it_holds() -> None:
         assert ledger.valid(chunk, torch.device("cpu")).sum() == 3 - place
 
 
+def test_rows_of_local_documents_are_behind_the_share_of_those_spread() -> None:
+    """Of two context-parallel ranks of two tensor-parallel ones each: document 0 is spread, 1 and 2
+    are local to one each; a row of padding behind document 1."""
+    owners = []
+    for place in range(4):
+        chunk = state(0, (0, 0, 7), padding=1)
+        chunk.local = state(0, (2, 0, 4)) if place // 2 else state(0, (1, 0, 3), padding=1)
+        ledger = Ledger(Balancing(EXPERTS, TOPK, place=place, places=4, splits=2), DOCUMENTS, 1)
+        owners.append(ledger.owners(chunk, torch.device("cpu")).tolist())
+    assert owners == [[0, 0, 0, 0], [1, 1, 1, 3], [0, 0, 0, 3], [2, 2, 2, 2]]
+
+
 def test_the_optimizers_scale_reaches_both_losses() -> None:
     gradients = []
     for scale in (1.0, torch.tensor(8.0)):

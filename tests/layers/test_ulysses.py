@@ -2,13 +2,17 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from megatron_epp.layers.attention.local import attended, parts_of
 from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses, refuse_heads
+from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.runtime.kv_store import Store
 
 RANKS, ROWS, HEADS, SIZE = 4, 12, 8, 3
 GROUPS = (8, 4, 2, 1)  # key heads: two a rank, one, and shared by two and by four ranks
@@ -86,3 +90,55 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         refuse_heads(6, 6, 4)
     with pytest.raises(ValueError, match=r"3 key/value heads .* over 2"):
         refuse_heads(6, 3, 2)
+
+
+# ------------------------------------------------------------------ local documents
+
+
+class Recorded:
+    """In the place of an exchange between two ranks: notes what goes through it."""
+
+    def __init__(self) -> None:
+        self.group = SimpleNamespace(size=lambda: 2)
+        self.rows: list[int] = []
+
+    def to_heads(self, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.rows.append(len(qkv[0]))
+        return tuple(x.repeat(2, 1, 1).unflatten(1, (2, -1))[:, 0] for x in qkv)
+
+    def to_rows(self, out: torch.Tensor) -> torch.Tensor:
+        return out[: len(out) // 2].repeat_interleave(2, 1)
+
+
+def state_of(spread: int, local: int | None) -> ChunkState:
+    """Of a chunk of which ranks exchange so many rows in all, and this one has so many local."""
+    state = ChunkState(0, (), spread, "k", Store({}))
+    if local is not None:
+        state.local = ChunkState(0, (), local, "k", Store({}))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("spread", "local", "exchanged"),
+    [(12, None, [6]), (0, 6, []), (8, 2, [4])],
+)
+def test_only_rows_that_are_spread_are_exchanged(spread, local, exchanged) -> None:
+    qkv = [made(HEADS, seed)[:6] for seed in (1, 2, 3)]
+    state, ulysses = state_of(spread, local), Recorded()
+    parts = parts_of(ulysses, *qkv, state)
+    assert ulysses.rows == exchanged
+    seen = []
+
+    def attend(name: str):
+        def one(q, k, v):
+            seen.append((name, *q.shape[:2]))
+            return q, None
+
+        return one
+
+    out, again = attended(parts, state, ulysses, attend("spread"), attend("local"))
+    assert again is None and out.shape == qkv[0].shape
+    expected = [("spread", spread, HEADS // 2)] * bool(spread)
+    assert seen == expected + [("local", local, HEADS)] * bool(local)
+    if local:  # as they are, behind what was spread
+        assert torch.equal(out[len(out) - local :], qkv[0][len(out) - local :])

@@ -14,13 +14,18 @@ from megatron_epp.layers.experts import passing
 from megatron_epp.layers.experts.ledger import Ledger
 
 
+def documents(state) -> list[int]:
+    """Of a chunk, on all ranks."""
+    return [rows.span.document for rows in state.rows] + list(state.local_documents)
+
+
 def count_padding() -> AbstractContextManager:
     """Rows of padding count as tokens of the chunk's last document."""
     plain = Ledger._owners
 
     def owners(self: Ledger, state):
         found = plain(self, state)
-        found[found == len(self.documents)] = state.rows[-1].span.document
+        found[found == len(self.documents)] = documents(state)[-1]
         return found
 
     return patch.object(Ledger, "_owners", owners)
@@ -43,7 +48,7 @@ def mix_documents() -> AbstractContextManager:
 
     def owners(self: Ledger, state):
         found = plain(self, state)
-        found[found < len(self.documents)] = state.rows[0].span.document
+        found[found < len(self.documents)] = documents(state)[0]
         return found
 
     return patch.object(Ledger, "_owners", owners)

@@ -1,14 +1,20 @@
 """Context parallelism: chunks spread over ranks compute what one rank computes."""
 
 import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.certify.command import LLAMA, Trial, certify, read
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, read
 from megatron_epp.mcore.certify.scale_down import Degrees, heads
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.refusals import refuse
 from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.sabotages import stand_in_order
 from tests.mcore.test_refusals import Wanted
 
 
@@ -56,9 +62,89 @@ def test_random_plans_over_context_parallel_ranks() -> None:
     assert lines[0].startswith("PP 2, TP 1, DP 1, CP 2: layers 2 2")
     assert all(batch.passed for batch in judged), "\n".join(lines)
     assert sum(batch.coverage.split + batch.coverage.hybrid for batch in judged) > 0
+    local = [batch.coverage.local for batch in judged]
+    assert local[0] == local[3] == 0 < min(local[1:3])
+    assert sum(batch.coverage.mixed for batch in judged) > 0
     for batch in judged:
         assert batch.messages == 2 * 2 * batch.coverage.chunks
         assert batch.collectives["rows for heads"] > 0
+
+
+@pytest.mark.parametrize(
+    ("degrees", "extra", "batches"),
+    [(Degrees(1, 1, 1, cp=4), "", 6), (Degrees(1, 2, 1, cp=2), "--sequence-parallel", 3)],
+)
+def test_documents_local_to_one_of_several_ranks(degrees, extra, batches) -> None:
+    """Every recompute choice, backwards in halves; a rank may have none of a chunk's."""
+    flags = f"{LLAMA} --num-layers 2 --num-attention-heads 8 --num-query-groups 2 {extra}".split()
+    lines: list[str] = []
+    judged = certify(Trial(degrees, (tuple(flags),), batches), lines.append)
+    assert all(batch.passed for batch in judged), "\n".join(lines)
+    coverage = [batch.coverage for batch in judged]
+    assert min(sum(c.mixed for c in coverage), sum(c.hybrid for c in coverage)) > 0
+    assert min(sum(c.selective for c in coverage), sum(c.halved for c in coverage)) > 0
+    # Whoever computes all of its chunks' documents alone exchanges nothing.
+    judged_local = [batch for batch in judged if batch.coverage.local]
+    assert len(judged_local) == batches - -(-batches // 3)
+
+
+# ------------------------------------------------------------------ sabotage
+
+SABOTAGE = Path(__file__).with_name("sabotage_local.py")
+WAYS = (
+    "nothing",
+    "lose every place",
+    "take the other ranks documents",
+    "nothing again",
+    "exchange local rows",
+    "give rows back out of turn",
+)
+FRAME = Frame(61, (2,), 1, letters_drawn(EXECUTABLE), splits=True, ranks=2)
+
+
+def fragile(number: int, seed: int) -> bool:
+    """Whether in the batch a rank has two local documents of a chunk beside what is spread, and
+    the other has some, too."""
+    if number % 3 == 0:
+        return True
+    (plan,) = draw(seed, number, FRAME).step.plans
+    for chunk in plan.chunks:
+        ranks = [span.rank for span in chunk.spans if span.local]
+        if chunk.spread_tokens and set(ranks) == {0, 1} and len(ranks) > 2:
+            return True
+    return False
+
+
+@cache
+def seed() -> int:
+    return next(s for s in range(10_000) if all(fragile(n, s) for n in range(len(WAYS))))
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    flags = f"{LLAMA} --num-layers 2".split()
+    degrees = Degrees(1, 1, 1, cp=2)
+    trial = Trial(degrees, (tuple(flags),), len(WAYS), seed(), interfere=SABOTAGE)
+    return dict(zip(WAYS, certify(trial), strict=True))
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    assert stand_in_order(WAYS, SABOTAGE)
+
+
+@pytest.mark.parametrize("way", ["nothing", "nothing again"])
+def test_the_untouched_ranks_pass(judged, way) -> None:
+    assert judged[way].passed, judged[way]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
+def test_wrong_local_documents_show(judged, way) -> None:
+    batch = judged[way]
+    assert not batch.passed and not batch.problems, batch
+    assert batch.gradient_error > 1e6 * BOUND, batch
+
+
+# ------------------------------------------------------------------ trained
 
 
 def test_training_is_the_same_over_two_ranks(tmp_path) -> None:

@@ -17,6 +17,7 @@ cpu_host.install_cpu_host()
 from megatron_epp.mcore.calibrate import measure  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measured, Shape  # noqa: E402
+from megatron_epp.mcore.data.row_share import RowShare  # noqa: E402
 from megatron_epp.mcore.model.shape import kinds_of_stage  # noqa: E402
 
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
@@ -106,6 +107,40 @@ def test_each_kind_is_found_again(groups) -> None:
         assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
         assert figures.recompute_seconds["m"].per_token == pytest.approx(1e-7 * (1 + len(kind)))
     assert f"{made.provenance.source}".count("seconds of F") == 2
+
+
+class SpreadOrLocal(MadeUpLayers):
+    """Over two context-parallel ranks; rows that are spread take EXCHANGE longer each, and twice
+    that in backward."""
+
+    EXCHANGE = 5e-7
+    share = RowShare(parts=2)
+    config = SimpleNamespace(**{**vars(MadeUpLayers.config), "context_parallel_size": 2})
+
+    def of_layer(self, at: int) -> "SpreadOrLocal":
+        return SpreadOrLocal(self.word, at, self.runs)
+
+    def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
+        made = super().layers(shape, letters, weigh, split)
+        longer = 0.0 if shape.local else self.EXCHANGE * shape.tokens
+        return dataclasses.replace(
+            made,
+            forward_seconds=made.forward_seconds + longer,
+            backward_seconds=made.backward_seconds + 2 * longer,
+        )
+
+
+def test_what_rows_take_to_be_exchanged_is_found(groups) -> None:
+    word = ("local", "far", "local")
+    made = calibrate(SpreadOrLocal(word), groups, shaped(word), 65536, ORIGIN, False, word)
+    assert made.cp == 2
+    exchange = SpreadOrLocal.EXCHANGE
+    for figures in made.kinds.values():
+        assert figures.exchange_seconds[Kind.FORWARD] == pytest.approx(exchange)
+        assert figures.exchange_seconds[Kind.BACKWARD] == pytest.approx(2 * exchange)
+        assert figures.exchange_seconds[Kind.INPUT] == pytest.approx(2 * exchange)
+    alone, _ = measured(groups, word)
+    assert alone.exchange_seconds == {}
 
 
 def test_a_kind_among_others_is_measured_as_it_is_alone(groups) -> None:

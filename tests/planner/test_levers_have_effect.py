@@ -28,6 +28,10 @@ WHERE = {
     "search": TIGHT,
     "persist": ("--memory-budget-gib", "8", "--effort", "0"),
     "lean": ("--effort", "1"),
+    "local": (
+        *("--lengths", "wlb", "--context", "32768"),
+        *("--global-batch-size", "256", "--effort", "1"),
+    ),
 }
 # By field of Options, two command lines that differ in nothing else.
 FIELDS = {

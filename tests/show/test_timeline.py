@@ -8,6 +8,7 @@ from megatron_epp.ir import Kind, Message, Op, Payload, Plan, PlanError, Timed, 
 from megatron_epp.show.reasons import FINISHED, LATE
 from megatron_epp.show.timeline import (
     chunk_names,
+    local_share,
     memory_curve,
     offloaded_ratio,
     offloaded_share,
@@ -91,6 +92,17 @@ def test_what_chunks_hold_in_words():
     )
     assert recomputed_share(example(), 0, 0) == 0.75
     assert recomputed_share(example(), 1, 0) == 0.0
+
+
+def test_a_chunk_is_named_with_the_ranks_of_its_local_documents():
+    text = EXAMPLE.replace("1[0:1500]", "1[0:1500]@1").replace("2[0:900]", "2[0:900]@0")
+    plan = Plan.parse(text)
+    assert chunk_names(plan)[1:] == (
+        "slice 2 of 2 of document 0 and 1 whole document (1 local, to rank 1)",
+        "1 whole document (1 local, to rank 0)",
+    )
+    assert local_share(plan) == pytest.approx(2400 / 11400)
+    assert local_share(example()) == 0
 
 
 def test_what_is_offloaded_is_not_recomputed():

@@ -48,6 +48,11 @@ class PartsAttention:
         self.scale, self.before, self.sinks = scale, before, sinks
         self.latents = False  # whether latent attention keeps them (latents.py): of the whole job
 
+    @property
+    def whole(self) -> "PartsAttention":
+        """For any number of heads."""
+        return self
+
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "PartsAttention":
         """The same of a layer in which queries see ``before`` inputs in front of them (None: all),
         with ``sinks``: the logits of its heads' sinks, [H], or None."""

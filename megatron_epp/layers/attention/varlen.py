@@ -142,14 +142,18 @@ def _pieces(rows: Sequence[Rows], device: torch.device):
 
 
 class VarlenAttention:
-    """Attention of chunks by ``kernel``."""
+    """Attention of chunks by ``kernel``; ``whole``: the kernel for all heads, if it is another."""
 
     keeps_last = True
     latents = False
 
-    def __init__(self, kernel: Kernel):
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, whole: Kernel | None = None):
+        self.kernel, self._whole = kernel, whole
         self.name = kernel.name
+
+    @property
+    def whole(self) -> "VarlenAttention":
+        return self if self._whole is None else VarlenAttention(self._whole)
 
     def __call__(
         self,

@@ -37,6 +37,7 @@ class Balancing:
     auxiliary        the coefficients of auxiliary losses, by the name in the log
     z_coefficient    of the squared log-sum-exp of a token's logits; 0: none
     place, places    this rank's among those that share a chunk's rows in order
+    splits           of these, neighbours that share the rows of one context-parallel rank
     group            these ranks; None where there is one
     """
 
@@ -46,6 +47,7 @@ class Balancing:
     z_coefficient: float = 0.0
     place: int = 0
     places: int = 1
+    splits: int = 1
     group: dist.ProcessGroup | None = None
 
     @property
@@ -96,13 +98,18 @@ class Ledger:
 
     def _owners(self, state: ChunkState) -> Tensor:
         rules = self.balancing
-        assert state.tokens % rules.places == 0, "rows are padded to a multiple of the ranks"
-        count = state.tokens // rules.places
-        mine = slice(rules.place * count, (rules.place + 1) * count)
+        part, split = divmod(rules.place, rules.splits)
+        spread = self._owners_of(state).reshape(rules.places // rules.splits, -1)[part]
+        local = () if state.local is None else (self._owners_of(state.local),)
+        owners = numpy.concatenate((spread, *local)).reshape(rules.splits, -1)[split]
+        return torch.from_numpy(owners.copy())
+
+    def _owners_of(self, state: ChunkState) -> numpy.ndarray:
+        """Of all rows that ``state`` counts."""
         owners = numpy.full(state.tokens, len(self.documents), dtype=numpy.int64)
         for rows in state.rows:
             owners[rows.start : rows.stop] = rows.span.document
-        return torch.from_numpy(owners[mine].copy())
+        return owners
 
     def valid(self, state: ChunkState, device: torch.device) -> Tensor:
         """Which of this rank's rows are no padding, [t] bool."""
@@ -156,7 +163,7 @@ class Ledger:
     def _sum_over_ranks(self, state: ChunkState) -> None:
         """Complete the counts of the chunk's documents, all layers at once: in the backward of a
         document's last slice, whichever layer comes first."""
-        mine = [rows.span.document for rows in state.rows]
+        mine = [rows.span.document for rows in state.rows] + list(state.local_documents)
         new = [document for document in dict.fromkeys(mine) if document not in self._summed]
         if not new:
             return

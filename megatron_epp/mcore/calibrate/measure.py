@@ -157,6 +157,8 @@ class Readings:
     module_seconds  by name of a selective set's module: of one layer, per token
     link            (tokens of a message, seconds)
     split           backwards whole and in halves
+    exchange        (tokens, seconds of F, of B) that one layer takes longer of spread documents
+                    than of those local to a context-parallel rank
     host_rate       bytes per second to the host's memory
     keeps_last      whether the layer's attention has last slices kept, too
     """
@@ -169,6 +171,7 @@ class Readings:
     module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     split: list[Split] = dataclasses.field(default_factory=list)
+    exchange: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
     keeps_last: bool = False
 
@@ -213,6 +216,8 @@ def calibrate(
         if split_backward and mine is not None:
             large = max(shape.tokens for shape, _ in shapes) // 2
             readings.split += measure_split(mine, large, _sizes(probe, context)[-2:])
+        if probe.config.context_parallel_size > 1:
+            _measure_exchange(mine, groups, shapes, readings)
         if first:
             _measure_links(probe, groups, readings)
             readings.host_rate = host_rate(probe, groups)
@@ -369,6 +374,28 @@ def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings
         readings.module_seconds[name] = median(seconds) / shape.tokens
 
 
+def _measure_exchange(
+    probe: Probe | None,
+    groups: Groups,
+    shapes: Sequence[tuple[Shape, str]],
+    readings: Readings,
+):
+    """The same documents, as many as there are context-parallel ranks, spread and local."""
+    for part in (4, 2):
+        dist.barrier(groups.control)
+        if probe is None:
+            continue
+        rows = probe.share.padded(max(shape.tokens for shape, _ in shapes) // part)
+        ways = [Shape(rows, pieces=probe.share.parts, local=local) for local in (False, True)]
+        probe.layers(ways[1], KEEP)  # what happens only once
+        runs = [[probe.layers(shape, KEEP) for shape in ways] for _ in range(REPEATS)]
+        forward, backward = (
+            median(getattr(spread, name) - getattr(local, name) for spread, local in runs)
+            for name in ("forward_seconds", "backward_seconds")
+        )
+        readings.exchange.append((rows, forward, backward))
+
+
 def _measure_links(probe: Probe, groups: Groups, readings: Readings):
     """Round trips between the first two stages of every pipeline, through the groups of F and B."""
     if groups.stages < 2:
@@ -462,11 +489,23 @@ def _fitted(
         recompute_workspace_bytes=again,
         forward_workspace_bytes=forward,
         expert_bytes_per_token=0.0,  # part of what was measured
+        exchange_seconds=_exchange_seconds(every),
         host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
     )
     return with_split(profile, splits) if splits else profile
+
+
+def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
+    """Per token; none where nothing was spread, or it took no longer."""
+    rows = [reading for readings in every for reading in readings.exchange]
+    if not rows:
+        return {}
+    forward = median(seconds / tokens for tokens, seconds, _ in rows)
+    backward = median(seconds / tokens for tokens, _, seconds in rows)
+    taken = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward}
+    return {kind: seconds for kind, seconds in taken.items() if seconds > 0}
 
 
 def _carried_channels(layer: Layer, config: Any, ranks: int) -> int:

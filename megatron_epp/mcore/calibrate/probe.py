@@ -37,13 +37,15 @@ class Shape:
     """A made-up chunk: a slice of ``tokens`` behind ``context`` tokens of its document, or,
     without context, ``pieces`` whole documents of together ``tokens``.
 
-    ``cut``: more of the document follows, so K and V are kept.
+    ``cut``: more of the document follows, so K and V are kept. ``local``: every context-parallel
+    rank computes its share of the pieces alone; their number is a multiple of the ranks'.
     """
 
     tokens: int
     context: int = 0
     pieces: int = 1
     cut: bool = False
+    local: bool = False
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -309,7 +311,14 @@ class Probe:
                 kept = (self._normal((shape.context, *size)) for size in self._kept_sizes)
                 store.append(layer, 0, 0, *kept)
         rows = self.share.padded(shape.tokens)
-        state = ChunkState(0, shape.rows, rows, KEEP * self.at + letters, store)
+        letters = KEEP * self.at + letters
+        if shape.local:
+            mine = rows // self.share.parts
+            of_rank = tuple(part for part in shape.rows if part.stop <= mine)
+            state = ChunkState(0, (), 0, letters, store)
+            state.local = ChunkState(0, of_rank, mine, letters, store)
+        else:
+            state = ChunkState(0, shape.rows, rows, letters, store)
         positions = torch.zeros(rows, dtype=torch.int64)
         for part in shape.rows:
             counted = torch.arange(part.span.start, part.span.stop)

@@ -7,7 +7,7 @@ from random import Random
 import numpy
 
 from megatron_epp.ir import KEEP, OFFLOAD, SELECTIVE, Chunk, Kind, Op, Plan, Step, slices_of
-from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan, with_local
 from megatron_epp.mcore.certify.scale_down import CONTEXT
 
 MASKED = 0.15  # share of tokens that carry no loss
@@ -23,6 +23,7 @@ class Frame:
     letters          the recompute choices to draw from
     splits           whether the executor runs I and W in place of B
     lockstep         replicas of a block, which share the experts of a layer
+    ranks            context-parallel ones of a stage, to which documents may be local
     """
 
     vocabulary: int
@@ -31,6 +32,7 @@ class Frame:
     letters: str
     splits: bool
     lockstep: int = 1
+    ranks: int = 1
 
 
 def letters_drawn(executable: str) -> str:
@@ -103,6 +105,9 @@ def draw(seed: int, number: int, frame: Frame) -> Drawn:
     share = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
     deals = _deals(len(lengths), frame.replicas, random)
     plans = _plans(lengths, deals, frame, random, share)
+    if frame.ranks > 1 and number % 3:  # of every third batch all documents are spread
+        where = Random(f"{seed} {number} local")
+        plans = tuple(with_local(plan, where, frame.ranks) for plan in plans)
     step = Step(deals, plans, frame.lockstep)
     return Drawn(
         tokens,
@@ -230,6 +235,8 @@ class Coverage:
     packed, split, hybrid   chunks of each kind      recomputed  layers of all chunks and stages,
     halved      backwards run as I and W             selective   those of them in part
     empty       chunks without a document, of replicas in lockstep
+    local       documents that one context-parallel rank computes alone; mixed: chunks that hold
+                such ones beside what is spread
     """
 
     documents: int
@@ -245,6 +252,8 @@ class Coverage:
     halved: int
     window: int
     empty: int = 0
+    local: int = 0
+    mixed: int = 0
 
     @classmethod
     def of(cls, step: Step) -> "Coverage":
@@ -269,6 +278,8 @@ class Coverage:
             ),
             window=max(_window(order) for plan in step.plans for order in plan.orders),
             empty=kinds.count("empty"),
+            local=sum(span.local for plan in step.plans for c in plan.chunks for span in c.spans),
+            mixed=sum(c.has_local and c.spread_tokens > 0 for p in step.plans for c in p.chunks),
         )
 
 

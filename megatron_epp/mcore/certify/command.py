@@ -256,7 +256,7 @@ def verdict(judged: Sequence[Judged]) -> str:
     blank = [batch.untargeted for batch in judged]
     lines = [
         f"chunks: {sum(c.packed for c in every)} packed, {sum(c.split for c in every)} split, "
-        f"{sum(c.hybrid for c in every)} hybrid{_empty(every)}; up to "
+        f"{sum(c.hybrid for c in every)} hybrid{_empty(every)}{_local(every)}; up to "
         f"{max(c.window for c in every)} in flight on a stage; "
         f"{sum(c.recomputed for c in every)} of {sum(c.layers for c in every)} layers "
         f"recomputed, {sum(c.selective for c in every)} in part, "
@@ -277,6 +277,14 @@ def verdict(judged: Sequence[Judged]) -> str:
 def _empty(every: Sequence[Coverage]) -> str:
     count = sum(c.empty for c in every)
     return f", {count} empty in lockstep" if count else ""
+
+
+def _local(every: Sequence[Coverage]) -> str:
+    count = sum(c.local for c in every)
+    beside = sum(c.mixed for c in every)
+    return f", {count} documents local to a rank, in {beside} chunks beside spread rows" * (
+        count > 0
+    )
 
 
 def issued(collectives: Iterable[Counter[str]]) -> str:

@@ -223,7 +223,7 @@ class Rank:
             if not isinstance(op, Transfer):
                 continue
             message = op.message
-            rows = self.share.message(self.share.padded(plan.chunks[message.chunk].tokens))
+            rows = self.share.message(self.share.rows(plan.chunks[message.chunk]))
             sends = op.kind is Kind.SEND
             planned.append(
                 Transferred(

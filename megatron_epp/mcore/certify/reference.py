@@ -68,6 +68,7 @@ class Plain:
             letters,
             splits=True,
             lockstep=lockstep_of(small.elastic),
+            ranks=degrees.cp,
         )
         return Prepared(
             pickle.dumps(small.elastic),

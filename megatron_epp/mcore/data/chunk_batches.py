@@ -1,12 +1,13 @@
 """The tensors of a plan's chunks: tokens, positions, labels and loss mask, where needed."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import Plan, Slices
+from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
 from megatron_epp.mcore.data.global_batches import DocumentSource
 from megatron_epp.mcore.data.row_share import RowShare
@@ -51,18 +52,25 @@ class Feed:
 
     def rows(self, chunk: int) -> int:
         """Rows of the chunk's tensors over all ranks: its tokens, padded."""
-        return self.share.padded(self.plan.chunks[chunk].tokens)
+        return self.share.rows(self.plan.chunks[chunk])
 
     def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
-        total = self.rows(chunk)
+        recompute = self.plan.recompute[self.stage][chunk]
+        share, of_chunk = self.share, self.plan.chunks[chunk]
+        spread = share.spread_rows(of_chunk)
         state = ChunkState(
             chunk,
             chunk_rows(self.plan, self.slices, chunk),
-            total,
-            self.plan.recompute[self.stage][chunk],
+            spread * share.parts,
+            recompute,
             store,
             training,
         )
+        if of_chunk.has_local:
+            rows = chunk_rows(self.plan, self.slices, chunk, share.part)
+            behind = self.rows(chunk) // share.parts - spread
+            state.local = ChunkState(chunk, rows, behind, recompute, store, training)
+            state.local_documents = tuple(s.document for s in of_chunk.spans if s.local)
         tensors = self._ready.pop(chunk, None) or self._tensors(chunk)
         tokens, positions, labels, loss_mask = tensors
         return ChunkBatch(
@@ -80,27 +88,32 @@ class Feed:
     def _tensors(self, chunk: int) -> tuple[Tensor | None, ...]:
         """Tokens, positions, labels and loss mask of this rank's rows."""
         first, last = self.stage == 0, self.stage == self.plan.stages - 1
-        share = self.share.mine(self.rows(chunk))
-        count = share.stop - share.start
+        count = self.rows(chunk) // self.share.parts
         positions = numpy.zeros(count, dtype=numpy.int64)
         tokens = numpy.zeros(count, dtype=numpy.int64) if first else None
         labels = numpy.zeros(count, dtype=numpy.int64) if last else None
         loss_mask = numpy.zeros(count, dtype=numpy.float32) if last else None
-        for rows in chunk_rows(self.plan, self.slices, chunk):
-            begin, end = max(rows.start, share.start), min(rows.stop, share.stop)
-            if begin >= end:
-                continue
-            mine = slice(begin - share.start, end - share.start)
-            # Inputs of the document: row begin holds input ``start``.
-            start = rows.span.start + begin - rows.start
-            stop = start + end - begin
-            sample = int(self.samples[rows.span.document])
+        for mine, span, start, stop in self._inputs(chunk):
+            sample = int(self.samples[span.document])
             positions[mine] = numpy.arange(start, stop)
             if tokens is not None:
                 tokens[mine] = self.documents.inputs(sample, start, stop)
             if labels is not None:
                 labels[mine], loss_mask[mine] = self.documents.targets(sample, start, stop)
         return tuple(map(self._tensor, (tokens, positions, labels, loss_mask)))
+
+    def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
+        """(rows of this rank, span, start, stop): which inputs of which document they hold."""
+        spread = self.share.spread_rows(self.plan.chunks[chunk])
+        share = slice(self.share.part * spread, (self.share.part + 1) * spread)
+        for rows in chunk_rows(self.plan, self.slices, chunk):
+            begin, end = max(rows.start, share.start), min(rows.stop, share.stop)
+            if begin < end:
+                start = rows.span.start + begin - rows.start
+                mine = slice(begin - share.start, end - share.start)
+                yield mine, rows.span, start, start + end - begin
+        for rows in chunk_rows(self.plan, self.slices, chunk, self.share.part):
+            yield slice(spread + rows.start, spread + rows.stop), rows.span, 0, rows.span.stop
 
     def _tensor(self, array: numpy.ndarray | None) -> Tensor | None:
         """[T] on the host -> [1, T] on the device; pinned first, so that no copy is waited for."""

@@ -5,6 +5,8 @@ from typing import Any
 
 from megatron.core import parallel_state as mpu
 
+from megatron_epp.ir import Chunk
+
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
@@ -37,6 +39,17 @@ class RowShare:
         """Rows of a chunk of ``tokens``, over all ranks; one each of an empty chunk, as Megatron's
         routers take no tensor without rows."""
         return -(-max(1, tokens) // self.multiple) * self.multiple
+
+    def rows(self, chunk: Chunk) -> int:
+        """Of a chunk's tensors over all ranks, padding included."""
+        return self.padded(chunk.rows(self.parts))
+
+    def spread_rows(self, chunk: Chunk) -> int:
+        """The first of a rank's rows of a chunk: its share of what is local to none. Behind them
+        are those local to it."""
+        if self.parts > 1 and chunk.has_local:
+            return -(-chunk.spread_tokens // self.parts)
+        return self.rows(chunk) // self.parts
 
     def mine(self, rows: int) -> slice:
         """This rank's of a chunk's padded ``rows``, one behind the other."""

@@ -33,12 +33,16 @@ class Attention(Protocol):
     """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
     output [T, H, D] and, with ``drop``, the promise to make it again. ``keeps_last``: the K and V
     of a document's last slice lie in the store, too. ``latents``: layers with latent attention keep
-    latents in the place of K and V."""
+    latents in the place of K and V. ``whole``: the same over all heads of the tensor-parallel rank,
+    for documents that one context-parallel rank computes alone."""
 
     name: str
     keeps_last: bool
     latents: bool
     scale: float
+
+    @property
+    def whole(self) -> "Attention": ...
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
@@ -67,9 +71,11 @@ class Heads:
             object.__setattr__(self, "value", self.size)
 
     @classmethod
-    def of(cls, config: Any) -> "Heads":
-        """Of a rank, with the heads spread over tensor- and context-parallel ranks."""
-        tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    def of(cls, config: Any, context: int | None = None) -> "Heads":
+        """Of a rank, with the heads spread over tensor- and context-parallel ranks; ``context``: of
+        these, if other than the configuration's."""
+        tensor = config.tensor_model_parallel_size
+        context = config.context_parallel_size if context is None else context
         heads = config.num_attention_heads // tensor // context
         if getattr(config, "multi_latent_attention", False):
             size = config.qk_head_dim + config.qk_pos_emb_head_dim
@@ -106,7 +112,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     On a GPU the kernels are tried on the device first; ``auto`` takes the first that computes
     rightly. ValueError: one line on why none does.
     """
-    heads = Heads.of(config)
+    heads, whole = Heads.of(config), Heads.of(config, 1)
     if device.type == "cuda" and (config.window_size or config.softmax_type != "vanilla"):
         raise ValueError(
             "--window-size and --softmax-type: --epp attends with windows and sinks on hosts "
@@ -127,27 +133,34 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     reasons = []
     for name in (TE, TORCH) if wanted == AUTO else (wanted,):
         try:
-            kernel = _kernel(name, heads)
-            require_right(
-                kernel,
-                heads.query,
-                heads.key,
-                heads.size,
-                heads.scale,
-                heads.dtype,
-                device,
-                heads.value,
-            )
+            kernel = _right_kernel(name, heads, device)
+            of_whole = kernel if whole == heads else _right_kernel(name, whole, device)
         except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
             # Transformer Engine refuses by assertions in a dozen places.
             reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else repr(error)}")
             continue
         if reasons:
             logger.warning("attention by %s kernels, as %s", name, "; ".join(reasons))
-        return VarlenAttention(kernel)
+        return VarlenAttention(kernel, of_whole)
     raise ValueError(
         f"--epp-attention {wanted}: no attention can be used on this device ({'; '.join(reasons)})"
     )
+
+
+def _right_kernel(name: str, heads: Heads, device: torch.device) -> Kernel:
+    """A kernel that has been tried on the device."""
+    kernel = _kernel(name, heads)
+    require_right(
+        kernel,
+        heads.query,
+        heads.key,
+        heads.size,
+        heads.scale,
+        heads.dtype,
+        device,
+        heads.value,
+    )
+    return kernel
 
 
 def _kernel(name: str, heads: Heads) -> Kernel:

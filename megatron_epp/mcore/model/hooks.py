@@ -16,7 +16,8 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses
+from megatron_epp.layers.attention.local import attended, parts_of
+from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.experts.passing import Passing, note_in_layer, taken_along
@@ -62,10 +63,18 @@ class ElasticAttention:
     their keys.
 
     t rows of this rank, T of the chunk: more where ``ulysses`` exchanges rows for heads.
+    ``local``: of the documents that this rank computes alone.
     """
 
-    def __init__(self, attention: Attention, layer: int, dropped: Dropped, ulysses: Ulysses | None):
-        self.attention, self.layer = attention, layer
+    def __init__(
+        self,
+        attention: Attention,
+        local: Attention,
+        layer: int,
+        dropped: Dropped,
+        ulysses: Ulysses | None,
+    ):
+        self.attention, self.local, self.layer = attention, local, layer
         self.dropped, self.ulysses = dropped, ulysses
         self.keeps_last = attention.keeps_last
 
@@ -82,12 +91,13 @@ class ElasticAttention:
         state = packed_seq_params.state
         drop = "core_attn" in self.dropped.modules
         qkv = query_tHD, key_tGD, value_tGD
-        if self.ulysses is not None:
-            qkv = self.ulysses.to_heads(*qkv)
-        out, promise = self.attention(*qkv, state, self.layer, drop)
-        if self.ulysses is not None:
-            out = self.ulysses.to_rows(out)
-            promise = None if promise is None else RowsAgain(self.ulysses, promise)
+        out, promise = attended(
+            qkv if self.ulysses is None else parts_of(self.ulysses, *qkv, state),
+            state,
+            self.ulysses,
+            lambda q, k, v: self.attention(q, k, v, state, self.layer, drop),
+            lambda q, k, v: self.local(q, k, v, state.local, self.layer, drop),
+        )
         if promise is not None:
             self.dropped.promise(out, promise)
         return out.flatten(1)
@@ -180,12 +190,15 @@ def _install_in_attention(
     around = layer.self_attention
     ranks = around.pg_collection.cp
     ulysses = Ulysses(ranks) if ranks.size() > 1 else None
-    own = _of_layer(attention, around.config, layer.layer_number, around.core_attention, ranks)
+    of_layer = partial(_of_layer, around.config, layer.layer_number, around.core_attention)
+    own = whole = of_layer(attention, ranks)
+    if ulysses is not None:
+        whole = of_layer(attention.whole, _Alone())
     latent = isinstance(around, MultiLatentAttention)
     if latent:
-        LatentLayer(around, own, index, context, dropped, ulysses, _Alone()).install()
+        LatentLayer(around, own, whole, index, context, dropped, ulysses, _Alone()).install()
     else:
-        around.core_attention.forward = ElasticAttention(own, index, dropped, ulysses)
+        around.core_attention.forward = ElasticAttention(own, whole, index, dropped, ulysses)
     # What is left of Megatron's context parallelism in a layer: each rank would take its rows'
     # positions from the table, which here holds them already.
     around.pg_collection = copy.copy(around.pg_collection)
@@ -210,10 +223,10 @@ def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_layer(
-    attention: Attention, config: Any, number: int, core_attention: nn.Module, ranks: Any
+    config: Any, number: int, core_attention: nn.Module, attention: Attention, ranks: Any
 ) -> Attention:
     """``attention`` as layer ``number`` of the model has it: with its window, and with the sinks of
-    the heads that this rank attends to. The sinks stay ``core_attention``'s."""
+    the heads that this one of ``ranks`` attends to. The sinks stay ``core_attention``'s."""
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
     sinks_H = getattr(core_attention, "softmax_offset", None)
     if not windowed and sinks_H is None:

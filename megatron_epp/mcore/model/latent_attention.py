@@ -34,7 +34,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_epp.layers.attention.latents import Latents, LatentsAttention
-from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses
+from megatron_epp.layers.attention.local import attended, parts_of, spread_rows
+from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.recompute.outputs import Dropped, Promise, remade_all, without_all
 from megatron_epp.layers.recompute.wrap import wrap_consumer
@@ -46,12 +47,14 @@ _TABLE = "rotary rows of latent attention"  # in a chunk's scratch: all layers h
 
 class LatentLayer:
     """Layer ``layer`` of the stage, whose self-attention is Megatron's MLASelfAttention
-    ``around``. ``context``: the most inputs of a document."""
+    ``around``. ``local``: the attention over documents that this rank computes alone; ``context``:
+    the most inputs of a document."""
 
     def __init__(
         self,
         around: Any,
         attention: Attention,
+        local: Attention,
         layer: int,
         context: int,
         dropped: Dropped,
@@ -59,6 +62,7 @@ class LatentLayer:
         alone: Any,
     ):
         self.around, self.attention, self.layer = around, attention, layer
+        self.local = local
         self.context, self.dropped, self.ulysses, self._alone = context, dropped, ulysses, alone
         self.keeps_last = attention.keeps_last
         self._latents = LatentsAttention(attention.scale)
@@ -99,7 +103,8 @@ class LatentLayer:
         **ignored: Any,
     ) -> tuple[Tensor | None, ...]:
         """Q [T, H, D], K [T, H, D] and V [T, H, V] of the heads that this rank attends with, and
-        for Megatron two that only inference uses. Where there is no chunk, as Megatron has it."""
+        for Megatron two that only inference uses. Where there is no chunk, as Megatron has it.
+        Those of local documents beside spread ones wait for ``attend``."""
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             others = key_value_states, position_ids, packed_seq_params
@@ -111,7 +116,7 @@ class LatentLayer:
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
             """And the up-projection, whose gradient from the context is one with that from here."""
             made = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
-            exchanged = made if self.ulysses is None else self.ulysses.to_heads(*made)
+            exchanged = made if self.ulysses is None else parts_of(self.ulysses, *made, state)
             weight = self.around.linear_kv_up_proj.weight if expands else None
             return exchanged if weight is None else (*exchanged, weight.view_as(weight))
 
@@ -121,14 +126,14 @@ class LatentLayer:
         promised: tuple[tuple[Tensor, Promise], ...] = ()
         if UP_PROJECTION in self.dropped.modules:
             made, promises = remade_all(heads, made_of)
-            promised = tuple(zip(made[:3], promises, strict=False))
+            promised = tuple(zip(made[: len(made) - expands], promises, strict=False))
         else:
             made = heads(*made_of)
         latents = None
         if keeps:
-            weight_NR = made[3] if expands else self.around.linear_kv_up_proj.weight.detach()
-            latents = self._carried(latent_sR, rotary_t1P, weight_NR)
-        self._made = _Made(promised, latents)
+            weight_NR = made[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
+            latents = self._carried(latent_sR, rotary_t1P, weight_NR, state)
+        self._made = _Made(promised, latents, tuple(made[3 : len(made) - expands]))
         return *made[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,22 +226,28 @@ class LatentLayer:
         made, self._made = self._made, None
         assert made is not None, "attention follows its projections"
         state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
-        qkv = query_THD, key_THD, value_THV
+        parts = query_THD, key_THD, value_THV, *made.local
 
-        def attended() -> tuple[Tensor, Promise | None]:
+        def spread(q_THD: Tensor, k_THD: Tensor, v_THV: Tensor) -> tuple[Tensor, Promise | None]:
+            qkv = q_THD, k_THD, v_THV
             if made.latents is None:
                 return self.attention(*qkv, state, self.layer, drop)
             return self._latents(*qkv, made.latents, state, self.layer, drop)
 
-        out, promise = without_all(made.promised, attended) if made.promised else attended()
-        if self.ulysses is not None:
-            out = self.ulysses.to_rows(out)
-            promise = None if promise is None else RowsAgain(self.ulysses, promise)
+        def local(q_THD: Tensor, k_THD: Tensor, v_THV: Tensor) -> tuple[Tensor, Promise | None]:
+            return self.local(q_THD, k_THD, v_THV, state.local, self.layer, drop)
+
+        def attend() -> tuple[Tensor, Promise | None]:
+            return attended(parts, state, self.ulysses, spread, local)
+
+        out, promise = without_all(made.promised, attend) if made.promised else attend()
         if promise is not None:
             self.dropped.promise(out, promise)
         return out.flatten(1)
 
-    def _carried(self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor) -> Latents:
+    def _carried(
+        self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor, state: ChunkState
+    ) -> Latents:
         """Of all rows of the chunk, with the part of the up-projection that makes K and V of the
         heads that this rank attends with. Their gradients here are of these heads alone: what made
         the rows whole adds them up over the ranks."""
@@ -247,19 +258,26 @@ class LatentLayer:
                 latent_sR = copy_to_tensor_model_parallel_region(latent_sR)
         latent_t1R = latent_sR[:, None]
         if self.ulysses is not None:
-            latent_t1R, rotary_t1P = self.ulysses.to_all((latent_t1R, rotary_t1P))
+            spread = spread_rows(state, self.ulysses)
+            exchanged = latent_t1R[:spread], rotary_t1P[:spread]
+            latent_t1R, rotary_t1P = self.ulysses.to_all(exchanged)
             weight_NR = self.ulysses.of_my_heads(weight_NR)
         return Latents(latent_t1R, rotary_t1P, weight_NR)
 
 
 class _Made:
     """``promised``: what need not be saved of Q, K and V; ``latents``: where later slices get or
-    have got them."""
+    have got them; ``local``: Q, K and V of local documents beside spread ones."""
 
-    __slots__ = ("latents", "promised")
+    __slots__ = ("latents", "local", "promised")
 
-    def __init__(self, promised: tuple[tuple[Tensor, Promise], ...], latents: Latents | None):
-        self.promised, self.latents = promised, latents
+    def __init__(
+        self,
+        promised: tuple[tuple[Tensor, Promise], ...],
+        latents: Latents | None,
+        local: tuple[Tensor, ...],
+    ):
+        self.promised, self.latents, self.local = promised, latents, local
 
 
 def can_keep_latents(around: Any) -> bool:

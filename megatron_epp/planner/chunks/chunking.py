@@ -1,11 +1,11 @@
 """Chunks as arrays: what every chunk holds, and the order of their forwards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_epp.ir import Chunk, Span
+from megatron_epp.ir import SPREAD, Chunk, Span
 from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans
 
 
@@ -20,6 +20,8 @@ class Chunking:
     starts         group g is chunks starts[g] to starts[g + 1]
     document       per chunk: the cut document that it holds a slice of, or -1
     slice_tokens   per chunk: tokens of that slice, or 0
+    rank           of every span the context-parallel rank, of ``ranks``, that computes it alone, or
+                   SPREAD; None: all are spread
     """
 
     spans: Spans
@@ -29,6 +31,8 @@ class Chunking:
     pairs: np.ndarray
     document: np.ndarray
     slice_tokens: np.ndarray
+    rank: np.ndarray | None = field(default=None, kw_only=True)
+    ranks: int = field(default=1, kw_only=True)
 
     @property
     def count(self) -> int:
@@ -70,20 +74,24 @@ class Chunking:
             self.pairs[old],
             self.document[old],
             self.slice_tokens[old],
+            rank=self.rank,
+            ranks=self.ranks,
         )
 
     def ir_chunks(self, names: Sequence[int]) -> tuple[Chunk, ...]:
         """As ir chunks; ``names[d]`` is what document d is called outside."""
         spans: list[list[Span]] = [[] for _ in range(self.count)]
+        rank = np.full(len(self.spans), SPREAD) if self.rank is None else self.rank
         rows = zip(
             self.chunk.tolist(),
             self.spans.document.tolist(),
             self.spans.start.tolist(),
             self.spans.stop.tolist(),
+            rank.tolist(),
             strict=True,
         )
-        for chunk, document, start, stop in rows:
-            spans[chunk].append(Span(names[document], start, stop))
+        for chunk, document, start, stop, where in rows:
+            spans[chunk].append(Span(names[document], start, stop, where))
         return tuple(Chunk(tuple(held)) for held in spans)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
+from megatron_epp.planner.chunks.local import first_local, local_chunks
 from megatron_epp.planner.chunks.slicing import Rates, cut_each
 
 # Sizes of the packs at an end of the iteration, as shares of the others'. Small packs first fill
@@ -32,6 +33,8 @@ class ChunkingParams:
     front, back   numbers of TAPERS
     reverse       shortest documents first
     bare          recompute for one document at a time only; memory holds the other forwards back
+    local         documents that one context-parallel rank does in this share of a chunk's time are
+                  local to one (:mod:`.local`); 0: none
     """
 
     chunks: float
@@ -41,6 +44,7 @@ class ChunkingParams:
     back: int = 0
     reverse: bool = False
     bare: bool = False
+    local: float = 0.0
 
     def __str__(self) -> str:
         parts = [f"chunks of about 1/{self.chunks:.3g} of the work"]
@@ -59,16 +63,26 @@ class ChunkingParams:
             parts.append("short documents first")
         if self.bare:
             parts.append("recompute for one document at a time")
+        if self.local:
+            parts.append(f"documents local that a rank does in {self.local:.0%} of a chunk")
         return ", ".join(parts)
 
 
 def build_chunks(
-    params: ChunkingParams, lengths: np.ndarray, rates: Rates, most_tokens: int, multiple: int = 1
+    params: ChunkingParams,
+    lengths: np.ndarray,
+    rates: Rates,
+    most_tokens: int,
+    multiple: int = 1,
+    ranks: int = 1,
 ) -> Chunking:
     """Build the chunks of ``params``: documents cut each for itself, the rest packed longest first.
 
     lengths   sorted, longest first
+    ranks     context-parallel ones of a stage
     """
+    if params.local:
+        return _with_local(params, lengths, rates, most_tokens, multiple, ranks)
     total = float(rates.document_seconds(lengths).sum())
     target = total / params.chunks
     cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
@@ -79,7 +93,38 @@ def build_chunks(
     level = loose / max(0.5, bins - missing.sum())
     bucket, count = longest_first(cuts, rates, bins, most_tokens, missing * level)
     chunking = assemble(cuts, bucket, count, rates)
-    tails, groups = len(cuts.tails), chunking.groups
+    return _in_turn(params, chunking, len(cuts.tails))
+
+
+def _with_local(
+    params: ChunkingParams,
+    lengths: np.ndarray,
+    rates: Rates,
+    most_tokens: int,
+    multiple: int,
+    ranks: int,
+) -> Chunking:
+    wanted = params.chunks, params.local
+    first, target = first_local(lengths, *wanted, rates, most_tokens, ranks)
+    missing = np.array([1 - share for share in TAPERS[params.front] + TAPERS[params.back]])
+    chunking, tails = local_chunks(
+        lengths,
+        first,
+        target,
+        params.cut,
+        missing,
+        params.extra_bins,
+        rates,
+        most_tokens,
+        multiple,
+        ranks,
+    )
+    return _in_turn(params, chunking, tails)
+
+
+def _in_turn(params: ChunkingParams, chunking: Chunking, tails: int) -> Chunking:
+    """``chunking``, of which ``tails`` documents are cut, in the order of forwards."""
+    groups, front = chunking.groups, TAPERS[params.front]
     order = np.arange(groups)
     if params.reverse:
         order = order[::-1]

@@ -22,6 +22,8 @@ class Rates:
 
     window_seconds    (window, seconds per pair that it leaves), narrowest first
     context_seconds   per token of its document before a slice
+    exchange_seconds  of token_seconds what exchanging rows for heads takes; a document that one
+                      context-parallel rank computes alone does without
     """
 
     token_seconds: float
@@ -29,6 +31,7 @@ class Rates:
     chunk_seconds: float
     window_seconds: tuple[tuple[int, float], ...] = ()
     context_seconds: float = 0.0
+    exchange_seconds: float = 0.0
 
     def seconds(self, tokens, pairs):
         """Of tokens and of pairs without a window, and without the constant of a chunk; numbers or

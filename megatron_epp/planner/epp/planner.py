@@ -1,6 +1,7 @@
 """Ours: chunks, order and recompute chosen by exact simulation, never slower than the others."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
+from megatron_epp.ir import Kind
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.layer_balance import balanced
 from megatron_epp.planner.epp.lean import leanest
@@ -34,6 +36,8 @@ PERSISTS = 4
 FAR = 1.05
 # Chunks per stage that layers are balanced for where no plan with even layers fits. By hand.
 LIKELY_CHUNKS = 8
+# Of two ways to plan, one that is so much slower with whole backwards is not tried with split ones.
+FAR_BEHIND = 1.01
 
 # By whether it offloads, layers of the stages and bytes of room: what tables of a search rest on,
 # within one batch.
@@ -68,29 +72,61 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[Scor
     Whole backwards are searched first and for themselves, so that a plan that splits them has a
     whole one to beat: I and W take longer than B on some machines, and hold more on all. So has a
     plan that offloads one that does not; it is looked for where memory made a plan recompute.
+    With documents local to context-parallel ranks and without is searched apart, too; where one of
+    the two is FAR_BEHIND with whole backwards, split ones are searched for the other alone.
     """
     tables: SharedChunkings = defaultdict(dict)
-    on_device = options.levers - {"offload"}
+    ways = [options.levers - {"local"}]
+    if "local" in options.levers and can_be_local(cost, options):
+        ways.append(options.levers)
+    tight = [False] * len(ways)
+    ranks = [(math.inf, math.inf)] * len(ways)  # of whole backwards
+    for step in range(4):
+        for way, levers in enumerate(ways):
+            sets = _sets(levers, cost)
+            if step >= len(sets) or ("offload" in sets[step] and not tight[way]):
+                continue
+            over, seconds = min(ranks)
+            if step and ranks[way] > (over, seconds * FAR_BEHIND):
+                continue
+            chosen = dataclasses.replace(options, levers=sets[step])
+            even, *moved = _even_and_moved(batch, cost, chosen, tables)
+            tight[way] = tight[way] or even is None or bool(even.draft.counts)
+            for best in (even, *moved):
+                if best is not None:
+                    ranks[way] = ranks[way] if step else min(ranks[way], best.rank)
+                    yield best
+
+
+def can_be_local(cost: Cost, options: Options) -> bool:
+    """Whether a document that one context-parallel rank computes alone saves anything; replicas in
+    lockstep have all of theirs spread."""
+    return options.lockstep == 1 and bool(cost.exchange_per_token[Kind.FORWARD].any())
+
+
+def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
+    """Of ``levers`` those that are searched with, one set after the other."""
+    on_device = levers - {"offload"}
     sets = [on_device - {"wsplit"}, on_device]
     if cost.profile.host_bytes_per_second > 0:
-        sets += [options.levers - {"wsplit"}, options.levers]
-    tight = False
-    for levers in dict.fromkeys(sets):
-        if "offload" in levers and not tight:
-            continue
-        chosen = dataclasses.replace(options, levers=levers)
-        best = _persistent(batch, cost, chosen, tables)
-        tight = tight or best is None or bool(best.draft.counts)
-        if best is not None:
-            yield best
-        if options.open_layers and "uneven" in levers:
-            # As many chunks as the plan with even layers turned out to have.
-            chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.stages
-            moved = balanced(cost, batch.lengths, chunks)
-            if moved.layers != cost.layers:
-                other = _persistent(batch, moved, chosen, tables)
-                if other is not None:
-                    yield other
+        sets += [levers - {"wsplit"}, levers]
+    return list(dict.fromkeys(sets))
+
+
+def _even_and_moved(
+    batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
+) -> Iterator[ScoredDraft | None]:
+    """The best with the layers of the stages as they are, and with layers moved between them."""
+    best = _persistent(batch, cost, options, tables)
+    yield best
+    if options.open_layers and "uneven" in options.levers:
+        # As many chunks as the plan with even layers turned out to have.
+        chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.stages
+        moved = balanced(cost, batch.lengths, chunks)
+        if moved.layers != cost.layers:
+            other = _persistent(batch, moved, options, tables)
+            if other is not None:
+                yield other
 
 
 def _persistent(
@@ -104,7 +140,7 @@ def _persistent(
         return best
     effort = options.effort
     while effort < PERSISTS and (best is None or best.draft.counts or best.over_bytes > 0):
-        bound = lower_bound_seconds(batch.lengths, cost)
+        bound = lower_bound_seconds(batch.lengths, cost, local="local" in options.levers)
         if best is not None and best.over_bytes <= 0 and best.seconds <= bound * FAR:
             break
         effort = min(max(1, 2 * effort), PERSISTS)

@@ -61,6 +61,7 @@ CLIMBERS = 2  # of the grid's best that are improved
 GRID_SHARE = 0.35  # of the effort, for the grid
 CLIMB_SHARE = 0.7  # of the effort, for grid and climbing
 LIKELY = 0.85  # of the ideal number of chunks: where the grid begins
+LOCAL = 1.0  # of a chunk's time, that one rank may take for a document at first
 STRICT = PolicyParams(strict=True)
 ALIKE = (1.0, 0.75, 0.5, 0.25)  # of the layers that uniform recompute needs
 
@@ -140,6 +141,7 @@ class Search:
         self.solver = Solver()
         self.split = "wsplit" in options.levers
         self.room_bytes = room_bytes
+        self.local = LOCAL if "local" in options.levers else 0.0
         self.known: dict[ChunkingParams, Candidate] = {}
         self.tables: PreparedChunkings = {} if tables is None else tables
 
@@ -296,7 +298,10 @@ class Search:
         before = self.effort.left
         given = params, self.batch.lengths, self.rates, self.most, self.options.multiple
         width = self.options.lockstep
-        chunking = build_chunks(*given) if width == 1 else build_block(*given, width)
+        if width == 1:
+            chunking: Chunking = build_chunks(*given, self.cost.cp)
+        else:
+            chunking = build_block(*given, width)
         table = self.table(chunking, bare=params.bare)
         self.tables[params] = table, before - self.effort.left
         return table
@@ -421,13 +426,14 @@ class Search:
         whole = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.
         for factor in sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY))):
-            self.try_params(ChunkingParams(max(1.0, ideal * factor)))
+            self.try_params(ChunkingParams(max(1.0, ideal * factor), local=self.local))
             if self.effort.left < whole * (1 - GRID_SHARE):
                 break
         if self._best()[1].table.counts:
             # Memory is tight: K and V of cut documents may cost more than cutting saves.
             for factor in WHOLE_GRID:
-                self.try_params(ChunkingParams(max(1.0, ideal * factor), cut=UNCUT))
+                params = ChunkingParams(max(1.0, ideal * factor), cut=UNCUT, local=self.local)
+                self.try_params(params)
         if "search" in self.levers:
             self._climb(whole)
         return self._best()[1]
@@ -496,3 +502,6 @@ def neighbours(
         for cut in (0.8, 1.25, 1.5):
             yield changed(cut=params.cut * cut)
     yield changed(reverse=not params.reverse)
+    if params.local:
+        for factor in (0.7, 1.4):
+            yield changed(local=params.local * factor)

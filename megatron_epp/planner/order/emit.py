@@ -109,7 +109,8 @@ def emit(planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Op
     plan = plan_of(batch, draft, cost)
     check(plan)
     played = played_as(batch, draft, plan, cost, options)
-    bound = lower_bound_seconds(batch.lengths, cost)
+    local = any(chunk.has_local for chunk in plan.chunks)
+    bound = lower_bound_seconds(batch.lengths, cost, local=local)
     return as_planned(planner, plan, draft, played, bound, cost, options)
 
 

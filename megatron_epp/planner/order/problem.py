@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Choice, Counts, split_choice
-from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.loads import Loads, local_of, over_ranks
 from megatron_epp.ir import KEEP, Kind
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
@@ -22,7 +22,9 @@ def rates_of(cost: Cost) -> Rates:
     token, pair, chunk, *others = per.mean(axis=0).tolist()
     windows = tuple((window, others[at - 3]) for window, at in cost.window_columns)
     context = 0.0 if cost.context_column is None else others[cost.context_column - 3]
-    return Rates(token, pair, chunk, windows, context)
+    of_kinds = cost.exchange_per_token
+    exchange = float((of_kinds[Kind.FORWARD] + of_kinds[Kind.BACKWARD]).mean())
+    return Rates(token, pair, chunk, windows, context, exchange)
 
 
 def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
@@ -50,15 +52,23 @@ def _loads(chunking: Chunking, lengths: np.ndarray, multiple: int) -> Loads:
     later = np.full(chunking.count, -1, dtype=np.int64)
     earlier[1:][same] = number[:-1][same]
     later[:-1][same] = number[1:][same]
+    tokens, pairs, local = chunking.tokens, chunking.pairs.astype(np.float64), None
+    if chunking.rank is not None:
+        spans, of_spans = chunking.spans, (chunking.chunk, chunking.rank)
+        sizes = chunking.ranks, chunking.count
+        local = local_of(*of_spans, spans.tokens, *sizes)
+        tokens = over_ranks(*of_spans, spans.tokens, *sizes).astype(np.int64)
+        pairs = over_ranks(*of_spans, spans.pairs, *sizes)
     return Loads(
-        tokens=padded(chunking.tokens, multiple).astype(np.float64),
-        pairs=chunking.pairs.astype(np.float64),
+        tokens=padded(tokens, multiple).astype(np.float64),
+        pairs=pairs,
         cut_tokens=chunking.slice_tokens.astype(np.float64),
         document=chunking.document,
         earlier=earlier,
         later=later,
         lengths=lengths.astype(np.float64),
         spans=(chunking.chunk, chunking.spans.start, chunking.spans.stop),
+        local=local,
     )
 
 

@@ -19,6 +19,8 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
+from megatron_epp.planner.epp.planner import can_be_local
+from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.partition import (
     expected_features,
@@ -132,7 +134,8 @@ def survey(
     for layout in progress(found, len(found), "bounds"):
         try:
             costs[layout] = cost_for(layout)
-            bounds[layout] = _bound(batches[0], costs[layout])
+            local = "local" in options.levers and can_be_local(costs[layout], options)
+            bounds[layout] = _bound(batches[0], costs[layout], local)
         except ValueError as error:
             refused[layout] = str(error).split("\n")[0]
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
@@ -207,20 +210,21 @@ def _variants(choice: Choice, cost: Cost) -> list[tuple[tuple[int, ...], bool]]:
     return [*made, (choice.layers, True)] if tight and choice.planner == ELASTIC else made
 
 
-def _bound(lengths: Sequence[int], cost: Cost) -> float:
+def _bound(lengths: Sequence[int], cost: Cost, local: bool) -> float:
     """No plan with any partition is faster: the mean stage's share of the work, or of its longest
-    document; or as many of the cheapest layers as some stage must have."""
-    per = (cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)).mean(axis=0)
-    split = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.INPUT)
-    per = np.minimum(per, (split + cost.seconds_per(Kind.WEIGHT)).mean(axis=0))
+    document; or as many of the cheapest layers as some stage must have. ``local``: documents may be
+    local to a context-parallel rank, so that nothing need be exchanged."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    forward, back, *halves = (least_seconds_per(cost, kind, local) for kind in kinds)
+    per = (forward + back).mean(axis=0)
+    per = np.minimum(per, (forward + halves[0] + halves[1]).mean(axis=0))
     whole = cost.whole_features(np.array(lengths), cost.dp)
     longest = cost.whole_features(np.array([max(lengths)]), 1.0)
     mean = float(max(per @ whole / cost.dp, per @ longest))
     most = -(-sum(cost.layers) // cost.stages)
-    halves = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
     single = layer_costs(cost)
-    layer = sum(single.seconds_per(kind) for kind in halves)
-    layer = np.minimum(layer, single.seconds_per(Kind.FORWARD) + single.seconds_per(Kind.BACKWARD))
+    forward, back, *halves = (least_seconds_per(single, kind, local) for kind in kinds)
+    layer = np.minimum(forward + halves[0] + halves[1], forward + back)
     inside = layer[1:-1]
     if len(layer) <= 2:  # with the ends, which are no layer's
         return mean

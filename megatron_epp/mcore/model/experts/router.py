@@ -140,6 +140,7 @@ def balancing_of(config: Any) -> Balancing:
         z_coefficient=config.moe_z_loss_coeff or 0.0,
         place=place,
         places=config.context_parallel_size * splits,
+        splits=splits,
         group=group if group.size() > 1 else None,
     )
 

@@ -1,0 +1,83 @@
+"""Attention of a chunk of which ranks compute some documents alone, beside those that are spread.
+
+    rows of rank 0        | a a a | b b b b |        a: a document over all ranks
+    rows of rank 1        | a a a | c c c . |        b, c: local ones; .: padding
+                          exchanged  all heads here
+
+Each part is attended to for itself: in front its share of the rows that all ranks exchange for
+heads, behind them this rank's documents with every head, and without any exchange. Where nothing is
+spread, nothing is exchanged.
+
+t rows of this rank, s of them exchanged; T = N s with those of all N ranks; H query heads, G key
+heads, D head size.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.attention.ulysses import Again, RowsAgain, Ulysses
+from megatron_epp.layers.chunk_state import ChunkState
+
+# (q, k, v) to the output, and the promise to make it again where it is to be dropped.
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Again | None]]
+
+
+def spread_rows(state: ChunkState, ulysses: Ulysses) -> int:
+    """s: of this rank's rows those that are exchanged, the first ones."""
+    return state.tokens // ulysses.group.size()
+
+
+def parts_of(
+    ulysses: Ulysses, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, state: ChunkState
+) -> tuple[Tensor, ...]:
+    """Q, K and V of what is spread, of all rows and some heads; behind them those of what is local,
+    of its rows and all heads. Three tensors where there is one of the two only."""
+    qkv = q_tHD, k_tGD, v_tGD
+    if state.local is None:
+        return ulysses.to_heads(*qkv)
+    spread = spread_rows(state, ulysses)
+    if not spread:
+        return qkv
+    # A view of the local rows would keep those alive that have been exchanged.
+    local = (x[spread:].clone() for x in qkv)
+    return (*ulysses.to_heads(*(x[:spread] for x in qkv)), *local)
+
+
+def attended(
+    parts: Sequence[Tensor],
+    state: ChunkState,
+    ulysses: Ulysses | None,
+    spread: Attend,
+    local: Attend,
+) -> tuple[Tensor, Again | None]:
+    """The output of this rank's rows [t, H, D], by ``spread`` and ``local``, of :func:`parts_of`'s
+    ``parts``; of Q, K and V as they are where there is no exchange."""
+    if ulysses is None:
+        return spread(*parts)
+    if state.local is not None and not state.tokens:
+        return local(*parts)
+    out_THD, again = spread(*parts[:3])
+    out_sHD = ulysses.to_rows(out_THD)
+    again = None if again is None else RowsAgain(ulysses, again)
+    if state.local is None:
+        return out_sHD, again
+    local_out, local_again = local(*parts[3:])
+    out_tHD = torch.cat((out_sHD, local_out))
+    if again is None or local_again is None:
+        return out_tHD, None
+    return out_tHD, _BothAgain(again, local_again)
+
+
+class _BothAgain:
+    """The promise of an output of both parts."""
+
+    def __init__(self, spread: Again, local: Again):
+        self._spread, self._local = spread, local
+        self._value: Tensor | None = None
+
+    def value(self) -> Tensor:
+        if self._value is None:
+            self._value = torch.cat((self._spread.value(), self._local.value()))
+        return self._value

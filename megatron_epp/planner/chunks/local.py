@@ -1,0 +1,131 @@
+"""Chunks of which context-parallel ranks compute the short documents alone: no row exchanged.
+
+    rank 0   tail of a cut document | e e e g g   |      a a a a a . |      spread: over all ranks;
+    rank 1   tail of a cut document | f f f h h h |      b b c c d d |      a to h: local documents
+
+A document that one rank does in about a chunk's time goes whole to one: longest first to the rank
+of a chunk that is done first. Longer ones are cut and exchanged, as without this. A rank's rows are
+padded to those of its chunk's fullest, and the chunk takes as long as its slowest: so ranks of
+packs that hold nothing else are sorted by their rows, and neighbours share a chunk.
+"""
+
+import dataclasses
+from heapq import heapify, heappop, heappush, heapreplace
+
+import numpy as np
+from numba import njit
+
+from megatron_epp.ir import SPREAD
+from megatron_epp.planner.chunks.bin_packing import longest_first
+from megatron_epp.planner.chunks.chunking import Chunking, assemble
+from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans, cut_each
+
+
+def rank_seconds(lengths: np.ndarray, rates: Rates, ranks: int) -> np.ndarray:
+    """Of whole documents that one of ``ranks`` computes alone."""
+    return ranks * (rates.document_seconds(lengths) - rates.exchange_seconds * lengths)
+
+
+def first_local(
+    lengths: np.ndarray, chunks: float, share: float, rates: Rates, most_tokens: float, ranks: int
+) -> tuple[int, float]:
+    """The first of the ``lengths``, longest first, that is local, and about the seconds of a chunk
+    of ``chunks``; ``share``: of these that a local document may take."""
+    spread, alone = rates.document_seconds(lengths), rank_seconds(lengths, rates, ranks)
+    target = float(spread.sum()) / chunks
+    first = int(np.searchsorted(-alone, -share * target))
+    first = max(first, int(np.searchsorted(-lengths, -most_tokens / ranks)))
+    target = float(spread[:first].sum() + alone[first:].sum() / ranks) / chunks
+    return first, target
+
+
+def local_chunks(
+    lengths: np.ndarray,
+    first: int,
+    target_seconds: float,
+    cut: float,
+    missing: np.ndarray,
+    extra_bins: int,
+    rates: Rates,
+    most_tokens: int,
+    multiple: int,
+    ranks: int,
+) -> tuple[Chunking, int]:
+    """Chunks of about ``target_seconds`` with the documents from ``first`` on local, and how many
+    documents are cut.
+
+    cut          slices take this share of a chunk
+    missing      of the last packs, the shares of a chunk that they stay smaller by
+    extra_bins   more packs, or fewer, than even filling asks for
+    """
+    cuts = cut_each(lengths[:first], target_seconds * cut, rates, most_tokens, multiple)
+    tails, shorts = len(cuts.tails), len(cuts.shorts)
+    spread = np.concatenate((rates.span_seconds(cuts.tails), rates.span_seconds(cuts.shorts)))
+    alone = rank_seconds(lengths[first:], rates, ranks)
+    loose = float(spread.sum() + alone.sum() / ranks)
+    bins = max(1, tails, round(loose / target_seconds + missing.sum()) + extra_bins)
+    level = loose / max(0.5, bins - missing.sum())
+    # What is spread fills as few packs as it can: the others exchange nothing.
+    wanted = max(tails, -(-float(spread.sum()) // level)) if len(spread) else 0
+    if wanted:
+        bucket, used = longest_first(cuts, rates, int(wanted), most_tokens)
+    else:
+        bucket, used = np.zeros(0, dtype=np.int64), 0
+    bins = max(bins, used)
+    seconds, rows = np.zeros(bins), np.zeros(bins)
+    np.add.at(seconds, bucket, spread)
+    np.add.at(rows, bucket, np.concatenate((cuts.tails.tokens, cuts.shorts.tokens)) / ranks)
+    small = min(len(missing), bins - used)
+    if small:
+        seconds[bins - small :] += missing[len(missing) - small :] * level
+    place, bins = _deal(
+        np.repeat(seconds, ranks),
+        np.repeat(rows, ranks),
+        alone,
+        lengths[first:].astype(np.float64),
+        most_tokens / ranks,
+        ranks,
+    )
+    own = np.zeros(bins * ranks)
+    np.add.at(own, place, lengths[first:])
+    # Ranks of packs with nothing spread in them and nothing missing may change places.
+    free = np.arange(used * ranks, (len(seconds) - small) * ranks)
+    new = np.arange(bins * ranks)
+    new[free[np.argsort(-own[free], kind="stable")]] = free
+    place = new[place]
+    bucket = np.concatenate((bucket, place // ranks))
+    number = np.cumsum(np.bincount(bucket, minlength=bins) > 0) - 1  # without empty packs
+    all_short = Spans(
+        np.concatenate((cuts.shorts.document, np.arange(first, len(lengths)))),
+        np.concatenate((cuts.shorts.start, np.zeros(len(lengths) - first, dtype=np.int64))),
+        np.concatenate((cuts.shorts.stop, lengths[first:])),
+    )
+    whole = Cuts(cuts.slices, cuts.tails, all_short)
+    chunking = assemble(whole, number[bucket], int(number[-1]) + 1, rates)
+    everywhere = np.full(len(cuts.slices) + tails + shorts, SPREAD)
+    rank = np.concatenate((everywhere, place % ranks))
+    return dataclasses.replace(chunking, rank=rank, ranks=ranks), tails
+
+
+@njit(cache=True)
+def _deal(seconds, rows, document_seconds, tokens, most_rows, ranks):
+    """The place, rank r of chunk c at c * ranks + r, of every document: longest first to the one
+    that is done first; further chunks where all places are full."""
+    count = len(seconds)
+    taken = np.zeros(count + ranks * (len(tokens) + 1))
+    taken[:count] = rows
+    heap = [(seconds[place], place) for place in range(count)]
+    heapify(heap)
+    places = np.empty(len(tokens), dtype=np.int64)
+    for document in range(len(tokens)):
+        while len(heap) and taken[heap[0][1]] + tokens[document] > most_rows:
+            heappop(heap)  # full, or nearly
+        if not len(heap):
+            for place in range(count, count + ranks):
+                heappush(heap, (0.0, place))
+            count += ranks
+        done, place = heap[0]
+        heapreplace(heap, (done + document_seconds[document], place))
+        taken[place] += tokens[document]
+        places[document] = place
+    return places, count // ranks
