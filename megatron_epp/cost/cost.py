@@ -73,7 +73,6 @@ from megatron_epp.cost.profile import Bytes, LayerFigures, Profile, Seconds, Wor
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
     BACKWARDS,
-    COMPUTE,
     FULL,
     KEEP,
     OF_HEAD,
