@@ -62,6 +62,8 @@ class PlannerProcess:
         self._profile.write(cost.profile.to_json())
         self._profile.flush()
         budgets = [repr(budget / GIB) for budget in cost.budget_bytes]
+        # Named where it could do nothing, this lever is refused.
+        idle = {"local"} if cost.cp == 1 or options.lockstep > 1 else set[str]()
         self._command = [
             *(sys.executable, "-m", "megatron_epp", "serve"),
             *("--cost-model", f"/dev/fd/{self._profile.fileno()}", "--zero", str(cost.zero)),
@@ -71,7 +73,7 @@ class PlannerProcess:
             *("--ep", str(cost.ep)),
             *(("--vocab-parallel", "on") if cost.vocabulary_parallel else ()),
             *("--memory-budget-gib", *budgets, "--context", str(options.context)),
-            *("--levers", ",".join(sorted(options.levers)) or "none"),
+            *("--levers", ",".join(sorted(options.levers - idle)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),
             *(("--lockstep", str(options.lockstep)) if options.lockstep > 1 else ()),
         ]
