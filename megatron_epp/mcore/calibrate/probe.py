@@ -383,6 +383,7 @@ class _Batch:
     loss_mask: Tensor | None
     params: ChunkParams
     known_gradient: Tensor | None
+    hidden_only: bool = False
 
 
 class _NoScale:
