@@ -329,6 +329,14 @@ REFUSALS = (
             or getattr(args, "heterogeneous_layers_config_encoded_json", None)
         ),
     ),
+    Refusal(
+        "vocabulary parallelism of a HybridModel (--epp-vocab-parallel)",
+        "leave it out, and give the last stage fewer layers with | in --hybrid-layer-pattern",
+        lambda args: (
+            bool(getattr(args, "hybrid_layer_pattern", None))
+            and getattr(args, "epp_vocab_parallel", "off") != "off"
+        ),
+    ),
     *(
         Refusal(
             f"{what} ({letter} in --hybrid-layer-pattern)",
