@@ -154,7 +154,7 @@ def train_by_plan(plan: Plan, model: Model, documents: list[Tensor], stage: int)
     program = lower(plan)[stage]  # the stage's ops with their sends and receives
     compute, clock = Stage(plan, model, documents, stage), HostClock()
     clock.start()
-    shape = lambda chunk: (plan.chunks[chunk].tokens, W)  # noqa: E731
+    shape = lambda message: (plan.chunks[message.chunk].tokens, W)  # noqa: E731
     links = Links(groups, shape, torch.float64, torch.device("cpu"))
     Executor(program, compute, links, compute.store, clock, NoMeter(), Waiting(stage)).run()
     return compute.loss / plan.tokens

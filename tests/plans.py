@@ -41,18 +41,37 @@ LETTERS = "kfcmnabo"
 
 
 @st.composite
-def plans(draw: st.DrawFn, most_stages: int = 4, split_backward: float | None = None) -> Plan:
+def plans(
+    draw: st.DrawFn,
+    most_stages: int = 4,
+    split_backward: float | None = None,
+    vocabulary_parallel: bool = False,
+) -> Plan:
     """Plans that run: any cut, packing, order and recompute."""
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=7))
-    layers = draw(st.lists(st.integers(0, 4), min_size=1, max_size=most_stages))
+    fewest = 2 if vocabulary_parallel else 1
+    layers = draw(st.lists(st.integers(0, 4), min_size=fewest, max_size=most_stages))
     seed = draw(st.integers(0, 2**32))
     share = draw(st.sampled_from((0.0, 0.5, 1.0))) if split_backward is None else split_backward
-    return arbitrary_plan(lengths, layers, Random(seed), split_backward=share, letters=LETTERS)
+    return arbitrary_plan(
+        lengths,
+        layers,
+        Random(seed),
+        split_backward=share,
+        letters=LETTERS,
+        vocabulary_parallel=vocabulary_parallel,
+    )
+
+
+def any_plans() -> st.SearchStrategy[Plan]:
+    """With vocabulary parallelism and without."""
+    return st.one_of(plans(), plans(vocabulary_parallel=True))
 
 
 def evaluation(plan: Plan) -> Plan:
-    """The forwards of ``plan``."""
-    orders = tuple(tuple(op for op in order if op.kind is Kind.FORWARD) for order in plan.orders)
+    """The forwards of ``plan``, and its H."""
+    kept = (Kind.FORWARD, Kind.HEAD)
+    orders = tuple(tuple(op for op in order if op.kind in kept) for order in plan.orders)
     return Plan(plan.documents, plan.layers, plan.chunks, plan.recompute, orders)
 
 
@@ -69,19 +88,22 @@ def random_table(plan: Plan, seed: int, links: bool = True, whole: bool = False)
     def held(width: int) -> list[list[float]]:
         return [[float(random.randint(0, 1000)) for _ in range(width)] for _ in range(stages)]
 
-    joins = max(stages - 1, 0)
-    none = [[0.0] * chunks for _ in range(joins)]
+    joins = {payload: max(stages - 1, 0) for payload in Payload} | {Payload.HEAD: stages}
     return Table(
         seconds={kind: seconds(chunks) for kind in COMPUTE},
         recompute_seconds=seconds(chunks),
         comm_seconds={kind: [[0.01] * chunks for _ in range(stages)] for kind in COMPUTE},
-        link_seconds={payload: seconds(chunks, joins) if links else none for payload in Payload},
+        link_seconds={
+            payload: seconds(chunks, rows) if links else [[0.0] * chunks for _ in range(rows)]
+            for payload, rows in joins.items()
+        },
         link_latency_seconds=random.choice((0.0, 0.25)) if links else 0.0,
         held_bytes={
             Item.ACTIVATIONS: held(chunks),
             Item.KV: held(documents),
             Item.KV_GRADIENTS: held(documents),
             Item.WEIGHT_INPUTS: held(chunks),
+            Item.HEAD_INPUTS: held(chunks),
         },
         workspace_bytes={kind: held(chunks) for kind in COMPUTE},
         resident_bytes=[float(random.randint(0, 1000)) for _ in range(stages)],

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_epp.cli.documents import open_batches
-from megatron_epp.cli.layout import layout_cost, partitioned
+from megatron_epp.cli.layout import layout_cost, with_vocabulary
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cli.progress import bar
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     first = batches[numbers[0]]
     cost = layout_cost(arguments, first, options, names[0])
     pipelines = [name for name in names if name in PIPELINES]
-    cost = partitioned(arguments, batches, cost, options, (pipelines or names)[0])
+    cost = with_vocabulary(arguments, batches, cost, options, (pipelines or names)[0])
     cold = _warm_up(names, first, cost, options, arguments.dp)
     made: list[Outcome] = []
     failed: dict[str, str] = {}
@@ -80,9 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kinds(cost: Cost) -> str:
-    """What is said of layers of several kinds, and of experts."""
+    """What is said of layers of several kinds, of experts, and of the output layer."""
     kinds = f", of the kinds {cost.kinds_text}" if cost.kinds_text else ""
-    return kinds + (f", ep {cost.ep}" if cost.ep > 1 else "")
+    experts = f", ep {cost.ep}" if cost.ep > 1 else ""
+    return kinds + experts + (", vocabulary over the stages" * cost.vocabulary_parallel)
 
 
 def _say(line: str) -> None:

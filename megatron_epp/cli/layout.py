@@ -13,6 +13,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import PIPELINES, Options, plan_step
 from megatron_epp.planner.partition import layout_flags
 from megatron_epp.planner.tuning.partitions import partition_of
+from megatron_epp.planner.tuning.vocabulary import vocabulary_of
 from megatron_epp.show.units import seconds_text, share_text
 
 EXPECTED = 2  # batches that a partition is chosen on
@@ -59,8 +60,7 @@ def partitioned(
         raise Refused(f"--partition auto has no effect on {planner}, which makes no pipeline plan")
     if cost.stages == 1:
         raise Refused("--partition auto has no effect with one stage; leave it out")
-    drawn = [batches[number] for number in range(1 if batches.size is None else EXPECTED)]
-    found = partition_of(cost, drawn, options, planner)
+    found = partition_of(cost, _expected(batches), options, planner)
     flags = layout_flags(found.layers)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
     print(
@@ -69,6 +69,46 @@ def partitioned(
         file=sys.stderr,
     )
     return dataclasses.replace(cost, layers=found.layers)
+
+
+def _expected(batches: Batches) -> list[tuple[int, ...]]:
+    """What a run is expected to see."""
+    return [batches[number] for number in range(1 if batches.size is None else EXPECTED)]
+
+
+def with_vocabulary(
+    arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
+) -> Cost:
+    """``cost`` with the layers that --partition and the output layer that --vocab-parallel ask for;
+    what was chosen is said on stderr.
+
+    As a partition it is chosen for a run, on the first batches of the corpus: weights lie where
+    they lie.
+    """
+    asked = arguments.vocab_parallel
+    if asked != "off" and planner not in PIPELINES:
+        raise Refused(
+            f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
+        )
+    cost = partitioned(arguments, batches, cost, options, planner)
+    if asked != "auto" or cost.stages == 1:
+        return cost
+    cut = partitioned(arguments, batches, cost.with_vocabulary(True), options, planner)
+    drawn = _expected(batches)
+    found = vocabulary_of(cost, drawn, options, planner, cut)
+    if found.whole_seconds is None or found.cut_seconds is None:
+        which = "with" if found.cut_seconds is None else "without"
+        said = f"{which} it some batch fits no plan"
+    else:
+        said = (
+            f"it takes {share_text(abs(found.gain))} {'less' if found.gain >= 0 else 'more'} time"
+        )
+    print(
+        f"vocabulary parallelism: {'on' if found.cost.vocabulary_parallel else 'off'}; {said} "
+        "(simulated)",
+        file=sys.stderr,
+    )
+    return found.cost
 
 
 def choose(

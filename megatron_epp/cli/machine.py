@@ -22,8 +22,8 @@ def wanted(arguments: argparse.Namespace) -> bool:
     """Whether the options name a machine at all; refused where they only say how to use one."""
     if arguments.model or arguments.device or arguments.cost_model:
         return True
-    others = ("layers", "layer_kinds", "memory_budget_gib", "zero", "dp", "tp", "cp", "ep")
-    for name in (*others, *ASSUMPTIONS):
+    others = ("layers", "vocab_parallel", "layer_kinds", "memory_budget_gib", "zero")
+    for name in (*others, "dp", "tp", "cp", "ep", *ASSUMPTIONS):
         if getattr(arguments, name) is not None:
             raise Refused(
                 f"--{name.replace('_', '-')} has no effect without a machine; expected --model and "
@@ -33,11 +33,18 @@ def wanted(arguments: argparse.Namespace) -> bool:
 
 
 def cost_of(
-    arguments: argparse.Namespace, *, pp: int, cp: int, dp: int, layers: tuple[int, ...] | None
+    arguments: argparse.Namespace,
+    *,
+    pp: int,
+    cp: int,
+    dp: int,
+    layers: tuple[int, ...] | None,
+    cut: bool = False,
 ) -> Cost:
     """The cost of the model and machine that the options name, in that layout.
 
-    A profile file alone is enough where the layers of every stage and a budget are given.
+    A profile file alone is enough where the layers of every stage and a budget are given. ``cut``:
+    with the output layer over all stages.
     """
     profile = Profile.load(arguments.cost_model) if arguments.cost_model else None
     zero = int(arguments.zero) if arguments.zero else None
@@ -57,6 +64,7 @@ def cost_of(
         raise Refused(f"--memory-budget-gib: {len(budgets)} numbers; expected 1, or {pp}")
     if profile is not None and arguments.model is None:
         cost = _measured_cost(arguments, profile, pp, cp, dp, layers, zero, kinds)
+        cost = cost.with_vocabulary(cut)
     else:
         for name, known in (("model", MODELS), ("device", DEVICES)):
             if getattr(arguments, name) is None:
@@ -76,6 +84,7 @@ def cost_of(
             ep=arguments.ep,
             layer_kinds=kinds,
             profile=profile,
+            vocabulary_parallel=cut,
             **({} if profile is not None else AS_TRAINED | given),
         )
         heads = model(arguments.model).heads
@@ -125,11 +134,18 @@ def _measured_cost(
 def planning_cost(arguments: argparse.Namespace) -> Cost:
     """For a plan that is still to be made; nothing is auto here."""
     layers = tuple(arguments.layers) if arguments.layers else None
-    if arguments.pp is None and layers is not None:
-        return cost_of(arguments, pp=len(layers), cp=arguments.cp, dp=arguments.dp, layers=layers)
-    if arguments.pp is None:
-        raise Refused("--pp is missing; expected the number of pipeline stages")
-    return cost_of(arguments, pp=arguments.pp, cp=arguments.cp, dp=arguments.dp, layers=layers)
+    pp = arguments.pp
+    if pp is None:
+        if layers is None:
+            raise Refused("--pp is missing; expected the number of pipeline stages")
+        pp = len(layers)
+    cut = arguments.vocab_parallel == "on"
+    if cut and pp == 1:
+        raise Refused(
+            "--vocab-parallel on cuts the output layer over the stages, and there is one; expected "
+            "--pp of at least 2, or leave it out"
+        )
+    return cost_of(arguments, pp=pp, cp=arguments.cp, dp=arguments.dp, layers=layers, cut=cut)
 
 
 def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
@@ -138,5 +154,10 @@ def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
         named = " ".join(map(str, plan.layers))
         raise Refused(f"--layers: the plan is for layers {named}; leave the option out")
     dp = plan.replicas if arguments.dp is None else arguments.dp
+    asked = arguments.vocab_parallel
+    cut = plan.vocabulary_parallel
+    if (asked == "on" and not cut) or (asked == "off" and cut):
+        has = "has ops H and G" if cut else "has no ops H and G"
+        raise Refused(f"--vocab-parallel {asked}: the plan {has}; leave the option out")
     here = argparse.Namespace(**{**vars(arguments), "tp": arguments.tp or 1})
-    return cost_of(here, pp=plan.stages, cp=arguments.cp or 1, dp=dp, layers=plan.layers)
+    return cost_of(here, pp=plan.stages, cp=arguments.cp or 1, dp=dp, layers=plan.layers, cut=cut)

@@ -18,14 +18,16 @@ from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
 
 _START = "# made for: "
 _NAMES = (
-    *("model", "device", "cost_model", "tp", "cp", "ep", "layer_kinds", "memory_budget_gib"),
+    *("model", "device", "cost_model", "tp", "cp", "ep", "vocab_parallel", "layer_kinds"),
+    "memory_budget_gib",
     *("zero", *ASSUMPTIONS),
 )
 
 
 def comment(arguments: argparse.Namespace, cost: Cost) -> str:
     """The line that says for which machine ``cost`` was; the plan itself says pp, dp and layers."""
-    chosen = vars(arguments) | {"cp": cost.cp}
+    cut = "on" if cost.vocabulary_parallel else None
+    chosen = vars(arguments) | {"cp": cost.cp, "vocab_parallel": cut}
     words = _words({name: chosen[name] for name in _NAMES})
     line = _START + shlex.join(words) + "\n"
     return line if line[:-1].isprintable() else ""  # a file name of several lines

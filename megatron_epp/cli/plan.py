@@ -8,7 +8,7 @@ import sys
 from megatron_epp.cli import made_for
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write
-from megatron_epp.cli.layout import layout_cost, partitioned
+from megatron_epp.cli.layout import layout_cost, with_vocabulary
 from megatron_epp.cli.options import Refused
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
     cost = layout_cost(arguments, lengths, options, planner)
-    cost = partitioned(arguments, batches, cost, options, planner)
+    cost = with_vocabulary(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
     made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)
@@ -155,7 +155,9 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
         f"batch {made.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
         f"machine     {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
         f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
-        f"dp {cost.dp}, zero {cost.zero}" + (f", ep {cost.ep}" if cost.ep > 1 else ""),
+        f"dp {cost.dp}, zero {cost.zero}"
+        + (f", ep {cost.ep}" if cost.ep > 1 else "")
+        + (", vocabulary over the stages" if cost.vocabulary_parallel else ""),
         *([f"layers      {cost.kinds_text}"] if cost.kinds_text else []),
         f"planner     {made.planner}, planned in {seconds_text(made.plan_seconds)}",
         *([f"how         {found.note}"] if found.note else []),

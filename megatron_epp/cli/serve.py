@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise Refused("--pp auto, --cp auto: a job that runs has its degrees; expected numbers")
     if arguments.devices is not None:
         raise Refused("--devices: a job that runs has its degrees; expected --pp and --cp alone")
+    if arguments.vocab_parallel == "auto":
+        raise Refused("--vocab-parallel auto: a job that runs has decided; expected on or off")
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
     # Nobody need read the last reply: closing may find the pipe broken too.

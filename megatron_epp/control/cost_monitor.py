@@ -25,7 +25,7 @@ from megatron_epp.cost.loads import pairs_within
 from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.refit import refit
 from megatron_epp.cost.residuals import Residual, residuals
-from megatron_epp.ir import KEEP, OFFLOAD, Kind, Plan, Step, Timed
+from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Step, Timed
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
 
@@ -58,17 +58,20 @@ class CostMonitor:
             for other in (block or (plan,))
         ]
         found = [max(same, key=lambda pair: pair[0].predicted) for same in zip(*each, strict=True)]
+        # H and G are shares of the output layer's figures, which no refit knows to mend; a chunk
+        # with local documents does without some of what a layer does.
         self._samples.extend(
             (one.kind, self._sample(cost, other, one))
             for one, other in found
-            if not other.chunks[one.chunk].has_local  # which does without some of what a layer does
+            if one.kind in OF_LAYERS and not other.chunks[one.chunk].has_local
         )
         return sum(one.predicted for one, _ in found)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
         # An offloaded layer computes what a kept one does; its copies are beside that.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
-        ends = (one.stage == 0, one.stage == plan.stages - 1)
+        has_head = one.stage == plan.stages - 1 and not plan.vocabulary_parallel
+        ends = (one.stage == 0, has_head)
         chunk, first = plan.chunks[one.chunk], sum(plan.layers[: one.stage])
         return Sample(
             choice,

@@ -69,6 +69,7 @@ class PlannerProcess:
             *("--tp", str(cost.tp), "--cp", str(cost.cp), "--dp", str(cost.dp)),
             *(("--layer-kinds", format_kinds(cost.layer_kinds)) if cost.layer_kinds else ()),
             *("--ep", str(cost.ep)),
+            *(("--vocab-parallel", "on") if cost.vocabulary_parallel else ()),
             *("--memory-budget-gib", *budgets, "--context", str(options.context)),
             *("--levers", ",".join(sorted(options.levers)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),

@@ -25,6 +25,18 @@ at most are on the device at a time, one in use and one under way, as in Transfo
 CPU offloading: all the op long, since a copy back begins before its layer's turn. What the host's
 memory holds is counted apart (cost.host_memory), and a copy that an op has to wait for counts as
 communication.
+
+Vocabulary parallelism takes the output layer from the last stage's F and B and gives every stage a
+part of it, H and G. Of the three products that it takes without (logits, the gradients of the input
+and of the weight) H does the first two, G the first again and the third, all for 1/stages of the
+words:
+
+    seconds[H] = seconds[G] = 2/3 of (last_seconds[F] + last_seconds[B]) / stages
+
+so a profile's figures serve, measured or analytic, with the early head or without, whose F + B are
+the three products in either case; where it has H and G themselves (head_seconds), these. What a
+chunk costs whatever its size is not spread. Sources: arXiv 2411.05288 (algorithm 2, whose two
+passes these are); that the logits are made twice is ours.
 """
 
 import dataclasses
@@ -37,7 +49,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.analytic import budgeted, head_block_tokens
+from megatron_epp.cost.analytic import (
+    ELEMENT_BYTES,
+    HEAD_BLOCK_TOKENS,
+    budgeted,
+    head_block_tokens,
+)
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.layer_kinds import (
@@ -56,9 +73,10 @@ from megatron_epp.cost.profile import Bytes, LayerFigures, Profile, Seconds, Wor
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
     BACKWARDS,
-    COMPUTE,
     FULL,
     KEEP,
+    OF_HEAD,
+    OF_LAYERS,
     OFFLOAD,
     SELECTIVE,
     Chunk,
@@ -73,6 +91,8 @@ from megatron_epp.ir import (
 
 # Letters of layers whose MLP holds nothing from F to B, and lives again while B runs.
 _WITHOUT_MLP = frozenset({FULL, *(a for a, modules in SELECTIVE.items() if "mlp" in modules)})
+# Of what the output layer takes in forward and backward, without vocabulary parallelism: H, and G.
+HEAD_SHARE = 2 / 3
 IN_FLIGHT = 2  # offloaded layers on the device while an op runs
 
 
@@ -91,6 +111,7 @@ class Cost:
     layer_kinds    of all layers of the model, first to last, as the profile calls them; none: all
                    are of the profile's only kind
     host_budget_bytes   of the host's memory, for what one device offloads
+    vocabulary_parallel  whether the output layer is cut over all stages (ops H and G)
     network        where groups lie and what they get there; none: the profile's rates by size
     """
 
@@ -105,8 +126,14 @@ class Cost:
     layer_kinds: tuple[str, ...] = ()
     host_budget_bytes: float = math.inf
     network: Network | None = None
+    vocabulary_parallel: bool = False
 
     def __post_init__(self):
+        if self.vocabulary_parallel and len(self.layers) == 1:
+            raise ValueError(
+                "vocabulary parallelism cuts the output layer over the stages, and there is one; "
+                "expected at least 2"
+            )
         if not self.layers or min(self.layers) < 0:
             raise ValueError(f"layers {self.layers}: expected a number of layers for every stage")
         if len(self.budget_bytes) != len(self.layers):
@@ -153,6 +180,12 @@ class Cost:
     def spread(self) -> float:
         """What a figure of the profile is divided by: this layout's devices over the profile's."""
         return self.tp * self.cp / (self.profile.tp * self.profile.cp)
+
+    def with_vocabulary(self, parallel: bool) -> "Cost":
+        """With the output layer cut over the stages, or on the last one alone."""
+        if parallel == self.vocabulary_parallel:
+            return self
+        return dataclasses.replace(self, vocabulary_parallel=parallel)
 
     # --- kinds of layers -------------------------------------------------------------------------
 
@@ -255,7 +288,10 @@ class Cost:
         of_experts = [np.array([each.expert_parameters]) for each in self.figures]
         parameters = self.over_stages(of_layers)[:, 0]
         parameters[0] += self.profile.first_parameters
-        parameters[-1] += self.profile.last_parameters
+        if self.vocabulary_parallel:
+            parameters += self.profile.last_parameters / self.stages
+        else:
+            parameters[-1] += self.profile.last_parameters
         return parameters / self.tp, self.over_stages(of_experts)[:, 0] / self.ep
 
     def _states_bytes(self) -> np.ndarray:
@@ -306,7 +342,7 @@ class Cost:
     def _seconds(self) -> Mapping[Kind, np.ndarray]:
         """Computation only."""
         result = {}
-        for kind in COMPUTE:
+        for kind in OF_LAYERS:
             per = self.over_stages(
                 [
                     self._row(each.layer_seconds[kind], each, each.context_seconds.get(kind, 0.0))
@@ -314,14 +350,29 @@ class Cost:
                 ]
             )
             per[0] += self._row(self.profile.first_seconds[kind])
-            per[-1] += self._row(self.profile.last_seconds[kind])
+            if not self.vocabulary_parallel:
+                per[-1] += self._row(self.profile.last_seconds[kind])
             result[kind] = per
+        if self.vocabulary_parallel:
+            result |= {kind: self._head_seconds(kind) for kind in OF_HEAD}
         return result
+
+    def _head_seconds(self, kind: Kind) -> np.ndarray:
+        """[stages, features] of H or G."""
+        if kind in self.profile.head_seconds:
+            each = self._row(self.profile.head_seconds[kind])
+        else:
+            whole = [self._row(self.profile.last_seconds[k]) for k in (Kind.FORWARD, Kind.BACKWARD)]
+            each = HEAD_SHARE * (whole[0] + whole[1])
+        launched = each[2]
+        each = each / self.stages
+        each[2] = launched
+        return np.tile(each, (self.stages, 1))
 
     @cached_property
     def _comm(self) -> Mapping[Kind, np.ndarray]:
         result = {}
-        for kind in COMPUTE:
+        for kind in OF_LAYERS:
             rows = []
             for each in self.figures:
                 layer = np.zeros(self._width)
@@ -331,6 +382,10 @@ class Cost:
                     layer[2] = each.gather_seconds[kind]
                 rows.append(layer)
             result[kind] = self.over_stages(rows)
+        if self.vocabulary_parallel:
+            gathered = np.zeros((self.stages, self._width))
+            gathered[:, 0] = self._gathered()
+            result |= dict.fromkeys(OF_HEAD, gathered)
         return result
 
     @property
@@ -376,7 +431,7 @@ class Cost:
             kind: self.over_stages(
                 [np.array([self._exchange(each, kind)]) for each in self.figures]
             )[:, 0]
-            for kind in COMPUTE
+            for kind in OF_LAYERS
         }
 
     def _unexchanged(self, per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
@@ -389,12 +444,21 @@ class Cost:
         """Seconds per token of one layer's forward: gathers and scatters inside a TP group."""
         if self.tp == 1:
             return 0.0
-        if self.network is not None:
-            rate = self.network.ring(self.tp)
-        else:
-            rate = at_most(self.profile.tensor_bytes_per_second, self.tp)
         moved = of.tensor_bytes_per_token * (self.tp - 1) / self.tp
-        return moved / (self.cp * rate)
+        return moved / (self.cp * self._tensor_rate())
+
+    def _gathered(self) -> float:
+        """Seconds per token of gathering the hidden state inside a TP group, whose ranks have
+        other words each: H and G do so once each."""
+        if self.tp == 1:
+            return 0.0
+        moved = self.hidden_bytes.per_token * (self.tp - 1) / self.tp
+        return moved / (self.cp * self._tensor_rate())
+
+    def _tensor_rate(self) -> float:
+        if self.network is not None:
+            return self.network.ring(self.tp)
+        return at_most(self.profile.tensor_bytes_per_second, self.tp)
 
     def _experts(self, of: LayerFigures) -> float:
         """Seconds per token of one layer's forward: to the experts' devices and back."""
@@ -426,8 +490,10 @@ class Cost:
 
     def seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: alone, without recompute."""
-        spared = self._unexchanged(self.exchange_per_token[kind], loads)
-        return self.seconds_per(kind) @ self.features(loads) - spared
+        taken = self.seconds_per(kind) @ self.features(loads)
+        if kind in OF_HEAD:  # which exchanges no rows for heads
+            return taken
+        return taken - self._unexchanged(self.exchange_per_token[kind], loads)
 
     def comm_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: exposed communication inside :meth:`seconds`."""
@@ -467,6 +533,16 @@ class Cost:
         """[chunks]: that a message of the chunk occupies a link between stages."""
         return self.profile.link_seconds_per_token * loads.tokens
 
+    def head_link_seconds(self, loads: Loads, forward_only: bool = False) -> np.ndarray:
+        """[stages, chunks]: that a message of H occupies each link, the one from the last stage to
+        the first in the last row. Between stages it carries the hidden state, and as large the
+        weighted rows and the labels' rows; to the last stage, which has the hidden state, the rows
+        alone. Without a backward nobody wants rows. Two statistics a token are not counted."""
+        link = np.tile(self.link_seconds(loads), (self.stages, 1))
+        link[:-2] *= 1 if forward_only else 3
+        link[-2] *= 0 if forward_only else 2
+        return link
+
     # --- bytes -----------------------------------------------------------------------------------
 
     def _bytes(self, per: Bytes, loads: Loads) -> np.ndarray:
@@ -499,12 +575,57 @@ class Cost:
         """[stages, chunks]: what the first and the last stage hold besides from F to B."""
         held = self._last_bytes(loads)
         held[0] += self._bytes(self.profile.first_bytes, loads)
+        if self.vocabulary_parallel:
+            # The model's output, then its gradient; where it was measured with an early head, what
+            # that holds are the final norm's input and that gradient, as here.
+            output = self._bytes(self.hidden_bytes, loads)
+            if not self._holds_logits:
+                output = np.maximum(output, self._bytes(self.profile.last_bytes, loads))
+            held[-1] += output
         return held
+
+    @property
+    def _holds_logits(self) -> bool:
+        """Whether logits are what the profile's last stage holds from F to B."""
+        return self.profile.last_bytes.per_token > 0 and not self.profile.last_workspace_tokens
 
     def _last_bytes(self, loads: Loads) -> np.ndarray:
         held = np.zeros((self.stages, loads.chunks))
-        held[-1] += self._bytes(self.profile.last_bytes, loads)
+        if not self.vocabulary_parallel:
+            held[-1] += self._bytes(self.profile.last_bytes, loads)
         return held
+
+    @cached_property
+    def hidden_bytes(self) -> Bytes:
+        """Of the hidden state: what a layer that is recomputed in full holds is its input."""
+        return min((each.saved_bytes[FULL] for each in self.figures), key=lambda b: b.per_token)
+
+    def head_input_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: from H to G."""
+        return np.ceil(np.tile(self._bytes(self.hidden_bytes, loads), (self.stages, 1)))
+
+    def head_workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: while H or G runs. Logits of its part of the words, for a block of
+        tokens at a time; H has rows besides, two a token as they come and as they go, G the
+        gradient of its part of the weight."""
+        profile = self.profile
+        if kind in profile.head_workspace_bytes:
+            held = self._workspace(profile.head_workspace_bytes[kind], loads) / self.stages
+            return np.ceil(np.tile(held, (self.stages, 1)))
+        at_end = profile.last_workspace_bytes[Kind.FORWARD]
+        held = self._bytes(profile.last_bytes if self._holds_logits else at_end, loads)
+        held = held / self.stages
+        # A part of the words has blocks of as many tokens more, up to the largest.
+        most = float(HEAD_BLOCK_TOKENS[0] * self.cp)
+        if profile.last_workspace_tokens:
+            most = min(most, profile.last_workspace_tokens * self.stages)
+        held = held * np.minimum(1.0, most / np.maximum(loads.tokens, 1.0))
+        held = held + self._besides(at_end, loads) / self.stages
+        if kind is Kind.HEAD:
+            held = held + 4 * self._bytes(self.hidden_bytes, loads)
+        else:
+            held = held + ELEMENT_BYTES * profile.last_parameters / (self.stages * self.tp)
+        return np.ceil(np.tile(held, (self.stages, 1)))
 
     def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
         """[stages, chunks]: from F to B; ``counts`` layers have each choice."""
@@ -546,7 +667,8 @@ class Cost:
         held = self.over_stages(
             [self._bytes(each.weight_input_bytes, loads) for each in self.figures]
         )
-        held[-1] += self._bytes(self.profile.last_weight_input_bytes, loads)
+        if not self.vocabulary_parallel:
+            held[-1] += self._bytes(self.profile.last_weight_input_bytes, loads)
         return np.ceil(held)
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
@@ -560,6 +682,8 @@ class Cost:
 
     def _with_end(self, held: np.ndarray, kind: Kind, loads: Loads) -> np.ndarray:
         """``held`` [stages, chunks] with what the last stage needs besides."""
+        if self.vocabulary_parallel:
+            return np.ceil(held)
         at_end = self.profile.last_workspace_bytes[kind]
         last = self._bytes(at_end, loads)
         if self.profile.last_workspace_tokens:
@@ -622,7 +746,8 @@ class Cost:
                 made_C + self._bytes(each.weight_input_bytes, loads)
                 for made_C, each in zip(made_KC, self.figures, strict=True)
             ]
-            made[-1] = self._bytes(self.profile.last_weight_input_bytes, loads)
+            if not self.vocabulary_parallel:
+                made[-1] = self._bytes(self.profile.last_weight_input_bytes, loads)
         held += made
         peak = np.maximum(held, 0.0)
         by_kind = made_KC[0] if len(made_KC) == 1 else np.stack(made_KC)
@@ -640,7 +765,10 @@ class Cost:
         return loads_of(chunks, documents, ranks=self.cp)
 
     def table(self, plan: Plan) -> Table:
-        """Seconds and bytes of every op of ``plan``, as the simulator wants them."""
+        """Seconds and bytes of every op of ``plan``, as the simulator wants them; with the output
+        layer where the plan has it."""
+        if plan.vocabulary_parallel != self.vocabulary_parallel:
+            return self.with_vocabulary(plan.vocabulary_parallel).table(plan)
         check_ranks(plan, self.cp)
         loads = loads_of(plan.chunks, plan.documents, slices_of(plan), self.cp)
         several = self.kinds.number > 1
@@ -773,7 +901,7 @@ class Cost:
                 recompute += count * self.recompute_seconds(choice, loads)
         activations = self.activation_bytes(loads, counts)
         weight_inputs = self.weight_input_bytes(loads)
-        workspace = {kind: self.workspace_bytes(kind, loads) for kind in COMPUTE}
+        workspace = {kind: self.workspace_bytes(kind, loads) for kind in OF_LAYERS}
         workspace[Kind.FORWARD] = self.forward_workspace_bytes(loads, counts)
         for kind in BACKWARDS:
             workspace[kind] += self.backward_workspace_bytes(kind, loads, layers)
@@ -781,8 +909,19 @@ class Cost:
             one = [self.saved_bytes((kind, KEEP), loads) for kind in range(self.kinds.number)]
             workspace[Kind.FORWARD] += np.ceil(self.end_bytes(loads) + self._most_over_stages(one))
         link = np.tile(self.link_seconds(loads), (max(0, self.stages - 1), 1))
-        seconds = {kind: self.seconds(kind, loads) for kind in COMPUTE}
-        comm = {kind: self.comm_seconds(kind, loads) for kind in COMPUTE}
+        links = {Payload.ACTIVATION: link, Payload.GRADIENT: link}
+        held_bytes = {
+            Item.ACTIVATIONS: activations,
+            Item.KV: self.kv_bytes(loads),
+            Item.KV_GRADIENTS: self.kv_gradient_bytes(loads),
+            Item.WEIGHT_INPUTS: weight_inputs,
+        }
+        if self.vocabulary_parallel:
+            links[Payload.HEAD] = self.head_link_seconds(loads, forward_only)
+            held_bytes[Item.HEAD_INPUTS] = self.head_input_bytes(loads)
+            workspace |= {kind: self.head_workspace_bytes(kind, loads) for kind in OF_HEAD}
+        seconds = {kind: self.seconds(kind, loads) for kind in workspace}
+        comm = {kind: self.comm_seconds(kind, loads) for kind in workspace}
         offloaded = {
             split_choice(choice)[0]: count
             for choice, count in counts.items()
@@ -804,14 +943,9 @@ class Cost:
             seconds=seconds,
             recompute_seconds=recompute,
             comm_seconds=comm,
-            link_seconds=dict.fromkeys(Payload, link),
+            link_seconds=links,
             link_latency_seconds=self.profile.link_latency_seconds,
-            held_bytes={
-                Item.ACTIVATIONS: activations,
-                Item.KV: self.kv_bytes(loads),
-                Item.KV_GRADIENTS: self.kv_gradient_bytes(loads),
-                Item.WEIGHT_INPUTS: weight_inputs,
-            },
+            held_bytes=held_bytes,
             workspace_bytes=workspace,
             resident_bytes=self.states_bytes,
         )
@@ -893,6 +1027,7 @@ def named_cost(
     layer_kinds: Sequence[str] = (),
     profile: Profile | None = None,
     topology: str | Topology = FLAT,
+    vocabulary_parallel: bool = False,
     **assumptions: Any,
 ) -> Cost:
     """The cost of a model on devices, both by name or file.
@@ -901,7 +1036,8 @@ def named_cost(
     1; experts shared by as many of a stage's devices as their number allows; an analytic profile,
     to which ``assumptions`` go (:func:`analytic.profile`). ``layer_kinds``: of all layers, as a
     ``profile`` calls them, where the model does not say. ``topology``: by name or file, of an
-    analytic profile; a measured one has its own groups' rates.
+    analytic profile; a measured one has its own groups' rates. ``vocabulary_parallel``: the output
+    layer over all stages.
     """
     the_model, the_device = model(model_name), device(device_name)
     if zero is None:
@@ -938,6 +1074,7 @@ def named_cost(
         expert_degree(ep, tp, cp, the_model.most_experts, dp),
         kinds,
         network=network,
+        vocabulary_parallel=vocabulary_parallel,
     )
     cost.require_states_fit()
     return cost

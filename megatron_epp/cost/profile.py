@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.cost.named import read_json
-from megatron_epp.ir import COMPUTE, FULL, KEEP, SELECTIVE, Kind
+from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 
 VERSION = 2
 _READABLE = (1, VERSION)
@@ -220,6 +220,9 @@ class Profile(LayerFigures):
     last_workspace_bytes[kind]    besides, on the last stage, while an op runs
     last_workspace_tokens         its bytes per token are of so many of the chunk's tokens at most;
                                   0: of all of them
+    head_seconds[kind]            of H and G where one stage had all words; per chunk, as of one of
+                                  many. Kinds that lack follow from last_seconds (Cost)
+    head_workspace_bytes[kind]    while H or G runs where one stage had all words; likewise
     all_to_all_bytes_per_second   by CP degree, and by EP degree
     tensor_bytes_per_second       by TP degree
     link_seconds_per_token        a message occupies the link between two stages
@@ -256,6 +259,8 @@ class Profile(LayerFigures):
     host_bytes_per_second: float = 0.0
     routing: float = 1.0
     layer_kind: str = LAYER_KIND
+    head_seconds: Mapping[Kind, Seconds] = dataclasses.field(default_factory=dict)
+    head_workspace_bytes: Mapping[Kind, Workspace] = dataclasses.field(default_factory=dict)
     other_kinds: Mapping[str, LayerFigures] = dataclasses.field(default_factory=dict)
 
     @property
@@ -399,7 +404,7 @@ def _by_degree(value: Any) -> dict[int, float]:
 
 
 def _by_kind(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
-    return _by(COMPUTE, tuple(kind.value for kind in COMPUTE), read)
+    return _by(OF_LAYERS, tuple(kind.value for kind in OF_LAYERS), read)
 
 
 def _by_letter(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
@@ -455,7 +460,7 @@ def _kinds(value: Any) -> dict[str, LayerFigures]:
 
 _SECONDS, _BYTES = _flat(Seconds), _flat(Bytes)
 _WORKSPACE = _flat(Workspace, frozenset({"per_context_token", "per_op"}))
-_LETTERS_OF_KINDS = tuple(kind.value for kind in COMPUTE)
+_LETTERS_OF_KINDS = tuple(kind.value for kind in OF_LAYERS)
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "provenance": _flat(Provenance),
     "tp": _degree,
@@ -479,9 +484,11 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "tensor_bytes_per_second": _by_degree,
     "states": _flat(States),
     "routing": _routing,
+    "head_seconds": _some(OF_HEAD, tuple(kind.value for kind in OF_HEAD), _SECONDS),
+    "head_workspace_bytes": _some(OF_HEAD, tuple(kind.value for kind in OF_HEAD), _WORKSPACE),
     "window": _whole,
-    "context_seconds": _some(COMPUTE, _LETTERS_OF_KINDS, _number),
-    "exchange_seconds": _some(COMPUTE, _LETTERS_OF_KINDS, _number),
+    "context_seconds": _some(OF_LAYERS, _LETTERS_OF_KINDS, _number),
+    "exchange_seconds": _some(OF_LAYERS, _LETTERS_OF_KINDS, _number),
     "kv_replicated": _flag,
     "layer_kind": kind_name,
     "other_kinds": _kinds,

@@ -12,7 +12,7 @@ Standard library only. Everything else in the project speaks in these words:
     stage      a place in the pipeline, holding some of the layers
     rank       a process
     replica    one data-parallel copy of the pipeline
-    op         one kind of work (F, B, I, W) on one chunk on one stage
+    op         one kind of work (F, B, I, W, H, G) on one chunk on one stage
     order      the ops of a stage, first to last
     plan       chunks, orders and recompute choices of one replica for one iteration
     step       one iteration of the whole job: the dealing of documents, a plan per replica
@@ -31,6 +31,8 @@ from megatron_epp.ir.op import (
     BACKWARDS,
     COMPUTE,
     KIND_CODE,
+    OF_HEAD,
+    OF_LAYERS,
     Kind,
     Message,
     Op,
@@ -46,6 +48,8 @@ from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
     EVALUATION,
     TRAINING,
+    VOCABULARY_EVALUATION,
+    VOCABULARY_TRAINING,
     Effect,
     Item,
     Need,
@@ -53,6 +57,7 @@ from megatron_epp.ir.rules import (
     Rule,
     Rules,
     SlicePosition,
+    StagePosition,
 )
 from megatron_epp.ir.slices import Slices, slices_in, slices_of
 from megatron_epp.ir.span import SPREAD, Span
@@ -69,9 +74,13 @@ __all__ = [
     "KEEP",
     "KIND_CODE",
     "OFFLOAD",
+    "OF_HEAD",
+    "OF_LAYERS",
     "SELECTIVE",
     "SPREAD",
     "TRAINING",
+    "VOCABULARY_EVALUATION",
+    "VOCABULARY_TRAINING",
     "Chunk",
     "Deadlock",
     "Effect",
@@ -93,6 +102,7 @@ __all__ = [
     "SlicePosition",
     "Slices",
     "Span",
+    "StagePosition",
     "Step",
     "Table",
     "Timed",

@@ -9,6 +9,10 @@ from megatron_epp.ir.rules import (
     EVALUATION_OPS,
     TRAINING,
     TRAINING_OPS,
+    VOCABULARY_EVALUATION,
+    VOCABULARY_EVALUATION_OPS,
+    VOCABULARY_TRAINING,
+    VOCABULARY_TRAINING_OPS,
     Need,
     Rules,
 )
@@ -20,21 +24,26 @@ NeedsOf = Callable[[int, Op], Iterator[tuple[Need, int, tuple[Op, ...]]]]
 
 
 def rules_of(plan: Plan) -> Rules:
-    """The rule table that governs ``plan``: training, or evaluation for a plan of forwards only."""
+    """The rule table that governs ``plan``: training, or evaluation for a plan of forwards only;
+    with or without vocabulary parallelism."""
+    if plan.vocabulary_parallel:
+        return VOCABULARY_EVALUATION if plan.forward_only else VOCABULARY_TRAINING
     return EVALUATION if plan.forward_only else TRAINING
 
 
 def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
     """The sets of ops of which every stage runs one for every chunk of ``plan``."""
+    if plan.vocabulary_parallel:
+        return VOCABULARY_EVALUATION_OPS if plan.forward_only else VOCABULARY_TRAINING_OPS
     return EVALUATION_OPS if plan.forward_only else TRAINING_OPS
 
 
 def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = None) -> NeedsOf:
     """Look up what an op of ``plan`` needs: ``for need, stage, ops in needs_of(plan)(stage, op)``.
 
-    A need that speaks of a stage before the first or behind the last, or of a slice that the
-    chunk's document has not, does not exist. A need that speaks of several slices comes once for
-    each. Stages are those of the pipeline, wherever they run.
+    A need that speaks of a stage before the first or behind the last, or of other stages than the
+    op's, or of a slice that the chunk's document has not, does not exist. A need that speaks of
+    several slices comes once for each. Stages are those of the pipeline, wherever they run.
 
     rules    default: those that govern ``plan``
     slices   of ``plan``, where they are known already
@@ -59,8 +68,8 @@ def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = Non
 
     def needs(stage: int, op: Op) -> Iterator[tuple[Need, int, tuple[Op, ...]]]:
         for need, would in rows[op.kind][op.chunk]:
-            where = stage + need.stage
-            if 0 <= where < stages:
+            where = need.met_on(stage, stages)
+            if where >= 0:
                 yield need, where, would
 
     return needs

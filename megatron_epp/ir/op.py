@@ -35,6 +35,15 @@ class Kind(Enum):
     """Its other half, which nobody waits for. Roughly: ``dw = dy.T @ x`` of every linear layer; add
     dw to the weights' gradients; drop (x, dy)."""
 
+    HEAD = "H"
+    """The stage's part of the vocabulary (vocabulary parallelism, see ir/rules). Roughly: logits of
+    its rows for the chunk; merge their maximum, sum and weighted rows into what the stage before
+    handed on; hand it on. The last stage makes the loss and the gradient of y."""
+
+    HEAD_WEIGHT = "G"
+    """Its weight gradient, which nobody waits for. Roughly: logits again; ``dw = (softmax - labels)
+    .T @ y``; add dw to its rows' gradients; drop y."""
+
     SEND = "SEND"
     """Only after lowering. Roughly: ``isend(tensor, target)``; the op after it does not wait."""
 
@@ -44,9 +53,11 @@ class Kind(Enum):
 
 TRANSFERS = (Kind.SEND, Kind.RECEIVE)
 COMPUTE = tuple(kind for kind in Kind if kind not in TRANSFERS)
-# Every array of kinds holds these: F 0, B 1, I 2, W 3.
+# Every array of kinds holds these: F 0, B 1, I 2, W 3, H 4, G 5.
 KIND_CODE: Mapping[Kind, int] = {kind: code for code, kind in enumerate(COMPUTE)}
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # either of them hands the gradient on
+OF_LAYERS = (Kind.FORWARD, *BACKWARDS, Kind.WEIGHT)  # ops that run a stage's layers
+OF_HEAD = (Kind.HEAD, Kind.HEAD_WEIGHT)  # ops that run a stage's part of the output layer
 
 _LETTERS = [kind.value for kind in COMPUTE]
 _OP = re.compile(rf"([{''.join(_LETTERS)}])({NUMBER})")
@@ -76,10 +87,11 @@ class Op:
 
 
 class Payload(Enum):
-    """What travels between neighbouring stages."""
+    """What travels between stages."""
 
     ACTIVATION = "F"  # to the next stage
     GRADIENT = "B"  # to the previous one
+    HEAD = "H"  # what H works on: from the last stage to the first, then to the next and the next
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@
     predicted seconds 1.234 peak_gib 10.5 9.8 planner epp
 
 ``replica``, ``recompute`` and ``predicted`` lines may be left out in a plan written by hand: they
-default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order. What the
+default to 0 of 1, keep everything, and nothing predicted. Lines stand in this order. A plan with
+vocabulary parallelism has ``H0`` and ``G0`` in its orders, of every chunk on every stage. What the
 letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`. A chunk may hold no span
 (``chunk 3: -``): replicas in lockstep have as many chunks each (:mod:`megatron_epp.ir.step`).
 ``2[0:900]@1``: context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
@@ -29,14 +30,14 @@ from typing import Any, NoReturn
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.op import BACKWARDS, Kind, Op
+from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Op
 from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_recompute
 from megatron_epp.ir.span import NUMBER
 
 _NUMBER = re.compile(NUMBER)
 # As Python prints floats: 16 digits before the point, 20 behind it (0.00012345678901234567).
 _DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
-_OF_TRAINING = (*BACKWARDS, Kind.WEIGHT)
+_OF_TRAINING = frozenset({*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT})
 MOST_LAYERS = 9999  # of a stage: four digits in a recompute choice
 _PLANNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
@@ -84,8 +85,9 @@ class Plan:
     replica: int = 0
     replicas: int = 1
     predicted: Prediction | None = None
-    # A pure function of the fields above, kept by whoever asks first (ir.slices).
+    # Pure functions of the fields above, kept by whoever asks first (ir.slices; kinds).
     _slices: Any = field(default=None, init=False, repr=False, compare=False)
+    _kinds: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if not (self.documents and self.layers and self.chunks):
@@ -152,11 +154,24 @@ class Plan:
     @property
     def forward_only(self) -> bool:
         """Whether no stage runs a backward: a plan for evaluation."""
-        return not any(op.kind in _OF_TRAINING for order in self.orders for op in order)
+        return self.kinds.isdisjoint(_OF_TRAINING)
 
     @property
     def splits_backward(self) -> bool:
-        return any(op.kind is Kind.WEIGHT for order in self.orders for op in order)
+        return Kind.WEIGHT in self.kinds
+
+    @property
+    def vocabulary_parallel(self) -> bool:
+        """Whether the output layer is cut over all stages: they run H (and G) of every chunk."""
+        return not self.kinds.isdisjoint(OF_HEAD)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """Of the ops of all stages."""
+        if self._kinds is None:
+            found = frozenset({op.kind for order in self.orders for op in order})
+            object.__setattr__(self, "_kinds", found)
+        return self._kinds
 
     @property
     def digest(self) -> str:

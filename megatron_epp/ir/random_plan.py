@@ -12,7 +12,9 @@ from random import Random
 from megatron_epp.ir import (
     FULL,
     KEEP,
+    OF_HEAD,
     TRAINING,
+    VOCABULARY_TRAINING,
     Chunk,
     Kind,
     Op,
@@ -32,12 +34,14 @@ def arbitrary_plan(
     letters: str = KEEP + FULL,
     replica: int = 0,
     replicas: int = 1,
+    vocabulary_parallel: bool = False,
 ) -> Plan:
     """A plan for documents of ``lengths`` inputs on stages of ``layers``.
 
     ``split_backward`` is the share of backwards that become I and W; ``letters`` are the recompute
-    choices to draw from. Long documents are cut into up to five slices, the rest is packed, some
-    of it beside a slice. The orders are one random walk of all stages through what is ready.
+    choices to draw from; ``vocabulary_parallel``: with H and G. Long documents are cut into up to
+    five slices, the rest is packed, some of it beside a slice. The orders are one random walk of
+    all stages through what is ready.
     """
     chunks = _chunks(lengths, random)
     bare = Plan(
@@ -52,7 +56,7 @@ def arbitrary_plan(
         replica=replica,
         replicas=replicas,
     )
-    orders = arbitrary_orders(bare, random, split_backward)
+    orders = arbitrary_orders(bare, random, split_backward, vocabulary_parallel=vocabulary_parallel)
     return Plan(
         bare.documents, bare.layers, chunks, bare.recompute, orders, replica, replicas, None
     )
@@ -67,6 +71,7 @@ def arbitrary_block(
     letters: str = KEEP + FULL,
     first: int = 0,
     replicas: int | None = None,
+    vocabulary_parallel: bool = False,
 ) -> tuple[Plan, ...]:
     """Plans for the replicas of a block, which run in lockstep: one skeleton, drawn as
     :func:`arbitrary_plan` draws, contents each replica's own.
@@ -105,7 +110,8 @@ def arbitrary_block(
                 tuple(each), tuple(layers), tuple(spread), choices, orders, first + number, replicas
             )
         )
-    needs = [needs_of(plan, TRAINING) for plan in bare[1:]]
+    rules = VOCABULARY_TRAINING if vocabulary_parallel else TRAINING
+    needs = [needs_of(plan, rules) for plan in bare[1:]]
 
     def met(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
         return all(
@@ -114,7 +120,7 @@ def arbitrary_block(
             for _, where, ops in of_replica(stage, op)
         )
 
-    orders = arbitrary_orders(bare[0], random, split_backward, met)
+    orders = arbitrary_orders(bare[0], random, split_backward, met, vocabulary_parallel)
     return tuple(replace(plan, orders=orders) for plan in bare)
 
 
@@ -177,13 +183,15 @@ def arbitrary_orders(
     random: Random,
     split_backward: float,
     besides: Callable[[int, Op, Sequence[set[Op]]], bool] = lambda stage, op, finished: True,
+    vocabulary_parallel: bool = False,
 ) -> tuple[tuple[Op, ...], ...]:
     """Orders of all stages of ``plan``, one random walk through what is ready.
 
     besides   (stage, op, ops finished on every stage): what an op of a stage waits for that no
               rule says
     """
-    needs = needs_of(plan, TRAINING)  # it has no order yet, so it looks like an evaluation
+    # It has no order yet, so it looks like an evaluation.
+    needs = needs_of(plan, VOCABULARY_TRAINING if vocabulary_parallel else TRAINING)
     pending: list[set[Op]] = []
     for _ in plan.layers:
         ops = set()
@@ -193,6 +201,8 @@ def arbitrary_orders(
                 ops |= {Op(Kind.INPUT, chunk), Op(Kind.WEIGHT, chunk)}
             else:
                 ops.add(Op(Kind.BACKWARD, chunk))
+            if vocabulary_parallel:
+                ops |= {Op(kind, chunk) for kind in OF_HEAD}
         pending.append(ops)
     done: list[list[Op]] = [[] for _ in plan.layers]
     finished: list[set[Op]] = [set() for _ in plan.layers]

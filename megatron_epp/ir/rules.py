@@ -18,6 +18,20 @@ op's chunk, ``s`` its stage. A document cut into slices ties the chunks of its s
     W   I of c on s     (inputs, output grads)   workspace                  weight inputs of c
                                                                             workspace
 
+Vocabulary parallelism cuts the output layer's rows over all stages; then these rows come besides:
+
+    H   s = 0: F of c on last (its output)       head inputs of c           workspace
+        s > 0: H of c on s-1  (what is merged)   workspace
+    B   s = last: H of c on s (loss, gradient)
+    I   as B
+    G   s < last: B|I of c on s (log-sum-exp)    workspace                  head inputs of c
+        s = last: H of c on s   (log-sum-exp)                               workspace
+
+F of the last stage ends behind the final norm, and its output X makes a round: to stage 0, whose H
+hands it on with the statistics of its own rows, and so on; H of the last stage has merged those of
+all rows into the loss and the gradient of X. The log-sum-exp that G wants travels back with the
+gradients, so G needs no message of its own; it fills bubbles, as W does.
+
 (1st) and (last) stand for: where c holds the first or the last slice of a cut document. The K/V
 of a cut document lies in one buffer per layer, made whole by its first slice's forward and freed
 whole by its first slice's backward, the document's last; so do the gradients of its K and V,
@@ -25,14 +39,16 @@ from the last slice's backward on. Whole documents keep nothing. What an op make
 its start; what it frees it holds until its stop.
 
 A plan of forwards only (evaluation) makes no activations, and a document's K/V is freed by its
-last slice's forward: ``EVALUATION``.
+last slice's forward: ``EVALUATION``. With vocabulary parallelism it has H besides, which holds
+nothing when it is done.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
-from megatron_epp.ir.op import BACKWARDS, Kind, Payload
+from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Payload
 
 
 class Relation(Enum):
@@ -51,6 +67,26 @@ class SlicePosition(Enum):
     LAST = 2  # the chunk holds the last slice of a cut document
 
 
+class StagePosition(Enum):
+    """On which stages a need exists."""
+
+    ANY = 0
+    FIRST = 1
+    LAST = 2
+    BEFORE_LAST = 3  # all but the last
+
+    def holds(self, stage: int, stages: int) -> bool:
+        match self:
+            case StagePosition.ANY:
+                return True
+            case StagePosition.FIRST:
+                return stage == 0
+            case StagePosition.LAST:
+                return stage == stages - 1
+            case StagePosition.BEFORE_LAST:
+                return stage < stages - 1
+
+
 class Item(Enum):
     """What occupies memory on a stage besides its weights. Documents own K/V, chunks the rest."""
 
@@ -58,6 +94,7 @@ class Item(Enum):
     KV = "kv"
     KV_GRADIENTS = "kv_gradients"
     WEIGHT_INPUTS = "weight_inputs"  # what W needs after I: the linears' inputs, outputs' grads
+    HEAD_INPUTS = "head_inputs"  # what G needs after H: the last stage's output
     WORKSPACE = "workspace"  # while one op runs
 
 
@@ -66,16 +103,27 @@ DOCUMENT_ITEMS = (Item.KV, Item.KV_GRADIENTS)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One of ``kinds`` must have been done for the ``chunk`` on the stage ``stage`` steps on."""
+    """One of ``kinds`` must have been done for the ``chunk`` on the stage ``stage`` steps on.
+
+    ``at`` says which stages' ops have the need.
+    """
 
     kinds: tuple[Kind, ...]
-    stage: int  # 0 here, -1 the previous stage, +1 the next
+    stage: int | Literal["last"]  # 0 here, -1 the previous stage, +1 the next; the last of all
     chunk: Relation
     why: str
+    at: StagePosition = StagePosition.ANY
+
+    def met_on(self, stage: int, stages: int) -> int:
+        """The stage that meets the need of an op on ``stage`` of ``stages``; -1: it has none."""
+        where = stage + self.stage if isinstance(self.stage, int) else stages - 1
+        return where if self.at.holds(stage, stages) and 0 <= where < stages else -1
 
     @property
     def payload(self) -> Payload:
         """What the message carries where another stage meets the need."""
+        if self.stage == "last" or set(self.kinds) <= set(OF_HEAD):
+            return Payload.HEAD
         return Payload.ACTIVATION if self.kinds == (Kind.FORWARD,) else Payload.GRADIENT
 
 
@@ -144,6 +192,50 @@ EVALUATION: Rules = {
     ),
 }
 
+# With vocabulary parallelism.
+_HEAD_NEEDS = (
+    Need((Kind.FORWARD,), "last", Relation.SAME, "the model's output", StagePosition.FIRST),
+    Need((Kind.HEAD,), -1, Relation.SAME, "what the vocabulary's rows before made"),
+)
+_LOSS_NEED = Need(
+    (Kind.HEAD,), 0, Relation.SAME, "the gradient of the model's output", StagePosition.LAST
+)
+_HEAD = {
+    Kind.HEAD: Rule(_HEAD_NEEDS, makes=(Effect(Item.HEAD_INPUTS), _WORKSPACE), frees=(_WORKSPACE,)),
+    Kind.HEAD_WEIGHT: Rule(
+        (
+            Need(
+                BACKWARDS,
+                0,
+                Relation.SAME,
+                "the log-sum-exp that came with its gradient",
+                StagePosition.BEFORE_LAST,
+            ),
+            Need((Kind.HEAD,), 0, Relation.SAME, "what its H left for it", StagePosition.LAST),
+        ),
+        makes=(_WORKSPACE,),
+        frees=(Effect(Item.HEAD_INPUTS), _WORKSPACE),
+    ),
+}
+
+VOCABULARY_TRAINING: Rules = {
+    **{
+        kind: replace(rule, needs=(*rule.needs, _LOSS_NEED)) if kind in BACKWARDS else rule
+        for kind, rule in TRAINING.items()
+    },
+    **_HEAD,
+}
+
+VOCABULARY_EVALUATION: Rules = {
+    **EVALUATION,
+    Kind.HEAD: Rule(_HEAD_NEEDS, makes=(_WORKSPACE,), frees=(_WORKSPACE,)),
+}
+
 # What a stage runs of every chunk, once each: one of these sets.
 TRAINING_OPS = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT))
 EVALUATION_OPS = ((Kind.FORWARD,),)
+VOCABULARY_TRAINING_OPS = (
+    (Kind.FORWARD, Kind.HEAD, Kind.BACKWARD, Kind.HEAD_WEIGHT),
+    (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.WEIGHT, Kind.HEAD_WEIGHT),
+)
+VOCABULARY_EVALUATION_OPS = ((Kind.FORWARD, Kind.HEAD),)

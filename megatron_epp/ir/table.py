@@ -15,11 +15,14 @@ Grid = Sequence[Sequence[float]] | Any
 class Table:
     """Everything that time and memory of one plan on one machine depend on.
 
-    seconds[kind][stage][chunk]            of F, B, I, W alone; B and I without recompute
+    seconds[kind][stage][chunk]            of F, B, I, W alone; B and I without recompute; of H and
+                                           G where plans have them
     recompute_seconds[stage][chunk]        added to B, or to I where the backward is split
     comm_seconds[kind][stage][chunk]       the share of ``seconds`` that is exposed communication
                                            (all-to-all, parameter gathers); for the ratios
-    link_seconds[payload][link][chunk]     a message occupies its link; link l joins stage l, l+1
+    link_seconds[payload][link][chunk]     a message occupies its link; link l joins stage l, l+1.
+                                           Where plans have H, the payload HEAD has a row more: from
+                                           the last stage to the first
     link_latency_seconds                   added to every message, occupying nothing
     held_bytes[item][stage][owner]         what the rule table's items hold per device; owner is a
                                            chunk, or a document for Item.KV and Item.KV_GRADIENTS

@@ -18,7 +18,7 @@ from megatron_epp.ir.span import NUMBER
 _STAGE = re.compile(NUMBER)
 _SECONDS = re.compile(r"-?[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
 _BYTES = re.compile(r"-?[0-9]{1,18}")
-_TRANSFER = re.compile(rf"(SEND|RECV):([FB])({NUMBER})([<>])({NUMBER})")
+_TRANSFER = re.compile(rf"(SEND|RECV):([FBH])({NUMBER})([<>])({NUMBER})")
 
 
 @dataclass(frozen=True, slots=True)

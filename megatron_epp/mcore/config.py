@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import lcm
 from typing import Any
 
 from megatron_epp.corpus.overlong import OVERLONG
@@ -16,8 +17,10 @@ from megatron_epp.planner.options import MOST_EFFORT
 # although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
 PARTITION_AUTO = "auto"
+DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
+ON, OFF = "on", "off"
 AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
 
 
@@ -110,6 +113,15 @@ class Config:
         "run that resumes keeps its checkpoint's.",
         choices=("flags", PARTITION_AUTO),
     )
+    epp_vocab_parallel: str = _flag(
+        OFF,
+        "on: the output layer's words lie over all stages, each of which computes its part of the "
+        "loss and of the gradients (ops H and G of a plan); off: the last stage has them all "
+        "(default); auto: the faster of the two on the corpus's lengths, by the cost model of "
+        "--epp-cost-model, else the device's figures; a run that resumes keeps its checkpoint's. "
+        "Checkpoints' weights load either way.",
+        choices=(AUTO, ON, OFF),
+    )
     epp_plan_ahead: bool = _flag(
         True,
         "Plan in a process of its own, one iteration ahead of training (--no-epp-plan-ahead: in "
@@ -181,6 +193,10 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
         defaults[FUSED_LINEARS] = (
             wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion
         )
+    if wanted.epp_vocab_parallel != OFF:
+        # Every stage has as many words as any other.
+        stages = max(1, wanted.pipeline_model_parallel_size)
+        defaults["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, stages)
     if wanted.max_position_embeddings is None:
         defaults["max_position_embeddings"] = wanted.seq_length
     return defaults

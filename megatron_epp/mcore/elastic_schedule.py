@@ -20,6 +20,7 @@ from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
 from megatron_epp.mcore.model.experts.router import restore_routing, routing_state
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
+from megatron_epp.mcore.model.vocabulary.tied import add_up_tied_gradients
 from megatron_epp.mcore.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import Elsewhere
 
@@ -98,6 +99,7 @@ class ElasticSchedule:
                     pg_collection=pg_collection,
                     force_all_reduce=force_all_reduce,
                 )
+                add_up_tied_gradients(model)
             report = self.observer.gather(
                 step, ran.records, ran.failure, self.runner.host_peak_bytes
             )

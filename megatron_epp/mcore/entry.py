@@ -86,8 +86,10 @@ def train(
     _require_kind(args.hybrid_layer_pattern, hybrid)
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    if (said := partition.choose(args)) and rank() == 0:
-        print(said, flush=True)
+    spread = partition.choose_vocabulary(args)
+    for said in filter(None, (spread, partition.choose(args))):
+        if rank() == 0:
+            print(said, flush=True)
     with refusals_as_value_errors():
         model = described(args)
     forward_step, datasets = megatron_gpt.forward_step, datasets or megatron_gpt.datasets
@@ -96,8 +98,11 @@ def train(
 
         seams.install(seams.EPP_SEAMS)
         forward_step, datasets = setup.setup(args, model, hooks)
-        if said and args.save and rank() == 0:
-            model.pre_wrap_hooks.append(partition.keeper(args))  # behind those that claim it
+        if args.save and rank() == 0:  # behind the hooks that claim the folder
+            if partition.chosen(args) and args.pipeline_model_parallel_size > 1:
+                model.pre_wrap_hooks.append(partition.keeper(args))
+            if spread:
+                model.pre_wrap_hooks.append(partition.vocabulary_keeper(args))
     elif cpu_host.is_cpu_host():
         mend_layer_spec(model)
     with refusals_as_value_errors():

@@ -25,6 +25,7 @@ from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.model.early_head import block_tokens, early_head
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.refusals import vocabulary_parallel
 from megatron_epp.runtime.consensus import share
 from megatron_epp.runtime.groups import Groups
 
@@ -162,6 +163,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         if args.num_experts
         else 1,
         layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
+        vocabulary_parallel=vocabulary_parallel(args),
     )
 
 

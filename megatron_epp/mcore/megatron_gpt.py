@@ -42,6 +42,7 @@ from megatron.training.utils import (
 )
 
 from megatron_epp.corpus.idx_file import examine
+from megatron_epp.mcore.config import OFF
 
 # What a batch may hold; a dataset leaves out what it does not make.
 BATCH_TENSORS = (
@@ -330,7 +331,9 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     holders = {pipeline_ranks[0]}
     if len(pipeline_ranks) > 1:
         args = get_args()
-        if not args.untie_embeddings_and_output_weights:
+        # Over an output layer on all stages model/vocabulary/tied.py keeps the copies alike.
+        tied = not args.untie_embeddings_and_output_weights
+        if tied and getattr(args, "epp_vocab_parallel", OFF) == OFF:
             holders.add(pipeline_ranks[-1])
         holders.update(get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args)))
     return sorted(holders)

@@ -1,9 +1,10 @@
-"""``--epp-partition auto``: the layers of every stage by time, before Megatron builds the model.
+"""What lies on which stage, by time: ``--epp-partition auto``, ``--epp-vocab-parallel auto``.
 
-What is known then is the corpus's lengths, from its ``.idx`` files, and a cost model: the file of
---epp-cost-model, or the device's figures by name. Every rank reads the same and computes the same.
-The partition belongs to the run: it is kept beside the checkpoint, and a run that resumes takes it
-from there, as weights and optimizer states lie in files by stage.
+It is chosen before Megatron builds the model. What is known then is the corpus's lengths, from its
+``.idx`` files, and a cost model: the file of --epp-cost-model, or the device's figures by name.
+Every rank reads the same and computes the same. The partition belongs to the run: it is kept beside
+the checkpoint, and a run that resumes takes it from there, as weights and optimizer states lie in
+files by stage.
 """
 
 import json
@@ -19,11 +20,14 @@ from megatron_epp.corpus.lengths import Corpus, open_corpus
 from megatron_epp.cost.cost import even_layers
 from megatron_epp.cost.profile import Profile
 from megatron_epp.mcore.calibrate.profile_file import ANALYTIC
-from megatron_epp.mcore.config import PARTITION_AUTO, Config
-from megatron_epp.mcore.job_cost import analytic, training_cost, training_levers
+from megatron_epp.mcore.certify.scale_down import stage_layers
+from megatron_epp.mcore.config import AUTO, OFF, ON, PARTITION_AUTO, Config
+from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.refusals import require_whole_words
 
 KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
+KEPT_VOCABULARY = "epp-vocab-parallel.json"  # on or off, there, too
 AMPLE_BYTES = 1e15
 BATCHES = 2  # that a partition is chosen on
 # Megatron's flags that say the same, and what each is where it says nothing.
@@ -58,6 +62,11 @@ def placeholder(wanted: Any) -> dict[str, Any]:
     return {"pipeline_model_parallel_layout": layout_text(even_layers(wanted.num_layers, stages))}
 
 
+def chosen(args: Any) -> bool:
+    """Whether layers are placed here, and not by Megatron's flags."""
+    return args.epp and args.epp_partition == PARTITION_AUTO
+
+
 def choose(args: Any) -> str | None:
     """Sets Megatron's layout on ``args``, which Megatron has validated; what rank 0 says of it.
 
@@ -66,7 +75,7 @@ def choose(args: Any) -> str | None:
     from megatron_epp.planner.partition import layout_text
 
     stages = args.pipeline_model_parallel_size
-    if args.epp_partition != PARTITION_AUTO or not args.epp:
+    if not chosen(args):
         return None
     if stages == 1:
         return "--epp-partition auto has no effect with one stage"
@@ -82,6 +91,39 @@ def choose(args: Any) -> str | None:
     return f"--epp-partition auto: layers {' '.join(map(str, layers))} of the stages, {said}"
 
 
+def choose_vocabulary(args: Any) -> str | None:
+    """Sets --epp-vocab-parallel on ``args``, which Megatron has validated, to on or off where it is
+    auto; what rank 0 says of it. None where there is nothing to choose.
+
+    A run that resumes keeps its checkpoint's: weights load either way, but not the optimizer's
+    states in every format. ValueError: a corpus or a cost model cannot be read.
+    """
+    if args.epp_vocab_parallel != AUTO or not args.epp:
+        return None
+    flag = "--epp-vocab-parallel auto"
+    if _resumes(args) and (path := Path(args.load) / KEPT_VOCABULARY).exists():
+        args.epp_vocab_parallel = _kept_vocabulary(path)
+        return f"{flag}: {args.epp_vocab_parallel}, the checkpoint's, as it resumes"
+    args.epp_vocab_parallel = ON
+    try:
+        require_whole_words(args)
+    except ValueError as why:
+        args.epp_vocab_parallel = OFF
+        return f"{flag}: off; {str(why).removeprefix('--epp-vocab-parallel on: ')}"
+    args.epp_vocab_parallel = OFF
+    if args.pipeline_model_parallel_layout is not None and args.epp_partition != PARTITION_AUTO:
+        return f"{flag}: off; --pipeline-model-parallel-layout has placed the output layer"
+    from megatron_epp.planner.tuning.vocabulary import vocabulary_of
+
+    layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
+    if args.epp_partition != PARTITION_AUTO:
+        layers = tuple(stage_layers(args, len(layers), None))
+    found = vocabulary_of(*_what_to_plan(args, layers))
+    args.epp_vocab_parallel = ON if found.cost.vocabulary_parallel else OFF
+    gain = f"{100 * abs(found.gain):.1f}% {'faster' if found.gain >= 0 else 'slower'} so"
+    return f"{flag}: {args.epp_vocab_parallel}; {gain} over the stages, by {_by(args)}"
+
+
 def keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
     """Megatron's pre-wrap hook that keeps the partition beside the checkpoint to come, for the run
     that resumes. OSError: the folder cannot be written."""
@@ -93,6 +135,26 @@ def keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
         return models
 
     return keep
+
+
+def vocabulary_keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
+    """The same of where the output layer lies."""
+
+    def keep(models: list[Any]) -> list[Any]:
+        write_whole(Path(args.save) / KEPT_VOCABULARY, json.dumps(args.epp_vocab_parallel) + "\n")
+        return models
+
+    return keep
+
+
+def _kept_vocabulary(path: Path) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    if text not in (json.dumps(ON), json.dumps(OFF)):
+        raise ValueError(
+            f'{path}: expected "on" or "off"; delete the file, and say with --epp-vocab-parallel '
+            "what the checkpoint was made with"
+        )
+    return str(json.loads(text))
 
 
 def _layers_of(stage: str) -> int:
@@ -135,38 +197,56 @@ def _kept(args: Any) -> tuple[int, ...] | None:
 
 def _by_time(args: Any, even: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """The fastest layers, and what it was chosen by."""
-    from megatron_epp.planner import Options
     from megatron_epp.planner.tuning.partitions import partition_of
 
+    found = partition_of(*_what_to_plan(args, even))
+    return found.layers, f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
+
+
+def _measured(config: Config) -> bool:
+    return config.epp_cost_model not in (None, ANALYTIC)
+
+
+def _by(args: Any) -> str:
+    """What a choice rests on."""
     config = Config.of(args)
-    measured = config.epp_cost_model not in (None, ANALYTIC)
+    return str(config.epp_cost_model) if _measured(config) else f"{device_name()}'s figures"
+
+
+def _what_to_plan(args: Any, layers: tuple[int, ...]) -> tuple[Any, ...]:
+    """Cost, batches, options and planner."""
+    from megatron_epp.planner import Options
+
+    config = Config.of(args)
+    measured = _measured(config)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
-    cost = training_cost(args, config, even, profile)
+    cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.
-        cost = replace(cost, budget_bytes=(AMPLE_BYTES,) * len(even))
+        cost = replace(cost, budget_bytes=(AMPLE_BYTES,) * len(layers))
     options = Options(
         context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
     )
-    planner = config.epp_planner
-    found = partition_of(cost, _batches(args, config), options, planner)
-    by = config.epp_cost_model if measured else f"{profile.provenance.device}'s figures"
-    return found.layers, f"{100 * found.gain:.1f}% faster than even ones by {by}"
+    return cost, _batches(args, config), options, config.epp_planner
 
 
 def _batches(args: Any, config: Config) -> list[list[int]]:
     """Global batches as the corpora's weights have them, on average."""
     if args.sft or args.mock_data:
         raise ValueError(
-            "--epp-partition auto reads the lengths of a corpus from the .idx files of "
-            "--data-path; with chats or mock data say where layers lie with "
-            "--pipeline-model-parallel-layout (`python -m megatron_epp tune` prints one)"
+            "--epp-partition auto and --epp-vocab-parallel auto read the lengths of a corpus from "
+            "the .idx files of --data-path; with chats or mock data say where layers lie with "
+            "--pipeline-model-parallel-layout (`python -m megatron_epp tune` prints one), and give "
+            "--epp-vocab-parallel on or off"
         )
     blend, per_split = get_blend_and_blend_per_split(args)
     if blend is None:
         blend = next((part for part in per_split or () if part is not None), None)
     if blend is None:
-        raise ValueError("--epp-partition auto: no --data-path, so no lengths are known")
+        raise ValueError(
+            "--epp-partition auto, --epp-vocab-parallel auto: no --data-path, so no lengths are "
+            "known"
+        )
     prefixes, weights = blend
     corpora = [
         open_corpus(f"{prefix}.idx", args.seq_length, config.epp_overlong) for prefix in prefixes

@@ -9,7 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.training import get_args
 
 from megatron_epp.ir import Payload
-from megatron_epp.mcore.refusals import lockstep_of
+from megatron_epp.mcore.refusals import lockstep_of, vocabulary_parallel
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
@@ -29,7 +29,7 @@ def make_groups(device: torch.device) -> Groups:
     args = get_args()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
-    payload = message_groups(device, timeout)
+    payload = message_groups(device, timeout, vocabulary_parallel(args))
     together = mpu.get_tensor_and_context_parallel_group()
     busy = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     lockstep = lockstep_of(args)
@@ -54,9 +54,13 @@ def make_groups(device: torch.device) -> Groups:
     )
 
 
-def message_groups(device: torch.device, timeout: timedelta) -> dict[Payload, dist.ProcessGroup]:
+def message_groups(
+    device: torch.device, timeout: timedelta, of_head: bool = False
+) -> dict[Payload, dist.ProcessGroup]:
     """A group that spans the world for each direction of messages, every link of which has spoken
     once; none where there is one stage. Collective over the world.
+
+    ``of_head``: with one for messages of H.
 
     ValueError: torch.distributed was initialised in a way in which pipelines stand still.
     """
@@ -64,6 +68,8 @@ def message_groups(device: torch.device, timeout: timedelta) -> dict[Payload, di
     made: dict[Payload, dist.ProcessGroup] = {}
     if len(pipeline) > 1:
         for direction in Payload:
+            if direction is Payload.HEAD and not of_head:
+                continue
             made[direction] = dist.new_group(
                 timeout=timeout,
                 pg_options=message_options(device, timeout),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
-from megatron_epp.mcore.config import AUTO
+from megatron_epp.mcore.config import AUTO, OFF, ON
 from megatron_epp.mcore.model.hybrid.pattern import LETTERS, OTHERS
 
 
@@ -419,6 +419,54 @@ def require_whole_latents(args: argparse.Namespace, ranks: int) -> None:
         raise ValueError(f"--q-lora-rank {args.q_lora_rank}: does not divide {over}")
 
 
+def vocabulary_parallel(args: argparse.Namespace) -> bool:
+    """Whether the output layer's words are to lie over the stages."""
+    return getattr(args, "epp_vocab_parallel", OFF) == ON
+
+
+def require_whole_words(args: argparse.Namespace) -> None:
+    """Raise a ValueError unless the output layer of ``args`` can lie where they say."""
+    if getattr(args, "epp_vocab_parallel", OFF) == AUTO:
+        raise ValueError(
+            "--epp-vocab-parallel auto is for `python -m megatron_epp.pretrain_gpt`, which reads "
+            "the corpus before the model is built; here give on or off"
+        )
+    if not vocabulary_parallel(args):
+        return
+    given, instead = "--epp-vocab-parallel on", "or give --epp-vocab-parallel off"
+    stages, ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if stages == 1:
+        raise ValueError(
+            f"{given}: there is one stage, so its words have nowhere else to lie; leave it out"
+        )
+    if getattr(args, "hybrid_layer_pattern", None):
+        raise ValueError(
+            f"{given} does not run hybrid models (--hybrid-layer-pattern); "
+            f"{instead.removeprefix('or ')}"
+        )
+    if lockstep_of(args) > 1:
+        raise ValueError(
+            f"{given} does not run experts spread over replicas; give an "
+            "--expert-model-parallel-size that divides --tensor-model-parallel-size times "
+            f"--context-parallel-size, {instead}"
+        )
+    if getattr(args, "use_mup", False):
+        raise ValueError(f"{given} does not run scaled logits (--use-mup); leave it out, {instead}")
+    saves = args.save or args.load
+    if saves and getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
+        raise ValueError(
+            f"--ckpt-format {args.ckpt_format} knows no parts of an output layer; give torch_dist, "
+            f"{instead}"
+        )
+    words = getattr(args, "padded_vocab_size", None)
+    if words and words % (stages * ranks):
+        raise ValueError(
+            f"{given}: {words} words, padded, do not divide over {stages} stages times {ranks} "
+            "tensor-parallel ranks; give a --make-vocab-size-divisible-by that the stages divide, "
+            f"{instead}"
+        )
+
+
 def refuse(args: argparse.Namespace) -> None:
     """Raise a ValueError that names the first feature ``args`` ask for and EPP cannot run."""
     context = getattr(args, "seq_length", None)
@@ -440,6 +488,7 @@ def refuse(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--epp-mla-keeps {keeps}: the model has no multi-latent attention; leave the flag out"
         )
+    require_whole_words(args)
     if args.context_parallel_size > 1:
         ranks = args.tensor_model_parallel_size
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -41,6 +41,8 @@ from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.stage import ModelStage
+from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
+from megatron_epp.mcore.model.vocabulary.tied import tie
 from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.process_groups import make_groups
@@ -148,6 +150,11 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
         )
     hooks = hooks or Hooks()
     if hooks.pre_wrap is not None:
+        if refusals.vocabulary_parallel(args):
+            raise ValueError(
+                "--epp-vocab-parallel on does not run a model that a script changes before it is "
+                "wrapped, as adapters do; give --epp-vocab-parallel off"
+            )
         model_config.pre_wrap_hooks.append(hooks.pre_wrap)
     job = Job(args, config, hooks)
     mend_layer_spec(model_config)
@@ -198,6 +205,10 @@ class Job:
         layers = _layers_of_stages(model, groups)
         choose_kept(self.args, model, attention, layers, groups)
         self.hooks.install_in_model(model, self.args.seq_length, attention)
+        if refusals.vocabulary_parallel(self.args):
+            refusals.require_whole_words(self.args)  # padded now
+            spread_output_layer(model, device)
+            tie(model, device)
         if getattr(self.args, FUSED_LINEARS, False):
             fuse_weight_gradients(model)
         self._waiting.stage = groups.stage

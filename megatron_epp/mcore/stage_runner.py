@@ -16,6 +16,8 @@ from megatron_epp.mcore.data.global_batches import Batch, DocumentSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
 from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
+from megatron_epp.mcore.model.vocabulary.head import head_for
+from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Failure, Waiting
 from megatron_epp.runtime.groups import Groups
@@ -89,15 +91,14 @@ class StageRunner:
         feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
         self.clock.start()
         host = HostStore(self.device, self.meter, model.parameters(), self.host_bytes)
-        links = Links(
-            self.groups.payload,
-            lambda chunk: (self.share.message(feed.rows(chunk)), 1, config.hidden_size),
-            config.pipeline_dtype or config.params_dtype,
-            self.device,
-            self.groups.pipeline_ranks,
+        dtype = config.pipeline_dtype or config.params_dtype
+        shapes = MessageShapes(
+            plan, lambda chunk: self.share.message(feed.rows(chunk)), config.hidden_size, dtype
         )
+        head = head_for(model, plan, stage, shapes, self.meter)
+        links = Links(self.groups.payload, shapes, dtype, self.device, self.groups.pipeline_ranks)
         with self.make_stage(
-            model, config, forward_step, feed, plan, store, self.early_head, host
+            model, config, forward_step, feed, plan, store, self.early_head, host, head
         ) as compute:
             executor = Executor(
                 program,

@@ -14,7 +14,7 @@ from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import Share, shares_of
-from megatron_epp.planner.order.list_scheduler import F
+from megatron_epp.planner.order.list_scheduler import F, H
 from megatron_epp.planner.order.problem import rates_of, with_kept
 from megatron_epp.sim.play import play
 
@@ -27,8 +27,9 @@ SMALLER = 0.6
 def evaluation_plan(
     lengths: Sequence[int], cost: Cost, options: Options | None = None, most: int | None = None
 ) -> Plan:
-    """Every chunk's F on every stage, in chunks of about equal time that fit the budget, and of at
-    most ``most`` tokens where that is given.
+    """Every chunk's F on every stage, and its H where the cost has vocabulary parallelism, in
+    chunks of about equal time that fit the budget, and of at most ``most`` tokens where that is
+    given.
 
     Activations are not kept, so memory asks only for a chunk's own workspace and for the K and V
     of one cut document at a time. A PlanError where even that does not fit.
@@ -64,6 +65,20 @@ def evaluation_plans(
         most = min(most - 1, int(largest * SMALLER))
 
 
+def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
+    """[stages, ops] kinds and chunks, the same on every stage: forwards in order; with vocabulary
+    parallelism H of a chunk as many forwards behind its own as there are stages, since the last
+    stage's output is as long on its way there, and back through the stages."""
+    made = [(F, c) for c in range(count)]
+    if cost.vocabulary_parallel:
+        made = []
+        for c in range(count + cost.stages):
+            made += [(F, c)] if c < count else []
+            made += [(H, c - cost.stages)] if c >= cost.stages else []
+    kinds, chunks = (np.tile(np.array(each), (cost.stages, 1)) for each in zip(*made, strict=True))
+    return kinds, chunks
+
+
 def _shares(
     batch: SortedBatch, cost: Cost, options: Options, most: int
 ) -> tuple[tuple[Share, ...], np.ndarray]:
@@ -77,8 +92,8 @@ def _shares(
     bins = max(1, round(float(loose) * wanted / total))
     bucket, buckets = longest_first(cuts, rates, bins, most)
     chunking = folded(assemble(cuts, bucket, buckets, rates), width, rates)
-    forwards = np.tile(np.arange(chunking.count), (cost.stages, 1))
-    draft = Draft(chunking, {}, np.full(forwards.shape, F), forwards)
+    kinds, chunks = _order(chunking.count, cost)
+    draft = Draft(chunking, {}, kinds, chunks)
     shares = shares_of(batch, draft, cost, options)
     counts = with_kept(cost, {}, chunking.count)
     tables = [cost.table_of(share.loads, counts, forward_only=True) for share in shares]

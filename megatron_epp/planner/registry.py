@@ -72,11 +72,11 @@ def _block(name: str, draft: DraftFunction) -> BlockFunction:
 def _timed[T: (PlannedGroups, SimulatedPipeline)](
     group: Callable[[Sequence[int], Cost, Options], T],
 ) -> Callable[[Sequence[int], Cost, Options], T]:
-    """``group``, timed."""
+    """``group``, timed; it knows no H and G."""
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> T:
         began = time.perf_counter()
-        planned = group(lengths, cost, options)
+        planned = group(lengths, cost.with_vocabulary(False), options)
         return dataclasses.replace(planned, plan_seconds=time.perf_counter() - began)
 
     return plan

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from megatron_epp.ir import (
-    BACKWARDS,
     COMPUTE,
     Kind,
     Message,
@@ -44,7 +43,9 @@ class Compute(Protocol):
     ``forward`` takes the previous stage's output (None on the first stage) and gives what to send
     on (None on the last stage); ``backward`` takes the next stage's gradient (None on the last)
     and gives the gradient of its input (None on the first). ``input_backward`` and
-    ``weight_backward`` are the halves of ``backward``.
+    ``weight_backward`` are the halves of ``backward``. Where the output layer lies over the stages,
+    the last stage's ``forward`` gives what ``head`` of the first takes, ``head`` what that of the
+    next stage takes (None on the last), and ``head_weight`` makes the weight's gradient.
     """
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None: ...
@@ -54,6 +55,10 @@ class Compute(Protocol):
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None: ...
 
     def weight_backward(self, chunk: int) -> None: ...
+
+    def head(self, chunk: int, received: Tensor) -> Tensor | None: ...
+
+    def head_weight(self, chunk: int) -> None: ...
 
     def abandon(self) -> None:
         """Free everything that is kept for later ops: there will be none."""
@@ -139,12 +144,15 @@ class Executor:
         self.clock, self.meter, self.waiting = clock, meter, waiting
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
         self._outbox: dict[tuple[Payload, int], Tensor] = {}
+        self._carrying = _carrying(program)
         self.failure: Failure | None = None
         self._do: dict[Kind, Callable[[Any], object]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input_backward,
             Kind.WEIGHT: self._weight_backward,
+            Kind.HEAD: self._head,
+            Kind.HEAD_WEIGHT: self._head_weight,
             Kind.SEND: self._send,
             Kind.RECEIVE: self._receive,
         }
@@ -240,24 +248,29 @@ class Executor:
 
     def _forward(self, op: Op):
         received = self._inbox.pop((Payload.ACTIVATION, op.chunk), None)
-        output = self.compute.forward(op.chunk, received)
-        if output is not None:
-            self._outbox[Payload.ACTIVATION, op.chunk] = output
+        self._hand_over(op, self.compute.forward(op.chunk, received))
+
+    def _hand_over(self, op: Op, made: Tensor | None):
+        if made is not None:
+            assert op in self._carrying, f"{op}: a tensor was received or made for nobody"
+            self._outbox[self._carrying[op], op.chunk] = made
 
     def _backward(self, op: Op):
-        self._hand_back(op, self.compute.backward)
+        gradient = self._inbox.pop((Payload.GRADIENT, op.chunk), None)
+        self._hand_over(op, self.compute.backward(op.chunk, gradient))
 
     def _input_backward(self, op: Op):
-        self._hand_back(op, self.compute.input_backward)
-
-    def _hand_back(self, op: Op, run):
-        assert op.kind in BACKWARDS
-        gradient = run(op.chunk, self._inbox.pop((Payload.GRADIENT, op.chunk), None))
-        if gradient is not None:
-            self._outbox[Payload.GRADIENT, op.chunk] = gradient
+        gradient = self._inbox.pop((Payload.GRADIENT, op.chunk), None)
+        self._hand_over(op, self.compute.input_backward(op.chunk, gradient))
 
     def _weight_backward(self, op: Op):
         self.compute.weight_backward(op.chunk)
+
+    def _head(self, op: Op):
+        self._hand_over(op, self.compute.head(op.chunk, self._inbox.pop((Payload.HEAD, op.chunk))))
+
+    def _head_weight(self, op: Op):
+        self.compute.head_weight(op.chunk)
 
     def _post(self, op: Post):
         try:
@@ -314,3 +327,16 @@ class Executor:
         reason = str(error).splitlines()[0]
         logger.error("%s; the link is lost: %s", self.waiting, reason)
         return LinkLost(f"{self.waiting}; the link is lost: {reason}")
+
+
+def _carrying(program: Program) -> dict[Op, Payload]:
+    """As what each op's tensor leaves: its message stands behind it."""
+    carrying: dict[Op, Payload] = {}
+    maker: Op | None = None
+    for op in program:
+        if isinstance(op, Op):
+            maker = op
+        elif isinstance(op, Transfer) and op.kind is Kind.SEND:
+            assert maker is not None and maker.chunk == op.chunk, f"{op} stands behind {maker}"
+            carrying[maker] = op.message.payload
+    return carrying

@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages: planned shapes, planned order, no handshake."""
+"""Messages between stages: planned shapes, planned order, no handshake."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -56,9 +56,13 @@ def connect(
             "torch.distributed was initialised with a device_id: all messages of a group then wait "
             "for one another, and pipelines that receive ahead stand still; initialise it without"
         )
-    for first in range(stages - 1):
+    for first in range(stages):
         for payload, group in groups.items():
-            ends = (first, first + 1) if payload is Payload.ACTIVATION else (first + 1, first)
+            ends = (first, first + 1) if payload is not Payload.GRADIENT else (first + 1, first)
+            if first == stages - 1:
+                if payload is not Payload.HEAD:
+                    continue
+                ends = (first, 0)  # of H: from the last stage to the first, and down the pipeline
             tensor = torch.zeros(1, device=device)
             source, target = ends if ranks is None else (ranks[ends[0]], ranks[ends[1]])
             if stage == ends[0]:
@@ -86,7 +90,7 @@ class Links:
     def __init__(
         self,
         groups: dict[Payload, dist.ProcessGroup],
-        shape: Callable[[int], Sequence[int]],
+        shape: Callable[[Message], Sequence[int]],
         dtype: torch.dtype,
         device: torch.device,
         ranks: Sequence[int] | None = None,
@@ -104,7 +108,7 @@ class Links:
     def post(self, message: Message):
         """Take ``message`` in as soon as it comes; the next of its link."""
         tensor = torch.empty(
-            tuple(self.shape(message.chunk)),
+            tuple(self.shape(message)),
             dtype=self.dtype,
             device=self._place[message.payload],
             pin_memory=self._staged(message) and self.device.type == "cuda",
@@ -131,7 +135,7 @@ class Links:
 
     def send(self, message: Message, tensor: Tensor):
         """Hand ``tensor`` over; it stays alive until its message has left."""
-        expected = tuple(self.shape(message.chunk))
+        expected = tuple(self.shape(message))
         assert tuple(tensor.shape) == expected, f"{message}: {tuple(tensor.shape)}, not {expected}"
         tensor = tensor.contiguous()
         if self._staged(message):  # the host waits for what makes it, and for the copy
@@ -156,7 +160,7 @@ class Links:
 
     def zeros(self, message: Message) -> Tensor:
         """What stands in for a tensor that could not be made."""
-        shape = tuple(self.shape(message.chunk))
+        shape = tuple(self.shape(message))
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def oldest_sending(self) -> Message | None:

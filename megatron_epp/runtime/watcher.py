@@ -108,8 +108,10 @@ class Watcher:
     def _explained(self, transfer: Transfer) -> str:
         """``the output of F3 on stage 0 (rank 1)``, or who has not taken it."""
         message = transfer.message
-        forward = message.payload is Payload.ACTIVATION
-        made = f"what {'F' if forward else 'B (or I)'} of chunk {message.chunk} makes"
+        maker = {Payload.ACTIVATION: "F", Payload.GRADIENT: "B (or I)", Payload.HEAD: "H"}
+        if message.payload is Payload.HEAD and message.target == 0:
+            maker[Payload.HEAD] = "F"  # of the last stage
+        made = f"what {maker[message.payload]} of chunk {message.chunk} makes"
         if transfer.kind is Kind.SEND:
             other, verb = message.target, "has not taken"
         else:

@@ -33,6 +33,8 @@ FAMILIES: dict[Kind, Family] = {
     Kind.BACKWARD: Family("backward", 152, 0.52),
     Kind.INPUT: Family("backward: input gradient", 176, 0.55),
     Kind.WEIGHT: Family("backward: weight gradient", 40, 0.80),
+    Kind.HEAD: Family("vocabulary", 4, 0.62),
+    Kind.HEAD_WEIGHT: Family("vocabulary: weight gradient", 24, 0.45),
     Kind.SEND: Family("send", 285, 0.40),
     Kind.RECEIVE: Family("receive (wait)", 320, 0.45),
 }

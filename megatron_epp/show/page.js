@@ -265,10 +265,14 @@ function recomputed(bar) { return data.kinds[bar.kind].recomputes ? data.recompu
 
 function needs(bar) {
   const chunk = data.chunks[bar.chunk], found = [];
-  for (const [letters, step, relation, why] of data.kinds[bar.kind].needs) {
+  const last = data.stages.length - 1, stage = bar.stage;
+  const there = { ANY: true, FIRST: stage === 0, LAST: stage === last, BEFORE_LAST: stage < last };
+  for (const [letters, step, relation, why, at] of data.kinds[bar.kind].needs) {
+    if (!there[at]) continue;
+    const where = step === "last" ? last : stage + step;
     const other = relation === "SAME" ? bar.chunk : relation === "EARLIER" ? chunk.earlier : chunk.later;
     for (const letter of letters) {
-      const source = byOp[bar.run].get(`${bar.stage + step} ${letter}${other}`);
+      const source = byOp[bar.run].get(`${where} ${letter}${other}`);
       if (source) found.push({ source, why });
     }
   }

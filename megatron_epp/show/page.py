@@ -79,7 +79,13 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
                 "name": FAMILIES[kind].name,
                 "recomputes": kind in BACKWARDS,
                 "needs": [
-                    ["".join(k.value for k in need.kinds), need.stage, need.chunk.name, need.why]
+                    [
+                        "".join(k.value for k in need.kinds),
+                        need.stage,
+                        need.chunk.name,
+                        need.why,
+                        need.at.name,
+                    ]
                     for need in (rules[kind].needs if kind in rules else ())
                 ],
             }

@@ -18,6 +18,8 @@ FILL = {
     Kind.BACKWARD: "=",
     Kind.INPUT: "~",
     Kind.WEIGHT: ":",
+    Kind.HEAD: "^",
+    Kind.HEAD_WEIGHT: "'",
     Kind.SEND: ">",
     Kind.RECEIVE: "<",
 }
@@ -26,6 +28,8 @@ _ANSI = {
     Kind.BACKWARD: "32",
     Kind.INPUT: "36",
     Kind.WEIGHT: "33",
+    Kind.HEAD: "31",
+    Kind.HEAD_WEIGHT: "91",
     Kind.SEND: "35",
     Kind.RECEIVE: "35",
 }
@@ -37,6 +41,8 @@ _LETTERS = {
     Kind.BACKWARD: "B backward",
     Kind.INPUT: "I its input-gradient half",
     Kind.WEIGHT: "W its weight-gradient half",
+    Kind.HEAD: "H part of the vocabulary",
+    Kind.HEAD_WEIGHT: "G its weight gradient",
     Kind.RECEIVE: "< waits for a message",
     Kind.SEND: "> sends",
 }

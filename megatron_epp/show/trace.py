@@ -22,6 +22,8 @@ _COLOURS = {
     "B": "thread_state_runnable",
     "I": "rail_animation",
     "W": "rail_load",
+    "H": "rail_response",
+    "G": "cq_build_passed",
 }
 
 

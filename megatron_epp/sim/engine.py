@@ -14,7 +14,9 @@ from numba import njit
 # Codes in the arrays. All of them stand in this file: compiled code is cached, and the cache
 # notices changes of its own file only.
 SAME, EARLIER, LATER = 0, 1, 2  # ir.Relation
-NEED_KIND, NEED_MET_BY, NEED_STAGE, NEED_CHUNK, NEED_PAYLOAD = range(5)
+NEED_KIND, NEED_MET_BY, NEED_STAGE, NEED_CHUNK, NEED_PAYLOAD, NEED_POSITION = range(6)
+FROM_LAST = 1 << 30  # in the place of a step: the last stage meets it
+ANYWHERE, ON_FIRST, ON_LAST, BEFORE_LAST = 0, 1, 2, 3  # ir.StagePosition
 
 
 class Orders(NamedTuple):
@@ -37,8 +39,9 @@ class OpArrays(NamedTuple):
     C chunks, S stages; float64 unless said.
 
     seconds[k, s, c]          of kind k (ir.KIND_CODE); recompute included in B and I
-    link_seconds[p, l, c]     of payload p (ir.Payload's order) over link l; one link of zeros where
-                              there is one stage
+    link_seconds[p, l, c]     of payload p (ir.Payload's order) over link l, from the last stage to
+                              the first behind those of neighbours; one link of zeros where there is
+                              one stage
     latency                   of every message, seconds
     moved_bytes[k, 0, s, c]   that the op makes at its start
     moved_bytes[k, 1, s, c]   that it frees at its stop
@@ -92,7 +95,8 @@ def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
     """Play ``orders``; every chunk at most one op of a kind on a stage.
 
     needs[r]   int64: op kind; the kinds that meet it, as bits; stage step; Relation's code; payload
-               of the message where another stage meets it (rule_arrays.needs_array)
+               of the message where another stage meets it; on which stages it exists
+               (rule_arrays.needs_array)
     """
     return Run(*run_arrays(orders, arrays, needs))
 
@@ -108,6 +112,30 @@ def _lists(mask):
                 lists[k, counts[k]] = row
                 counts[k] += 1
     return lists, counts
+
+
+@njit(cache=True)
+def _places(needs, stages):
+    """met_on[r, s]: the stage that meets row r for an op of stage s, -1 where it has no such need;
+    wanted_on[r, s]: the stage for whose ops an op of stage s meets it, or -1."""
+    met_on = np.full((len(needs), stages), -1, np.int64)
+    wanted_on = np.full((len(needs), stages), -1, np.int64)
+    for row in range(len(needs)):
+        position = needs[row, NEED_POSITION]
+        for stage in range(stages):
+            if position == ON_FIRST and stage != 0:
+                continue
+            if position == ON_LAST and stage != stages - 1:
+                continue
+            if position == BEFORE_LAST and stage == stages - 1:
+                continue
+            where = stage + needs[row, NEED_STAGE]
+            if needs[row, NEED_STAGE] == FROM_LAST:
+                where = stages - 1
+            if where >= 0 and where < stages:
+                met_on[row, stage] = where
+                wanted_on[row, where] = stage
+    return met_on, wanted_on
 
 
 @njit(cache=True)
@@ -141,6 +169,7 @@ def run_arrays(orders, arrays, needs):
             mask[1, kind, row] = (needs[row, NEED_MET_BY] >> kind) & 1
     own, owns = _lists(mask[0])
     met, mets = _lists(mask[1])
+    met_on, wanted_on = _places(needs, stages)
 
     place = np.full((codes, stages, width), -1, np.int64)  # the op's number, -1 for none
     for stage in range(stages):
@@ -153,8 +182,8 @@ def run_arrays(orders, arrays, needs):
         for op in range(offset[stage], offset[stage + 1]):
             for index in range(owns[kinds[op]]):
                 row = own[kinds[op], index]
-                where = stage + needs[row, NEED_STAGE]
-                if where < 0 or where >= stages:
+                where = met_on[row, stage]
+                if where < 0:
                     continue
                 if related[needs[row, NEED_CHUNK], chunks[op]] < 0:
                     continue
@@ -173,8 +202,10 @@ def run_arrays(orders, arrays, needs):
     ready, depart, arrive = np.zeros(remote), np.zeros(remote), np.zeros(remote)
     before = np.full(remote, -1, np.int64)
     sent = 0
-    link_free = np.zeros((2, max(stages - 1, 1)))
-    link_last = np.full((2, max(stages - 1, 1)), -1, np.int64)
+    # Forwards and backwards; behind those of neighbours, the one from the last stage to the first,
+    # which two stages have already: their messages share it.
+    link_free = np.zeros((2, stages))
+    link_last = np.full((2, stages), -1, np.int64)
 
     at = offset[:-1].copy()
     free = np.zeros(stages)
@@ -204,9 +235,8 @@ def run_arrays(orders, arrays, needs):
 
                 for index in range(mets[kind]):
                     row = met[kind, index]
-                    step = needs[row, NEED_STAGE]
-                    where = stage - step
-                    if where < 0 or where >= stages:
+                    where = wanted_on[row, stage]
+                    if where < 0:
                         continue
                     waiting = related_to[needs[row, NEED_CHUNK], chunk]
                     if waiting < 0:
@@ -216,8 +246,12 @@ def run_arrays(orders, arrays, needs):
                         continue
                     arrival = end
                     message = -1
-                    if step != 0:
+                    if where != stage:
                         link, way = min(stage, where), 0 if where > stage else 1
+                        length = link
+                        if needs[row, NEED_STAGE] == FROM_LAST:
+                            length = stages - 1
+                            link = length if stages > 2 else 0
                         message = sent
                         sent += 1
                         producer[message], consumer[message] = op, target
@@ -226,7 +260,7 @@ def run_arrays(orders, arrays, needs):
                         if depart[message] > end:
                             before[message] = link_last[way, link]
                         payload = needs[row, NEED_PAYLOAD]
-                        occupied = link_seconds[payload, link, chunk]
+                        occupied = link_seconds[payload, length, chunk]
                         link_free[way, link] = depart[message] + occupied
                         link_last[way, link] = message
                         arrive[message] = link_free[way, link] + latency

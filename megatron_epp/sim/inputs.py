@@ -47,17 +47,22 @@ def orders_of(orders: Sequence[Sequence[Op]]) -> Orders:
 
 
 def op_arrays(table: Table, ties: Ties, rules: Rules = TRAINING) -> OpArrays:
-    """``table`` over chunks whose slices are tied like that, under ``rules``."""
+    """``table`` over chunks whose slices are tied like that, under ``rules``. Kinds that no plan on
+    the table has, H and G, have no rows."""
     chunks, stages = len(ties.document), len(table.resident_bytes)
-    seconds = np.empty((len(COMPUTE), stages, chunks))
-    for kind in COMPUTE:
+    kinds = [kind for kind in COMPUTE if kind in table.seconds]
+    seconds = np.empty((len(kinds), stages, chunks))
+    for kind in kinds:
         seconds[KIND_CODE[kind]] = table.seconds[kind]
     for kind in BACKWARDS:
         seconds[KIND_CODE[kind]] += table.recompute_seconds
-    link_seconds = np.zeros((len(Payload), max(stages - 1, 1), chunks))
+    payloads = [payload for payload in Payload if payload in table.link_seconds]
+    ring = stages > 1 and Payload.HEAD in payloads
+    link_seconds = np.zeros((len(payloads), stages if ring else max(stages - 1, 1), chunks))
     if stages > 1:
-        for payload in Payload:
-            link_seconds[PAYLOAD_CODE[payload]] = table.link_seconds[payload]
+        for payload in payloads:
+            rows = np.asarray(table.link_seconds[payload])
+            link_seconds[PAYLOAD_CODE[payload], : len(rows)] = rows
     return OpArrays(
         seconds,
         link_seconds,
@@ -94,7 +99,7 @@ def moved_bytes(table: Table, ties: Ties, rules: Rules = TRAINING) -> np.ndarray
         where = holds[effect.slice]
         return held if where is None else held * where
 
-    result = np.zeros((len(COMPUTE), 2, len(table.resident_bytes), len(document)))
+    result = np.zeros((len(table.seconds), 2, len(table.resident_bytes), len(document)))
     for kind, rule in rules.items():
         for when, effects in enumerate((rule.makes, rule.frees)):
             for effect in effects:

@@ -9,6 +9,7 @@ from megatron_epp.ir import (
     BACKWARDS,
     COMPUTE,
     KIND_CODE,
+    OF_HEAD,
     Message,
     Op,
     Payload,
@@ -191,8 +192,11 @@ class Simulation:
             strict=True,
         ):
             source, op = self._ops[producer]
+            target, wanting = self._ops[consumer]
             payload = Payload.GRADIENT if op.kind in BACKWARDS else Payload.ACTIVATION
-            message = Message(payload, op.chunk, source, self._ops[consumer][0])
+            if wanting.kind in OF_HEAD:
+                payload = Payload.HEAD
+            message = Message(payload, op.chunk, source, target)
             flights.append(MessageTiming(message, *times))
         return tuple(flights)
 
@@ -262,7 +266,7 @@ def _played(
     op = (orders.kind.astype(np.int64), stage, orders.chunk)
     recompute = np.zeros_like(arrays.seconds)
     comm = np.zeros_like(arrays.seconds)
-    for kind in COMPUTE:
+    for kind in table.seconds:
         comm[KIND_CODE[kind]] = table.comm_seconds[kind]
     for kind in BACKWARDS:
         recompute[KIND_CODE[kind]] = table.recompute_seconds

@@ -1,21 +1,30 @@
-"""A table without a machine: every F takes 1 unit, every B 2, I and W 1; nothing has bytes."""
+"""A table without a machine: every F takes 1 unit, every B 2, I and W 1, H and G a quarter; nothing
+has bytes."""
 
 import numpy as np
 
 from megatron_epp.ir import COMPUTE, DOCUMENT_ITEMS, Item, Kind, Payload, Plan, Table
 
-UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+UNITS = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.INPUT: 1.0,
+    Kind.WEIGHT: 1.0,
+    Kind.HEAD: 0.25,
+    Kind.HEAD_WEIGHT: 0.25,
+}
 
 
 def unit_table(plan: Plan) -> Table:
     """For pictures of an order: equal chunks, links that take no time, no recompute."""
     shape = (plan.stages, len(plan.chunks))
     links = np.zeros((max(0, plan.stages - 1), len(plan.chunks)))
+    ring = np.zeros((plan.stages, len(plan.chunks)))
     return Table(
         seconds={kind: np.full(shape, UNITS[kind]) for kind in COMPUTE},
         recompute_seconds=np.zeros(shape),
         comm_seconds={kind: np.zeros(shape) for kind in COMPUTE},
-        link_seconds=dict.fromkeys(Payload, links),
+        link_seconds={p: ring if p is Payload.HEAD else links for p in Payload},
         link_latency_seconds=0.0,
         held_bytes={
             item: np.zeros((plan.stages, len(plan.documents)) if item in DOCUMENT_ITEMS else shape)

@@ -13,11 +13,11 @@ from megatron_epp.cost.cost import Cost, even_layers, letter_counts, named_cost
 from megatron_epp.cost.devices import DEVICES, GIB
 from megatron_epp.cost.models import MODELS
 from megatron_epp.cost.published import PUBLISHED
-from megatron_epp.ir import COMPUTE, FULL, KEEP, Chunk, Item, Kind, Plan, Span
+from megatron_epp.ir import FULL, KEEP, OF_LAYERS, Chunk, Item, Kind, Plan, Span
 from megatron_epp.sim.play import play
 from tests.plans import EXAMPLE, evaluation, plans
 
-F, B, I, W = COMPUTE  # noqa: E741
+F, B, I, W = OF_LAYERS  # noqa: E741
 GPT = sorted(PUBLISHED)
 
 
@@ -163,7 +163,7 @@ def test_states() -> None:
 
 
 def test_zero_1_gathers_nothing() -> None:
-    for kind in COMPUTE:
+    for kind in OF_LAYERS:
         resident = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, zero=1)
         assert (resident.comm_seconds_per(kind)[:, 2] == 0).all()
     assert named_cost("llama3-8b", "h100-80g", pp=4).zero == 1
@@ -240,7 +240,7 @@ def test_a_table_is_a_sum_over_layers(cost: Cost, plan: Plan) -> None:
                 and tokens == chunk.tokens
                 and chunk.spans[0].stop < plan.documents[document]
             )
-            for kind in COMPUTE:
+            for kind in OF_LAYERS:
                 seconds = 0.0
                 parts = [made.layer_seconds[kind]] * layers
                 parts += [made.first_seconds[kind]] * (stage == 0)

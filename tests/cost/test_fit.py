@@ -22,7 +22,7 @@ from megatron_epp.cost.profile import (
     Workspace,
 )
 from megatron_epp.cost.regression import fit, nnls
-from megatron_epp.ir import BACKWARDS, COMPUTE, Kind
+from megatron_epp.ir import BACKWARDS, OF_LAYERS, Kind
 
 TRUTH = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
 TEMPLATE = profile(MODELS["gpt-7b"], DEVICES["cpu"])
@@ -124,9 +124,9 @@ def measured(noise: float) -> dict:
     random = np.random.default_rng(5)
     truth = dataclasses.replace(
         TRUTH,
-        first_seconds={kind: Seconds(3e-7, 0, 1e-4) for kind in COMPUTE},
+        first_seconds={kind: Seconds(3e-7, 0, 1e-4) for kind in OF_LAYERS},
         first_bytes=Bytes(4000.0, 4000.0),
-        workspace_bytes={kind: Workspace(9000.0, 9000.0) for kind in COMPUTE},
+        workspace_bytes={kind: Workspace(9000.0, 9000.0) for kind in OF_LAYERS},
     )
 
     def with_noise(rows: list[Sample], value) -> list[Sample]:

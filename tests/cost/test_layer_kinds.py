@@ -18,7 +18,7 @@ from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.loads import pairs_before
 from megatron_epp.cost.models import MODELS, LayerShape, Model, model
 from megatron_epp.cost.profile import MEASURED, Bytes, Profile, Seconds, Workspace, layer_figures
-from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Plan, Span, Step
+from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span, Step
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.recompute.choices import ladder
 from megatron_epp.sim.play import play
@@ -157,7 +157,7 @@ def mixed(draw: st.DrawFn) -> tuple[Cost, Plan]:
             saved_bytes=letters,
             recompute_workspace_bytes=again,
             weight_input_bytes=Bytes(some(300), some(300)),
-            workspace_bytes={k: Workspace(some(), some(), some(), some(50)) for k in COMPUTE},
+            workspace_bytes={k: Workspace(some(), some(), some(), some(50)) for k in OF_LAYERS},
             forward_workspace_bytes={"f": Workspace(some(), some(), some(), some(500))},
         )
     made = dataclasses.replace(PROFILE.with_kinds(figures), host_bytes_per_second=2e9)
@@ -171,7 +171,7 @@ def mixed(draw: st.DrawFn) -> tuple[Cost, Plan]:
 
 def bare(made: Profile) -> Profile:
     """Without what the ends need."""
-    none = {kind: Seconds() for kind in COMPUTE}
+    none = {kind: Seconds() for kind in OF_LAYERS}
     return dataclasses.replace(
         made,
         first_seconds=none,
@@ -179,7 +179,7 @@ def bare(made: Profile) -> Profile:
         first_bytes=Bytes(),
         last_bytes=Bytes(),
         last_weight_input_bytes=Bytes(),
-        last_workspace_bytes={kind: Workspace() for kind in COMPUTE},
+        last_workspace_bytes={kind: Workspace() for kind in OF_LAYERS},
         first_parameters=0.0,
         last_parameters=0.0,
     )
@@ -226,7 +226,7 @@ def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
                     held += one.saved_bytes(letter, loads)[chunk]
             assert table.held_bytes[Item.ACTIVATIONS][stage][chunk] == near(held, abs=1.01)
             assert table.recompute_seconds[stage][chunk] == near(again)
-            for kind in COMPUTE:
+            for kind in OF_LAYERS:
                 seconds = sum(one.seconds(kind, loads)[0, chunk] for one in mine)
                 if kind is not Kind.WEIGHT:
                     work = seconds + (again if kind is not Kind.FORWARD else 0.0)
@@ -482,7 +482,7 @@ def test_layers_with_half_of_it() -> None:
     for name in ("layer_parameters", "tensor_bytes_per_token", "all_to_all_bytes_per_token",
                  "kv_bytes_per_token"):  # fmt: skip
         assert getattr(whole, name) == sum(getattr(half, name) for half in halves), name
-    for kind in COMPUTE:
+    for kind in OF_LAYERS:
         whole_F, *parts = (each.layer_seconds[kind] for each in (whole, *halves))
         assert whole_F.per_token == pytest.approx(sum(part.per_token for part in parts))
         assert whole_F.per_pair == sum(part.per_pair for part in parts)

@@ -10,7 +10,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import MODELS
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
-from megatron_epp.ir import COMPUTE, Item, Kind, Plan
+from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.sim.play import play
 
 # Per token of a layer: bytes it saves (7 of a slice whose K and V lie in their buffer), and leaves
@@ -25,8 +25,8 @@ INPUT_BYTES, LIVES_AGAIN = 2.0, 8.0
 def cost(rate: float, layers: tuple[int, ...] = (4,)) -> Cost:
     """Bytes per second to the host: ``rate``. One device, nothing but layers."""
     made = without_states(profile(MODELS["llama3-8b"], DEVICES["h100-80g"]))
-    none = {kind: Seconds() for kind in COMPUTE}
-    around = {kind: Workspace(AROUND, AROUND) for kind in COMPUTE}
+    none = {kind: Seconds() for kind in OF_LAYERS}
+    around = {kind: Workspace(AROUND, AROUND) for kind in OF_LAYERS}
     made = dataclasses.replace(
         made,
         layer_seconds={kind: Seconds(seconds) for kind, seconds in SECONDS.items()},
@@ -48,7 +48,7 @@ def cost(rate: float, layers: tuple[int, ...] = (4,)) -> Cost:
         weight_input_bytes=Bytes(LEFT, LEFT),
         last_weight_input_bytes=Bytes(),
         workspace_bytes=around,
-        last_workspace_bytes={kind: Workspace() for kind in COMPUTE},
+        last_workspace_bytes={kind: Workspace() for kind in OF_LAYERS},
         link_seconds_per_token=0.0,
         link_latency_seconds=0.0,
         host_bytes_per_second=rate,

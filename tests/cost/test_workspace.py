@@ -14,7 +14,7 @@ from megatron_epp.cost.devices import DEVICES, GIB
 from megatron_epp.cost.fit import line_above
 from megatron_epp.cost.models import MODELS
 from megatron_epp.cost.profile import Profile, Workspace
-from megatron_epp.ir import COMPUTE, Item, Kind, Plan
+from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.planner.feasibility import most_tokens, require_fit
 from megatron_epp.sim.play import play
 
@@ -92,11 +92,11 @@ def test_files_of_before_are_read() -> None:
 def test_absent_figures_change_no_byte() -> None:
     made = cost(Workspace(2.0, 2.0))
     loads = made.loads(PLAN.chunks, PLAN.documents)
-    for kind in COMPUTE:
+    for kind in OF_LAYERS:
         bare = dataclasses.replace(
             made.profile,
-            workspace_bytes={kind: Workspace(2.0, 2.0) for kind in COMPUTE},
-            last_workspace_bytes={kind: Workspace() for kind in COMPUTE},
+            workspace_bytes={kind: Workspace(2.0, 2.0) for kind in OF_LAYERS},
+            last_workspace_bytes={kind: Workspace() for kind in OF_LAYERS},
         )
         grid = dataclasses.replace(made, profile=bare).workspace_bytes(kind, loads)
         assert grid.tolist() == [[10_000.0, 11_000.0, 1800.0]] * 2

@@ -39,7 +39,7 @@ def played(plan: Plan, slices: int) -> Simulation:
     return play(
         plan,
         Table(
-            seconds={kind: seconds[kind] / slices * ones for kind in COMPUTE},
+            seconds={kind: each / slices * ones for kind, each in seconds.items()},
             recompute_seconds=none,
             comm_seconds=dict.fromkeys(COMPUTE, none),
             link_seconds=dict.fromkeys(Payload, none[1:]),

@@ -19,16 +19,16 @@ from megatron_epp.ir import (
     slices_of,
     walk,
 )
-from tests.plans import EXAMPLE, evaluation, plans
+from tests.plans import EXAMPLE, any_plans, evaluation
 
 
-@given(plans())
+@given(any_plans())
 def test_arbitrary_plans_run(plan: Plan) -> None:
     check(plan)
     check(evaluation(plan))
 
 
-@given(plans())
+@given(any_plans())
 def test_walk_visits_every_op_once_in_each_stage_order(plan: Plan) -> None:
     visited: list[list[Op]] = [[] for _ in plan.orders]
     for stage, op in walk(plan, slices_of(plan)):
@@ -36,7 +36,7 @@ def test_walk_visits_every_op_once_in_each_stage_order(plan: Plan) -> None:
     assert tuple(map(tuple, visited)) == plan.orders
 
 
-@given(plans(), st.data())
+@given(any_plans(), st.data())
 def test_an_op_that_is_lost_or_doubled_is_found(plan: Plan, data: st.DataObject) -> None:
     stage = data.draw(st.integers(0, plan.stages - 1))
     order = plan.orders[stage]
@@ -44,7 +44,7 @@ def test_an_op_that_is_lost_or_doubled_is_found(plan: Plan, data: st.DataObject)
     for changed in (order[:at] + order[at + 1 :], (*order, order[at])):
         orders = (*plan.orders[:stage], changed, *plan.orders[stage + 1 :])
         damaged = Plan(plan.documents, plan.layers, plan.chunks, plan.recompute, orders)
-        if damaged.forward_only:  # the only backward is gone: a plan for evaluation
+        if damaged.forward_only != plan.forward_only:  # the only backward is gone: an evaluation
             continue
         with pytest.raises(PlanError) as caught:
             check(damaged)
@@ -96,6 +96,55 @@ def test_what_is_computed_never_or_twice(text: str, error: str) -> None:
         check(Plan.parse(HEAD + text))
     assert str(caught.value).startswith(error)
     assert "\n" not in str(caught.value)
+
+
+VOCABULARY = """\
+plan v1
+documents 5
+layers 1 1
+chunk 0: 0[0:5]
+stage 0: F0 H0 B0 G0
+stage 1: F0 H0 B0 G0
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        (
+            "stage 0: F0 H0 B0",
+            "stage 0: F0 B0",
+            "stage 0: chunk 0 has ops B F G; expected F H B G or F H I W G",
+        ),
+        (
+            "stage 0: F0 H0 B0 G0\nstage 1: F0 H0 B0 G0",
+            "stage 0: F0 H0 B0 G0\nstage 1: F0 B0",
+            "stage 1: chunk 0 has ops B F; expected F H B G or F H I W G",
+        ),
+        (
+            "1: F0 H0 B0",
+            "1: F0 B0 H0",
+            "stage 1 at B0: lacks H0 of stage 1 (the gradient of the model's output)",
+        ),
+        (
+            "stage 0: F0 H0 B0 G0\nstage 1: F0 H0 B0 G0",
+            "stage 0: F0 H0\nstage 1: F0",
+            "stage 1: chunk 0 has ops F; expected F H",
+        ),
+        (
+            "layers 1 1\nchunk 0: 0[0:5]\nstage 0: F0 H0 B0 G0\nstage 1: F0 H0 B0 G0",
+            "layers 2\nchunk 0: 0[0:5]\nstage 0: F0 H0 B0 G0",
+            "stage 0 has ops H or G, which cut the output layer over the stages, and is the only "
+            "one; expected at least 2 stages, or none of these ops",
+        ),
+    ],
+)
+def test_vocabulary_parallelism_is_whole_or_refused(old: str, new: str, error: str) -> None:
+    check(Plan.parse(VOCABULARY))
+    assert old in VOCABULARY
+    with pytest.raises(PlanError) as caught:
+        check(Plan.parse(VOCABULARY.replace(old, new)))
+    assert str(caught.value).splitlines()[0] == error
 
 
 def test_a_wrong_order_is_drawn() -> None:

@@ -15,11 +15,11 @@ PACKAGE = Path(__file__).parents[2] / "megatron_epp"
 EDITS = {
     "ir/op.py": [('    SEND = "SEND"\n', '    NOTE = "N"\n')],
     "ir/rules.py": [
-        ("TRAINING: Rules = {\n", "_NOTE = Rule((), (), ())\n"),
+        ("\nTRAINING: Rules = {\n", "\n_NOTE = Rule((), (), ())"),
         ("    Kind.BACKWARD: Rule(", "    Kind.NOTE: _NOTE,\n"),
         (
-            "EVALUATION_OPS = ",
-            "TRAINING_OPS = tuple((*kinds, Kind.NOTE) for kinds in TRAINING_OPS)\n",
+            "\nEVALUATION_OPS = ",
+            "\nTRAINING_OPS = tuple((*kinds, Kind.NOTE) for kinds in TRAINING_OPS)",
         ),
     ],
     "sim/unit_table.py": [("\n\ndef unit_table", "UNITS[Kind.NOTE] = 0.5\n")],

@@ -52,13 +52,17 @@ def test_planned_batches_on_sixteen_stages(planner: str) -> None:
 
 @pytest.mark.parametrize("stages", range(2, 17))
 def test_random_plans(stages: int) -> None:
-    for seed in range(20):  # 300 plans, and their evaluations
+    for seed in range(20):  # 300 plans with vocabulary parallelism and without, and evaluations
         random = Random(seed * 16 + stages)
         lengths = [random.randint(1, 60) for _ in range(random.randint(1, 3 - stages // 8))]
         layers = [random.randint(0, 4) for _ in range(stages)]
-        plan = arbitrary_plan(lengths, layers, random, split_backward=random.choice((0, 0.5, 1)))
-        assert_sound(plan)
-        assert_sound(evaluation(plan))
+        split = random.choice((0, 0.5, 1))
+        for cut in (False, True):
+            plan = arbitrary_plan(
+                lengths, layers, random, split_backward=split, vocabulary_parallel=cut
+            )
+            assert_sound(plan)
+            assert_sound(evaluation(plan))
 
 
 # ------------------------------------------------------------------ what does hang

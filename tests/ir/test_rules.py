@@ -15,7 +15,10 @@ from megatron_epp.ir import (
     COMPUTE,
     DOCUMENT_ITEMS,
     EVALUATION,
+    OF_LAYERS,
     TRAINING,
+    VOCABULARY_EVALUATION,
+    VOCABULARY_TRAINING,
     Chunk,
     Item,
     Kind,
@@ -41,7 +44,16 @@ from megatron_epp.sim.rule_arrays import needs_array
 CUT = "documents 8\n{layers}\nchunk 0: 0[0:5]\nchunk 1: 0[5:8]\n"
 WHOLE = "documents 5 3\n{layers}\nchunk 0: 0[0:5]\nchunk 1: 1[0:3]\n"
 
-HELD = tuple(item for item in Item if item is not Item.WORKSPACE)
+WORKSPACE_BYTES = 10_000
+BYTES = {
+    Item.ACTIVATIONS: 1,
+    Item.KV: 10,
+    Item.KV_GRADIENTS: 100,
+    Item.WEIGHT_INPUTS: 1000,
+    Item.HEAD_INPUTS: 100_000,
+}
+
+ONE = "documents 5\n{layers}\nchunk 0: 0[0:5]\n"
 
 # By name: (documents and chunks, orders of stage 0, 1, ...).
 PLANS = {
@@ -63,10 +75,20 @@ PLANS = {
     "evaluation, slices": (CUT, "F0 F1"),
     "evaluation, wholes": (WHOLE, "F0 F1"),
     "evaluation, stages": (WHOLE, "F0 F1", "F0 F1"),
+    "H before the last F": (ONE, "H0 F0 B0 G0", "F0 H0 B0 G0"),
+    "H before the H before": (WHOLE, "F0 F1 H0 B0 H1 B1 G0 G1", "F0 F1 H1 B1 H0 B0 G0 G1"),
+    "B before its loss": (ONE, "F0 H0 B0 G0", "F0 B0 H0 G0"),
+    "I before its loss": (ONE, "F0 H0 B0 G0", "F0 I0 W0 H0 G0"),
+    "G before its gradient": (ONE, "F0 H0 G0 B0", "F0 H0 G0 B0"),
+    "G before its H": (ONE, "F0 H0 B0 G0", "F0 G0 H0 B0"),
+    "vocabulary": (ONE, "F0 H0 B0 G0", "F0 H0 G0 B0"),
+    "vocabulary, split": (ONE, "F0 H0 I0 G0 W0", "F0 H0 I0 W0 G0"),
+    "vocabulary, three stages": (ONE, "F0 H0 B0 G0", "F0 H0 I0 W0 G0", "F0 H0 B0 G0"),
+    "vocabulary, evaluation": (ONE, "F0 H0", "F0 H0"),
 }
 
-# Bytes: activations 1, K/V 10, K/V gradients 100, weight inputs 1000, workspace 10000. For every
-# op, what is held while it runs > and after it.
+# Bytes: activations 1, K/V 10, K/V gradients 100, weight inputs 1000, workspace 10000, head inputs
+# 100000. For every op, what is held while it runs > and after it.
 GOLDEN = {
     "later slice first": "stage 0 at F1: lacks F0 of stage 0 (the K and V of the slice before)",
     "earlier backward first": "stage 0 at B0: lacks B1 of stage 0 "
@@ -100,6 +122,44 @@ GOLDEN = {
         "POST:F0<0 POST:F1<0 RECV:F0<0 F0 RECV:F1<0 F1",
         "F0<F0 F1<F1",
     ),
+    "H before the last F": "stage 0 at H0: lacks F0 of stage 1 (the model's output); "
+    "stage 1 at F0: lacks F0 of stage 0 (its input)",
+    "H before the H before": "stage 0 at B0: lacks B0 of stage 1 (the gradient of its output); "
+    "stage 1 at H1: lacks H1 of stage 0 (what the vocabulary's rows before made)",
+    "B before its loss": "stage 1 at B0: lacks H0 of stage 1 (the gradient of the model's output)",
+    "I before its loss": "stage 1 at I0: lacks H0 of stage 1 (the gradient of the model's output)",
+    "G before its gradient": "stage 0 at G0: lacks B0 of stage 0 "
+    "(the log-sum-exp that came with its gradient)",
+    "G before its H": "stage 1 at G0: lacks H0 of stage 1 (what its H left for it)",
+    "vocabulary": (
+        "F0 SEND:F0>1 POST:H0<1 RECV:H0<1 H0 SEND:H0>1 POST:B0<1 RECV:B0<1 B0 G0",
+        "POST:F0<0 RECV:F0<0 F0 SEND:H0>0 POST:H0<0 RECV:H0<0 H0 G0 B0 SEND:B0>0",
+        "H0<F0 B0<B0|I0 F0<F0 H0<H0",
+        "10001>1 110001>100001 110001>100000 110000>0 10001>1 110001>100001 110001>1 10001>0",
+    ),
+    "vocabulary, split": (
+        "F0 SEND:F0>1 POST:H0<1 RECV:H0<1 H0 SEND:H0>1 POST:B0<1 RECV:B0<1 I0 G0 W0",
+        "POST:F0<0 RECV:F0<0 F0 SEND:H0>0 POST:H0<0 RECV:H0<0 H0 I0 SEND:B0>0 W0 G0",
+        "H0<F0 I0<B0|I0 F0<F0 H0<H0",
+        "10001>1 110001>100001 111001>101000 111000>1000 11000>0 "
+        "10001>1 110001>100001 111001>101000 111000>100000 110000>0",
+    ),
+    "vocabulary, three stages": (
+        "F0 SEND:F0>1 POST:H0<2 RECV:H0<2 H0 SEND:H0>1 POST:B0<1 RECV:B0<1 B0 G0",
+        "POST:F0<0 RECV:F0<0 F0 SEND:F0>2 POST:H0<0 RECV:H0<0 H0 SEND:H0>2 POST:B0<2 RECV:B0<2 "
+        "I0 SEND:B0>0 W0 G0",
+        "POST:F0<1 RECV:F0<1 F0 SEND:H0>0 POST:H0<1 RECV:H0<1 H0 B0 SEND:B0>1 G0",
+        "H0<F0 B0<B0|I0 F0<F0 H0<H0 I0<B0|I0 F0<F0 H0<H0",
+        "10001>1 110001>100001 110001>100000 110000>0 "
+        "10001>1 110001>100001 111001>101000 111000>100000 110000>0 "
+        "10001>1 110001>100001 110001>100000 110000>0",
+    ),
+    "vocabulary, evaluation": (
+        "F0 SEND:F0>1 POST:H0<1 RECV:H0<1 H0 SEND:H0>1",
+        "POST:F0<0 RECV:F0<0 F0 SEND:H0>0 POST:H0<0 RECV:H0<0 H0",
+        "H0<F0 F0<F0 H0<H0",
+        "10000>0 10000>0 10000>0 10000>0",
+    ),
 }
 
 
@@ -110,22 +170,35 @@ def plan_of(name: str) -> Plan:
     return Plan.parse("plan v1\n" + head.format(layers=layers) + stages)
 
 
+TABLES = {
+    "training": TRAINING,
+    "evaluation": EVALUATION,
+    "vocabulary_training": VOCABULARY_TRAINING,
+    "vocabulary_evaluation": VOCABULARY_EVALUATION,
+}
+
+
+def table_name(plan: Plan) -> str:
+    kind = "evaluation" if plan.forward_only else "training"
+    return f"vocabulary_{kind}" if plan.vocabulary_parallel else kind
+
+
 def ledger(plan: Plan, rules: Rules) -> str:
-    ones = np.ones((1, len(plan.chunks)))
+    ones = np.ones((plan.stages, len(plan.chunks)))
     # Of documents as of chunks: the owners differ, the bytes do not.
-    held = {item: np.full((1, 9), 10.0**power) for power, item in enumerate(HELD)}
-    held |= {
-        item: 10.0**power * ones for power, item in enumerate(HELD) if item not in DOCUMENT_ITEMS
+    held = {
+        item: np.full((plan.stages, 9), each) if item in DOCUMENT_ITEMS else each * ones
+        for item, each in BYTES.items()
     }
     table = Table(
         seconds=dict.fromkeys(COMPUTE, ones),
         recompute_seconds=0 * ones,
         comm_seconds=dict.fromkeys(COMPUTE, 0 * ones),
-        link_seconds=dict.fromkeys(Payload, ones[1:]),
+        link_seconds={p: ones if p is Payload.HEAD else ones[1:] for p in Payload},
         link_latency_seconds=0.0,
         held_bytes=held,
-        workspace_bytes=dict.fromkeys(COMPUTE, 10_000 * ones),
-        resident_bytes=[0.0],
+        workspace_bytes=dict.fromkeys(COMPUTE, WORKSPACE_BYTES * ones),
+        resident_bytes=[0.0] * plan.stages,
     )
     arrays = op_arrays(table, slices_of(plan), rules)
     result = run(orders_of(plan.orders), arrays, needs_array(rules))
@@ -146,12 +219,12 @@ def arrivals(plan: Plan, rules: Rules) -> str:
     return " ".join(waits)
 
 
-def observed(training: Rules = TRAINING, evaluation: Rules = EVALUATION) -> dict:
-    """What these tables make of the plans."""
+def observed(**tables: Rules) -> dict:
+    """What these tables make of the plans; those of the package where they are not given."""
     found: dict = {}
     for name in PLANS:
         plan = plan_of(name)
-        rules = evaluation if plan.forward_only else training
+        rules = tables.get(table_name(plan), TABLES[table_name(plan)])
         try:
             check(plan, rules)
         except PlanError as error:
@@ -160,6 +233,8 @@ def observed(training: Rules = TRAINING, evaluation: Rules = EVALUATION) -> dict
         if plan.stages > 1:
             programs = tuple(" ".join(map(str, program)) for program in lower(plan, rules))
             found[name] = (*programs, arrivals(plan, rules))
+            if plan.vocabulary_parallel:
+                found[name] = (*found[name], ledger(plan, rules))
         else:
             found[name] = ledger(plan, rules)
     return found
@@ -181,8 +256,18 @@ def without(rules: Rules) -> Iterator[tuple[str, Rules]]:
                 yield f"{kind.value} {part} {what}", {**rules, kind: shorter}
 
 
-ROWS = [(f"training {name}", {"training": rules}) for name, rules in without(TRAINING)]
-ROWS += [(f"evaluation {name}", {"evaluation": rules}) for name, rules in without(EVALUATION)]
+def inherited(name: str, row: str) -> bool:
+    """Whether the row of a table with vocabulary parallelism is one of the table without it."""
+    plain = TABLES.get(name.removeprefix("vocabulary_"))
+    return name.startswith("vocabulary") and any(row == each for each, _ in without(plain))
+
+
+ROWS = [
+    (f"{table} {row}", {table: shorter})
+    for table, rules in TABLES.items()
+    for row, shorter in without(rules)
+    if not inherited(table, row)
+]
 
 
 @pytest.mark.parametrize("tables", [tables for _, tables in ROWS], ids=[name for name, _ in ROWS])
@@ -191,9 +276,19 @@ def test_no_row_can_go(tables: dict) -> None:
 
 
 def test_every_kind_has_its_rule() -> None:
-    assert set(TRAINING) == set(COMPUTE)
+    assert set(TRAINING) == set(OF_LAYERS)
+    assert set(VOCABULARY_TRAINING) == set(COMPUTE)
     assert set(EVALUATION) == {Kind.FORWARD}
-    assert len(ROWS) == 35
+    assert set(VOCABULARY_EVALUATION) == {Kind.FORWARD, Kind.HEAD}
+    assert len(ROWS) == 35 + 12 + 4
+
+
+def test_vocabulary_parallelism_adds_rows_and_takes_none() -> None:
+    for table in ("training", "evaluation"):
+        for kind, rule in TABLES[table].items():
+            more = TABLES[f"vocabulary_{table}"][kind]
+            assert (more.makes, more.frees) == (rule.makes, rule.frees)
+            assert more.needs[: len(rule.needs)] == rule.needs
 
 
 def test_needs_are_those_that_exist() -> None:

@@ -58,6 +58,8 @@ def flags(corpus: Path, **changes: object) -> list[str]:
             words.append(f"--{key}")
         elif value is not None:
             words += [f"--{key}", str(value)]
+        elif f"--{key}" in words:
+            words.remove(f"--{key}")
     return words
 
 

@@ -17,7 +17,7 @@ from megatron_epp.mcore.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import Heads, attention_for
-from megatron_epp.mcore.model.early_head import _block
+from megatron_epp.mcore.model.early_head import rows_at_once
 from megatron_epp.mcore.model.hooks import (
     ChunkParams,
     PositionedRotary,
@@ -176,10 +176,10 @@ def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
 
 
 def test_the_heads_blocks_are_large_where_their_logits_are_few() -> None:
-    assert _block(32_000, on_gpu=True) == _block(65_536, on_gpu=True) == 4096
-    assert _block(128_256, on_gpu=True) == 2048
-    assert _block(256_000, on_gpu=True) == 1024
-    assert _block(32_000, on_gpu=False) == 1024
+    assert rows_at_once(32_000, on_gpu=True) == rows_at_once(65_536, on_gpu=True) == 4096
+    assert rows_at_once(128_256, on_gpu=True) == 2048
+    assert rows_at_once(256_000, on_gpu=True) == 1024
+    assert rows_at_once(32_000, on_gpu=False) == 1024
 
 
 def test_linears_of_transformer_engine_need_no_apex_to_add_their_gradients(monkeypatch) -> None:

@@ -98,4 +98,4 @@ def test_the_analytic_cost_model_takes_the_same_blocks() -> None:
     assert analytic.HEAD_BLOCK_TOKENS == early_head.GPU_BLOCK_TOKENS
     assert analytic.HEAD_BLOCK_LOGITS == early_head.GPU_BLOCK_LOGITS
     for words in (1000, 32_000, 65_536, 65_537, 131_072, 300_000):
-        assert analytic.head_block_tokens(words) == early_head._block(words, True)
+        assert analytic.head_block_tokens(words) == early_head.rows_at_once(words, True)

@@ -182,7 +182,7 @@ def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
 
 def test_checkpoints_load_both_ways(corpus, six, tmp_path) -> None:
     folder, _ = six
-    to_megatron_and_back(corpus, after_three(folder, tmp_path), PROGRAM, **MODEL)
+    to_megatron_and_back(corpus, after_three(folder, tmp_path), program=PROGRAM, **MODEL)
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:

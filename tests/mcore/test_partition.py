@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.partition import KEPT
+from megatron_epp.mcore.partition import KEPT, KEPT_VOCABULARY
 from tests.mcore.runs import flags, train, write_corpus
 
 LENGTHS = [100, 90, 40, 30, 20, 16, 12, 8, 8, 8, 8, 8] * 8
@@ -27,15 +27,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     corpus: Path, tmp_path: Path
 ) -> None:
-    """All from one checkpoint of even layers: random weights are drawn stage by stage."""
+    """All from one checkpoint of even layers: random weights are drawn stage by stage. The run of
+    even layers chooses where its output layer lies."""
     begin, kept = tmp_path / "begin", tmp_path / "kept"
     made = train(flags(corpus, **BIG, train_iters=1, save=begin, save_interval=1))
     assert made.status == 0, made.output
     start = {**BIG, "load": begin, "finetune": True, "train_iters": 2}
-    even = train(flags(corpus, **start))
+    spread = tmp_path / "spread"
+    even = train(flags(corpus, **start, save=spread, save_interval=2, epp_vocab_parallel="auto"))
     chosen = {"save": kept, "save_interval": 2, "epp_partition": "auto"}
     auto = train(flags(corpus, **start, **chosen))
     assert even.status == auto.status == 0, even.output + auto.output
+    assert "--epp-vocab-parallel auto: on; " in even.output
+    assert (spread / KEPT_VOCABULARY).read_text() == '"on"\n'
     layers = json.loads((kept / KEPT).read_text())
     assert sum(layers) == 6 and layers[0] > layers[1] >= 1
     assert f"--epp-partition auto: layers {layers[0]} {layers[1]} of the stages" in auto.output

@@ -73,6 +73,7 @@ def machines(draw: st.DrawFn) -> Cost:
         link_seconds=draw(st.booleans()),
         head_seconds=draw(st.booleans()),
     )
+    cost = cost.with_vocabulary(cost.stages > 1 and draw(st.booleans()))
     return with_room(cost, draw(st.sampled_from(ROOMS_GIB)))
 
 

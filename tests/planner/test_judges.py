@@ -315,13 +315,15 @@ def test_the_ladder_is_convex() -> None:
     assert (np.diff(saved) < 0).all() and (np.diff(prices) > 0).all()
 
 
-def test_orders_played_again_take_what_they_took() -> None:
-    """Whole and split, over links; and with other work what the simulator says."""
-    cost = machine(pp=4, room_gib=3, link_seconds=True)
+@pytest.mark.parametrize(("pp", "cut"), [(4, False), (4, True), (2, True)])
+def test_orders_played_again_take_what_they_took(pp, cut) -> None:
+    """Whole and split, over links; and with other work what the simulator says. Two stages share
+    a link between gradients and what H wants."""
+    cost = machine(pp=pp, room_gib=3, link_seconds=True, vocabulary_parallel=cut)
     batch = SortedBatch.of([20_000, 9_000, 7_000] + [1_500] * 12)
     chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    more = {"f": np.full((4, chunking.count), 3.0)}
+    more = {"f": np.full((pp, chunking.count), 3.0)}
     plain, recomputing = (problem_of(cost, chunking, loads, counts) for counts in ({}, more))
     law = shrinking(chunking.sizes, cost.stages)
     for style in policies(True, many=True):
@@ -337,7 +339,7 @@ def test_orders_played_again_take_what_they_took() -> None:
             schedule.chunks.ravel().astype(np.int64),
             np.arange(stages + 1) * count,
         )
-        simulated = run(orders, recomputing.ops, training_needs())
+        simulated = run(orders, recomputing.ops, training_needs(cut))
         assert other.seconds == simulated.seconds
         assert (other.start.ravel() == simulated.start).all()
         assert (other.stop.ravel() == simulated.stop).all()

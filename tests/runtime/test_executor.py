@@ -101,7 +101,7 @@ def execute(
     waiting.iteration = iteration
     clock = HostClock()
     clock.start()
-    shape = lambda chunk: (plan.chunks[chunk].tokens, WIDTH)  # noqa: E731
+    shape = lambda message: (plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
     links = Links(groups, shape, torch.float64, torch.device("cpu"))
     executor = Executor(program, compute, links, Store({}), clock, NoMeter(), waiting)
     return executor.run(), links

@@ -42,7 +42,7 @@ def run_stage(rank: int, kind: Kind, chunk: int) -> dict[str, Any]:
     compute = Linear(the_plan, rank, fails_at(kind, chunk, error) if rank == FAILING else id)
     waiting, clock, store = Waiting(rank), HostClock(), Store({})
     clock.start()
-    shape = lambda c: (the_plan.chunks[c].tokens, WIDTH)  # noqa: E731
+    shape = lambda message: (the_plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
     links = Links(groups, shape, torch.float64, torch.device("cpu"))
     executor = Executor(program, compute, links, store, clock, NoMeter(), waiting)
     records = executor.run()

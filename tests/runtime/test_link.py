@@ -29,18 +29,31 @@ def connected(rank: int) -> tuple[list[tuple[str, str, int]], str]:
 
 
 def test_every_link_is_used_once_in_an_order_without_a_circle(tmp_path) -> None:
-    """Both ends of a link take it in the same place: link after link, activations first."""
+    """Both ends of a link take it in the same place: link after link, activations first; H's
+    go round."""
     results = world.run(STAGES, connected, tmp_path)
     messages = [result[0] for result in results]
     assert messages == [
-        [("send", "ACTIVATION", 1), ("receive", "GRADIENT", 1)],
+        [
+            ("send", "ACTIVATION", 1),
+            ("receive", "GRADIENT", 1),
+            ("send", "HEAD", 1),
+            ("receive", "HEAD", 2),
+        ],
         [
             ("receive", "ACTIVATION", 0),
             ("send", "GRADIENT", 0),
+            ("receive", "HEAD", 0),
             ("send", "ACTIVATION", 2),
             ("receive", "GRADIENT", 2),
+            ("send", "HEAD", 2),
         ],
-        [("receive", "ACTIVATION", 1), ("send", "GRADIENT", 1)],
+        [
+            ("receive", "ACTIVATION", 1),
+            ("send", "GRADIENT", 1),
+            ("receive", "HEAD", 1),
+            ("send", "HEAD", 0),
+        ],
     ]
     assert all("initialised with a device_id" in result[1] for result in results)
 
@@ -59,7 +72,7 @@ def through_the_host(rank: int, staged: bool) -> tuple[list[str], list[list[floa
     places = [str(message_device(groups[Payload.ACTIVATION], torch.device(d))) for d in _DEVICES]
     here = torch.device("cpu", 0)  # another than the host's by its name
     with patch.object(link, "message_device", lambda group, device: CPU if staged else device):
-        links = Links(groups, lambda chunk: (chunk + 2, 3), torch.float64, here)
+        links = Links(groups, lambda message: (message.chunk + 2, 3), torch.float64, here)
     way = (Payload.ACTIVATION, Payload.GRADIENT)[rank]
     back = (Payload.GRADIENT, Payload.ACTIVATION)[rank]
     coming = [Message(back, chunk, 1 - rank, rank) for chunk in range(2)]

@@ -41,7 +41,7 @@ def execute(
     """The stage's gradient, and how many messages it took part in."""
     compute, clock = Linear(plan, stage), HostClock()
     clock.start()
-    shape = lambda chunk: (plan.chunks[chunk].tokens, WIDTH)  # noqa: E731
+    shape = lambda message: (plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
     links = StrictLinks(groups, shape, torch.float64, torch.device("cpu"), ranks)
     Executor(program, compute, links, Store({}), clock, NoMeter(), Waiting(stage)).run()
     return compute.gradient, links.sent + links.received

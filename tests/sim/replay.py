@@ -16,6 +16,7 @@ class Replay:
 
     def __init__(self, plan: Plan, table: Table):
         self.plan, self.table = plan, table
+        self.vocabulary = any("H" in str(op) for op in plan.orders[0])
         self.slices: dict[int, list[int]] = {}  # cut document -> its chunks in token order
         for document in range(len(plan.documents)):
             spans = sorted(
@@ -62,11 +63,17 @@ class Replay:
                     raise AssertionError("a backward in a plan of forwards")
                 last = stage == self.plan.stages - 1
                 after = self._neighbour(chunk, +1)
+                loss = not self.vocabulary or self._done(stage, "H", chunk)
                 return (
                     self._done(stage, "F", chunk)
-                    and (last or (Payload.GRADIENT, chunk) in inbox)
+                    and (loss if last else (Payload.GRADIENT, chunk) in inbox)
                     and (after is None or self._done(stage, "BI", after))
                 )
+            case Kind.HEAD:
+                return (Payload.HEAD, chunk) in inbox
+            case Kind.HEAD_WEIGHT:
+                last = stage == self.plan.stages - 1
+                return self._done(stage, "H" if last else "BI", chunk)
             case _:
                 return self._done(stage, "I", chunk)
 
@@ -89,7 +96,10 @@ class Replay:
                 new["activations", chunk] = held[Item.ACTIVATIONS][stage][chunk]
             if first:
                 new["kv", document] = held[Item.KV][stage][document]
-        elif op.kind is not Kind.WEIGHT:
+        elif op.kind is Kind.HEAD:
+            if not self.plan.forward_only:
+                new["head inputs", chunk] = held[Item.HEAD_INPUTS][stage][chunk]
+        elif op.kind in (Kind.BACKWARD, Kind.INPUT):
             if last:
                 new["kv grads", document] = held[Item.KV_GRADIENTS][stage][document]
             if op.kind is Kind.INPUT:
@@ -110,7 +120,10 @@ class Replay:
                 gone += [("kv", document), ("kv grads", document)]
         elif op.kind is Kind.WEIGHT:
             gone.append(("weight inputs", chunk))
-        elif self.plan.forward_only and document is not None and self.slices[document][-1] == chunk:
+        elif op.kind is Kind.HEAD_WEIGHT:
+            gone.append(("head inputs", chunk))
+        ends = document is not None and self.slices[document][-1] == chunk
+        if self.plan.forward_only and op.kind is Kind.FORWARD and ends:
             gone.append(("kv", document))
         for tensor in gone:
             del alive[tensor]  # a KeyError: freed before it was made
@@ -120,6 +133,10 @@ class Replay:
             return stage + 1, Payload.ACTIVATION
         if op.kind in (Kind.BACKWARD, Kind.INPUT) and stage > 0:
             return stage - 1, Payload.GRADIENT
+        if op.kind is Kind.FORWARD and self.vocabulary:  # of the last stage: round to the first
+            return 0, Payload.HEAD
+        if op.kind is Kind.HEAD and stage + 1 < self.plan.stages:
+            return stage + 1, Payload.HEAD
         return None
 
     # --- time ------------------------------------------------------------------------------------
@@ -154,7 +171,8 @@ class Replay:
                 if queue and link not in busy:
                     payload, chunk, ready = queue.popleft()
                     busy.add(link)
-                    seconds = table.link_seconds[payload][min(link)][chunk]
+                    between = link[0] if payload is Payload.HEAD else min(link)
+                    seconds = table.link_seconds[payload][between][chunk]
                     at(now + seconds, "free", link)
                     arrive = now + seconds + table.link_latency_seconds
                     at(arrive, "arrive", link[1], payload, chunk)

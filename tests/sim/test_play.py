@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_epp.ir import (
     COMPUTE,
     KIND_CODE,
+    OF_HEAD,
     Chunk,
     Deadlock,
     Item,
@@ -34,7 +35,7 @@ from megatron_epp.sim.engine import run
 from megatron_epp.sim.inputs import op_arrays, orders_of
 from megatron_epp.sim.play import BUSY, START, IdleTail, Wait, play
 from megatron_epp.sim.rule_arrays import training_needs
-from tests.plans import EXAMPLE, evaluation, plans, random_table
+from tests.plans import EXAMPLE, any_plans, evaluation, random_table
 from tests.sim.replay import Replay
 
 
@@ -55,14 +56,14 @@ def agrees(plan: Plan, table: Table) -> None:
     assert len(flights) == len(played.flights)
 
 
-@given(plans(), st.integers(0, 2**32), st.booleans(), st.booleans())
+@given(any_plans(), st.integers(0, 2**32), st.booleans(), st.booleans())
 @settings(max_examples=200)
 def test_agrees_with_the_replay_exactly(plan: Plan, seed: int, links: bool, whole: bool) -> None:
     """Times to the last bit, peaks to the byte; ties (whole seconds, zeros) included."""
     agrees(plan, random_table(plan, seed, links, whole))
 
 
-@given(plans(), st.integers(0, 2**32))
+@given(any_plans(), st.integers(0, 2**32))
 def test_evaluation_agrees_with_the_replay(plan: Plan, seed: int) -> None:
     agrees(evaluation(plan), random_table(plan, seed))
 
@@ -71,11 +72,18 @@ def test_evaluation_agrees_with_the_replay(plan: Plan, seed: int) -> None:
 def test_agrees_on_larger_plans(seed: int) -> None:
     random = Random(seed)
     lengths = [random.choice((3, 20, 400)) for _ in range(40)]
-    plan = arbitrary_plan(lengths, (2,) * (2 + seed), random, split_backward=seed / 5)
-    agrees(plan, random_table(plan, seed))
+    for cut in (False, True):
+        plan = arbitrary_plan(
+            lengths,
+            (2,) * (2 + seed),
+            random,
+            split_backward=seed / 5,
+            vocabulary_parallel=cut,
+        )
+        agrees(plan, random_table(plan, seed))
 
 
-@given(plans(), st.integers(0, 2**32), st.data())
+@given(any_plans(), st.integers(0, 2**32), st.data())
 def test_play_refuses_what_check_refuses(plan: Plan, seed: int, data: st.DataObject) -> None:
     """A shuffled order either runs in both or is refused by both in the same words."""
     stage = data.draw(st.integers(0, plan.stages - 1))
@@ -106,6 +114,8 @@ def even_table(plan: Plan, forward: float, backward: float, recompute=None) -> T
         Kind.BACKWARD: backward * ones,
         Kind.INPUT: backward / 2 * ones,
         Kind.WEIGHT: backward / 2 * ones,
+        Kind.HEAD: forward / 4 * ones,
+        Kind.HEAD_WEIGHT: forward / 4 * ones,
     }
     none = np.zeros(shape)
     documents = np.zeros((plan.stages, len(plan.documents)))
@@ -113,11 +123,12 @@ def even_table(plan: Plan, forward: float, backward: float, recompute=None) -> T
         seconds=seconds,
         recompute_seconds=none if recompute is None else recompute,
         comm_seconds=dict.fromkeys(COMPUTE, none),
-        link_seconds=dict.fromkeys(Payload, none[1:]),
+        link_seconds={p: none if p is Payload.HEAD else none[1:] for p in Payload},
         link_latency_seconds=0.0,
         held_bytes={
             Item.ACTIVATIONS: ones,
             Item.WEIGHT_INPUTS: none,
+            Item.HEAD_INPUTS: none,
             Item.KV: documents,
             Item.KV_GRADIENTS: documents,
         },
@@ -256,7 +267,7 @@ def test_the_example_in_numbers() -> None:
     )  # fmt: skip
 
 
-@given(plans(), st.integers(0, 2**32), st.booleans())
+@given(any_plans(), st.integers(0, 2**32), st.booleans())
 def test_idle_time_is_explained(plan: Plan, seed: int, links: bool) -> None:
     """Bubbles and ops tile every stage; a critical path has no gap but messages in flight."""
     table = random_table(plan, seed, links)
@@ -286,7 +297,7 @@ def test_idle_time_is_explained(plan: Plan, seed: int, links: bool) -> None:
             assert before.stop <= after.start
 
 
-@given(plans(), st.integers(0, 2**32))
+@given(any_plans(), st.integers(0, 2**32))
 def test_the_critical_path_is_critical(plan: Plan, seed: int) -> None:
     """Without links, its ops fill the whole iteration; making one of them longer lengthens it."""
     table = random_table(plan, seed, links=False)
@@ -359,15 +370,21 @@ def test_a_table_without_numbers_is_refused() -> None:
 @pytest.mark.parametrize("kind", COMPUTE)
 def test_every_kind_is_simulated(kind: Kind) -> None:
     """It has rows, seconds that count, and bytes that count."""
-    orders = "F0 B0" if kind is Kind.BACKWARD else "F0 I0 W0"
-    plan = Plan.parse(f"plan v1\ndocuments 3\nlayers 1\nchunk 0: 0[0:3]\nstage 0: {orders}\n")
-    assert KIND_CODE[kind] in training_needs()[:, 0]
+    head = kind in OF_HEAD
+    orders = ["F0 B0" if kind is Kind.BACKWARD else "F0 I0 W0"]
+    if head:
+        orders = ["F0 H0 I0 W0 G0", "F0 H0 I0 W0 G0"]
+    stages = "".join(f"stage {stage}: {order}\n" for stage, order in enumerate(orders))
+    layers = " 1" * len(orders)
+    plan = Plan.parse(f"plan v1\ndocuments 3\nlayers{layers}\nchunk 0: 0[0:3]\n{stages}")
+    assert KIND_CODE[kind] in training_needs(head)[:, 0]
     table = even_table(plan, 1, 2)
     before = play(plan, table)
     table.seconds[kind] = table.seconds[kind] + 0.5
     table.workspace_bytes[kind] = table.workspace_bytes[kind] + 7
     after = play(plan, table)
-    assert after.seconds == before.seconds + 0.5
+    # Both stages' H stand one after the other in the chain; nothing waits for G.
+    assert after.seconds == before.seconds + (1.0 if kind is Kind.HEAD else 0.5)
     grown = [
         b.peak_bytes - a.peak_bytes for a, b in zip(before.records, after.records, strict=True)
     ]

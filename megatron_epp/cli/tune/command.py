@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         options,
         top=arguments.top,
         partition=arguments.partition == "auto",
+        vocabulary=arguments.vocab_parallel,
         progress=bar,
     )
     if not made.choices:
@@ -126,7 +127,8 @@ def _dry_run(
         try:
             made.append(
                 choice_of(
-                    first.layout, cost, first.layers, [batches[number]], options, first.planner
+                    *(first.layout, cost, first.layers, [batches[number]], options, first.planner),
+                    cut=first.vocabulary_parallel,
                 )
             )
         except ValueError as error:

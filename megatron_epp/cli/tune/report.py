@@ -17,7 +17,8 @@ _HEADERS = (
     *("comm", "dp s", "GiB"),
 )
 _LEGEND = """\
-runs      --epp, --epp with offloading, or Megatron's own schedule with whole documents packed
+runs      --epp, with offloading, with the vocabulary cut over the stages (vocab), or Megatron's own
+          schedule with whole documents packed
 tokens/s  of the whole job; seconds: of an iteration, the mean over the batches
 idle redo comm   shares of stages x time: waiting (bubbles), recomputing, and exchanging inside
           stages; what hides behind computation counts as computation
@@ -73,7 +74,8 @@ def _layers(choice: Choice) -> str:
 def _runs(choice: Choice) -> str:
     if choice.planner == STOCK:
         return "stock, packed"
-    return "--epp, offload" if choice.offload else "--epp"
+    runs = ["--epp", "offload" * choice.offload, "vocab" * choice.vocabulary_parallel]
+    return ", ".join(filter(None, runs))
 
 
 def _verdict(made: Survey) -> list[str]:

@@ -129,6 +129,8 @@ def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[st
     if choice.planner != ELASTIC:
         return []
     flags = [["--epp"]]
+    if choice.vocabulary_parallel:
+        flags.append(["--epp-vocab-parallel", "on"])
     levers = arguments.levers
     if choice.offload and "offload" not in levers:
         levers += ",offload"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_epp.ir.check import backward_of
 from megatron_epp.ir.needs import needs_of
-from megatron_epp.ir.op import Kind, Message, Op, Payload, Post, Transfer
+from megatron_epp.ir.op import Kind, Message, Op, Post, Transfer
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.program.sequence import sequence
 from megatron_epp.ir.rules import Rules
@@ -94,8 +94,7 @@ def _messages(plan: Plan, rules: Rules | None) -> Iterator[tuple[Message, Op, Op
             for need, source, ops in needs(stage, op):
                 if source == stage:
                     continue
-                chunk = ops[0].chunk
-                forward = need.kinds == (Kind.FORWARD,)
-                payload = Payload.ACTIVATION if forward else Payload.GRADIENT
-                producer = Op(Kind.FORWARD if forward else backwards[source][chunk], chunk)
-                yield Message(payload, chunk, source, stage), producer, op
+                producer = ops[0]
+                if len(ops) > 1:
+                    producer = Op(backwards[source][producer.chunk], producer.chunk)
+                yield Message(need.payload, producer.chunk, source, stage), producer, op

@@ -20,13 +20,15 @@ from megatron_epp.ir.slices import slices_of
 # layer of 12 hidden^2 weights, for a hidden size of 4096.
 PAIRS_PER_TOKEN = 6 * 4096
 
-# The work of an op in forwards of its chunk; other kinds pass in no time.
+# The work of an op in forwards of its chunk through the stage; other kinds pass in no time.
 FORWARDS: Mapping[Kind, int] = {
     Kind.FORWARD: 1,
     Kind.BACKWARD: 2,
     Kind.INPUT: 1,
     Kind.WEIGHT: 1,
 }
+# In forwards of its chunk through one layer: a stage's part of the vocabulary is about as much.
+LAYERS: Mapping[Kind, int] = {Kind.HEAD: 1, Kind.HEAD_WEIGHT: 1}
 
 
 def sequence(
@@ -53,7 +55,7 @@ def sequence(
         for _, where, ops in needs(stage, op):
             for other in ops:  # what has not run has ended at 0
                 start = max(start, ends[other.kind][where][other.chunk])
-        layers = FORWARDS.get(kind, 0) * plan.layers[stage]
+        layers = FORWARDS.get(kind, 0) * plan.layers[stage] + LAYERS.get(kind, 0)
         if kind in BACKWARDS:
             layers += max(one.recompute[stage][chunk].count(FULL) for one in together)
         stop = start + layers * units[chunk]

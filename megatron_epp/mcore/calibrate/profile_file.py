@@ -143,10 +143,13 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
         from megatron_epp.mcore.job_cost import analytic
 
         return analytic(args)
+    from megatron.core.utils import unwrap_model
+
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
     from megatron_epp.mcore.job_cost import training_levers
     from megatron_epp.mcore.model.shape import kinds_of_stage, model_shape
+    from megatron_epp.mcore.model.vocabulary.shard import whole_output_layer
     from megatron_epp.runtime.consensus import share
 
     wanted = provenance_of(args)
@@ -160,7 +163,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     if text:
         return Profile.from_json(text)
     began = time.perf_counter()
-    with undisturbed(model):
+    with undisturbed(model), whole_output_layer(unwrap_model(model)):
         probe, shape = probe_of(args, model, rows), model_shape(args)
         profile = calibrate(
             probe,

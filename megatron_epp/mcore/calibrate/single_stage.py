@@ -150,7 +150,9 @@ class MadeUpDocuments:
 class MadeUpLinks:
     """In place of runtime.link.Links: what is received is random, what is sent is dropped."""
 
-    def __init__(self, shape: Callable[[int], tuple[int, ...]], dtype: torch.dtype, device: Any):
+    def __init__(
+        self, shape: Callable[[Message], tuple[int, ...]], dtype: torch.dtype, device: Any
+    ):
         self.shape, self.dtype, self.device = shape, dtype, device
         self.sent = self.received = 0
 
@@ -159,14 +161,14 @@ class MadeUpLinks:
 
     def receive(self, message: Message) -> Tensor:
         self.received += 1
-        return torch.randn(self.shape(message.chunk), dtype=self.dtype, device=self.device)
+        return torch.randn(self.shape(message), dtype=self.dtype, device=self.device)
 
     def send(self, message: Message, tensor: Tensor):
-        assert tuple(tensor.shape) == self.shape(message.chunk)
+        assert tuple(tensor.shape) == self.shape(message)
         self.sent += 1
 
     def zeros(self, message: Message) -> Tensor:
-        return torch.zeros(self.shape(message.chunk), dtype=self.dtype, device=self.device)
+        return torch.zeros(self.shape(message), dtype=self.dtype, device=self.device)
 
     def oldest_sending(self) -> None:
         """Nothing is under way."""
@@ -215,7 +217,7 @@ def run_stage(
     clock = CudaClock() if on_gpu else HostClock()
     meter: Meter = AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters())
     links = MadeUpLinks(
-        lambda chunk: (alone.share.message(feed.rows(chunk)), 1, config.hidden_size),
+        lambda message: (alone.share.message(feed.rows(message.chunk)), 1, config.hidden_size),
         config.pipeline_dtype or config.params_dtype,
         alone.device,
     )

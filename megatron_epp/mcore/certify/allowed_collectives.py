@@ -146,6 +146,18 @@ SCHEDULE = (
         r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.wgrad)\..*",
         "inside layers, embedding and loss; once per layer run, recomputed ones again",
     ),
+    Listed(
+        "tied words",
+        f"PIPELINE_MODEL_PARALLEL_GROUP|{_DATA}",
+        _from("megatron_epp.mcore.model.vocabulary.tied"),
+        "once per iteration: the embedding's words and their copies in the output layer's shards",
+    ),
+    Listed(
+        "words of a stage",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        _from("megatron_epp.layers.vocabulary"),
+        "in every H statistics and rows of the ranks' words, in H and G the rows of each",
+    ),
 )
 
 # What Megatron's trainer adds around the schedule in an iteration.

@@ -23,6 +23,7 @@ class Frame:
     letters          the recompute choices to draw from
     splits           whether the executor runs I and W in place of B
     lockstep         replicas of a block, which share the experts of a layer
+    vocabulary_parallel      whether the output layer lies over the stages: with ops H and G
     ranks            context-parallel ones of a stage, to which documents may be local
     """
 
@@ -32,6 +33,7 @@ class Frame:
     letters: str
     splits: bool
     lockstep: int = 1
+    vocabulary_parallel: bool = False
     ranks: int = 1
 
 
@@ -136,6 +138,7 @@ def _plans(
                 letters=frame.letters,
                 replica=replica,
                 replicas=frame.replicas,
+                vocabulary_parallel=frame.vocabulary_parallel,
             )
             for replica, each in enumerate(dealt)
         )
@@ -222,7 +225,8 @@ def _deals(documents: int, replicas: int, random: Random) -> tuple[tuple[int, ..
 
 def forwards_of(plan: Plan) -> Plan:
     """The plan for evaluation that computes the same chunks in the same order."""
-    orders = tuple(tuple(op for op in order if op.kind is Kind.FORWARD) for order in plan.orders)
+    kinds = (Kind.FORWARD, Kind.HEAD)
+    orders = tuple(tuple(op for op in order if op.kind in kinds) for order in plan.orders)
     return replace(plan, orders=orders)
 
 

@@ -333,6 +333,11 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         help="reduce gradients while backward runs, sharded over the replicas",
     )
     parser.add_argument(
+        "--vocab-parallel",
+        action="store_true",
+        help="lay the output layer's words over the stages (--epp-vocab-parallel on)",
+    )
+    parser.add_argument(
         "--lora-rank",
         type=int,
         default=0,
@@ -362,6 +367,8 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         _first(chosen.cp, own.context_parallel_size, 1),
     )
     models = (tuple(flags),) if flags else _defaults(degrees)
+    if chosen.vocab_parallel:
+        models = tuple((*model, "--epp-vocab-parallel", "on") for model in models)
     return Trial(
         degrees,
         models,

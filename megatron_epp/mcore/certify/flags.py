@@ -15,6 +15,7 @@ from megatron.training.arguments import parse_args, validate_args
 
 from megatron_epp.mcore import refusals
 from megatron_epp.mcore.certify.scale_down import Degrees, small
+from megatron_epp.mcore.config import OFF
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
 from megatron_epp.mcore.patching import cpu_host
@@ -87,6 +88,7 @@ _NOT_PLAIN: dict[str, Any] = {
     "use_distributed_optimizer": False,
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
+    "epp_vocab_parallel": OFF,
     "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
@@ -111,8 +113,12 @@ class Scaled:
     plain: Namespace
 
 
-def scaled(raw: Namespace, degrees: Degrees, overlap: bool) -> Scaled:
+def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) -> Scaled:
     """The small model of the user's flags. ValueError: one line."""
+    if lora_rank and refusals.vocabulary_parallel(raw):
+        raise ValueError(
+            "--lora-rank: adapters do not run with --epp-vocab-parallel on; leave one of them out"
+        )
     tiny = small(raw, degrees, _layout(raw))
     extra = OVERLAP if overlap else {}
     elastic = _validated(raw, tiny.values | extra, degrees.ranks)
@@ -142,6 +148,7 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
     words += _latents_in_words(args) + experts_in_words(args) + _window_in_words(args)
     words += ["sequence parallel"] * args.sequence_parallel
+    words += ["vocabulary over the stages"] * refusals.vocabulary_parallel(args)
     words += ["distributed optimizer"] * args.use_distributed_optimizer
     words += ["overlapped reduction"] * args.overlap_grad_reduce
     words += [f"frozen, with adapters of rank {lora_rank}"] * bool(lora_rank)

@@ -15,7 +15,17 @@ from megatron.core import parallel_state as mpu
 from megatron.core.utils import get_model_config
 
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.ir import OFFLOAD, Kind, Plan, Program, Step, Transfer, lower
+from megatron_epp.ir import (
+    OFFLOAD,
+    Kind,
+    Message,
+    Payload,
+    Plan,
+    Program,
+    Step,
+    Transfer,
+    lower,
+)
 from megatron_epp.layers.attention import latents
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
@@ -224,13 +234,27 @@ class Rank:
                 continue
             message = op.message
             rows = self.share.message(self.share.rows(plan.chunks[message.chunk]))
+            numbers = self._numbers(message, plan)
             sends = op.kind is Kind.SEND
             planned.append(
                 Transferred(
                     "send" if sends else "receive",
                     f"epp_{message.payload.name.lower()}",
                     self.groups.pipeline_ranks[message.target if sends else message.source],
-                    rows * self.args.hidden_size,
+                    rows * numbers,
                 )
             )
         return planned
+
+    def _numbers(self, message: Message, plan: Plan) -> int:
+        """What a message of training brings of a row. Where the output layer lies over the stages a
+        gradient brings a statistic along; H of stage 0 gets the hidden states, that of the last the
+        rows of the weight and two statistics, the others both."""
+        hidden = self.args.hidden_size
+        if not plan.vocabulary_parallel or message.payload is Payload.ACTIVATION:
+            return hidden
+        if message.payload is Payload.GRADIENT:
+            return hidden + 1
+        if message.target == 0:
+            return hidden
+        return (2 if message.target == plan.stages - 1 else 3) * hidden + 2

@@ -24,7 +24,7 @@ from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.flags import refusals_as_value_errors
-from megatron_epp.mcore.refusals import lockstep_of
+from megatron_epp.mcore.refusals import lockstep_of, vocabulary_parallel
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
 JITTER = 0.1
@@ -45,7 +45,7 @@ class Plain:
         self, flags: Sequence[str], degrees: Degrees, overlap: bool, lora_rank: int
     ) -> Prepared:
         """Read the flags and build the model. ValueError: flags that cannot be used."""
-        small = scaled(parsed(flags), degrees, overlap)
+        small = scaled(parsed(flags), degrees, overlap, lora_rank)
         args = small.plain
         begin(args, self.seed)
         with refusals_as_value_errors():
@@ -68,6 +68,7 @@ class Plain:
             letters,
             splits=True,
             lockstep=lockstep_of(small.elastic),
+            vocabulary_parallel=vocabulary_parallel(small.elastic),
             ranks=degrees.cp,
         )
         return Prepared(

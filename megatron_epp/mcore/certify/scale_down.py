@@ -22,6 +22,7 @@ from megatron_epp.mcore.model.hybrid.pattern import (
     refuse_segments,
     require_pattern,
 )
+from megatron_epp.mcore.refusals import vocabulary_parallel
 
 CONTEXT = 64  # inputs of the longest document
 HEAD_SIZE = 8
@@ -176,7 +177,8 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     ffn = 4.0 if args.ffn_hidden_size is None else args.ffn_hidden_size / args.hidden_size
     if args.ffn_hidden_size is None and args.swiglu:
         ffn = 8 / 3  # what Megatron takes by default
-    vocabulary = -(-VOCABULARY // tp) * tp
+    parts = tp * degrees.pp if vocabulary_parallel(args) else tp
+    vocabulary = -(-VOCABULARY // parts) * parts
     changed = {
         "num_layers": sum(counts),
         "encoder_num_layers": None,

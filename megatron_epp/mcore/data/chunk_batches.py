@@ -22,6 +22,8 @@ class ChunkBatch:
     tokens      int64, first stage      labels      int64, last stage
     positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
     known_gradient   of every token's loss, where backward of the head runs early (model.early_head)
+    hidden_only      whether the model ends behind its last norm, as the plan's H and G do the rest;
+                     labels and loss mask are then every stage's
     """
 
     tokens: Tensor | None
@@ -30,6 +32,7 @@ class ChunkBatch:
     loss_mask: Tensor | None
     params: ChunkParams
     known_gradient: Tensor | None = None
+    hidden_only: bool = False
 
 
 class Feed:
@@ -79,6 +82,7 @@ class Feed:
             labels=labels,
             loss_mask=loss_mask,
             params=ChunkParams.of(state, positions[0]),
+            hidden_only=self.plan.vocabulary_parallel,
         )
 
     def prepare(self, chunk: int):
@@ -88,6 +92,7 @@ class Feed:
     def _tensors(self, chunk: int) -> tuple[Tensor | None, ...]:
         """Tokens, positions, labels and loss mask of this rank's rows."""
         first, last = self.stage == 0, self.stage == self.plan.stages - 1
+        last = last or self.plan.vocabulary_parallel  # every stage has words to find labels among
         count = self.rows(chunk) // self.share.parts
         positions = numpy.zeros(count, dtype=numpy.int64)
         tokens = numpy.zeros(count, dtype=numpy.int64) if first else None

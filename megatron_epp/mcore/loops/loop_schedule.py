@@ -213,7 +213,7 @@ class LoopSchedule:
         executor = Executor(
             lower_stage(work.plan, pipeline.stage),
             guarded,
-            Links(payload, work.shape, dtype, device, ranks),
+            Links(payload, lambda message: work.shape(message.chunk), dtype, device, ranks),
             stage.store,
             clock,
             meter,

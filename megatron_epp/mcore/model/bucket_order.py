@@ -8,12 +8,13 @@ be a B. With W last the hooks of a last B are spread over two ops:
     ... I3 W0 I2 W3 W2        I2: last gradients of norms, biases, embeddings
                               W2: last gradients of the linear layers' weights
 
-So nothing is reported at the stage's last B or I, but the order is noted in which a B would have
-reported; the last W goes through that order, computes what was deferred, and reports the rest as it
-comes by.
+or, where the output layer lies over the stages, over a B and a G. So nothing is reported at the
+stage's last B or I, but the order is noted in which a B would have reported; the last W or G goes
+through that order, computes what was deferred, and reports the rest as it comes by. The output
+layer comes first, whichever op made its last gradient.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -23,11 +24,19 @@ from megatron_epp.layers.wgrad.linear import Aside
 
 
 class ReadyOrder:
-    """``report(parameter)`` tells DDP that a gradient is complete."""
+    """``report(parameter)`` tells DDP that a gradient is complete. ``first``: weights whose
+    gradients an op of their own makes."""
 
-    def __init__(self, model: nn.Module, report: Callable[[Parameter], None]):
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+    def __init__(
+        self,
+        model: nn.Module,
+        report: Callable[[Parameter], None],
+        first: Sequence[Parameter] = (),
+    ):
+        apart = set(first)
+        self._parameters = [p for p in model.parameters() if p.requires_grad and p not in apart]
         self._report = report
+        self._first = tuple(first)
         self._order: list[Parameter] = []
         self._noting = False
 
@@ -48,8 +57,14 @@ class ReadyOrder:
             for handle in handles:
                 handle.remove()
 
-    def finish(self, aside: Aside):
-        """The stage's last W, with DDP's hooks awake."""
+    def finish(self, aside: Aside | None = None):
+        """The stage's last W, with DDP's hooks awake, or its last G, which has woken them for the
+        first and left nothing ``aside``."""
+        if aside is None:
+            aside = Aside()
+        else:
+            for parameter in self._first:
+                self._report(parameter)
         held = {parameter for parameter in self._order if parameter in aside}
         for parameter in self._order:
             if parameter in aside:

@@ -37,13 +37,14 @@ def early_head(args: Any) -> bool:
 def block_tokens(args: Any) -> int:
     """Rows that the head takes at a time."""
     words = args.padded_vocab_size // args.tensor_model_parallel_size
-    return _block(words, cpu_host.has_gpu())
+    return rows_at_once(words, cpu_host.has_gpu())
 
 
-def _block(words: int, on_gpu: bool) -> int:
-    """``words`` of the vocabulary: this rank's."""
+def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
+    """Whose logits live at once; ``words`` of the vocabulary: this rank's, a part of those that its
+    tensor-parallel rank has on all ``stages`` where they are spread."""
     if not on_gpu:
-        return CPU_BLOCK_TOKENS
+        return min(CPU_BLOCK_TOKENS * stages, GPU_BLOCK_TOKENS[0])
     fitting = (rows for rows in GPU_BLOCK_TOKENS if rows * words <= GPU_BLOCK_LOGITS)
     return next(fitting, GPU_BLOCK_TOKENS[-1])
 
@@ -79,7 +80,7 @@ class EarlyHead:
             return compute_language_model_loss(labels[:, rows], scale_logits(logits))
 
         weight = output_layer.weight if output_weight is None else output_weight
-        block = _block(weight.shape[0], hidden_states.is_cuda)
+        block = rows_at_once(weight.shape[0], hidden_states.is_cuda)
         if not output_layer.sequence_parallel:
             return early_backward(hidden_states, self.weights_1T, losses, block)
         group = output_layer.tp_group

@@ -9,18 +9,24 @@ from torch import Tensor
 
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.model.early_head import EarlyHead
+from megatron_epp.mcore.model.vocabulary.head import HiddenStates
 
 
 def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
     """One chunk through this stage: its output, and the loss function for the last stage."""
     batch = next(batches)
+    processor: Any = None
+    if batch.hidden_only:
+        processor = HiddenStates.behind_the_norm
+    elif batch.known_gradient is not None:
+        processor = EarlyHead(batch.known_gradient)
     output = model(
         batch.tokens,
         batch.positions,
         None,
         labels=batch.labels,
         packed_seq_params=batch.params,
-        output_processor=None if batch.known_gradient is None else EarlyHead(batch.known_gradient),
+        output_processor=processor,
     )
     return output, partial(loss, batch.loss_mask)
 

@@ -22,6 +22,7 @@ from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
 from megatron_epp.mcore.model.experts.router import drop_routing, ledger_for, report
 from megatron_epp.mcore.model.split_backward import Deferral, early_modules
+from megatron_epp.mcore.model.vocabulary.head import HiddenStates, SpreadHead
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
@@ -36,7 +37,8 @@ class ModelStage:
     Gradients accumulate without reduction until the last op that makes some, whose hooks start the
     overlapped reduction; the loss is scaled as the optimizer wants it; outputs are freed as soon as
     they are sent. ``early_head``: the last stage's F runs the backward of its head at once.
-    ``host``: where what offloaded layers save lies meanwhile.
+    ``host``: where what offloaded layers save lies meanwhile. ``head``: what the plan's H and G
+    run, where the output layer lies over the stages.
     """
 
     def __init__(
@@ -49,23 +51,26 @@ class ModelStage:
         store: Store,
         early_head: bool = False,
         host: HostStore | None = None,
+        head: SpreadHead | None = None,
     ):
         self.model, self.config, self.forward_step = model, config, forward_step
         self.feed, self.store = feed, store
         self.stage = feed.stage
         self.is_last = self.stage == plan.stages - 1
         self.training = not plan.forward_only
-        self._early_head = early_head and self.is_last and self.training
+        self.head_ops = head
+        self._early_head = early_head and self.is_last and self.training and head is None
         self.host = HostStore(feed.device, None, model.parameters()) if host is None else host
         self.host.begin()
         self._recompute = plan.recompute[self.stage]
         self.tokens: Tensor | int = 0
         self.reports: list[dict[str, Tensor]] = []
         self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._loss_of: dict[int, Callable] = {}
         order = plan.orders[self.stage]
         forwards = [op.chunk for op in order if op.kind is Kind.FORWARD]
         self._following = dict(pairwise(forwards))
-        self._last_gradients = _last(order, (*BACKWARDS, Kind.WEIGHT))
+        self._last_gradients = _last(order, (*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT))
         self._last_backward = _last(order, BACKWARDS)
         self._no_sync = ExitStack()
         self._patched = ExitStack()
@@ -82,7 +87,7 @@ class ModelStage:
         if self.training and self.config.no_sync_func is not None:
             self._no_sync.enter_context(self.config.no_sync_func())
             if self._hooks_reduce and self._last_gradients != self._last_backward:
-                self._ready = ReadyOrder(self.model, self._report_ready)
+                self._ready = ReadyOrder(self.model, self._report_ready, self._of_head)
         if self._deferral is not None:
             self._patched.enter_context(self._deferral)
         return self
@@ -99,6 +104,7 @@ class ModelStage:
         if error[0] is None and self.training:
             assert not self._saved, "a chunk's forward has no backward"
             assert not self._aside, "a chunk's I has no W"
+            assert not self.head_ops, "a chunk's H has no G"
             assert not len(self.host), "a chunk's layers lie in the host's memory for nobody"
             # Megatron's overlapped reduction by hooks runs on the first stage only when gradient
             # reduction is aligned over the stages (schedules.py: grad_sync_func).
@@ -109,6 +115,9 @@ class ModelStage:
         """Free what is kept for later ops; this iteration's gradients will be dropped."""
         self._saved.clear()
         self._aside.clear()
+        self._loss_of.clear()
+        if self.head_ops is not None:
+            self.head_ops.clear()
         self.host.clear()
         self._ready = None
         self._abandoned = True
@@ -152,19 +161,49 @@ class ModelStage:
             output, loss_of = self.forward_step(iter((batch,)), self.model)
         if offloads:
             self.host.settle()
-        if self.is_last:
-            loss, tokens, report = loss_of(output)
-            self.tokens = self.tokens + tokens
-            self.reports.append(report)
+        if self.head_ops is not None:
+            assert batch.labels is not None and batch.loss_mask is not None
+            weights_1T = self._loss_gradient(batch.loss_mask) if self.training else batch.loss_mask
+            self.head_ops.learn(chunk, batch.labels, weights_1T)
+        if self.is_last and self.head_ops is None:
+            loss = self._report(loss_of, output)
             if self.training:
                 self._saved[chunk] = received, loss
             return None
+        if isinstance(output, HiddenStates):
+            output, self._loss_of[chunk] = output.behind_norm_t1H, loss_of
         sent = output.detach()
         if self.training:
             self._saved[chunk] = received, output
             # Autograd needs the node, not the data; ``sent`` keeps that until it has left.
             deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
+        if self.is_last and self.head_ops is not None:
+            return self.head_ops.begin(chunk, sent)
         return sent
+
+    def _report(self, loss_of: Callable, token_losses_1T: Tensor) -> Tensor:
+        """The chunk's loss, which joins the iteration's report."""
+        loss, tokens, report = loss_of(token_losses_1T)
+        self.tokens = self.tokens + tokens
+        self.reports.append(report)
+        return loss
+
+    def head(self, chunk: int, received: Tensor) -> Tensor | None:
+        assert self.head_ops is not None, "a plan with H runs where its output layer is spread"
+        with torch.no_grad():
+            made = self.head_ops.head(chunk, received)
+            if not self.is_last:
+                return made
+            self._report(self._loss_of.pop(chunk), made)
+        return None
+
+    def head_weight(self, chunk: int) -> None:
+        assert self.head_ops is not None, "a plan with G runs where its output layer is spread"
+        op = Op(Kind.HEAD_WEIGHT, chunk)
+        self._reduce_from(op)
+        self.head_ops.weight_gradient(chunk)
+        if op == self._last_gradients and self._ready is not None:
+            self._ready.finish()
 
     def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
         """Of every token's loss: what ``backward_step`` will begin with, times its mask."""
@@ -195,11 +234,14 @@ class ModelStage:
 
     def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
         received, output = self._saved.pop(op.chunk)
+        if self.head_ops is not None:
+            gradient = self.head_ops.gradient(op.chunk, gradient)
         self.host.recall(op.chunk)
         noting = self._ready is not None and op == self._last_backward
         # A recomputed forward runs in here: it defers as the forward did.
         with self._deferring(op.chunk), self._ready.noting() if noting else nullcontext():
-            return backward_step(received, output, gradient, self.config)
+            made = backward_step(received, output, gradient, self.config)
+        return made if self.head_ops is None else self.head_ops.hand_back(op.chunk, made)
 
     # -------------------------------------------------------------- weight gradients
 
@@ -224,6 +266,16 @@ class ModelStage:
         """Wake DDP's hooks for the stage's last op that makes gradients."""
         if op == self._last_gradients and self._hooks_reduce:
             self._no_sync.close()
+            reduces = self.training and self.config.no_sync_func is not None
+            if reduces and op == self._last_backward:
+                for weight in self._of_head:
+                    self._report_ready(weight)
+
+    @property
+    def _of_head(self) -> tuple[Parameter, ...]:
+        """What G alone gives a gradient."""
+        weight = None if self.head_ops is None else self.head_ops.shard.weight
+        return () if weight is None else (weight,)
 
     def _report_ready(self, parameter: Parameter):
         groups = self.model.param_to_bucket_group

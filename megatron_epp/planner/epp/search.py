@@ -57,6 +57,7 @@ PROGRAM_OPS = 40_000
 # Numbers of chunks that are tried, as shares of the ideal one.
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
 WHOLE_GRID = (0.35, 0.6, 1.0)  # the same, with documents left whole
+SEED_CUT = 2.0  # slices, as shares of a chunk, where short documents come first
 CLIMBERS = 2  # of the grid's best that are improved
 GRID_SHARE = 0.35  # of the effort, for the grid
 CLIMB_SHARE = 0.7  # of the effort, for grid and climbing
@@ -270,11 +271,14 @@ class Search:
         return Candidate(schedule.seconds, schedule.over_bytes, table, policy, schedule, name)
 
     def _spend_play(self, table: PreparedChunking, policy: PolicyParams) -> None:
+        # H and G, where there are any, are no choice of the policy and are not counted.
         self.effort.spend(table.work.stages * table.work.chunks * (3 if policy.split else 2))
 
     def best_policy(self, table: PreparedChunking, name: str, *, many: bool = False) -> Candidate:
         tight, strict = bool(table.counts), "window" not in self.levers
-        chosen = policies(self.split, many=many, strict=strict, tight=tight)
+        chosen = list(policies(self.split, many=many, strict=strict, tight=tight))
+        if self.cost.vocabulary_parallel:  # 1F1B as it stands has no slack for the way of an H
+            chosen = [*chosen[1:], chosen[0]]
         best: Candidate | None = None
         for policy in chosen:
             if best is not None and self.effort.spent:
@@ -426,7 +430,8 @@ class Search:
         whole = self.effort.left
         # From the middle outwards, so that a small effort sees the likely ones.
         for factor in sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY))):
-            self.try_params(ChunkingParams(max(1.0, ideal * factor), local=self.local))
+            for params in self._seeds(max(1.0, ideal * factor)):
+                self.try_params(params)
             if self.effort.left < whole * (1 - GRID_SHARE):
                 break
         if self._best()[1].table.counts:
@@ -437,6 +442,16 @@ class Search:
         if "search" in self.levers:
             self._climb(whole)
         return self._best()[1]
+
+    def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
+        """With how the search begins for about so many chunks. Where no stage waits for the last
+        one's output layer, filling the pipeline and draining it is what is left."""
+        if not self.cost.vocabulary_parallel:
+            yield ChunkingParams(chunks, local=self.local)
+            return
+        first = ChunkingParams(chunks, front=len(TAPERS) - 1, local=self.local)
+        yield first
+        yield dataclasses.replace(first, cut=SEED_CUT, reverse=True)
 
     def _best(self) -> tuple[ChunkingParams, Candidate]:
         return min(self.known.items(), key=lambda entry: entry[1].rank)
@@ -470,7 +485,7 @@ def _most_layers(counts: Counts, letter: str) -> int:
 
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
     """[stages]: whether ``work`` fits under the window law ``least``."""
-    return ilp.within(least, work.backward_order, work.ops.moved_bytes, work.budget_bytes)
+    return ilp.within(least, work.backward_order, *work.of_window)
 
 
 def neighbours(

@@ -12,8 +12,8 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts, split_choice
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerFigures
-from megatron_epp.ir import COMPUTE, FULL, KEEP
-from megatron_epp.planner.order.list_scheduler import B, F, I, W
+from megatron_epp.ir import FULL, KEEP
+from megatron_epp.planner.order.list_scheduler import B, F, G, H, I, W
 from megatron_epp.planner.order.problem import ScheduleProblem
 
 
@@ -86,7 +86,9 @@ def papers_ledger(
             freed = cost.saved_bytes((kind, KEEP), loads) - cost.saved_bytes(choice, loads)
         whole[0, 0] -= grid * freed
         whole[1, 1] -= grid * freed
-    moved = np.zeros((len(COMPUTE), *whole.shape[1:]))
+    moved = np.zeros_like(work.ops.moved_bytes)
+    if work.vocabulary_parallel:  # the paper knows no H and G: theirs are exact
+        moved[[H, G]] = work.ops.moved_bytes[[H, G]]
     moved[F], moved[B], moved[I] = whole[0], whole[1], whole[1]
     held = cost.weight_input_bytes(loads)
     moved[I, 1] -= np.minimum(held, moved[I, 1])  # what W still needs stays

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.planner.order.list_scheduler import Policy, W
+from megatron_epp.planner.order.list_scheduler import G, Policy, W
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import whole_groups
 
@@ -82,7 +82,10 @@ def policies(
 def policy_of(
     style: PolicyParams, work: ScheduleProblem, sizes: np.ndarray, law: np.ndarray
 ) -> Policy:
-    held = style.held * float(work.ops.seconds[W].mean()) if style.held else 0.0
+    held = 0.0
+    if style.held:
+        fillers = (W, G) if work.vocabulary_parallel else (W,)
+        held = style.held * float(sum(work.ops.seconds[kind].mean() for kind in fillers))
     if style.strict:
         return Policy(law, law, law, style.split, held, style.patience)
     count = work.chunks

@@ -7,7 +7,16 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Choice, Counts, split_choice
 from megatron_epp.cost.loads import Loads, local_of, over_ranks
-from megatron_epp.ir import KEEP, Kind
+from megatron_epp.ir import (
+    BACKWARDS,
+    COMPUTE,
+    KEEP,
+    KIND_CODE,
+    OF_HEAD,
+    TRAINING,
+    VOCABULARY_TRAINING,
+    Kind,
+)
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Rates
@@ -17,8 +26,10 @@ from megatron_epp.sim.inputs import op_arrays
 
 
 def rates_of(cost: Cost) -> Rates:
-    """Forward plus backward on the average stage."""
+    """Forward plus backward on the average stage, its part of the output layer included."""
     per = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)
+    if cost.vocabulary_parallel:
+        per = per + cost.seconds_per(Kind.HEAD) + cost.seconds_per(Kind.HEAD_WEIGHT)
     token, pair, chunk, *others = per.mean(axis=0).tolist()
     windows = tuple((window, others[at - 3]) for window, at in cost.window_columns)
     context = 0.0 if cost.context_column is None else others[cost.context_column - 3]
@@ -95,6 +106,26 @@ class ScheduleProblem:
     def chunks(self) -> int:
         return self.ops.seconds.shape[2]
 
+    @property
+    def vocabulary_parallel(self) -> bool:
+        return len(self.ops.seconds) == len(COMPUTE)
+
+    @property
+    def of_window(self) -> tuple[np.ndarray, np.ndarray]:
+        """``moved_bytes`` and ``budget_bytes`` for whoever counts from F to B alone: what H leaves
+        for G is held from F on, and the most that an H or G needs while it runs is set aside."""
+        moves = self.ops.moved_bytes
+        if not self.vocabulary_parallel:
+            return moves, self.budget_bytes
+        head, head_weight = (KIND_CODE[kind] for kind in OF_HEAD)
+        left = moves[head, 0] - moves[head, 1]
+        moves = moves.copy()
+        moves[KIND_CODE[Kind.FORWARD], 0] += left
+        for kind in BACKWARDS:
+            moves[KIND_CODE[kind], 1] += left
+        aside = np.maximum(moves[head, 1], moves[head_weight, 0]).max(axis=1, initial=0.0)
+        return moves, self.budget_bytes - aside
+
 
 def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
     """``counts`` of what is recomputed, and of the layers that are left: kept."""
@@ -130,7 +161,7 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
     """The work of ``chunking`` where ``counts`` layers are recomputed."""
     table = table_of(cost, loads, with_kept(cost, counts, chunking.count))
     return ScheduleProblem(
-        ops=op_arrays(table, loads),
+        ops=op_arrays(table, loads, VOCABULARY_TRAINING if cost.vocabulary_parallel else TRAINING),
         backward_order=chunking.backward,
         last_of_group=np.repeat(chunking.starts[1:] - 1, chunking.sizes),
         budget_bytes=np.array(cost.budget_bytes) - np.array(cost.states_bytes),

@@ -14,7 +14,9 @@ from numba import njit
 from megatron_epp.planner.order.list_scheduler import Schedule
 from megatron_epp.planner.order.problem import ScheduleProblem
 
-F, W = 0, 3  # ir.KIND_CODE, in this file: compiled code is cached by file (see list_scheduler)
+# ir.KIND_CODE and ir.Payload, in this file: compiled code is cached by file (see list_scheduler).
+F, W, H, G = 0, 3, 4, 5
+ACTIVATION, GRADIENT, HEAD = 0, 1, 2
 
 
 def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
@@ -42,6 +44,11 @@ def _replay(seconds, link_seconds, latency, moves, kinds, chunks):
     arrival_b = np.full((stages, count), np.inf)
     arrival_f[0, :] = 0.0
     arrival_b[stages - 1, :] = 0.0
+    head = len(seconds) > H
+    arrival_h = np.full((stages if head else 0, count), np.inf)
+    link_h = 0.0  # from the last stage to the first; of two stages it is the gradients'
+    if head:
+        arrival_b[stages - 1, :] = np.inf
     link_f, link_b = np.zeros(stages), np.zeros(stages)
     free, held, peak = np.zeros(stages), np.zeros(stages), np.zeros(stages)
     at = np.zeros(stages, dtype=np.int64)
@@ -55,7 +62,9 @@ def _replay(seconds, link_seconds, latency, moves, kinds, chunks):
                 ready = 0.0
                 if kind == F:
                     ready = arrival_f[s, c]
-                elif kind != W:
+                elif kind == H:
+                    ready = arrival_h[s, c]
+                elif kind != W and kind != G:
                     ready = arrival_b[s, c]
                 if ready == np.inf:
                     break
@@ -68,10 +77,23 @@ def _replay(seconds, link_seconds, latency, moves, kinds, chunks):
                 at[s] += 1
                 left -= 1
                 if kind == F and s + 1 < stages:
-                    link_f[s] = max(done, link_f[s]) + link_seconds[0, s, c]
+                    link_f[s] = max(done, link_f[s]) + link_seconds[ACTIVATION, s, c]
                     arrival_f[s + 1, c] = link_f[s] + latency
-                elif kind != F and kind != W and s > 0:
-                    link_b[s - 1] = max(done, link_b[s - 1]) + link_seconds[1, s - 1, c]
+                elif kind == F and head:
+                    busy = link_b[0] if stages == 2 else link_h
+                    sent = max(done, busy) + link_seconds[HEAD, stages - 1, c]
+                    if stages == 2:
+                        link_b[0] = sent
+                    else:
+                        link_h = sent
+                    arrival_h[0, c] = sent + latency
+                elif kind == H and s + 1 < stages:
+                    link_f[s] = max(done, link_f[s]) + link_seconds[HEAD, s, c]
+                    arrival_h[s + 1, c] = link_f[s] + latency
+                elif kind == H:
+                    arrival_b[s, c] = done
+                elif kind != F and kind != W and kind != G and s > 0:
+                    link_b[s - 1] = max(done, link_b[s - 1]) + link_seconds[GRADIENT, s - 1, c]
                     arrival_b[s - 1, c] = link_b[s - 1] + latency
         if left == before:
             return np.inf, peak, start, stop

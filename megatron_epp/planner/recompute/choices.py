@@ -84,7 +84,8 @@ def diagonal_counts(
     layers         by kind, [stages, chunks] that are left to recompute, the others being offloaded;
                    default: all of each stage
     """
-    budget = kept.budget_bytes if budget_bytes is None else budget_bytes
+    moves, budget = kept.of_window
+    budget = budget if budget_bytes is None else budget_bytes
     steps = whole_layers(cost) if steps is None else steps
     parts = []  # of every kind: letters, bytes freed, most layers of a slot, layers that are left
     for kind, letters in enumerate(steps):
@@ -120,7 +121,7 @@ def diagonal_counts(
         solver,
         least,
         kept.backward_order,
-        kept.ops.moved_bytes,
+        moves,
         np.concatenate([freed for _, freed, _, _ in parts]),
         budget,
         np.concatenate([np.tile(most, len(letters) - 1) for letters, _, most, _ in parts]),

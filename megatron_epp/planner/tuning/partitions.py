@@ -20,28 +20,30 @@ def partition_of(
 ) -> Partition:
     """The partition whose plans by ``planner`` take least over whole ``batches`` of the job, of
     which the replica with most work counts."""
-    plan = PIPELINES[planner]
-    sketch = dataclasses.replace(
-        options,
-        levers=options.levers - {"uneven"},
-        effort=min(options.effort, SKETCH_EFFORT),
-        open_layers=False,
-    )
     held = [heaviest(lengths, cost) for lengths in batches]
+    closed = dataclasses.replace(options, levers=options.levers - {"uneven"})
+    return partition_by_time(
+        cost, held, lambda moved: sketched_seconds(moved, held, closed, planner)
+    )
 
-    def seconds_of(with_layers: Cost) -> float | None:
-        total = 0.0
-        for lengths in held:
-            try:
-                found = plan(lengths, with_layers, sketch)
-            except ValueError:
-                return None
-            if not found.fits:
-                return None
-            total += found.seconds
-        return total
 
-    return partition_by_time(cost, held, seconds_of)
+def sketched_seconds(
+    cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
+) -> float | None:
+    """Of plans with little effort for all ``batches`` of one replica; None where one does not
+    fit."""
+    effort = min(options.effort, SKETCH_EFFORT)
+    sketch = dataclasses.replace(options, effort=effort, open_layers=False)
+    total = 0.0
+    for lengths in batches:
+        try:
+            found = PIPELINES[planner](lengths, cost, sketch)
+        except ValueError:
+            return None
+        if not found.fits:
+            return None
+        total += found.seconds
+    return total
 
 
 def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]:

@@ -7,8 +7,8 @@
 
 A plan is for the replica with most work, which the others wait for; where replicas share a layer's
 experts and run in lockstep, for the block of them that has most. The layers of the stages are
-even, or by time (planner.partition) where that is faster. What vocabulary parallelism and documents
-local to a rank are worth belongs into :func:`_variants` as soon as plans can have them.
+even, or by time (planner.partition) where that is faster; the output layer is on the last stage, or
+cut over all where that is asked for, or pays.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ from megatron_epp.planner.registry import BLOCKS, PIPELINES
 from megatron_epp.planner.result import Planned
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import heaviest
+from megatron_epp.planner.tuning.vocabulary import PAYS as CUT_PAYS
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
 
@@ -56,6 +57,7 @@ class Choice:
     peak_bytes          of the fullest stage, states included
     ep                  devices that share a layer's experts; 1: every device has all, or none
     shares              of seconds: compute, recompute, communication, bubbles, replicas
+    vocabulary_parallel   whether the output layer is cut over the stages
     """
 
     layout: Layout
@@ -72,6 +74,7 @@ class Choice:
     peak_bytes: int
     batches: int
     ep: int = 1
+    vocabulary_parallel: bool = False
 
     @property
     def shares(self) -> dict[str, float]:
@@ -95,6 +98,8 @@ class Choice:
         own = dataclasses.asdict(self)
         if self.ep == 1:
             del own["ep"]
+        if not self.vocabulary_parallel:
+            del own["vocabulary_parallel"]
         return {
             **{name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")},
             **own,
@@ -122,11 +127,14 @@ def survey(
     *,
     top: int = 10,
     partition: bool = True,
+    vocabulary: str = "off",
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
 ) -> Survey:
     """The best ``top`` choices among the layouts, and what became of the others.
 
     ``cost_for`` says what a layout costs with even layers; a ValueError: that it cannot run.
+    ``vocabulary``: whether layouts of several stages cut the output layer over them for our own
+    planner: off, on, or auto, as pays.
     """
     costs: dict[Layout, Cost] = {}
     refused: dict[Layout, str] = {}
@@ -148,19 +156,25 @@ def survey(
         if len(best) >= top and bounds[layout] > best[top - 1]:
             bounded.append(layout)
             continue
-        ways = partitions(costs[layout], batches[0], partition)
+        sketches: list[Choice] = []
         for planner in (ELASTIC, STOCK):
-            for layers in reversed(ways):  # even ones where those by time do not fit
-                try:
-                    choices.append(
-                        choice_of(layout, costs[layout], layers, batches[:1], sketch, planner)
-                    )
-                    break
-                except ValueError as error:
-                    refused.setdefault(layout, str(error).split("\n")[0])
+            for cut in _cuts(costs[layout], planner, vocabulary):
+                ways = partitions(costs[layout].with_vocabulary(cut), batches[0], partition)
+                for layers in reversed(ways):  # even ones where those by time do not fit
+                    try:
+                        sketches.append(
+                            choice_of(
+                                *(layout, costs[layout], layers, batches[:1], sketch, planner),
+                                cut=cut,
+                            )
+                        )
+                        break
+                    except ValueError as error:
+                        refused.setdefault(layout, str(error).split("\n")[0])
+        choices += _best_of(sketches)
         if choices and choices[-1].layout == layout:
             refused.pop(layout, None)
-    choices = _finals(choices, batches, costs, options, progress)
+    choices = _finals(choices, batches, costs, options, vocabulary, progress)
     return Survey(tuple(sorted(choices, key=_order)), refused, tuple(bounded))
 
 
@@ -173,6 +187,7 @@ def _finals(
     batches: Sequence[Sequence[int]],
     costs: dict[Layout, Cost],
     options: Options,
+    vocabulary: str,
     progress: Callable[[Iterable, int, str], Iterable],
 ) -> list[Choice]:
     """``choices`` with those that may be the best planned with the whole effort."""
@@ -185,29 +200,54 @@ def _finals(
     made = []
     for choice in progress(work, len(work), "finals"):
         cost = costs[choice.layout]
-        for layers, offload in _variants(choice, cost):
+        for layers, offload, cut in _variants(choice, cost, vocabulary):
             levers = options.levers | {"offload"} if offload else options.levers - {"offload"}
             chosen = dataclasses.replace(options, levers=levers)
             try:
-                made.append(choice_of(choice.layout, cost, layers, batches, chosen, choice.planner))
+                made.append(
+                    choice_of(
+                        *(choice.layout, cost, layers, batches, chosen, choice.planner), cut=cut
+                    )
+                )
             except ValueError:  # a later batch does not fit: then the choice is none
                 continue
     kept = [choice for choice in choices if choice not in work]
+    return [*_best_of(made), *kept]
+
+
+def _best_of(made: Sequence[Choice]) -> list[Choice]:
+    """For every layout and planner; what is not simply faster must pay."""
     best: dict[tuple, Choice] = {}
-    for choice in made:  # without offloading first
+    for choice in sorted(made, key=lambda choice: (choice.vocabulary_parallel, choice.offload)):
         key = choice.layout, choice.planner
-        asked = 1 - OFFLOAD_PAYS if choice.offload else 1.0
+        asked = 1.0
+        if key in best and choice.offload > best[key].offload:
+            asked -= OFFLOAD_PAYS
+        if key in best and choice.vocabulary_parallel > best[key].vocabulary_parallel:
+            asked -= CUT_PAYS
         if key not in best or choice.seconds < best[key].seconds * asked:
             best[key] = choice
-    return [*best.values(), *kept]
+    return list(best.values())
 
 
-def _variants(choice: Choice, cost: Cost) -> list[tuple[tuple[int, ...], bool]]:
-    """(layers, whether layers may be offloaded) to plan for in earnest: those sketched, even ones,
-    and offloading where memory made a plan recompute."""
-    made = [(layers, False) for layers in dict.fromkeys((choice.layers, cost.layers))]
+def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
+    """Whether to look at the output layer on the last stage, cut over all, or both."""
+    if cost.stages == 1 or planner != ELASTIC or vocabulary == "off":
+        return (False,)
+    return (True,) if vocabulary == "on" else (False, True)
+
+
+def _variants(
+    choice: Choice, cost: Cost, vocabulary: str
+) -> list[tuple[tuple[int, ...], bool, bool]]:
+    """(layers, whether layers may be offloaded, whether the output layer is cut) to plan for in
+    earnest: those sketched, even ones, and offloading where memory made a plan recompute."""
+    layers = dict.fromkeys((choice.layers, cost.layers))
+    made = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
     tight = choice.recompute_ratio > TIGHT and cost.profile.host_bytes_per_second > 0
-    return [*made, (choice.layers, True)] if tight and choice.planner == ELASTIC else made
+    if tight and choice.planner == ELASTIC:
+        made.append((choice.layers, True, choice.vocabulary_parallel))
+    return made
 
 
 def _bound(lengths: Sequence[int], cost: Cost, local: bool) -> float:
@@ -257,9 +297,11 @@ def choice_of(
     batches: Sequence[Sequence[int]],
     options: Options,
     planner: str,
+    *,
+    cut: bool = False,
 ) -> Choice:
-    """A PlanError where a batch does not fit."""
-    cost = dataclasses.replace(even, layers=layers)
+    """A PlanError where a batch does not fit; ``cut``: with the output layer over all stages."""
+    cost = dataclasses.replace(even, layers=layers, vocabulary_parallel=cut)
     cost.require_states_fit()
     made = [_planned(lengths, cost, options, planner) for lengths in batches]
     exposed = [each for _, each, _ in made]
@@ -285,6 +327,7 @@ def choice_of(
         peak_bytes=max(max(planned.peak_bytes) for planned, _, _ in made),
         batches=len(batches),
         ep=cost.ep,
+        vocabulary_parallel=cut,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import COMPUTE, FULL, KIND_CODE, OFFLOAD, Kind
+from megatron_epp.ir import FULL, KIND_CODE, OF_LAYERS, OFFLOAD, Kind
 from megatron_epp.planner.order.problem import every_layer, left_layers, with_kept
 from megatron_epp.planner.result import SimulatedPipeline
 from megatron_epp.planner.virtual.schedule import VirtualSchedule, schedule
@@ -170,7 +170,7 @@ def spread_head(cost: Cost, stages: int) -> tuple[Cost, Callable[[OpArrays, np.n
 
     def change(work: OpArrays, tokens: np.ndarray) -> OpArrays:
         seconds = work.seconds.copy()
-        for kind in COMPUTE:
+        for kind in OF_LAYERS:
             token, _, chunk = per[kind]
             seconds[KIND_CODE[kind]] += (token * tokens / cost.spread + chunk) / stages
         return work._replace(seconds=seconds)

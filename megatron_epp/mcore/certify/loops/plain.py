@@ -9,6 +9,7 @@ import torch
 
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.compare import whole
+from megatron_epp.mcore.certify.flags import parsed
 from megatron_epp.mcore.certify.loops.batches import (
     LoopFrame,
     MicroBatch,
@@ -20,6 +21,7 @@ from megatron_epp.mcore.certify.protocol import Prepared
 from megatron_epp.mcore.certify.reference import Plain
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.shards import shards
+from megatron_epp.mcore.refusals import vocabulary_parallel
 
 
 class PlainLoop(Plain):
@@ -35,6 +37,10 @@ class PlainLoop(Plain):
         sliced: bool,
     ) -> Prepared:
         """As ``prepare``; the arguments of the ranks' model are those of a loop."""
+        if vocabulary_parallel(parsed(flags)):
+            raise ValueError(
+                "--epp-vocab-parallel on: a loop's last stage has the output layer; leave it out"
+            )
         made = self.prepare(flags, degrees, overlap, lora_rank)
         args = pickle.loads(made.args)
         args.calculate_per_token_loss = per_token

@@ -1,0 +1,125 @@
+"""The output layer over the stages: the plain model's numbers, and what shows otherwise."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_epp.ir import PlanError
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, main
+from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.model.vocabulary.head import head_for
+from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
+from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
+from megatron_epp.runtime.memory_meter import NoMeter
+from tests.mcore.sabotages import stand_in_order
+
+SPREAD = "--epp-vocab-parallel on"
+SABOTAGE = Path(__file__).with_name("sabotage_vocabulary.py")
+# In the order of sabotage_vocabulary.WAYS, which only a rank can import.
+WAYS = (
+    "nothing",
+    "forget the words before",
+    "add means unweighted",
+    "forget label rows",
+    "take own sums for all",
+    "mistake the first word",
+    "count masked rows in g",
+    "nothing again",
+)
+
+
+def model(more: str = "", layers: int = 4) -> tuple[tuple[str, ...], ...]:
+    return (tuple(f"{LLAMA} --num-layers {layers} {SPREAD} {more}".split()),)
+
+
+EVERY_DEGREE = {
+    "four stages": Trial(Degrees(pp=4, tp=1, dp=1), model(), batches=4),
+    "tensor ranks that split the sequence": Trial(
+        Degrees(pp=2, tp=2, dp=1), model("--sequence-parallel"), batches=4
+    ),
+    # With the reduction of gradients in buckets while ops run: a G, a B or a W may be the last.
+    "replicas": Trial(Degrees(pp=2, tp=1, dp=2), model(), batches=6, overlap=True),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_DEGREE)
+def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
+    trial = EVERY_DEGREE[name]
+    lines: list[str] = []
+    judged = certify(trial, lines.append)
+    assert "vocabulary over the stages" in lines[0]
+    assert all(batch.passed for batch in judged), "\n".join(lines)
+    for kind in ("split", "hybrid", "packed", "halved"):
+        assert sum(getattr(batch.coverage, kind) for batch in judged) > 0
+    stages = trial.degrees.pp
+    for batch in judged:
+        # Each chunk goes once forward and once back, and once round: to the first stage, and down.
+        links = 2 * (stages - 1) + stages
+        assert batch.messages == links * trial.degrees.tp * batch.coverage.chunks
+        assert bool(batch.collectives["words of a stage"]) == (trial.degrees.tp > 1)
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    trial = Trial(Degrees(2, 1, 1), model(layers=2), len(WAYS), interfere=SABOTAGE)
+    return dict(zip(WAYS, certify(trial), strict=True))
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    assert stand_in_order(WAYS, SABOTAGE)
+
+
+@pytest.mark.parametrize("way", ["nothing", "nothing again"])
+def test_the_untouched_output_layer_passes(judged, way) -> None:
+    assert judged[way].passed, judged[way]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
+def test_wrong_numbers_are_far_beyond_the_bound(judged, way) -> None:
+    batch = judged[way]
+    assert not batch.passed and not batch.problems
+    assert batch.gradient_error > 1e6 * BOUND, batch
+
+
+@pytest.mark.parametrize("way", ["forget the words before", "mistake the first word"])
+def test_where_statistics_are_wrong_the_loss_is_too(judged, way) -> None:
+    assert judged[way].loss_error > 1e6 * BOUND
+
+
+@pytest.mark.parametrize("way", ["take own sums for all", "count masked rows in g"])
+def test_a_wrong_g_leaves_the_loss_alone_and_wrongs_the_output_layer(judged, way) -> None:
+    assert judged[way].loss_error <= BOUND
+    assert judged[way].parameter == "output_layer.weight"
+
+
+def test_a_plan_and_its_job_agree_where_the_output_layer_lies() -> None:
+    """A plan with H and G for a whole output layer; the other way round it is refused alike."""
+    plan = arbitrary_plan([30, 5], (1, 1), Random(0), vocabulary_parallel=True)
+    shapes = MessageShapes(plan, lambda chunk: 4, 8, torch.float32)
+    model = SimpleNamespace(output_layer=None)
+    with pytest.raises(PlanError, match=r"H and G.* give --epp-vocab-parallel on"):
+        head_for(model, plan, 0, shapes, NoMeter())
+    whole = arbitrary_plan([30, 5], (1, 1), Random(0))
+    assert head_for(model, whole, 0, shapes, NoMeter()) is None
+    group = SimpleNamespace(size=lambda: 1)
+    weight = torch.nn.Parameter(torch.zeros(4, 8))
+    model.output_layer = VocabularyShard(weight, 0, 2, group, scattered=False)
+    with pytest.raises(PlanError, match=r"no H and G.* give --epp-vocab-parallel off"):
+        head_for(model, whole, 0, shapes, NoMeter())
+
+
+REFUSED = {
+    "--num-layers 2 --pipeline-model-parallel-size 1": "there is one stage",
+    "--num-layers 4 --pp 2 --lora-rank 4": "--lora-rank: adapters do not run with",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_combined_is_refused_in_one_line(words) -> None:
+    with pytest.raises(ValueError, match=REFUSED[words]):
+        main([*f"{LLAMA} --vocab-parallel {words} --batches 1".split()])

@@ -1,0 +1,121 @@
+"""Vocabulary parallelism in plans: H as early as can be, auto where it pays, off as it was."""
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+
+from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.ir import BACKWARDS, Kind, check
+from megatron_epp.planner import PIPELINES, Options, evaluation_plan, plan_step
+from megatron_epp.planner.tuning.vocabulary import PAYS, vocabulary_of
+from megatron_epp.sim.play import play
+
+LENGTHS = [60_000, 20_000, 9_000] + [4_000] * 12 + [900] * 20
+
+
+def cost(pp: int = 4, model: str = "llama3-8b", **how) -> Cost:
+    return named_cost(model, "h100-80g", pp=pp, cp=8, zero=1, logits_held=False, **how)
+
+
+@pytest.mark.parametrize("planner", PIPELINES)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_an_h_runs_as_soon_as_its_stage_is_free(planner: str, pp: int) -> None:
+    """No other op starts on a stage between an H's message and its start: the last stage's
+    backward waits for the H of all stages."""
+    cut = cost(pp, vocabulary_parallel=True)
+    plan = PIPELINES[planner](LENGTHS, cut, Options(effort=1)).plan
+    assert plan.vocabulary_parallel
+    played = play(plan, cut.table(plan))
+    arrived = {(f.message.target, f.message.chunk): f.arrive for f in _of_head(played.flights)}
+    for stage in range(pp):
+        records = [record for record in played.records if record.stage == stage]
+        for before, record in pairwise(records):
+            if record.op.kind is Kind.HEAD and before.op.kind is not Kind.HEAD:
+                assert before.start <= arrived[stage, record.op.chunk]
+
+
+def _of_head(flights):
+    return [flight for flight in flights if flight.message.payload.value == "H"]
+
+
+def test_g_fills_bubbles() -> None:
+    """Some wait for a gap, and no B waits while one that need not run does."""
+    cut = cost(vocabulary_parallel=True)
+    plan = PIPELINES["epp"](LENGTHS, cut, Options(effort=1)).plan
+    late = 0
+    for order in plan.orders:
+        at = {op: place for place, op in enumerate(order)}
+        for op in order:
+            if op.kind in BACKWARDS:
+                weight = next(g for g in order if (g.kind, g.chunk) == (Kind.HEAD_WEIGHT, op.chunk))
+                late += at[weight] > at[op] + 1
+    assert late > len(plan.chunks)
+
+
+def test_it_saves_the_last_stages_bubble() -> None:
+    """Where the output layer is 2.4 layers of eight, nearly all the time that the others idle."""
+    whole, cut = (
+        PIPELINES["epp"](LENGTHS * 4, cost(vocabulary_parallel=each), Options(effort=1))
+        for each in (False, True)
+    )
+    assert whole.bubble_ratio > 0.1 > 2 * cut.bubble_ratio
+    assert cut.seconds < 0.93 * whole.seconds
+    assert whole.plan.vocabulary_parallel is False
+    assert cut.lower_bound_seconds < cut.seconds
+
+
+def test_tight_memory_is_kept_to() -> None:
+    """What H leaves for G and the output layer's part are in the budget; recompute answers."""
+    roomy = PIPELINES["epp"](LENGTHS, cost(vocabulary_parallel=True), Options(effort=1))
+    cut = cost(vocabulary_parallel=True)
+    states = max(cut.states_bytes)
+    taken = max(peak - s for peak, s in zip(roomy.peak_bytes, cut.states_bytes, strict=True))
+    tight = dataclasses.replace(cut, budget_bytes=tuple(s + taken * 0.55 for s in cut.states_bytes))
+    assert max(tight.budget_bytes) > states
+    planned = PIPELINES["epp"](LENGTHS, tight, Options(effort=2))
+    assert planned.fits
+    played = play(planned.plan, tight.table(planned.plan))
+    assert all(p <= b for p, b in zip(played.peak_bytes, tight.budget_bytes, strict=True))
+
+
+def test_evaluation_has_h_behind_its_forwards() -> None:
+    cut = cost(vocabulary_parallel=True)
+    plan = evaluation_plan(LENGTHS, cut)
+    check(plan)
+    assert plan.forward_only and plan.vocabulary_parallel
+    played = play(plan, cut.table(plan))
+    assert played.seconds < 1.6 * play(*_whole(LENGTHS)).seconds
+
+
+def _whole(lengths):
+    plain = cost()
+    plan = evaluation_plan(lengths, plain)
+    return plan, plain.table(plan)
+
+
+def test_replicas_have_it_too() -> None:
+    cut = cost(2, vocabulary_parallel=True)
+    for lockstep in (1, 2):
+        step = plan_step(LENGTHS, cut, Options(effort=0, lockstep=lockstep), replicas=2).step
+        assert all(plan.vocabulary_parallel for plan in step.plans)
+        for plan in step.plans:
+            check(plan)
+
+
+def test_auto_takes_what_is_faster() -> None:
+    options = Options(effort=1)
+    found = vocabulary_of(cost(), [LENGTHS], options, "epp")
+    assert found.cost.vocabulary_parallel and found.gain > 0.03
+    assert found.gain == 1 - found.cut_seconds / found.whole_seconds
+    # Without an output layer that takes time, messages alone are left of it.
+    light = dataclasses.replace(cost(), profile=_without_head(cost()))
+    found = vocabulary_of(light, [LENGTHS], options, "epp")
+    assert not found.cost.vocabulary_parallel and found.gain < PAYS
+    alone = vocabulary_of(cost(1), [[900]], options, "epp")
+    assert not alone.cost.vocabulary_parallel and alone.gain == 0
+
+
+def _without_head(of: Cost):
+    none = {kind: type(each)() for kind, each in of.profile.last_seconds.items()}
+    return dataclasses.replace(of.profile, last_seconds=none)
