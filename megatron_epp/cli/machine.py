@@ -23,8 +23,7 @@ def wanted(arguments: argparse.Namespace) -> bool:
     if arguments.model or arguments.device or arguments.cost_model:
         return True
     others = ("layers", "vocab_parallel", "layer_kinds", "memory_budget_gib", "zero")
-    others += ("dp", "tp", "cp", "ep")
-    for name in (*others, *ASSUMPTIONS):
+    for name in (*others, "dp", "tp", "cp", "ep", *ASSUMPTIONS):
         if getattr(arguments, name) is not None:
             raise Refused(
                 f"--{name.replace('_', '-')} has no effect without a machine; expected --model and "
@@ -136,9 +135,9 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
     """For a plan that is still to be made; nothing is auto here."""
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp
-    if pp is None and layers is None:
-        raise Refused("--pp is missing; expected the number of pipeline stages")
     if pp is None:
+        if layers is None:
+            raise Refused("--pp is missing; expected the number of pipeline stages")
         pp = len(layers)
     cut = arguments.vocab_parallel == "on"
     if cut and pp == 1:

@@ -116,7 +116,7 @@ class Need:
 
     def met_on(self, stage: int, stages: int) -> int:
         """The stage that meets the need of an op on ``stage`` of ``stages``; -1: it has none."""
-        where = stages - 1 if self.stage == "last" else stage + self.stage
+        where = stage + self.stage if isinstance(self.stage, int) else stages - 1
         return where if self.at.holds(stage, stages) and 0 <= where < stages else -1
 
     @property

@@ -46,7 +46,7 @@ def needs_array(rules: Rules) -> np.ndarray:
         for need in rule.needs:
             met_by = sum(1 << KIND_CODE[other] for other in need.kinds)
             relation, payload = RELATION_CODE[need.chunk], PAYLOAD_CODE[need.payload]
-            stage = FROM_LAST if need.stage == "last" else need.stage
+            stage = need.stage if isinstance(need.stage, int) else FROM_LAST
             position = POSITION_CODE[need.at]
             needs.append((KIND_CODE[kind], met_by, stage, relation, payload, position))
     return np.array(needs, np.int64).reshape(-1, 6)

@@ -672,12 +672,12 @@ CUT_HEADS = (
 
 def vocabulary(numbers: Sequence[int]) -> str:
     """The output layer cut over the stages, against the last stage's own: --zero 1, h100-80g, as
-    training runs it; lengths wlb."""
+    training runs it, every document spread over the ranks; lengths wlb."""
     rows = []
     for name, pp, cp, thousands, documents, most_bubble, most_time in CUT_HEADS:
         whole = named_cost(name, "h100-80g", pp=pp, cp=cp, zero=1, **AS_TRAINED)
         cut = whole.with_vocabulary(True)
-        how = Options(thousands * K)
+        how = Options(thousands * K, Options().levers - {"local"})
         corpus = open_corpus("wlb", thousands * K)
         ratios, bubbles, before, gaps, peaks, took, slow = [], [], [], [], [], [], []
         for number in numbers:

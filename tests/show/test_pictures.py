@@ -31,14 +31,21 @@ from megatron_epp.show.trace import to_trace
 from megatron_epp.show.units import bytes_text, share_text
 from megatron_epp.sim.play import play
 from megatron_epp.sim.unit_table import unit_table
-from tests.show.plans import EXAMPLE, example, one_f_one_b, played, split_example
+from tests.show.plans import (
+    EXAMPLE,
+    example,
+    one_f_one_b,
+    played,
+    split_example,
+    vocabulary_example,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def everything():
     """A run with every kind of op and of transfer."""
-    run = played(split_example())
+    run = played(vocabulary_example())
     message = Message(Payload.ACTIVATION, 0, 0, 1)
     transfers = [
         Timed(0, Transfer(Kind.SEND, message), 1.0, 1.1),

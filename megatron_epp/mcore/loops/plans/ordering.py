@@ -15,7 +15,7 @@ from random import Random
 
 import numpy as np
 
-from megatron_epp.ir import COMPUTE, KIND_CODE, Kind, Op
+from megatron_epp.ir import KIND_CODE, OF_LAYERS, Kind, Op
 from megatron_epp.planner.order.emit import NOTHING, merge_iw
 from megatron_epp.planner.order.list_scheduler import B, F, I, Policy, Schedule, W, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policy_of
@@ -185,7 +185,7 @@ def _problem(work: Work, order: Sequence[int], room_rows: np.ndarray) -> Schedul
     chunks = work.chunks(order)
     sizes = work.sizes[list(order)]
     rows_SC = np.broadcast_to(work.rows, (work.stages, len(chunks)))[:, chunks].astype(float)
-    moved = np.zeros((len(COMPUTE), 2, *rows_SC.shape))
+    moved = np.zeros((len(OF_LAYERS), 2, *rows_SC.shape))
     moved[F, 0] = moved[B, 1] = moved[I, 1] = rows_SC
     moved[I, 0] = moved[W, 1] = WEIGHT_INPUT_SHARE * rows_SC
     starts = np.concatenate(([0], np.cumsum(sizes)))
@@ -217,7 +217,7 @@ def _orders(
     codes = played.kinds if isinstance(kinds, bool) else kinds
     return tuple(
         tuple(
-            Op(COMPUTE[kind], int(chunks[chunk]))
+            Op(OF_LAYERS[kind], int(chunks[chunk]))
             for kind, chunk in zip(*row, strict=True)
             if kind != NOTHING
         )

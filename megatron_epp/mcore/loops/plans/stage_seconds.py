@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.regression import fit
-from megatron_epp.ir import COMPUTE, KIND_CODE, Kind, Timed
+from megatron_epp.ir import KIND_CODE, OF_LAYERS, Kind, Timed
 
 CALLS = 4  # whose ops count
 EAGER = 3  # as many first calls are each fitted at once, then every
@@ -48,7 +48,7 @@ def guessed_rates(config: Any, layers: int, vocabulary: int) -> np.ndarray:
     if not forward.any():
         forward = np.array([1.0, 0.0, 0.0]) / _FLOPS_PER_SECOND
     forward[2] = _OP_TOKENS * forward[0]
-    rates = np.zeros((len(COMPUTE), FEATURES))
+    rates = np.zeros((len(OF_LAYERS), FEATURES))
     rates[F], rates[B] = forward, 2 * forward
     rates[I] = rates[W] = SPLIT_PRICE / 2 * rates[B]
     return rates
@@ -66,7 +66,7 @@ class StageSeconds:
 
     def saw(self, chunks_3C: np.ndarray, records: tuple[Timed, ...]) -> None:
         """A call of training is over; its ops' records, and the features of its chunks."""
-        ops = tuple(record for record in records if record.op.kind in COMPUTE)
+        ops = tuple(record for record in records if record.op.kind in OF_LAYERS)
         self._seen.append((chunks_3C, ops))
         self._calls += 1
         if self._calls <= EAGER or self._calls % SELDOM == 0:
@@ -75,7 +75,7 @@ class StageSeconds:
     def _fitted(self) -> np.ndarray:
         rates = self.guess.copy()
         measured: dict[int, np.ndarray] = {}
-        for kind in COMPUTE:
+        for kind in OF_LAYERS:
             rows, seconds = [], []
             for chunks_3C, ops in self._seen:
                 for record in ops:
