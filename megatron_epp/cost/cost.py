@@ -73,7 +73,6 @@ from megatron_epp.cost.profile import Bytes, LayerFigures, Profile, Seconds, Wor
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import (
     BACKWARDS,
-    COMPUTE,
     FULL,
     KEEP,
     OF_HEAD,
@@ -432,7 +431,7 @@ class Cost:
             kind: self.over_stages(
                 [np.array([self._exchange(each, kind)]) for each in self.figures]
             )[:, 0]
-            for kind in COMPUTE
+            for kind in OF_LAYERS
         }
 
     def _unexchanged(self, per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
@@ -491,8 +490,10 @@ class Cost:
 
     def seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: alone, without recompute."""
-        spared = self._unexchanged(self.exchange_per_token[kind], loads)
-        return self.seconds_per(kind) @ self.features(loads) - spared
+        taken = self.seconds_per(kind) @ self.features(loads)
+        if kind in OF_HEAD:  # which exchanges no rows for heads
+            return taken
+        return taken - self._unexchanged(self.exchange_per_token[kind], loads)
 
     def comm_seconds(self, kind: Kind, loads: Loads) -> np.ndarray:
         """[stages, chunks]: exposed communication inside :meth:`seconds`."""

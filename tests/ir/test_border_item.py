@@ -19,7 +19,7 @@ EDITS = {
             '    STATES = "states"\n    STATE_GRADIENTS = "state_gradients"\n',
         ),
         (
-            "EVALUATION: Rules = {\n",
+            "\nEVALUATION: Rules = {\n",
             """\
 _AT_BORDER = (Effect(Item.STATES), Effect(Item.STATE_GRADIENTS))
 
@@ -55,12 +55,12 @@ EVALUATION = {
     ],
     "cost/cost.py": [
         (
-            "                Item.WEIGHT_INPUTS: weight_inputs,\n",
+            "            Item.WEIGHT_INPUTS: weight_inputs,\n",
             """\
-                Item.STATES: np.outer(self.layers, 2.0**20 * (np.asarray(loads.later) >= 0)),
-                Item.STATE_GRADIENTS: np.outer(
-                    self.layers, 2.0**20 * (np.asarray(loads.later) >= 0)
-                ),
+            Item.STATES: np.outer(self.layers, 2.0**20 * (np.asarray(loads.later) >= 0)),
+            Item.STATE_GRADIENTS: np.outer(
+                self.layers, 2.0**20 * (np.asarray(loads.later) >= 0)
+            ),
 """,
         )
     ],

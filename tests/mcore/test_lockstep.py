@@ -12,10 +12,14 @@ from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify, ve
 from megatron_epp.mcore.certify.scale_down import Degrees
 from tests.mcore.runs import Run, flags, train, write_corpus
 from tests.mcore.test_experts import EXPERTS, LENGTHS, OPTIMIZER, QWEN3, logged
+from tests.mcore.test_latents import EXPERTS as OF_DEEPSEEK
+from tests.mcore.test_latents import V3
 from tests.mcore.test_training import tensors
 
 SABOTAGE = Path(__file__).with_name("sabotage_lockstep.py")
 MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+# Latent attention, a dense first layer, shared experts.
+DEEPSEEK = f"{V3} {OF_DEEPSEEK} --num-layers 4 "
 SHORT = MODEL.replace("--num-layers 4", "--num-layers 2")
 
 
@@ -26,10 +30,16 @@ def spread(model: str, ranks: int) -> tuple[tuple[str, ...], ...]:
 @pytest.mark.parametrize(
     "trial",
     [
-        Trial(Degrees(pp=2, tp=1, dp=2), spread(MODEL, 2), batches=6, overlap=True),
+        Trial(
+            Degrees(pp=2, tp=1, dp=2),
+            spread(MODEL, 2) + spread(DEEPSEEK, 2),
+            batches=6,
+            overlap=True,
+        ),
         Trial(Degrees(pp=1, tp=1, dp=4), spread(SHORT, 4), batches=3),
+        Trial(Degrees(pp=1, tp=1, dp=2, cp=2), spread(SHORT, 4), batches=2),
     ],
-    ids=["two replicas, two stages", "four replicas"],
+    ids=["two replicas, two stages", "four replicas", "two replicas of two context ranks"],
 )
 def test_random_blocks_compute_what_the_plain_model_computes(trial: Trial) -> None:
     """Gradients, auxiliary losses, z-loss and the counts that move the bias, with any letters,

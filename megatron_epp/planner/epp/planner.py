@@ -51,7 +51,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
     A PlanError where the batch as a whole fits no plan.
     """
-    candidates = list(_searched(batch, cost, options))
+    candidates = _searched(batch, cost, options)
     candidates.append(infinipipe.draft(batch, cost, options))
     for module in HINDSIGHT:
         fitting = [made.seconds for made in candidates if made.over_bytes <= 0]
@@ -66,36 +66,46 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     return best
 
 
-def _searched(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[ScoredDraft]:
+def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDraft]:
     """What our own searches find.
 
     Whole backwards are searched first and for themselves, so that a plan that splits them has a
     whole one to beat: I and W take longer than B on some machines, and hold more on all. So has a
     plan that offloads one that does not; it is looked for where memory made a plan recompute.
-    With documents local to context-parallel ranks and without is searched apart, too; where one of
-    the two is FAR_BEHIND with whole backwards, split ones are searched for the other alone.
+    Plans with documents local to context-parallel ranks are searched for first. Where the best is
+    below what any plan without can take, that is all; else those are searched for, too, and given
+    up where they are FAR_BEHIND with whole backwards.
     """
     tables: SharedChunkings = defaultdict(dict)
-    ways = [options.levers - {"local"}]
-    if "local" in options.levers and can_be_local(cost, options):
-        ways.append(options.levers)
-    tight = [False] * len(ways)
-    ranks = [(math.inf, math.inf)] * len(ways)  # of whole backwards
-    for step in range(4):
-        for way, levers in enumerate(ways):
-            sets = _sets(levers, cost)
-            if step >= len(sets) or ("offload" in sets[step] and not tight[way]):
-                continue
-            over, seconds = min(ranks)
-            if step and ranks[way] > (over, seconds * FAR_BEHIND):
-                continue
-            chosen = dataclasses.replace(options, levers=sets[step])
-            even, *moved = _even_and_moved(batch, cost, chosen, tables)
-            tight[way] = tight[way] or even is None or bool(even.draft.counts)
-            for best in (even, *moved):
-                if best is not None:
-                    ranks[way] = ranks[way] if step else min(ranks[way], best.rank)
-                    yield best
+    spread = dataclasses.replace(options, levers=options.levers - {"local"})
+    if "local" not in options.levers or not can_be_local(cost, options):
+        return [found for each in _by_set(batch, cost, spread, tables) for found in each]
+    local = list(_by_set(batch, cost, options, tables))
+    every = [found for each in local for found in each]
+    fitting = min((found.seconds for found in every if found.over_bytes <= 0), default=math.inf)
+    moves = options.open_layers and "uneven" in options.levers
+    if not moves and fitting < lower_bound_seconds(batch.lengths, cost):
+        return every
+    over, whole = min((found.rank for found in local[0]), default=(math.inf, math.inf))
+    for each in _by_set(batch, cost, spread, tables):
+        every += each
+        if min((found.rank for found in each), default=(0.0, 0.0)) > (over, whole * FAR_BEHIND):
+            break
+    return every
+
+
+def _by_set(
+    batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
+) -> Iterator[list[ScoredDraft]]:
+    """What searches find with one set of the levers after the other, whole backwards first."""
+    tight = False
+    for levers in _sets(options.levers, cost):
+        if "offload" in levers and not tight:
+            continue
+        chosen = dataclasses.replace(options, levers=levers)
+        even, *moved = _even_and_moved(batch, cost, chosen, tables)
+        tight = tight or even is None or bool(even.draft.counts)
+        yield [found for found in (even, *moved) if found is not None]
 
 
 def can_be_local(cost: Cost, options: Options) -> bool:

@@ -8,8 +8,7 @@
 A plan is for the replica with most work, which the others wait for; where replicas share a layer's
 experts and run in lockstep, for the block of them that has most. The layers of the stages are
 even, or by time (planner.partition) where that is faster; the output layer is on the last stage, or
-cut over all where that is asked for, or pays. What documents local to a rank are worth belongs into
-:func:`_variants` as soon as plans can have them.
+cut over all where that is asked for, or pays.
 """
 
 import dataclasses
