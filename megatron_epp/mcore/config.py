@@ -193,7 +193,7 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
         defaults[FUSED_LINEARS] = (
             wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion
         )
-    if wanted.epp_vocab_parallel != OFF:
+    if getattr(wanted, "epp_vocab_parallel", OFF) != OFF:
         # Every stage has as many words as any other.
         stages = max(1, wanted.pipeline_model_parallel_size)
         defaults["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, stages)
