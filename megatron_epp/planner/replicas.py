@@ -32,12 +32,14 @@ def balance_replicas(
     replicas: int,
     overhead: Sequence[float] | None = None,
     least: int = 1,
+    seconds: np.ndarray | None = None,
 ) -> Deals:
     """Give every document to a replica: longest first, each to the replica that is done first.
 
     Returns the documents of every replica, in the order of the batch; at least ``least`` each.
 
     overhead   per replica, seconds that its plan takes beside its documents' own work
+    seconds    of every document's own work; None: as of one that all context-parallel ranks share
     """
     documents = len(lengths)
     if not 1 <= replicas * least <= documents:
@@ -45,7 +47,9 @@ def balance_replicas(
             f"{documents} documents for {replicas * least} replicas: expected at least one for "
             "each; raise the global batch size or lower the data-parallel degree"
         )
-    seconds = rates_of(cost).document_seconds(np.asarray(lengths, dtype=np.int64)).tolist()
+    if seconds is None:
+        seconds = rates_of(cost).document_seconds(np.asarray(lengths, dtype=np.int64))
+    own = seconds.tolist()
     order = sorted(range(documents), key=lambda d: -lengths[d])
     start = [0.0] * replicas if overhead is None else list(overhead)
     deals: list[list[int]] = [[] for _ in range(replicas)]
@@ -53,13 +57,13 @@ def balance_replicas(
     for number, document in enumerate(order[: replicas * least]):
         replica = number % replicas
         deals[replica].append(document)
-        start[replica] += seconds[document]
+        start[replica] += own[document]
     heap = [(taken, replica) for replica, taken in enumerate(start)]
     heapq.heapify(heap)
     for document in order[replicas * least :]:
         taken, replica = heap[0]
         deals[replica].append(document)
-        heapq.heapreplace(heap, (taken + seconds[document], replica))
+        heapq.heapreplace(heap, (taken + own[document], replica))
     return tuple(tuple(sorted(held)) for held in deals)
 
 
@@ -152,27 +156,41 @@ def _planned(
     """The balance whose slowest replica is fastest, and every replica's plan."""
     rates, width = rates_of(cost), options.lockstep
     units = replicas // width
+    inputs = np.asarray(lengths, dtype=np.int64)
+    seconds = whole = rates.document_seconds(inputs)
     best: tuple[Deals, tuple[Planned, ...]] | None = None
     overhead: list[float] | None = None
     seen: Deals | None = None
     for _ in range(BALANCING_ROUNDS if units > 1 and options.effort > 0 else 1):
-        dealt = balance_replicas(lengths, cost, units, overhead, width)
+        dealt = balance_replicas(lengths, cost, units, overhead, width, seconds)
         if dealt == seen:
             break
         seen = dealt
         made = [plan([lengths[document] for document in held], cost, options) for held in dealt]
         planned = tuple(found for block in made for found in block.planned)
+        deals = _renamed(dealt, [block.deals for block in made])
         if best is None or _slowest(planned) < _slowest(best[1]):
-            best = _renamed(dealt, [block.deals for block in made]), planned
+            best = deals, planned
         ends = [block.planned[0].seconds for block in made]
         if max(ends) - min(ends) <= APART * max(ends):
             break
+        # Documents local to a context-parallel rank exchange nothing.
+        seconds = whole - rates.exchange_seconds * inputs * _local(deals, planned, len(lengths))
         overhead = [
-            end * width - float(rates.document_seconds(np.array([lengths[d] for d in held])).sum())
+            end * width - float(seconds[list(held)].sum())
             for held, end in zip(dealt, ends, strict=True)
         ]
     assert best is not None
     return best
+
+
+def _local(deals: Deals, planned: Sequence[Planned], documents: int) -> np.ndarray:
+    """[documents]: whether one context-parallel rank computes the document alone."""
+    local = np.zeros(documents, dtype=bool)
+    for held, found in zip(deals, planned, strict=True):
+        spans = (span for chunk in found.plan.chunks for span in chunk.spans)
+        local[[held[span.document] for span in spans if span.local]] = True
+    return local
 
 
 def _renamed(dealt: Deals, within: Sequence[Deals]) -> Deals:

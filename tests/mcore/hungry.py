@@ -57,6 +57,12 @@ class StarvedInLayer:
         own.plain = self.plain.of_layer(*asked)
         return own
 
+    @property
+    def whole(self):
+        own = copy(self)
+        own.plain = self.plain.whole
+        return own
+
     def make_stage(self, *arguments, **others):
         self.shared.iterations += 1
         return ModelStage(*arguments, **others)

@@ -164,6 +164,8 @@ def test_blocks_of_the_end_are_of_all_context_ranks(groups, monkeypatch) -> None
     assert measured(groups, ("local",))[0].last_workspace_tokens == 256
     both = SimpleNamespace(**{**vars(MadeUpLayers.config), "context_parallel_size": 2})
     monkeypatch.setattr(MadeUpLayers, "config", both)
+    share = SimpleNamespace(parts=2, padded=lambda tokens: tokens)
+    monkeypatch.setattr(MadeUpLayers, "share", share, raising=False)
     assert measured(groups, ("local",))[0].last_workspace_tokens == 512
 
 
