@@ -81,9 +81,9 @@ def lose_the_weight_s_share() -> AbstractContextManager:
 
 
 def forget_a_block() -> AbstractContextManager:
-    """The last block of a context is not attended to."""
-    plain = latents._blocks
-    return patch.object(latents, "_blocks", lambda tokens: list(plain(tokens))[:-1])
+    """The last block of a context is not attended to; backward goes through all of them."""
+    plain = latents._context
+    return patch.object(latents, "_context", lambda *read: list(plain(*read))[:-1])
 
 
 def make_it_again_wrongly() -> AbstractContextManager:

@@ -99,7 +99,8 @@ def test_memory_is_what_was_predicted(corpus, tmp_path, model, kinds) -> None:
     )
     assert cut and recomputed
     for held, predicted in peaks(run):
-        assert held == pytest.approx(predicted, rel=0.03), run.output
+        # Both are printed to a tenth of a MiB.
+        assert held == pytest.approx(predicted, abs=0.03 * predicted + 0.1), run.output
 
 
 def peaks(run: Run) -> list[tuple[float, float]]:
