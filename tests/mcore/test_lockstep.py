@@ -10,11 +10,11 @@ from megatron_epp.ir import Step, check_skeletons
 from megatron_epp.mcore.certify.batches import Frame, draw
 from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify, verdict
 from megatron_epp.mcore.certify.scale_down import Degrees
+from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, tensors
 from tests.mcore.runs import Run, flags, train, write_corpus
-from tests.mcore.test_experts import EXPERTS, LENGTHS, OPTIMIZER, QWEN3, logged
+from tests.mcore.test_experts import EXPERTS, QWEN3
 from tests.mcore.test_latents import EXPERTS as OF_DEEPSEEK
 from tests.mcore.test_latents import V3
-from tests.mcore.test_training import tensors
 
 SABOTAGE = Path(__file__).with_name("sabotage_lockstep.py")
 MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
