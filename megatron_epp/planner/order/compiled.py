@@ -15,7 +15,7 @@ ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
 BLOCK = 8  # stages looked at together
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _message(kind, s, stages, head):
     """(link, payload, row of link_seconds, receiver) of what an op of stage ``s`` hands on.
 
@@ -93,7 +93,7 @@ def _rise(moves, split, head):
     return rise
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _first_to_wake(wake, firsts, stale):
     """The stage, the first among equals; brings ``firsts`` of the ``stale`` blocks up to date."""
     s = 0
