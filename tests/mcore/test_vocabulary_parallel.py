@@ -17,6 +17,7 @@ from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
 from megatron_epp.runtime.memory_meter import NoMeter
 from tests.mcore.sabotages import stand_in_order
+from tests.mcore.test_hybrid import EXPERTS
 
 SPREAD = "--epp-vocab-parallel on"
 SABOTAGE = Path(__file__).with_name("sabotage_vocabulary.py")
@@ -37,10 +38,17 @@ def model(more: str = "", layers: int = 4) -> tuple[tuple[str, ...], ...]:
     return (tuple(f"{LLAMA} --num-layers {layers} {SPREAD} {more}".split()),)
 
 
+# Of stages with other letters, its experts over the ranks that split the sequence.
+HYBRID = (
+    f"{LLAMA} {EXPERTS} {SPREAD} --hybrid-layer-pattern=*-*-|*E*E- --sequence-parallel "
+    "--expert-model-parallel-size 2"
+)
 EVERY_DEGREE = {
     "four stages": Trial(Degrees(pp=4, tp=1, dp=1), model(), batches=4),
     "tensor ranks that split the sequence": Trial(
-        Degrees(pp=2, tp=2, dp=1), model("--sequence-parallel"), batches=4
+        Degrees(pp=2, tp=2, dp=1),
+        (*model("--sequence-parallel"), tuple(HYBRID.split())),
+        batches=4,
     ),
     # With the reduction of gradients in buckets while ops run: a G, a B or a W may be the last.
     "replicas": Trial(Degrees(pp=2, tp=1, dp=2), model(), batches=6, overlap=True),
@@ -52,7 +60,8 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]
     lines: list[str] = []
     judged = certify(trial, lines.append)
-    assert "vocabulary over the stages" in lines[0]
+    said = [line for line in lines if "vocabulary over the stages" in line]
+    assert len(said) == len(trial.models)
     assert all(batch.passed for batch in judged), "\n".join(lines)
     for kind in ("split", "hybrid", "packed", "halved"):
         assert sum(getattr(batch.coverage, kind) for batch in judged) > 0
