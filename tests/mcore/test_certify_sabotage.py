@@ -40,7 +40,7 @@ WAYS = (
     "nothing again",
 )
 HOST = ("leave layers where they are", "lay one layer aside at a time")
-ROUNDS = 4  # batches of each way to choose from
+ROUNDS = 2  # batches of each way to choose from
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
 
