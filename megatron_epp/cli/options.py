@@ -6,7 +6,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PROGRAM = "megatron_epp"
 COMMANDS = {
@@ -279,6 +279,27 @@ def _machine(
         metavar="FILE",
         help="a measured profile (from the profile command) instead of the analytic one",
     )
+    _degrees(group, pp)
+    _parts_of_stages(group, pp, partition)
+    group.add_argument(
+        "--memory-budget-gib",
+        type=positive("GiB"),
+        nargs="+",
+        metavar="X",
+        help="of one device, model states included (on a CPU without them); one number, or one "
+        "for every stage (default: the device's own)",
+    )
+    group.add_argument(
+        "--zero",
+        type=one_of("1", "3"),
+        metavar="1|3",
+        help="1: weights stay on every device; 3: states are spread and layers gathered for every "
+        "chunk (default: 3 for gpt-*, else 1)",
+    )
+    _assumptions(command)
+
+
+def _degrees(group: Any, pp: bool) -> None:
     if pp:
         group.add_argument("--pp", type=whole_or_auto, metavar="N", help="pipeline stages, or auto")
         group.add_argument(
@@ -316,6 +337,17 @@ def _machine(
         help="data-parallel replicas (default: 1)" if pp else "replicas (default: the plan's)",
     )
     group.add_argument(
+        "--ep",
+        type=whole(1),
+        metavar="N",
+        help="devices that share a layer's experts: a divisor of tp x cp (default: as many as "
+        "divide the experts), or a multiple, over replicas that then run in lockstep",
+    )
+
+
+def _parts_of_stages(group: Any, pp: bool, partition: bool) -> None:
+    """What of the model each stage has."""
+    group.add_argument(
         "--layers",
         type=whole(0),
         nargs="+",
@@ -349,29 +381,6 @@ def _machine(
         help="the kinds of all layers, first to last, where --cost-model knows several and no "
         "--model says which is which, as in '3*dense 58*experts'",
     )
-    group.add_argument(
-        "--ep",
-        type=whole(1),
-        metavar="N",
-        help="devices that share a layer's experts: a divisor of tp x cp (default: as many as "
-        "divide the experts), or a multiple, over replicas that then run in lockstep",
-    )
-    group.add_argument(
-        "--memory-budget-gib",
-        type=positive("GiB"),
-        nargs="+",
-        metavar="X",
-        help="of one device, model states included (on a CPU without them); one number, or one "
-        "for every stage (default: the device's own)",
-    )
-    group.add_argument(
-        "--zero",
-        type=one_of("1", "3"),
-        metavar="1|3",
-        help="1: weights stay on every device; 3: states are spread and layers gathered for every "
-        "chunk (default: 3 for gpt-*, else 1)",
-    )
-    _assumptions(command)
 
 
 def _assumptions(command: argparse.ArgumentParser) -> None:

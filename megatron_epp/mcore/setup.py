@@ -200,7 +200,8 @@ class Job:
         (model,) = models
         device = this_device()
         attention = self.hooks.attention_for(self.config.epp_attention, model.config, device)
-        warm_up(attention, Heads.of(model.config), self.args.seq_length, device)
+        heads, whole = Heads.of(model.config), Heads.of(model.config, context=1)
+        warm_up(attention, heads, whole, self.args.seq_length, device)
         groups = make_groups(device)
         layers = _layers_of_stages(model, groups)
         choose_kept(self.args, model, attention, layers, groups)

@@ -12,9 +12,9 @@ from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.compiled import F, H
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import Share, shares_of
-from megatron_epp.planner.order.list_scheduler import F, H
 from megatron_epp.planner.order.problem import rates_of, with_kept
 from megatron_epp.sim.play import play
 

@@ -10,9 +10,11 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 
 from attack import damaged_files, lines, random_plans, soak, training
@@ -21,6 +23,8 @@ from attack.contract import Attack, Outcome, attempt
 from attack.material import Material
 
 PARTS = ("lines", "files", "training", "plans", "soak")
+# Nothing in these is timed, and most of it needs one core: two attacks at a time.
+SIDE_BY_SIDE = ("lines", "files", "plans")
 _WIDTHS = (9, 46, 44, 9)
 
 
@@ -51,12 +55,15 @@ class Grounds:
 
 
 def attacks(grounds: Grounds, parts: list[str], iterations: int, plans: int) -> Iterator[Attack]:
+    # Those that take longest go first.
     if "lines" in parts:
-        yield from lines.attacks(grounds.server, grounds.material)
         yield from lines.training_attacks(grounds.torch_server, grounds.folder / "flags")
     if "files" in parts:
-        yield from damaged_files.attacks(grounds.server, grounds.material)
         yield from damaged_files.state_attacks(grounds.torch_server, grounds.material)
+    if "lines" in parts:
+        yield from lines.attacks(grounds.server, grounds.material)
+    if "files" in parts:
+        yield from damaged_files.attacks(grounds.server, grounds.material)
     if "training" in parts:
         yield from training.attacks(grounds.folder / "undisturbed")
     if "plans" in parts:
@@ -73,25 +80,25 @@ def main() -> int:
     untried = 0
     try:
         with Grounds(folder) as grounds:
-            for number, attack in enumerate(
-                attacks(grounds, chosen.part, chosen.iterations, chosen.plans)
-            ):
-                if chosen.only and not any(word in attack.name for word in chosen.only):
-                    continue
-                if chosen.list:
+            listed = attacks(grounds, chosen.part, chosen.iterations, chosen.plans)
+            wanted = [
+                attack
+                for attack in listed
+                if not chosen.only or any(word in attack.name for word in chosen.only)
+            ]
+            if chosen.list:
+                for attack in wanted:
                     print(_row(attack.part, attack.name, attack.expected, ""))
-                    continue
-                if time.monotonic() > ends:
+                return 0
+            for outcome in _attempted(wanted, folder, ends):
+                if outcome is None:
                     untried += 1
-                    continue
-                outcome = attempt(attack, folder / f"{number:03d}")
-                outcomes.append(outcome)
-                _show(outcome)
+                else:
+                    outcomes.append(outcome)
+                    _show(outcome)
     finally:
         if not chosen.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    if chosen.list:
-        return 0
     failed = sum(outcome.failed for outcome in outcomes)
     skipped = sum(outcome.verdict == "skipped" for outcome in outcomes)
     held = len(outcomes) - failed - skipped
@@ -99,6 +106,21 @@ def main() -> int:
         f"{held} held, {failed} gave way, {skipped} skipped, {untried} not tried for lack of time"
     )
     return 1 if failed or untried else 0
+
+
+def _attempted(wanted: list[Attack], folder: Path, ends: float) -> Iterator[Outcome | None]:
+    """What came of every attack, in the order in which they ended; None: it was not begun before
+    ``ends``, a reading of the monotonic clock."""
+
+    def one(numbered: tuple[int, Attack]) -> Outcome | None:
+        number, attack = numbered
+        return None if time.monotonic() > ends else attempt(attack, folder / f"{number:03d}")
+
+    numbered = enumerate(wanted)
+    for beside, group in groupby(numbered, lambda each: each[1].part in SIDE_BY_SIDE):
+        with ThreadPoolExecutor(2 if beside else 1) as pool:
+            for future in as_completed([pool.submit(one, each) for each in group]):
+                yield future.result()
 
 
 def _row(*cells: str) -> str:

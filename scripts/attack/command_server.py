@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import queue
 import resource
 import runpy
 import select
@@ -56,15 +57,15 @@ class Ended:
 
 
 class CommandServer:
-    """Ask it from one thread. Leaving the context ends it."""
+    """Servers, as many as threads ask at a time. Leaving the context ends them."""
 
     def __init__(self, torch: bool = False):
         self._words = [sys.executable, "-m", "attack.command_server", *(["--torch"] * torch)]
+        self._all: list[subprocess.Popen[str]] = []
+        self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
 
     def __enter__(self) -> "CommandServer":
-        self._process = subprocess.Popen(
-            self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._idle.put(self._started())
         return self
 
     def __exit__(
@@ -73,11 +74,19 @@ class CommandServer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        for process in self._all:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _started(self) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._all.append(process)
+        return process
 
     def run(
         self,
@@ -98,11 +107,16 @@ class CommandServer:
             "environment": dict(environment or {}),
             "seconds": seconds,
         }
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        reply = self._process.stdout.readline()
+        try:
+            process = self._idle.get_nowait()
+        except queue.Empty:
+            process = self._started()
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        reply = process.stdout.readline()
         if not reply:
             raise RuntimeError(f"the command server died at {words}")
+        self._idle.put(process)
         return Ended(**json.loads(reply))
 
 

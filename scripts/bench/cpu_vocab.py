@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """The output layer over two stages on this host's CPU, beside all of it on the last.
 
-    scripts/bench/cpu_vocab.py [--cases 4096x8] [--words 32768] [--rounds N] [-o RESULT.md]
+    scripts/bench/cpu_vocab.py [--cases 4096x6] [--words 16384] [--rounds N] [-o RESULT.md]
 
-The job of cpu_pipeline.py (gloo, one core each), 8 layers, hidden 512, real documents, with a
-vocabulary padded to ``--words``: 32768 make the output layer as much as six of the layers. The
-same run with --epp-vocab-parallel off and on, ``--rounds`` times in changing order; each measures
-its own cost model and plans with it. Seconds are medians over iterations, peaks the largest;
-predicted beside measured, by stage.
+The job of cpu_pipeline.py (gloo, one core each), 8 layers, real documents, with a vocabulary padded
+to ``--words``: 16384 at hidden 256 make the output layer as much as five of the layers. The same
+run with as many layers on each stage, with --epp-vocab-parallel on, and with --epp-partition auto,
+``--rounds`` times in changing order; each measures its own cost model and plans with it. Seconds
+are medians over iterations, peaks the largest; predicted beside measured, by stage.
 """
 
 import argparse
@@ -20,7 +20,12 @@ from cpu_pipeline import flags
 from headline import heading, host, write
 from in_turns import corpus_of, torchrun
 
-WAYS = ("off", "on")
+EVEN = "even layers"
+WAYS = {
+    EVEN: (),
+    "output layer over stages": ("--epp-vocab-parallel", "on"),
+    "layers by time": ("--epp-partition", "auto"),
+}
 WARM_UP = 1
 
 
@@ -28,6 +33,7 @@ WARM_UP = 1
 class Iteration:
     """``promised`` and ``held`` are bytes by stage."""
 
+    layers: tuple[int, ...]
     seconds: float
     predicted: float
     promised: tuple[float, ...]
@@ -39,7 +45,9 @@ def run(case: str, way: str, arguments: argparse.Namespace, corpus: Path, folder
     count = WARM_UP + arguments.batches
     words = flags(corpus, context, batch, count, arguments.dtype)
     words += ["--make-vocab-size-divisible-by", str(arguments.words)]
-    words += ["--epp", "--epp-vocab-parallel", way, "--epp-record", str(folder)]
+    words += ["--hidden-size", str(arguments.hidden)]
+    words += ["--ffn-hidden-size", str(arguments.hidden * 11 // 4)]
+    words += ["--epp", *WAYS[way], "--epp-record", str(folder)]
     torchrun(["-m", "megatron_epp.pretrain_gpt"], words, folder / "log")
     return [iteration(folder, number) for number in range(WARM_UP + 1, count + 1)]
 
@@ -54,6 +62,7 @@ def iteration(folder: Path, number: int) -> Iteration:
     records = parse_records((folder / f"{name}.replica-0.timed").read_text())
     stages = range(plan.stages)
     return Iteration(
+        plan.layers,
         max(record.stop for record in records) - min(record.start for record in records),
         plan.predicted.seconds,
         tuple(peak * 2**30 for peak in plan.predicted.peak_gib),
@@ -62,8 +71,8 @@ def iteration(folder: Path, number: int) -> Iteration:
 
 
 HEADERS = [
-    *("context", "documents", "vocabulary over stages", "seconds", "against off", "off by"),
-    *("held, by stage", "promised off by, by stage"),
+    *("context", "documents", "layers", "", "seconds", "against even layers", "predicted off by"),
+    *("held, by stage", "predicted off by, by stage"),
 ]
 
 
@@ -75,7 +84,7 @@ def rows(case: str, rounds: list[dict[str, list[Iteration]]]) -> list[list[str]]
         ratios = [
             one.seconds / other.seconds
             for found in rounds
-            for one, other in zip(found[way], found["off"], strict=True)
+            for one, other in zip(found[way], found[EVEN], strict=True)
         ]
         held = [max(each) for each in zip(*(one.held for one in mine), strict=True)]
         by_stage = zip(*((one.promised, one.held) for one in mine), strict=True)
@@ -88,6 +97,7 @@ def rows(case: str, rounds: list[dict[str, list[Iteration]]]) -> list[list[str]]
             [
                 f"{int(context) // 1024}K",
                 batch,
+                " ".join(map(str, mine[0].layers)),
                 way,
                 f"{statistics.median(one.seconds for one in mine):.2f}",
                 f"{statistics.median(ratios):.3f}",
@@ -103,8 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", default=("4096x8",), metavar="CxN")
-    parser.add_argument("--words", type=int, default=32768, help="the vocabulary, padded")
+    parser.add_argument("--cases", nargs="+", default=("4096x6",), metavar="CxN")
+    parser.add_argument("--words", type=int, default=16384, help="the vocabulary, padded")
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2, help="runs each way")
     parser.add_argument("--batches", type=int, default=3, help="iterations of a run that count")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
@@ -123,13 +134,14 @@ def main() -> None:
             # In changing order: what a host does by and by falls on both.
             found = {}
             for way in WAYS if number % 2 == 0 else reversed(WAYS):
-                place = folder / f"{case}-{number}-{way}"
+                place = folder / f"{case}-{number}-{way.replace(' ', '-')}"
                 place.mkdir()
                 found[way] = run(case, way, arguments, corpus, place)
             rounds.append(found)
         table += rows(case, rounds)
         print(plain(HEADERS, table), flush=True)
-    hardware = f"{host()}, {arguments.dtype}, {arguments.words} words, two processes of one thread"
+    sizes = f"hidden {arguments.hidden}, {arguments.words} words"
+    hardware = f"{host()}, {arguments.dtype}, {sizes}, two processes of one thread"
     write(arguments.output, f"{heading(hardware)}{markdown(HEADERS, table)}\n")
 
 

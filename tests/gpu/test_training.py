@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy
 import pytest
 
+from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import flags, train
-from tests.mcore.test_training import STOCK_ON_DOCUMENTS
 
 pytestmark = pytest.mark.gpu
 

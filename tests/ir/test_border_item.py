@@ -1,15 +1,12 @@
 """What a layer carries from slice to slice as a state, one for every border whatever the tokens, is
 an item like others: rule table, cost model and simulator take it, and the store (tests/layers)."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "megatron_epp"
+from tests.ir.edited_copy import run_with
+
 # A state at the end of every slice but the last: made by its F, read by the next one's F and B,
 # whose gradient that B leaves for its own B. By file what is written and before which line.
 EDITS = {
@@ -116,28 +113,8 @@ print("carried")
 """
 
 
-def run_with(edits: dict[str, list[tuple[str, str]]], folder: Path) -> subprocess.CompletedProcess:
-    copy = folder / "megatron_epp"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "mcore", "control"))
-    for name, changes in edits.items():
-        path = copy / name
-        text = path.read_text()
-        for line, added in changes:
-            assert text.count(line) == 1, (name, line)
-            text = text.replace(line, added + line)
-        path.write_text(text)
-    return subprocess.run(
-        [sys.executable, "-c", USE],
-        cwd=folder,
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},  # compiling takes longer than these plans
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_an_item_that_follows_borders_is_accounted_for(tmp_path: Path) -> None:
-    done = run_with(EDITS, tmp_path)
+    done = run_with(EDITS, USE, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "carried\n"
 
@@ -146,5 +123,5 @@ def test_an_item_that_follows_borders_is_accounted_for(tmp_path: Path) -> None:
 def test_without_a_part_of_its_rows_bytes_are_left(tmp_path: Path, lost: str) -> None:
     (first, (line, rows), *others), cost = EDITS["ir/rules.py"], EDITS["cost/cost.py"]
     broken = {"ir/rules.py": [first, (line, rows.replace(lost, "")), *others], "cost/cost.py": cost}
-    done = run_with(broken, tmp_path)
+    done = run_with(broken, USE, tmp_path)
     assert done.returncode != 0 and "AssertionError" in done.stderr, done.stderr

@@ -1,15 +1,11 @@
 """A new kind of op touches what ir/op.py promises: rules, seconds, executor, picture."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from megatron_epp.ir import op
+from tests.ir.edited_copy import run_with
 
-PACKAGE = Path(__file__).parents[2] / "megatron_epp"
 # A note: an op without needs or effects that every stage runs of every chunk, by file what is
 # written and before which line.
 EDITS = {
@@ -74,25 +70,9 @@ print(megatron_epp.__file__)
 
 
 def test_a_new_kind_touches_what_is_promised(tmp_path: Path) -> None:
-    copy = tmp_path / "megatron_epp"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "mcore", "control"))
-    for name, edits in EDITS.items():
-        path = copy / name
-        text = path.read_text()
-        for line, added in edits:
-            assert text.count(line) == 1, (name, line)
-            text = text.replace(line, added + line)
-        path.write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-c", USE],
-        cwd=tmp_path,
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},  # compiling takes longer than this plan
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_with(EDITS, USE, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert str(copy) in done.stdout
+    assert str(tmp_path / "megatron_epp") in done.stdout
 
 
 def test_the_docstring_names_the_places() -> None:

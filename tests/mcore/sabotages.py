@@ -1,9 +1,10 @@
 """What tests of sabotaged certificates share, outside the ranks that are sabotaged."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
-from megatron_epp.mcore.certify.command import Judged, Trial, certify
+from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify
 from megatron_epp.mcore.certify.scale_down import Degrees
 
 
@@ -15,10 +16,25 @@ def stand_in_order(ways: Sequence[str], sabotage: Path) -> bool:
     return -1 not in places and places == sorted(places)
 
 
+def first_seed(batches: int, fragile: Callable[[int, int], bool]) -> int:
+    """The first with which every batch is one that each way breaks: ``fragile(number, seed)``."""
+    return next(seed for seed in count() if all(fragile(n, seed) for n in range(batches)))
+
+
 def judged_alone(
     model: str, ways: Sequence[str], seed: int, sabotage: Path
 ) -> Mapping[str, Judged]:
     """The certificate of one process whose batches are sabotaged, one after the other, in every
-    way."""
+    way, in the order of the file."""
+    assert stand_in_order(ways, sabotage)
     trial = Trial(Degrees(1, 1, 1), (tuple(model.split()),), len(ways), seed, interfere=sabotage)
     return dict(zip(ways, certify(trial), strict=True))
+
+
+def require_shown(batch: Judged, way: str) -> None:
+    """Wrong numbers, far beyond the bound, and no other complaint; none where nothing is broken."""
+    if "nothing" in way:
+        assert batch.passed, batch
+        return
+    assert not batch.passed and not batch.problems, batch
+    assert batch.gradient_error > 1e6 * BOUND, batch

@@ -17,8 +17,8 @@ from megatron_epp.mcore.model.bucket_order import ReadyOrder
 from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
 from megatron_epp.mcore.patching import seams
 from tests.layers import engine
+from tests.mcore.resumes import tensors
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.test_training import tensors
 
 
 @pytest.fixture(autouse=True)

@@ -14,17 +14,22 @@ from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.scaled.experts import small_experts
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 from megatron_epp.mcore.refusals import require_whole_experts
-from tests.mcore.runs import Run, flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
-from tests.mcore.test_training import (
+from tests.mcore.resumes import (
+    LENGTHS,
+    Job,
+    Six,
     after_three,
-    first_and_third,
+    logged,
+    require_megatrons_own_numbers,
+    require_three_more_alike,
+    six_iterations,
     tensors,
     to_megatron_and_back,
 )
+from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("sabotage_experts.py")
-STOCK_ON_DOCUMENTS = (str(Path(__file__).with_name("stock_on_documents.py")),)
 QWEN3 = (
     f"{LLAMA} --num-layers 4 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
     "--moe-ffn-hidden-size 384 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
@@ -141,7 +146,6 @@ def test_a_bias_that_moved_twice_shows(judged) -> None:
 
 # ------------------------------------------------------------------ inside the trainer
 
-LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 EXPERTS = {
     "num_experts": 4,
     "moe_router_topk": 2,
@@ -157,7 +161,6 @@ EXPERTS = {
     "softmax_type": "learnable",
     "moe_token_dispatcher_type": "alltoall",
 }
-OPTIMIZER = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
 
 
 @pytest.fixture(scope="module")
@@ -166,82 +169,31 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def six(corpus, tmp_path_factory) -> tuple[Path, Run]:
-    folder = tmp_path_factory.mktemp("six")
-    run = train(
-        flags(corpus, train_iters=6, save=folder, save_interval=3, epp=True, **EXPERTS, **OPTIMIZER)
-    )
-    assert run.status == 0, run.output
-    return folder, run
+def six(corpus, tmp_path_factory) -> Six:
+    return six_iterations(Job(corpus, EXPERTS), tmp_path_factory.mktemp("six"))
 
 
-def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
-    folder, straight = six
-    resumed = train(
-        flags(
-            corpus,
-            train_iters=6,
-            load=after_three(folder, tmp_path),
-            save=tmp_path / "resumed",
-            save_interval=6,
-            epp=True,
-            **EXPERTS,
-            **OPTIMIZER,
-        )
-    )
-    assert resumed.status == 0, resumed.output
-    assert first_and_third(resumed.losses) == first_and_third(straight.losses[3:])
-    mine = tensors(tmp_path / "resumed" / "iter_0000006", tmp_path / "a.pt")
-    theirs = tensors(folder / "iter_0000006", tmp_path / "b.pt")
-    assert mine.keys() == theirs.keys()
+def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
+    saved = require_three_more_alike(six, tmp_path)
+    assert any("experts" in name and "exp_avg" in name for name in saved)
     # After three iterations: a bias that goes to and fro is back where it was after six.
-    third = tensors(folder / "iter_0000003", tmp_path / "c.pt")
+    third = tensors(six.folder / "iter_0000003", tmp_path / "third.pt")
     biases = [name for name in third if name.endswith(("expert_bias", "softmax_offset"))]
     assert len(biases) >= 2 and not [name for name in biases if not third[name].any()]
-    assert any("experts" in name and "exp_avg" in name for name in mine)
-    for name in (name for name in mine if mine[name].is_floating_point()):
-        assert torch.equal(mine[name], theirs[name]), name
 
 
-def test_checkpoints_load_both_ways(corpus, six, tmp_path) -> None:
-    folder, _ = six
-    to_megatron_and_back(corpus, after_three(folder, tmp_path), **EXPERTS)
+def test_checkpoints_load_both_ways(six, tmp_path) -> None:
+    to_megatron_and_back(six.job, after_three(six.folder, tmp_path))
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
-    """Losses, auxiliary ones too, of Megatron's own schedule with one document a micro-batch."""
-    corpus = write_corpus(tmp_path / "equal", [65] * 24)
-    common = {
-        "seq_length": 64,
-        "max_position_embeddings": 64,
-        "train_iters": 4,
-        "pipeline_model_parallel_size": 1,
-        **EXPERTS,
-    }
-    elastic = train(flags(corpus, epp=True, **common), processes=1)
-    assert elastic.status == 0, elastic.output
-    stock = train(
-        flags(
-            corpus,
-            micro_batch_size=1,
-            calculate_per_token_loss=True,
-            dataloader_type="single",
-            **common,
-        ),
-        program=STOCK_ON_DOCUMENTS,
-        processes=1,
-    )
-    assert stock.status == 0, stock.output
-    assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
-    assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+    """Auxiliary losses, too."""
+    model = {**EXPERTS, "pipeline_model_parallel_size": 1}
+    elastic, stock = require_megatrons_own_numbers(tmp_path, model)
     for name in ("seq_load_balancing_loss", "z_loss"):
         ours, theirs = (logged(name, run.output) for run in (elastic, stock))
         assert len(ours) == 4 and min(ours) > 0
         assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-def logged(name: str, output: str) -> list[float]:
-    return [float(x) for x in re.findall(rf"(?<![a-z_]){name}: ([0-9.E+-]+)", output)]
 
 
 def test_an_iteration_that_is_repeated_moves_the_bias_once(corpus, tmp_path) -> None:
@@ -276,13 +228,11 @@ def test_an_iteration_that_is_repeated_moves_the_bias_once(corpus, tmp_path) -> 
     assert logged("z_loss", hit.output) == pytest.approx(logged("z_loss", free.output), rel=1e-5)
 
 
-def test_a_cost_model_is_measured_with_experts(corpus, six) -> None:
+def test_a_cost_model_is_measured_with_experts(six) -> None:
     """The calibration runs routers and leaves nothing in them; it knows no borders of slices."""
-    _, given = six
-    run = train(flags(corpus, epp=True, epp_cost_model=None, train_iters=1, **EXPERTS, **OPTIMIZER))
-    assert run.status == 0, run.output
-    assert run.losses == pytest.approx(given.losses[:1], rel=1e-5)
-    (ours,), (theirs, *_) = (logged("z_loss", one.output) for one in (run, given))
+    run = six.job.train(epp=True, epp_cost_model=None, train_iters=1)
+    assert run.losses == pytest.approx(six.run.losses[:1], rel=1e-5)
+    (ours,), (theirs, *_) = (logged("z_loss", one.output) for one in (run, six.run))
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 

@@ -1,19 +1,16 @@
 """HybridModel under ``--epp``: certified, broken on purpose, trained, refused."""
 
-import re
 from argparse import Namespace
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
 from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, verdict
+from megatron_epp.mcore.certify.command import LLAMA, Judged, Trial, certify, verdict
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 from megatron_epp.mcore.model.hybrid.pattern import (
@@ -22,16 +19,19 @@ from megatron_epp.mcore.model.hybrid.pattern import (
     require_pattern,
 )
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
-from tests.mcore.runs import Run, flags, train, write_corpus
-from tests.mcore.sabotages import judged_alone, stand_in_order
-from tests.mcore.test_training import (
-    OPTIMIZER,
-    STOCK_ON_DOCUMENTS,
+from tests.mcore.resumes import (
+    LENGTHS,
+    Job,
+    Six,
     after_three,
-    first_and_third,
-    tensors,
+    logged,
+    require_megatrons_own_numbers,
+    require_three_more_alike,
+    six_iterations,
     to_megatron_and_back,
 )
+from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.sabotages import first_seed, judged_alone, require_shown
 
 PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 SABOTAGE = Path(__file__).with_name("sabotage_hybrid.py")
@@ -94,16 +94,11 @@ WAYS = (
 FRAME = Frame(61, (6,), replicas=1, letters=letters_drawn(EXECUTABLE + OF_EXPERTS), splits=True)
 
 
-@cache
-def seed() -> int:
-    """One whose batches all have a document of three slices or more: the first attention layer
-    keeps what others must not see."""
-
-    def fragile(number: int, seed: int) -> bool:
-        (plan,) = draw(seed, number, FRAME).step.plans
-        return max(slices_of(plan).later) >= 0
-
-    return next(s for s in range(10_000) if all(fragile(n, s) for n in range(len(WAYS))))
+def fragile(number: int, seed: int) -> bool:
+    """Whether a document of the batch is cut: its first attention layer keeps what others must not
+    see."""
+    (plan,) = draw(seed, number, FRAME).step.plans
+    return max(slices_of(plan).later) >= 0
 
 
 @pytest.fixture(scope="module")
@@ -111,28 +106,16 @@ def judged() -> Mapping[str, Judged]:
     """Without the bias that moves with every batch, sabotaged ones, too."""
     experts = EXPERTS.replace("--moe-router-enable-expert-bias ", "")
     ((*model,),) = words(f"{LLAMA} {experts}", "*-*E*-")
-    return judged_alone(" ".join(model), WAYS, seed(), SABOTAGE)
+    return judged_alone(" ".join(model), WAYS, first_seed(len(WAYS), fragile), SABOTAGE)
 
 
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
-
-
-@pytest.mark.parametrize("way", ["nothing", "nothing again"])
-def test_the_untouched_model_passes(judged, way) -> None:
-    assert judged[way].passed, judged[way]
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
-def test_wrong_layers_show(judged, way) -> None:
-    batch = judged[way]
-    assert not batch.passed and not batch.problems, batch
-    assert batch.gradient_error > 1e6 * BOUND, batch
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_layers_show_and_right_ones_pass(judged, way) -> None:
+    require_shown(judged[way], way)
 
 
 # ------------------------------------------------------------------ trained
 
-LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 MODEL = {
     "hybrid_layer_pattern": "*-E|*E-",
     "num_experts": 4,
@@ -148,31 +131,20 @@ MODEL = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+def job(tmp_path_factory) -> Job:
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+    return Job(corpus, MODEL, PROGRAM)
 
 
 @pytest.fixture(scope="module")
-def six(corpus, tmp_path_factory) -> tuple[Path, Run]:
-    folder = tmp_path_factory.mktemp("six")
-    how = {"train_iters": 6, "save": folder, "save_interval": 3}
-    run = train(flags(corpus, epp=True, **how, **MODEL, **OPTIMIZER), program=PROGRAM)
-    assert run.status == 0, run.output
-    return folder, run
+def six(job, tmp_path_factory) -> Six:
+    return six_iterations(job, tmp_path_factory.mktemp("six"))
 
 
-def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
-    folder, straight = six
-    places = {"load": after_three(folder, tmp_path), "save": tmp_path / "resumed"}
-    how = {"train_iters": 6, "save_interval": 6, **places}
-    resumed = train(flags(corpus, epp=True, **how, **MODEL, **OPTIMIZER), program=PROGRAM)
-    assert resumed.status == 0, resumed.output
-    assert first_and_third(resumed.losses) == first_and_third(straight.losses[3:])
-    mine = tensors(tmp_path / "resumed" / "iter_0000006", tmp_path / "a.pt")
-    theirs = tensors(folder / "iter_0000006", tmp_path / "b.pt")
-    assert mine.keys() == theirs.keys() and any("exp_avg" in name for name in mine)
+def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
+    saved = require_three_more_alike(six, tmp_path)
     # As Transformer Engine's layers name them, which Megatron builds on GPUs.
-    weights = {name.removeprefix(".") for name in mine if "exp_avg" not in name}
+    weights = {name.removeprefix(".") for name in saved if "exp_avg" not in name}
     for key in (
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
         "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
@@ -180,34 +152,18 @@ def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
         "decoder.final_norm.weight",
     ):
         assert any(name.endswith(key) for name in weights), (key, sorted(weights))
-    for name in (name for name in mine if mine[name].is_floating_point()):
-        assert torch.equal(mine[name], theirs[name]), name
 
 
-def test_checkpoints_load_both_ways(corpus, six, tmp_path) -> None:
-    folder, _ = six
-    to_megatron_and_back(corpus, after_three(folder, tmp_path), program=PROGRAM, **MODEL)
+def test_checkpoints_load_both_ways(job, six, tmp_path) -> None:
+    to_megatron_and_back(job, after_three(six.folder, tmp_path))
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
-    """Losses, auxiliary ones too, of Megatron's own schedule with one document a micro-batch."""
-    corpus = write_corpus(tmp_path / "equal", [65] * 24)
-    sizes = {"seq_length": 64, "max_position_embeddings": 64, "train_iters": 4}
-    one = {"pipeline_model_parallel_size": 1, "hybrid_layer_pattern": "*-E*--"}
-    common = {**sizes, **MODEL, **one}
-    elastic = train(flags(corpus, epp=True, **common), processes=1, program=PROGRAM)
-    assert elastic.status == 0, elastic.output
-    own = {"micro_batch_size": 1, "calculate_per_token_loss": True, "dataloader_type": "single"}
-    stock = train(flags(corpus, **own, **common), program=STOCK_ON_DOCUMENTS, processes=1)
-    assert stock.status == 0, stock.output
-    assert len(stock.losses) == 4
-    assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
-    assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+    """Auxiliary losses, too."""
+    model = {**MODEL, "pipeline_model_parallel_size": 1, "hybrid_layer_pattern": "*-E*--"}
+    elastic, stock = require_megatrons_own_numbers(tmp_path, model, program=PROGRAM)
     for name in ("seq_load_balancing_loss", "z_loss"):
-        ours, theirs = (
-            [float(x) for x in re.findall(rf"(?<![a-z_]){name}: ([0-9.E+-]+)", run.output)]
-            for run in (elastic, stock)
-        )
+        ours, theirs = (logged(name, run.output) for run in (elastic, stock))
         assert len(ours) == 4 and ours == pytest.approx(theirs, rel=1e-5)
 
 
@@ -276,10 +232,10 @@ def test_patterns_that_cannot_be_are_one_line(wanted, says) -> None:
         (None, PROGRAM, "--hybrid-layer-pattern is missing: pretrain_hybrid trains"),
     ],
 )
-def test_they_end_with_status_2(corpus, pattern, program, says) -> None:
+def test_they_end_with_status_2(job, pattern, program, says) -> None:
     how = {"epp": True, "pipeline_model_parallel_size": 1, "hybrid_layer_pattern": pattern}
     extra = {} if program is None else {"program": program}
-    run = train(flags(corpus, **how), processes=1, **extra)
+    run = train(flags(job.corpus, **how), processes=1, **extra)
     assert run.status == 2, run.output
     (line,) = run.errors
     assert says in line

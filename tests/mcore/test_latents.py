@@ -2,27 +2,25 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
 from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify, verdict
+from megatron_epp.mcore.certify.command import Judged, Trial, certify, verdict
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.scaled.latents import small_latents
-from tests.mcore.runs import Run, flags, train, write_corpus
-from tests.mcore.sabotages import judged_alone, stand_in_order
-from tests.mcore.test_training import (
-    OPTIMIZER,
-    STOCK_ON_DOCUMENTS,
-    after_three,
-    first_and_third,
-    tensors,
+from tests.mcore.resumes import (
+    Job,
+    Six,
+    require_megatrons_own_numbers,
+    require_three_more_alike,
+    six_iterations,
 )
+from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.sabotages import first_seed, judged_alone, require_shown
 
 SABOTAGE = Path(__file__).with_name("sabotage_latents.py")
 LATENTS = (
@@ -100,31 +98,15 @@ def fragile(number: int, seed: int) -> bool:
     return cut and any(OF_LATENTS in plan.recompute[0][chunk] for chunk in chunks)
 
 
-@cache
-def seed() -> int:
-    return next(s for s in range(10_000) if all(fragile(n, s) for n in range(len(WAYS))))
-
-
 @pytest.fixture(scope="module")
 def judged() -> Mapping[str, Judged]:
     model = f"{V3} --num-layers 2 --epp-mla-keeps latents"
-    return judged_alone(model, WAYS, seed(), SABOTAGE)
+    return judged_alone(model, WAYS, first_seed(len(WAYS), fragile), SABOTAGE)
 
 
-def test_the_ways_are_those_of_the_sabotage() -> None:
-    assert stand_in_order(WAYS, SABOTAGE)
-
-
-@pytest.mark.parametrize("way", ["nothing", "nothing again"])
-def test_the_untouched_attention_passes(judged, way) -> None:
-    assert judged[way].passed, judged[way]
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
-def test_wrong_latents_show(judged, way) -> None:
-    batch = judged[way]
-    assert not batch.passed and not batch.problems, batch
-    assert batch.gradient_error > 1e6 * BOUND, batch
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_latents_show_and_right_ones_pass(judged, way) -> None:
+    require_shown(judged[way], way)
 
 
 # ------------------------------------------------------------------ trained
@@ -151,55 +133,32 @@ def latent_flags(corpus: Path, **changes: object) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+def job(tmp_path_factory) -> Job:
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
+    return Job(corpus, {"epp_mla_keeps": "latents"}, words=latent_flags)
 
 
 @pytest.fixture(scope="module")
-def six(corpus, tmp_path_factory) -> tuple[Path, Run]:
-    folder = tmp_path_factory.mktemp("six")
-    how = {"train_iters": 6, "save": folder, "save_interval": 3, "epp_mla_keeps": "latents"}
-    run = train(latent_flags(corpus, epp=True, **how, **OPTIMIZER))
-    assert run.status == 0, run.output
-    return folder, run
+def six(job, tmp_path_factory) -> Six:
+    return six_iterations(job, tmp_path_factory.mktemp("six"))
 
 
-def test_three_and_three_are_six_bit_for_bit(corpus, six, tmp_path) -> None:
-    folder, straight = six
-    how = {"train_iters": 6, "save_interval": 6, "epp_mla_keeps": "latents"}
-    places = {"load": after_three(folder, tmp_path), "save": tmp_path / "resumed"}
-    resumed = train(latent_flags(corpus, epp=True, **how, **places, **OPTIMIZER))
-    assert resumed.status == 0, resumed.output
-    assert first_and_third(resumed.losses) == first_and_third(straight.losses[3:])
-    mine = tensors(tmp_path / "resumed" / "iter_0000006", tmp_path / "a.pt")
-    theirs = tensors(folder / "iter_0000006", tmp_path / "b.pt")
-    assert mine.keys() == theirs.keys()
+def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
+    saved = require_three_more_alike(six, tmp_path)
     # As Transformer Engine's layers name them.
-    assert any(name.endswith("linear_kv_up_proj.layer_norm_weight") for name in mine)
-    for name in (name for name in mine if mine[name].is_floating_point()):
-        assert torch.equal(mine[name], theirs[name]), name
+    assert any(name.endswith("linear_kv_up_proj.layer_norm_weight") for name in saved)
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path) -> None:
-    """Losses of Megatron's own schedule, its own projections and attention, with one document a
-    micro-batch."""
-    corpus = write_corpus(tmp_path / "equal", [65] * 24)
-    sizes = {"seq_length": 64, "max_position_embeddings": 64, "train_iters": 4}
-    common = {**sizes, "pipeline_model_parallel_size": 1}
-    elastic = train(latent_flags(corpus, epp=True, **common), processes=1)
-    assert elastic.status == 0, elastic.output
-    own = {"micro_batch_size": 1, "calculate_per_token_loss": True, "dataloader_type": "single"}
-    stock = train(latent_flags(corpus, **own, **common), program=STOCK_ON_DOCUMENTS, processes=1)
-    assert stock.status == 0, stock.output
-    assert len(stock.losses) == 4
-    assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
-    assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+    """With Megatron's own projections and attention."""
+    one = {"pipeline_model_parallel_size": 1}
+    require_megatrons_own_numbers(tmp_path, one, words=latent_flags)
 
 
-def test_latents_beside_windows_end_with_status_2(corpus) -> None:
+def test_latents_beside_windows_end_with_status_2(job) -> None:
     wrong = {"window_size": "16,0", "epp_mla_keeps": "latents"}
     how = {"train_iters": 1, "pipeline_model_parallel_size": 1}
-    run = train(latent_flags(corpus, epp=True, **wrong, **how), processes=1)
+    run = train(latent_flags(job.corpus, epp=True, **wrong, **how), processes=1)
     assert run.status == 2, run.output
     (line,) = run.errors
     assert line.endswith(

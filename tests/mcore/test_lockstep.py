@@ -11,13 +11,13 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
 from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, verdict
 from megatron_epp.mcore.certify.scale_down import Degrees
+from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, tensors
 from tests.mcore.runs import Run, flags, train, write_corpus
 from tests.mcore.sabotages import stand_in_order
-from tests.mcore.test_experts import EXPERTS, LENGTHS, OPTIMIZER, QWEN3, logged
+from tests.mcore.test_experts import EXPERTS, QWEN3
 from tests.mcore.test_hybrid import EXPERTS as OF_HYBRID
 from tests.mcore.test_latents import EXPERTS as OF_DEEPSEEK
 from tests.mcore.test_latents import V3
-from tests.mcore.test_training import tensors
 
 SABOTAGE = Path(__file__).with_name("sabotage_lockstep.py")
 MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.mcore import runs
+from tests.mcore.resumes import tensors
 
 # Dropout, so that the random states have to be resumed too; no flag names the CPU, gloo or an
 # evaluation interval. Every parameter is a multiple of 64 elements: between others Megatron saves
@@ -26,25 +26,6 @@ def train(*more: str | Path) -> str:
     done = runs.train([*FLAGS.split(), *map(str, more)], processes=0)
     assert done.status == 0, done.output[-4000:]
     return done.output
-
-
-def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """Weights, optimizer and random states of a checkpoint, by name."""
-    dcp_to_torch_save(checkpoint, scratch)
-    found = {}
-
-    def collect(value: object, name: str) -> None:
-        if isinstance(value, torch.Tensor):
-            found[name] = value
-        elif isinstance(value, dict):
-            for key, inner in value.items():
-                collect(inner, f"{name}/{key}")
-        elif isinstance(value, list | tuple):
-            for index, inner in enumerate(value):
-                collect(inner, f"{name}/{index}")
-
-    collect(torch.load(scratch, weights_only=False), "")
-    return found
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["float32", "bfloat16"])

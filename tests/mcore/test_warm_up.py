@@ -1,5 +1,7 @@
 """Which sizes of attention are run before training, and for how long."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model import warm_up as module
 from megatron_epp.mcore.model.attention import Heads
-from megatron_epp.mcore.model.warm_up import buckets, calls, warm_up
+from megatron_epp.mcore.model.warm_up import Warmed, buckets, calls, warm_up
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 8, 0.5, torch.float32)
@@ -22,10 +24,12 @@ def test_buckets_are_those_of_the_kernels() -> None:
 
 
 def test_every_pair_of_buckets_once_and_whole_documents_first() -> None:
-    wanted = list(calls(5000))
+    wanted = list(calls(5000, alone=False))
     assert len(wanted) == len(set(wanted)) == 4 + 3 + 2 + 1
-    assert wanted[:4] == [(size, size) for size in buckets(5000)]
-    assert all(queries <= keys <= 5000 for queries, keys in wanted)
+    assert wanted[:4] == [Warmed(size, size) for size in buckets(5000)]
+    assert all(call.queries <= call.keys <= 5000 for call in wanted)
+    alone = [Warmed(size, size, alone=True) for size in buckets(5000)]
+    assert list(calls(5000, alone=True)) == [*wanted[:4], *alone, *wanted[4:]]
 
 
 class Engine(PlainKernel):
@@ -36,8 +40,10 @@ class Engine(PlainKernel):
     def __init__(self):
         super().__init__(HEADS.scale)
         self.ran: list[tuple[int, int]] = []
+        self.heads: set[int] = set()
 
     def forward(self, call, backward):
+        self.heads.add(call.q_THD.shape[1])
         self.ran += call.borders.lengths
         torch.rand(3)
         return super().forward(call, backward)
@@ -54,15 +60,26 @@ def test_no_trace_but_built_kernels(one_rank, monkeypatch) -> None:
     monkeypatch.setattr(module, "FIRST", 16)
     monkeypatch.setattr(module, "DOUBLES_TO", 64)
     kernel, before = Engine(), torch.get_rng_state()
-    assert warm_up(VarlenAttention(kernel), HEADS, 100, CPU) == 10
-    assert kernel.ran == list(calls(100))
+    assert warm_up(VarlenAttention(kernel), HEADS, HEADS, 100, CPU) == 10
+    assert kernel.ran == [(call.queries, call.keys) for call in calls(100, alone=False)]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_documents_of_one_rank_are_run_over_all_heads(one_rank, monkeypatch) -> None:
+    monkeypatch.setattr(module, "FIRST", 16)
+    monkeypatch.setattr(module, "DOUBLES_TO", 64)
+    kernel, of_whole = Engine(), Engine()
+    attention = VarlenAttention(kernel, whole=of_whole)
+    whole = dataclasses.replace(HEADS, query=8, key=4)
+    assert warm_up(attention, HEADS, whole, 100, CPU) == 10 + 4
+    assert of_whole.ran == [(size, size) for size in buckets(100)]
+    assert of_whole.heads == {8} and kernel.heads == {4}
 
 
 def test_the_time_is_bounded_and_memory_may_run_out(one_rank, monkeypatch) -> None:
     monkeypatch.setattr(module, "FIRST", 16)
     monkeypatch.setattr(module, "SECONDS", -1.0)
-    assert warm_up(VarlenAttention(Engine()), HEADS, 40, CPU) == 0
+    assert warm_up(VarlenAttention(Engine()), HEADS, HEADS, 40, CPU) == 0
     monkeypatch.setattr(module, "SECONDS", 60.0)
 
     class Full(Engine):
@@ -72,10 +89,10 @@ def test_the_time_is_bounded_and_memory_may_run_out(one_rank, monkeypatch) -> No
             return super().backward(grad_THD, call, kept)
 
     before = torch.get_rng_state()
-    assert warm_up(VarlenAttention(Full()), HEADS, 100, CPU) == 2
+    assert warm_up(VarlenAttention(Full()), HEADS, HEADS, 100, CPU) == 2
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_other_kernels_have_nothing_to_build() -> None:
-    assert warm_up(PartsAttention(0.5), HEADS, 100, CPU) == 0
-    assert warm_up(VarlenAttention(PlainKernel(0.5)), HEADS, 100, CPU) == 0
+    assert warm_up(PartsAttention(0.5), HEADS, HEADS, 100, CPU) == 0
+    assert warm_up(VarlenAttention(PlainKernel(0.5)), HEADS, HEADS, 100, CPU) == 0

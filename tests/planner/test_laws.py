@@ -15,8 +15,9 @@ from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import Spans, cut_each
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.compiled import B
 from megatron_epp.planner.order.emit import Draft, SortedBatch, emit, merge_iw
-from megatron_epp.planner.order.list_scheduler import B, Policy, list_schedule
+from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import constant, pipelines, shrinking, whole_groups

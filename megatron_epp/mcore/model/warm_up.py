@@ -9,6 +9,7 @@ the first iterations, on one stage after the other, while the others wait.
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -30,34 +31,53 @@ def buckets(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def calls(context: int) -> Iterator[tuple[int, int]]:
-    """(queries, keys) of one call for every pair of buckets that documents of up to ``context``
-    inputs may need: whole documents first, then slices, from short contexts to long ones."""
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """One call: over all ``heads`` of a tensor-parallel rank (``alone``: a document that one
+    context-parallel rank computes), or over this rank's."""
+
+    queries: int
+    keys: int
+    alone: bool = False
+
+
+def calls(context: int, alone: bool) -> Iterator[Warmed]:
+    """One for every pair of buckets that documents of up to ``context`` inputs may need: whole
+    documents first, with ``alone`` also those that one rank computes, which are never cut; then
+    slices, from short contexts to long ones."""
     sizes = buckets(context)
-    yield from ((size, size) for size in sizes)
+    yield from (Warmed(size, size) for size in sizes)
+    if alone:
+        yield from (Warmed(size, size, alone) for size in sizes)
     for keys in sizes:
-        yield from ((queries, keys) for queries in sizes if queries < keys)
+        yield from (Warmed(queries, keys) for queries in sizes if queries < keys)
 
 
-def warm_up(attention: Attention, heads: Heads, context: int, device: torch.device) -> int:
+def warm_up(
+    attention: Attention, heads: Heads, whole: Heads, context: int, device: torch.device
+) -> int:
     """Run forward and backward of :func:`calls` once each; how many were run in time.
 
-    Nothing happens where kernels have no graphs of their own. The device's random state is
-    afterwards what it was: Transformer Engine draws with every call, dropout or not.
+    ``heads`` of this rank, and the ``whole`` of its tensor-parallel rank's. Nothing happens where
+    kernels have no graphs of their own. The device's random state is afterwards what it was:
+    Transformer Engine draws with every call, dropout or not.
     """
     if not isinstance(attention, VarlenAttention) or attention.name != "te":
         return 0
     began, done, random = time.monotonic(), 0, torch.cuda.get_rng_state()
-    wanted = list(calls(context))
+    wanted = list(calls(context, alone=whole != heads))
     try:
-        for queries, keys in wanted:
+        for call in wanted:
             if time.monotonic() - began > SECONDS:
                 break
-            _run(attention, heads, queries, keys, device)
+            if call.alone:
+                _run(attention.whole, whole, call, device)
+            else:
+                _run(attention, heads, call, device)
             done += 1
     except torch.OutOfMemoryError:
         # The longest contexts need the least room when training slices them as it must.
-        logger.debug("no memory to warm up attention over %d keys", keys)
+        logger.debug("no memory to warm up attention over %d keys", call.keys)
     finally:
         torch.cuda.set_rng_state(random)
     if torch.distributed.get_rank() == 0:
@@ -66,17 +86,15 @@ def warm_up(attention: Attention, heads: Heads, context: int, device: torch.devi
     return done
 
 
-def _run(
-    attention: VarlenAttention, heads: Heads, queries: int, keys: int, device: torch.device
-) -> None:
+def _run(attention: VarlenAttention, heads: Heads, call: Warmed, device: torch.device) -> None:
     def zeros(rows: int, count: int, size: int = heads.size) -> torch.Tensor:
         return torch.zeros(rows, count, size, dtype=heads.dtype, device=device)
 
-    borders = Borders.of([queries], [keys], device)
-    q, k = zeros(queries, heads.query), zeros(keys, heads.key)
-    v = zeros(keys, heads.key, heads.value)
-    call = Operands(q, k, v, borders)
-    _, kept = attention.kernel.forward(call, True)
-    attention.kernel.backward(zeros(queries, heads.query, heads.value), call, kept)
+    borders = Borders.of([call.queries], [call.keys], device)
+    q, k = zeros(call.queries, heads.query), zeros(call.keys, heads.key)
+    v = zeros(call.keys, heads.key, heads.value)
+    operands = Operands(q, k, v, borders)
+    _, kept = attention.kernel.forward(operands, True)
+    attention.kernel.backward(zeros(call.queries, heads.query, heads.value), operands, kept)
     if device.type == "cuda":
         torch.cuda.synchronize()

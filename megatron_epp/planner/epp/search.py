@@ -22,8 +22,9 @@ from megatron_epp.planner.infinipipe.grouping import Programs, group
 from megatron_epp.planner.infinipipe.memory import papers_ledger
 from megatron_epp.planner.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import Draft, SortedBatch, merge_iw
-from megatron_epp.planner.order.list_scheduler import B, F, Schedule, list_schedule
+from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import (
     ScheduleProblem,

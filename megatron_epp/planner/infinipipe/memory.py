@@ -13,7 +13,7 @@ from megatron_epp.cost.layer_kinds import Counts, split_choice
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerFigures
 from megatron_epp.ir import FULL, KEEP
-from megatron_epp.planner.order.list_scheduler import B, F, G, H, I, W
+from megatron_epp.planner.order.compiled import B, F, G, H, I, W
 from megatron_epp.planner.order.problem import ScheduleProblem
 
 

@@ -15,7 +15,7 @@ from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.list_scheduler import B, I, W
+from megatron_epp.planner.order.compiled import B, I, W
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, with_kept
 from megatron_epp.planner.result import Planned
 from megatron_epp.sim.play import Simulation, play

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.planner.order.list_scheduler import G, Policy, W
+from megatron_epp.planner.order.compiled import G, W
+from megatron_epp.planner.order.list_scheduler import Policy
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import whole_groups
 

@@ -16,8 +16,9 @@ from random import Random
 import numpy as np
 
 from megatron_epp.ir import KIND_CODE, OF_LAYERS, Kind, Op
+from megatron_epp.planner.order.compiled import B, F, I, W
 from megatron_epp.planner.order.emit import NOTHING, merge_iw
-from megatron_epp.planner.order.list_scheduler import B, F, I, Policy, Schedule, W, list_schedule
+from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.replay import replayed
