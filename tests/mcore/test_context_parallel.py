@@ -10,12 +10,12 @@ import pytest
 from megatron_epp.ir import Plan, Step
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, read
+from megatron_epp.mcore.certify.command import LLAMA, Judged, Trial, certify, read
 from megatron_epp.mcore.certify.scale_down import Degrees, heads
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.refusals import refuse
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
+from tests.mcore.sabotages import require_shown, stand_in_order
 from tests.mcore.test_refusals import Wanted
 
 
@@ -118,7 +118,6 @@ def judged() -> Mapping[str, Judged]:
 
 def test_random_plans_over_context_parallel_ranks(judged) -> None:
     untouched = [batch for way, batch in judged.items() if "nothing" in way]
-    assert all(batch.passed for batch in untouched), untouched
     assert sum(batch.coverage.split + batch.coverage.hybrid for batch in untouched) > 0
     assert judged["nothing"].coverage.local == judged["nothing spread"].coverage.local == 0
     for way in ("nothing local", "nothing local again"):
@@ -153,11 +152,9 @@ def test_the_ways_are_those_of_the_sabotage() -> None:
     assert stand_in_order(WAYS, SABOTAGE)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
-def test_wrong_local_documents_show(judged, way) -> None:
-    batch = judged[way]
-    assert not batch.passed and not batch.problems, batch
-    assert batch.gradient_error > 1e6 * BOUND, batch
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_local_documents_show_and_right_ones_pass(judged, way) -> None:
+    require_shown(judged[way], way)
 
 
 # ------------------------------------------------------------------ trained

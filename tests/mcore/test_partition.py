@@ -12,8 +12,8 @@ from megatron_epp.mcore.model.hybrid.pattern import (
     with_borders,
 )
 from megatron_epp.mcore.partition import KEPT, KEPT_VOCABULARY, OTHERS, choose, placeholder
+from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.test_training import STOCK_ON_DOCUMENTS
 
 LENGTHS = [100, 90, 40, 30, 20, 16, 12, 8, 8, 8, 8, 8] * 8
 # A large vocabulary: its output layer takes layers from the last stage.
