@@ -109,8 +109,8 @@ class Config:
     epp_partition: str = _flag(
         "flags",
         "Layers of the stages: flags: as Megatron's own say (default); auto: by time on the "
-        "corpus's lengths, with the cost model of --epp-cost-model, else the device's figures. A "
-        "run that resumes keeps its checkpoint's.",
+        "corpus's lengths (of --hybrid-layer-pattern, where its | go), with the cost model of "
+        "--epp-cost-model, else the device's figures. A run that resumes keeps its checkpoint's.",
         choices=("flags", PARTITION_AUTO),
     )
     epp_vocab_parallel: str = _flag(

@@ -23,6 +23,13 @@ from megatron_epp.mcore.calibrate.profile_file import ANALYTIC
 from megatron_epp.mcore.certify.scale_down import stage_layers
 from megatron_epp.mcore.config import AUTO, OFF, ON, PARTITION_AUTO, Config
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
+from megatron_epp.mcore.model.hybrid.pattern import (
+    layers_of_stages,
+    letters_of_layers,
+    pattern_of,
+    placed_by_time,
+    with_borders,
+)
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.refusals import require_whole_words
 
@@ -52,11 +59,25 @@ def placeholder(wanted: Any) -> dict[str, Any]:
                 f"--{name.replace('_', '-')} says where layers lie, and --epp-partition auto "
                 "chooses that: leave one of the two out"
             )
-    if not wanted.num_layers or wanted.hybrid_layer_pattern or wanted.mtp_num_layers:
+    pattern = pattern_of(wanted)
+    if pattern is not None and not placed_by_time(wanted):
         raise ValueError(
-            "--epp-partition auto divides the layers of --num-layers; leave it out with a pattern "
-            "of layers or layers that predict further tokens"
+            f"--hybrid-layer-pattern {pattern}: its | say where stages end, and --epp-partition "
+            "auto chooses that: leave one of the two out"
         )
+    layers = wanted.num_layers if pattern is None else len(letters_of_layers(pattern))
+    if not layers or wanted.mtp_num_layers:
+        raise ValueError(
+            "--epp-partition auto divides the layers of --num-layers or --hybrid-layer-pattern; "
+            "leave it out with layers that predict further tokens"
+        )
+    if layers < stages:
+        raise ValueError(
+            f"--pipeline-model-parallel-size {stages}: more stages than the {layers} layers; "
+            "expected at most one stage per layer"
+        )
+    if pattern is not None:  # without | its layers are nowhere yet, to Megatron's checks, too
+        return {}
     from megatron_epp.planner.partition import layout_text
 
     return {"pipeline_model_parallel_layout": layout_text(even_layers(wanted.num_layers, stages))}
@@ -68,7 +89,8 @@ def chosen(args: Any) -> bool:
 
 
 def choose(args: Any) -> str | None:
-    """Sets Megatron's layout on ``args``, which Megatron has validated; what rank 0 says of it.
+    """Sets Megatron's layout on ``args``, which Megatron has validated, or the | in the pattern of
+    a HybridModel; what rank 0 says of it.
 
     None where there is nothing to choose. ValueError: a corpus or a cost model cannot be read.
     """
@@ -87,8 +109,13 @@ def choose(args: Any) -> str | None:
         said = f"the checkpoint's, as it resumes ({whence})"
     else:
         layers, said = _by_time(args, even)
-    args.pipeline_model_parallel_layout = layout_text(layers)
-    return f"--epp-partition auto: layers {' '.join(map(str, layers))} of the stages, {said}"
+    counts = " ".join(map(str, layers))
+    if args.hybrid_layer_pattern is None:
+        args.pipeline_model_parallel_layout = layout_text(layers)
+        return f"--epp-partition auto: layers {counts} of the stages, {said}"
+    args.hybrid_layer_pattern = with_borders(args.hybrid_layer_pattern, layers)
+    where = f"layers {counts} of the stages, {args.hybrid_layer_pattern}"
+    return f"--epp-partition auto: {where}, {said}"
 
 
 def choose_vocabulary(args: Any) -> str | None:
@@ -129,8 +156,11 @@ def keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
     that resumes. OSError: the folder cannot be written."""
 
     def keep(models: list[Any]) -> list[Any]:
-        layout = str(args.pipeline_model_parallel_layout)
-        layers = [_layers_of(stage) for stage in layout.split("|")]
+        if args.hybrid_layer_pattern is None:
+            layout = str(args.pipeline_model_parallel_layout)
+            layers = [_layers_of(stage) for stage in layout.split("|")]
+        else:
+            layers = list(layers_of_stages(args))
         write_whole(Path(args.save) / KEPT, json.dumps(layers) + "\n")
         return models
 
@@ -184,7 +214,7 @@ def _kept(args: Any) -> tuple[int, ...] | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: no partition ({error}); delete the file, and say with "
-            "--pipeline-model-parallel-layout what the checkpoint was made with"
+            f"{_place_of(args)} what the checkpoint was made with"
         ) from error
     stages = args.pipeline_model_parallel_size
     if len(layers) != stages or sum(layers) != args.num_layers:
@@ -193,6 +223,13 @@ def _kept(args: Any) -> tuple[int, ...] | None:
             "--epp-partition auto out to load this checkpoint into another pipeline"
         )
     return tuple(layers)
+
+
+def _place_of(args: Any) -> str:
+    """Where a user says what lies on which stage."""
+    if args.hybrid_layer_pattern is not None:
+        return "| in --hybrid-layer-pattern"
+    return "--pipeline-model-parallel-layout"
 
 
 def _by_time(args: Any, even: tuple[int, ...]) -> tuple[tuple[int, ...], str]:

@@ -329,14 +329,6 @@ REFUSALS = (
             or getattr(args, "heterogeneous_layers_config_encoded_json", None)
         ),
     ),
-    Refusal(
-        "vocabulary parallelism of a HybridModel (--epp-vocab-parallel)",
-        "leave it out, and give the last stage fewer layers with | in --hybrid-layer-pattern",
-        lambda args: (
-            bool(getattr(args, "hybrid_layer_pattern", None))
-            and getattr(args, "epp_vocab_parallel", "off") != "off"
-        ),
-    ),
     *(
         Refusal(
             f"{what} ({letter} in --hybrid-layer-pattern)",
@@ -446,11 +438,6 @@ def require_whole_words(args: argparse.Namespace) -> None:
     if stages == 1:
         raise ValueError(
             f"{given}: there is one stage, so its words have nowhere else to lie; leave it out"
-        )
-    if getattr(args, "hybrid_layer_pattern", None):
-        raise ValueError(
-            f"{given} does not run hybrid models (--hybrid-layer-pattern); "
-            f"{instead.removeprefix('or ')}"
         )
     if lockstep_of(args) > 1:
         raise ValueError(

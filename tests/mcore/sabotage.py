@@ -120,6 +120,21 @@ def reuse_host_memory() -> AbstractContextManager:
     return patch.object(HostStore, "take", take)
 
 
+def leave_layers_where_they_are() -> AbstractContextManager:
+    """What the plan offloads stays on the device."""
+    return patch.object(HostStore, "take", lambda self, nbytes: None)
+
+
+def lay_one_layer_aside_at_a_time() -> AbstractContextManager:
+    """The host has room for one layer, whatever the plan says."""
+    plain = HostStore.take
+
+    def take(self: HostStore, nbytes: int) -> list[torch.Tensor] | None:
+        return None if self.bytes else plain(self, nbytes)
+
+    return patch.object(HostStore, "take", take)
+
+
 def forget_to_free() -> AbstractContextManager:
     """What an iteration kept is still there when it ends."""
     return patch.object(Store, "release", lambda self, layer, document: None)
@@ -136,6 +151,8 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     meet_in_between,
     forget_to_free,
     reuse_host_memory,
+    leave_layers_where_they_are,
+    lay_one_layer_aside_at_a_time,
     shift_masks,
     nullcontext,
 )

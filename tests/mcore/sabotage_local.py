@@ -92,6 +92,7 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     nullcontext,
     exchange_local_rows,
     give_rows_back_out_of_turn,
+    *(nullcontext,) * 3,
 )
 
 

@@ -1,7 +1,7 @@
 """Breaks replicas in lockstep on purpose, another way in every batch.
 
 Run inside a rank (``Trial.interfere``), as sabotage.py. What would make ranks wait for each other
-must be refused, which ends a certificate: a test puts one such way in the place of ``WAYS``.
+must be refused, which ends a certificate: it comes last.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy
 import torch.distributed as dist
 
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.ir import Step
+from megatron_epp.ir import Plan
 from megatron_epp.layers.experts.ledger import Ledger
 from megatron_epp.mcore.certify.rank import DrawnSteps, InMemory
 
@@ -44,49 +44,22 @@ def count_empty_chunks() -> AbstractContextManager:
     return patch.object(Ledger, "_owners", owners)
 
 
-def _other_step(change: Callable[[Step], Step]) -> AbstractContextManager:
-    """All ranks hold the step that ``change`` makes of the drawn one."""
+def skip_empty_chunks() -> AbstractContextManager:
+    """A replica leaves out the ops of a chunk that it has nothing in; all ranks hold that step."""
     plain = DrawnSteps.step
 
+    def skipping(plan: Plan) -> Plan:
+        orders = tuple(
+            tuple(op for op in order if plan.chunks[op.chunk].spans) for order in plan.orders
+        )
+        return replace(plan, orders=orders)
+
     def step(self: DrawnSteps, iteration: int, lengths, forward_only: bool) -> SourcedStep:
-        changed = change(plain(self, iteration, lengths, forward_only).step)
+        drawn = plain(self, iteration, lengths, forward_only).step
+        changed = replace(drawn, plans=tuple(map(skipping, drawn.plans)))
         return SourcedStep(changed, str(changed))
 
     return patch.object(DrawnSteps, "step", step)
-
-
-def skip_empty_chunks() -> AbstractContextManager:
-    """A replica leaves out the ops of a chunk that it has nothing in."""
-
-    def change(step: Step) -> Step:
-        def skipping(plan):
-            orders = tuple(
-                tuple(op for op in order if plan.chunks[op.chunk].spans) for order in plan.orders
-            )
-            return replace(plan, orders=orders)
-
-        return replace(step, plans=tuple(map(skipping, step.plans)))
-
-    return _other_step(change)
-
-
-def recompute_alone() -> AbstractContextManager:
-    """The second replica runs experts again where the first does not."""
-
-    def change(step: Step) -> Step:
-        first, second = step.plans
-        other = tuple(
-            tuple(choice.translate(str.maketrans("kcnaofmb", "ffffffkk")) for choice in stage)
-            for stage in second.recompute
-        )
-        return replace(step, plans=(first, replace(second, recompute=other)))
-
-    return _other_step(change)
-
-
-def run_freely() -> AbstractContextManager:
-    """Nobody says that the replicas are in lockstep."""
-    return _other_step(lambda step: replace(step, lockstep=1))
 
 
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
@@ -94,6 +67,7 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     nullcontext,
     deal_wrongly,  # from here on the bias is not where it should be
     count_empty_chunks,
+    skip_empty_chunks,
 )
 
 

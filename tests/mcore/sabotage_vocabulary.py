@@ -81,7 +81,7 @@ def count_masked_rows_in_g() -> AbstractContextManager:
 
 
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
-    nullcontext,
+    *(nullcontext,) * 5,
     forget_the_words_before,
     add_means_unweighted,
     forget_label_rows,
@@ -93,4 +93,4 @@ WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
 
 
 def around(number: int) -> AbstractContextManager:
-    return WAYS[number % len(WAYS)]()
+    return WAYS[number]()

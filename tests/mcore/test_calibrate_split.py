@@ -15,8 +15,9 @@ B = Seconds(per_token=3e-6, per_pair=2e-9, per_chunk=1e-4)
 HEAD = Seconds(per_token=4e-6)
 
 
-def measured(price: float, per_chunk: float):
-    """A profile with B measured as above, and splits of a device with this price."""
+def measured(price: float, per_chunk: float, weight_seconds: float = 1e-6):
+    """A profile with B measured as above, and splits of a device with this price, whose W takes so
+    long for a token."""
     made = analytic_profile(model("llama3-8b"), device("cpu"))
     made = dataclasses.replace(
         made,
@@ -32,7 +33,7 @@ def measured(price: float, per_chunk: float):
         splits.append(Split(True, tokens, weight_input_bytes=tokens * 13))
     for tokens in (SMALL_TOKENS, 1000, 2000):
         whole = B(tokens, tokens * tokens / 2)
-        weight = 1e-6 * tokens + per_chunk / 2
+        weight = weight_seconds * tokens + per_chunk / 2
         both = whole * (1 + price * (tokens != SMALL_TOKENS)) + per_chunk
         splits.append(Split(False, tokens, whole, both - weight, weight))
     splits.append(Split(True, 1000, 4e-3, 1e-3, 3e-3))
@@ -55,6 +56,13 @@ def test_a_price_below_nothing_is_luck():
     found = measured(-0.05, -1e-5)
     both = sum(found.layer_seconds[kind](1000, 0) for kind in (Kind.INPUT, Kind.WEIGHT))
     assert both == pytest.approx(B(1000, 0), rel=1e-9)
+
+
+def test_no_weight_gradient_is_free():
+    """Where a busy host let W take nothing of what was measured, it has its share without that."""
+    found = measured(0.0, 0.0, weight_seconds=0.0)
+    unmeasured = analytic_profile(model("llama3-8b"), device("cpu")).layer_seconds[Kind.WEIGHT]
+    assert found.layer_seconds[Kind.WEIGHT].per_token == unmeasured.per_token > 0
 
 
 def test_the_output_layer_is_shared_out_as_measured():

@@ -1,14 +1,22 @@
 """A certificate that cannot fail is none: every way to break the executor shows."""
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from megatron_epp.ir import Kind, Step, slices_of
+from megatron_epp.ir import Step, slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.batches import Coverage, Drawn, Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.batches import (
+    Coverage,
+    Drawn,
+    Frame,
+    draw,
+    letters_drawn,
+    most_offloaded,
+)
 from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
 from megatron_epp.mcore.certify.scale_down import Degrees
 from tests.mcore.sabotages import stand_in_order
@@ -26,10 +34,13 @@ WAYS = (
     "meet in between",
     "forget to free",
     "reuse host memory",
+    "leave layers where they are",
+    "lay one layer aside at a time",
     "shift masks",
     "nothing again",
 )
-ROUNDS = 4  # batches of each way to choose from
+HOST = ("leave layers where they are", "lay one layer aside at a time")
+ROUNDS = 2  # batches of each way to choose from
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
 
@@ -51,18 +62,13 @@ def fragile(way: str, drawn: Drawn) -> bool:
 
 
 def offloads_two(step: Step) -> bool:
-    """Whether two layers lie in the host's memory at a time."""
+    """Whether two layers that are worth it lie in the host's memory at a time."""
     (plan,) = step.plans
-    away = most = 0
-    for op in plan.orders[0]:
-        layers = plan.recompute[0][op.chunk].count("o")
-        away += {Kind.FORWARD: layers, Kind.BACKWARD: -layers, Kind.INPUT: -layers}.get(op.kind, 0)
-        most = max(most, away)
-    return most > 1
+    return most_offloaded(plan, 0, lambda chunk: chunk.tokens > 1) > 1
 
 
 def shows(way: str, drawn: Drawn) -> bool:
-    if way == "reuse host memory":
+    if way in (*HOST, "reuse host memory"):
         return offloads_two(drawn.step)
     return way.startswith("nothing") or fragile(way, drawn)
 
@@ -145,6 +151,16 @@ def test_keys_appended_again_are_refused(judged) -> None:
 def test_what_is_kept_behind_an_iteration_is_refused(judged) -> None:
     (problem,) = judged["forget to free"].problems
     assert "K/V buffers outlive the iteration" in problem
+
+
+@pytest.mark.parametrize("way", HOST)
+def test_layers_that_stay_on_the_device_are_refused(judged, way) -> None:
+    """All of them, or all but one at a time; the numbers are none the worse."""
+    batch = judged[way]
+    (problem,) = batch.problems
+    taken, planned = map(int, re.findall(r"(\d+) (?:bytes were|layers)", problem))
+    assert bool(taken) == (way == "lay one layer aside at a time") and planned > 1
+    assert batch.gradient_error <= BOUND and not batch.passed
 
 
 def test_a_collective_that_is_not_on_the_list_is_refused(judged) -> None:

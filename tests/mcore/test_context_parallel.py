@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.ir import Plan, Step
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, read
+from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.command import LLAMA, Judged, Trial, certify, read
 from megatron_epp.mcore.certify.scale_down import Degrees, heads
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.refusals import refuse
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.sabotages import stand_in_order
+from tests.mcore.sabotages import require_shown, stand_in_order
 from tests.mcore.test_refusals import Wanted
 
 
@@ -53,19 +54,75 @@ def test_the_certificate_takes_the_degree_from_its_flag_or_the_models() -> None:
         read(["--cp", "0"])
 
 
-def test_random_plans_over_context_parallel_ranks() -> None:
-    """Two stages of two ranks each, which share the only key head; also gradients in buckets."""
+SABOTAGE = Path(__file__).with_name("sabotage_local.py")
+# Batch by batch; in every third, the first one among them, all documents are spread.
+WAYS = (
+    "nothing",
+    "lose every place",
+    "take the other ranks documents",
+    "nothing again",
+    "exchange local rows",
+    "give rows back out of turn",
+    "nothing spread",
+    "nothing local",
+    "nothing local again",
+)
+FRAME = Frame(61, (2, 2), 1, letters_drawn(EXECUTABLE), splits=True, ranks=2)
+
+
+def fragile(plan: Plan) -> bool:
+    """Whether a rank has two local documents of a chunk beside what is spread, and the other has
+    some, too."""
+    for chunk in plan.chunks:
+        ranks = [span.rank for span in chunk.spans if span.local]
+        if chunk.spread_tokens and set(ranks) == {0, 1} and len(ranks) > 2:
+            return True
+    return False
+
+
+def shows(way: str, step: Step) -> bool:
+    if "nothing" in way:
+        return ("local" in way) <= (Coverage.of(step).mixed > 0)
+    return fragile(step.plans[0])
+
+
+@cache
+def seed() -> int:
+    """With which every way to break a batch must show: the one that was found, as long as batches
+    are drawn as they were."""
+    ways = list(enumerate(WAYS))
+    return next(
+        s
+        for s in (1596, *range(10_000))
+        if all(shows(way, draw(s, n, FRAME).step) for n, way in ways)
+    )
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    """Two stages of two ranks each, which share the only key head; gradients in buckets."""
     flags = f"{LLAMA} --num-layers 4 --num-attention-heads 8 --num-query-groups 1".split()
-    trial = Trial(Degrees(2, 1, 1, cp=2), (tuple(flags),), batches=4, overlap=True)
+    trial = Trial(
+        Degrees(2, 1, 1, cp=2),
+        (tuple(flags),),
+        len(WAYS),
+        seed(),
+        overlap=True,
+        interfere=SABOTAGE,
+    )
     lines: list[str] = []
-    judged = certify(trial, lines.append)
+    found = dict(zip(WAYS, certify(trial, lines.append), strict=True))
     assert lines[0].startswith("PP 2, TP 1, DP 1, CP 2: layers 2 2")
-    assert all(batch.passed for batch in judged), "\n".join(lines)
-    assert sum(batch.coverage.split + batch.coverage.hybrid for batch in judged) > 0
-    local = [batch.coverage.local for batch in judged]
-    assert local[0] == local[3] == 0 < min(local[1:3])
-    assert sum(batch.coverage.mixed for batch in judged) > 0
-    for batch in judged:
+    return found
+
+
+def test_random_plans_over_context_parallel_ranks(judged) -> None:
+    untouched = [batch for way, batch in judged.items() if "nothing" in way]
+    assert sum(batch.coverage.split + batch.coverage.hybrid for batch in untouched) > 0
+    assert judged["nothing"].coverage.local == judged["nothing spread"].coverage.local == 0
+    for way in ("nothing local", "nothing local again"):
+        assert judged[way].coverage.local > 0 and judged[way].coverage.mixed > 0
+    for batch in untouched:
         assert batch.messages == 2 * 2 * batch.coverage.chunks
         assert batch.collectives["rows for heads"] > 0
 
@@ -90,58 +147,14 @@ def test_documents_local_to_one_of_several_ranks(degrees, extra, batches) -> Non
 
 # ------------------------------------------------------------------ sabotage
 
-SABOTAGE = Path(__file__).with_name("sabotage_local.py")
-WAYS = (
-    "nothing",
-    "lose every place",
-    "take the other ranks documents",
-    "nothing again",
-    "exchange local rows",
-    "give rows back out of turn",
-)
-FRAME = Frame(61, (2,), 1, letters_drawn(EXECUTABLE), splits=True, ranks=2)
-
-
-def fragile(number: int, seed: int) -> bool:
-    """Whether in the batch a rank has two local documents of a chunk beside what is spread, and
-    the other has some, too."""
-    if number % 3 == 0:
-        return True
-    (plan,) = draw(seed, number, FRAME).step.plans
-    for chunk in plan.chunks:
-        ranks = [span.rank for span in chunk.spans if span.local]
-        if chunk.spread_tokens and set(ranks) == {0, 1} and len(ranks) > 2:
-            return True
-    return False
-
-
-@cache
-def seed() -> int:
-    return next(s for s in range(10_000) if all(fragile(n, s) for n in range(len(WAYS))))
-
-
-@pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
-    flags = f"{LLAMA} --num-layers 2".split()
-    degrees = Degrees(1, 1, 1, cp=2)
-    trial = Trial(degrees, (tuple(flags),), len(WAYS), seed(), interfere=SABOTAGE)
-    return dict(zip(WAYS, certify(trial), strict=True))
-
 
 def test_the_ways_are_those_of_the_sabotage() -> None:
     assert stand_in_order(WAYS, SABOTAGE)
 
 
-@pytest.mark.parametrize("way", ["nothing", "nothing again"])
-def test_the_untouched_ranks_pass(judged, way) -> None:
-    assert judged[way].passed, judged[way]
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
-def test_wrong_local_documents_show(judged, way) -> None:
-    batch = judged[way]
-    assert not batch.passed and not batch.problems, batch
-    assert batch.gradient_error > 1e6 * BOUND, batch
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_local_documents_show_and_right_ones_pass(judged, way) -> None:
+    require_shown(judged[way], way)
 
 
 # ------------------------------------------------------------------ trained

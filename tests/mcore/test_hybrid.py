@@ -60,8 +60,12 @@ EVERY_DEGREE = {
     "tensor-parallel stages": Trial(
         Degrees(pp=2, tp=2, dp=1), words(f"{LLAMA} {EXPERTS} {SPREAD}", "*-*E*-*E*-"), batches=4
     ),
+    # In turn with its words over the stages.
     "four stages, tied, latents, one without attention": Trial(
-        Degrees(pp=4, tp=1, dp=1), words(LATENTS, "+-|+|-+|--"), batches=3, overlap=True
+        Degrees(pp=4, tp=1, dp=1),
+        words(LATENTS, "+-|+|-+|--") + words(f"{LATENTS} --epp-vocab-parallel on", "+-|+|-+|--"),
+        batches=4,
+        overlap=True,
     ),
 }
 

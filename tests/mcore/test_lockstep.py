@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from megatron_epp.ir import Step, check_skeletons
-from megatron_epp.mcore.certify.batches import Frame, draw
-from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify, verdict
+from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
+from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
+from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, verdict
 from megatron_epp.mcore.certify.scale_down import Degrees
 from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, tensors
 from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.sabotages import stand_in_order
 from tests.mcore.test_experts import EXPERTS, QWEN3
+from tests.mcore.test_hybrid import EXPERTS as OF_HYBRID
 from tests.mcore.test_latents import EXPERTS as OF_DEEPSEEK
 from tests.mcore.test_latents import V3
 
@@ -27,101 +30,120 @@ def spread(model: str, ranks: int) -> tuple[tuple[str, ...], ...]:
     return ((*model.split(), "--expert-model-parallel-size", str(ranks)),)
 
 
-@pytest.mark.parametrize(
-    "trial",
-    [
-        Trial(
-            Degrees(pp=2, tp=1, dp=2),
-            spread(MODEL, 2) + spread(DEEPSEEK, 2),
-            batches=6,
-            overlap=True,
-        ),
-        Trial(Degrees(pp=1, tp=1, dp=4), spread(SHORT, 4), batches=3),
-        Trial(Degrees(pp=1, tp=1, dp=2, cp=2), spread(SHORT, 4), batches=2),
-    ],
-    ids=["two replicas, two stages", "four replicas", "two replicas of two context ranks"],
+# In turn: the third batch is of the third, and offloads a layer of attention of an empty chunk,
+# which saves nothing that is worth a copy.
+IN_TURN = (
+    spread(MODEL, 2)
+    + spread(DEEPSEEK, 2)
+    + spread(f"{LLAMA} {OF_HYBRID} --hybrid-layer-pattern=*-*|E*-", 2)
 )
-def test_random_blocks_compute_what_the_plain_model_computes(trial: Trial) -> None:
-    """Gradients, auxiliary losses, z-loss and the counts that move the bias, with any letters,
-    split backwards, and chunks that only one replica has."""
-    lines: list[str] = []
-    judged = certify(trial, lines.append)
-    assert all(batch.passed for batch in judged), "\n".join(lines)
-    assert f"{trial.degrees.dp} replicas in lockstep" in lines[0]
-    for what in ("packed", "split", "hybrid", "empty", "recomputed", "selective", "halved"):
-        assert sum(getattr(batch.coverage, what) for batch in judged) > 0, what
-    assert "empty in lockstep" in verdict(judged)
-    exchanges = {"expert exchange", "expert bias", "gradient reduction", "token count"}
-    assert all(exchanges <= set(batch.collectives) for batch in judged)
+TRIALS = {
+    "two replicas, two stages": Trial(Degrees(pp=2, tp=1, dp=2), IN_TURN, batches=6, overlap=True),
+    "two replicas of two context ranks": Trial(
+        Degrees(pp=1, tp=1, dp=2, cp=2), spread(SHORT, 4), batches=2
+    ),
+}
+# Of the four replicas, batch by batch; nobody is to wait for the last one.
+WAYS = (
+    "nothing",
+    "nothing again",
+    "deal wrongly",
+    "count empty chunks",
+    "skip empty chunks",
+)
+LETTERS = letters_drawn(EXECUTABLE + OF_EXPERTS)
+FRAME = Frame(61, (2,), replicas=4, letters=LETTERS, splits=True, lockstep=4)
 
 
-# ------------------------------------------------------------------ broken on purpose
-
-PAIR = Degrees(pp=1, tp=1, dp=2)
-WAYS = ("nothing", "nothing again", "deal wrongly", "count empty chunks")
-FRAME = Frame(61, (2,), replicas=2, letters="kfcmnabo", splits=True, lockstep=2)
+KINDS = ("packed", "split", "hybrid", "empty", "recomputed", "selective", "halved")
 
 
 def fragile(step: Step) -> bool:
-    """Whether both replicas have documents of several lengths, and one an empty chunk."""
+    """Whether the replicas have documents of several lengths, and one an empty chunk."""
     return len(set(step.lengths)) > 2 and any(
         not chunk.spans for plan in step.plans for chunk in plan.chunks
     )
 
 
-def seed_for(batches: int) -> int:
-    """With which every batch can be broken in every way."""
-    return next(
-        seed
-        for seed in range(100)
-        if all(fragile(draw(seed, number, FRAME).step) for number in range(batches))
-    )
+def fits(seed: int) -> bool:
+    """Whether with it every batch can be broken in every way, and the first two have all kinds."""
+    steps = [draw(seed, number, FRAME).step for number in range(len(WAYS))]
+    proved = [Coverage.of(step) for step in steps[:2]]
+    every = all(sum(getattr(coverage, kind) for coverage in proved) for kind in KINDS)
+    return every and all(map(fragile, steps))
+
+
+def seed() -> int:
+    return next(seed for seed in range(100) if fits(seed))
 
 
 @pytest.fixture(scope="module")
-def judged() -> dict[str, Judged]:
-    trial = Trial(PAIR, spread(SHORT, 2), len(WAYS), seed_for(len(WAYS)), interfere=SABOTAGE)
-    return dict(zip(WAYS, certify(trial), strict=True))
+def four() -> tuple[list[str], dict[str, Judged]]:
+    """Lines, and batches of four replicas, of which the first two are not touched."""
+    lines: list[str] = []
+    degrees = Degrees(pp=1, tp=1, dp=4)
+    trial = Trial(degrees, spread(SHORT, 4), len(WAYS), seed(), interfere=SABOTAGE)
+    return lines, dict(zip(WAYS, certify(trial, lines.append), strict=True))
 
 
-@pytest.mark.parametrize("way", ["nothing", "nothing again"])
-def test_untouched_blocks_pass(judged, way) -> None:
-    assert judged[way].passed, judged[way]
+def require_proved(lines: list[str], judged: list[Judged]) -> None:
+    """Gradients, auxiliary losses, z-loss and the counts that move the bias, with any letters,
+    split backwards, and chunks that only one replica has."""
+    assert all(batch.passed for batch in judged), "\n".join(lines)
+    for kind in KINDS:
+        assert sum(getattr(batch.coverage, kind) for batch in judged) > 0, kind
+    assert "empty in lockstep" in verdict(judged)
+    exchanges = {"expert exchange", "expert bias", "gradient reduction", "token count"}
+    assert all(exchanges <= set(batch.collectives) for batch in judged)
 
 
-def test_documents_dealt_wrongly_show(judged) -> None:
-    batch = judged["deal wrongly"]
+@pytest.mark.parametrize("name", TRIALS)
+def test_random_blocks_compute_what_the_plain_model_computes(name) -> None:
+    trial = TRIALS[name]
+    lines: list[str] = []
+    judged = certify(trial, lines.append)
+    require_proved(lines, judged)
+    said = [line for line in lines if " replicas in lockstep" in line]
+    assert len(said) == len(trial.models)
+    assert all(f"{trial.degrees.dp} replicas in lockstep" in line for line in said)
+
+
+def test_four_replicas_compute_what_the_plain_model_computes(four) -> None:
+    lines, judged = four
+    assert "4 replicas in lockstep" in lines[0]
+    require_proved(lines, [batch for way, batch in judged.items() if "nothing" in way])
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    assert stand_in_order(WAYS, SABOTAGE)
+
+
+def test_documents_dealt_wrongly_show(four) -> None:
+    batch = four[1]["deal wrongly"]
     assert not batch.problems
     assert min(batch.loss_error, batch.gradient_error) > 1e6 * BOUND, batch
 
 
-def test_empty_chunks_that_count_show(judged) -> None:
+def test_empty_chunks_that_count_show(four) -> None:
     """More tokens than there are choose experts; gradients of the loss are what they were."""
+    judged = four[1]["count empty chunks"]
     totals = [
         re.search(r"counted other tokens: (\d+) in all where the plain model has (\d+)", line)
-        for line in judged["count empty chunks"].routing
+        for line in judged.routing
     ]
     assert any(found and int(found[1]) > int(found[2]) for found in totals), judged
 
 
-@pytest.mark.parametrize(
-    ("way", "says"),
-    [
-        ("skip_empty_chunks", "expected the same ops in the same order"),
-        ("recompute_alone", "expected the same layers to run their MLP again"),
-        ("run_freely", "this job's experts are spread over 2 replicas each, which run together"),
-    ],
-)
-def test_a_broken_skeleton_is_refused_before_anything_runs(way, says, tmp_path) -> None:
+def test_a_broken_skeleton_is_refused_before_anything_runs(four) -> None:
     """By all ranks alike, so that nobody waits in an exchange: within a few seconds, not at the
-    timeout of the groups."""
-    broken = tmp_path / "broken.py"
-    broken.write_text(f"{SABOTAGE.read_text()}\n\nWAYS = ({way},)\n")
-    trial = Trial(PAIR, spread(SHORT, 2), 1, seed_for(1), patience_seconds=200, interfere=broken)
-    (batch,) = certify(trial)
-    assert len(batch.problems) == 2, batch
+    timeout of the groups. Of the ways to break one see tests/ir/test_lockstep.py."""
+    batch = four[1]["skip empty chunks"]
+    assert len(batch.problems) == 4, batch
     for problem in batch.problems:
-        assert "PlanError" in problem and says in problem
+        assert "PlanError" in problem and "expected the same ops in the same order" in problem
 
 
 # ------------------------------------------------------------------ inside the trainer
@@ -137,6 +159,10 @@ SPREAD = {
     "eval_interval": 2,
     "save_interval": 2,
 }
+
+
+# Where a run is about something else, its plans need no process that makes them ahead.
+AT_ONCE = {**SPREAD, "no_epp_plan_ahead": True}
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +199,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(corpus, three, tmp_path) -> None:
     (before / "latest_checkpointed_iteration.txt").write_text("2")
     for kept in folder.glob("epp-*"):
         (before / kept.name).write_bytes(kept.read_bytes())
-    words = flags(corpus, epp=True, load=before, save=tmp_path / "resumed", **SPREAD)
+    words = flags(corpus, epp=True, load=before, save=tmp_path / "resumed", **AT_ONCE)
     resumed = train(words)
     assert resumed.status == 0, resumed.output
     assert resumed.losses[0] == straight.losses[-1]
@@ -189,7 +215,7 @@ def test_no_memory_in_one_replica_repeats_the_iteration_for_all(corpus, three) -
     had enough."""
     _, free = three
     program = (str(Path(__file__).parent / "hungry.py"), "together")
-    changes = {**SPREAD, "save_interval": None, "exit_interval": 2}
+    changes = {**AT_ONCE, "save_interval": None, "exit_interval": 2}
     hit = train(flags(corpus, epp=True, **changes), program=program)
     assert hit.status == 0, hit.output
     assert "repeated with less memory" in hit.output
@@ -205,7 +231,8 @@ def test_a_limit_of_one_replica_is_that_of_its_block(corpus, three) -> None:
     _, free = three
     peaks = [float(x) for x in re.findall(r"peak ([0-9.]+) of ", free.output)]
     program = (str(Path(__file__).parent / "hungry.py"), "limit")
-    words = flags(corpus, epp=True, epp_memory_limit_gib=0.85 * max(peaks) / 1024, **SPREAD)
+    changes = {**AT_ONCE, "save_interval": None, "eval_iters": 0}
+    words = flags(corpus, epp=True, epp_memory_limit_gib=0.85 * max(peaks) / 1024, **changes)
     run = train(words, program=program)
     assert run.status == 0, run.output
     assert "repeated with less memory" in run.output
@@ -213,37 +240,19 @@ def test_a_limit_of_one_replica_is_that_of_its_block(corpus, three) -> None:
     assert run.losses == pytest.approx(free.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (
-            {"moe_token_dispatcher_type": "allgather"},
-            "experts spread over replicas that exchange by gathering "
-            "(--moe-token-dispatcher-type allgather): give --moe-token-dispatcher-type alltoall",
-        ),
-        (
-            {"epp_plan": "free"},
-            "is for replicas that run freely; this job's experts are spread over 2 replicas each, "
-            "which run together: expected a step with 'lockstep 2'",
-        ),
-        (
-            {"epp_plan": "broken"},
-            "lockstep 2: replica 1 recomputes 4f of chunk 0 on stage 0, replica 0 4k; expected the "
-            "same layers to run their MLP again (b, f, m)",
-        ),
-    ],
-)
-def test_refused_with_status_2(corpus, three, tmp_path, changes, says) -> None:
+def test_a_plan_for_free_replicas_is_refused_with_status_2(corpus, three, tmp_path) -> None:
     folder, _ = three
     step = Step.parse((folder / "records" / "iteration-000001.step").read_text())
-    if changes.get("epp_plan") == "free":
-        text = str(step).replace("lockstep 2\n", "")
-    else:  # its layers keep all; those of the other replica stay as they are
-        head, _, last = str(step).rpartition("recompute 0: 4k")
-        text = f"{head}recompute 0: 4f{last}"
     given = tmp_path / "given.step"
-    given.write_text(text)
-    changes = {**changes, **({"epp_plan": given} if "epp_plan" in changes else {})}
-    run = train(flags(corpus, epp=True, **{**SPREAD, **changes, "save_interval": None}))
+    given.write_text(str(step).replace("lockstep 2\n", ""))
+    changes = {**AT_ONCE, "epp_plan": given, "save_interval": None}
+    run = train(flags(corpus, epp=True, **changes))
     assert run.status and set(run.statuses) <= {2, -15} and 2 in run.statuses, run.output
-    assert len(run.errors) == 1 and says in run.errors[0], run.output
+    assert (
+        len(run.errors) == 1
+        and (
+            "is for replicas that run freely; this job's experts are spread over 2 replicas each, "
+            "which run together: expected a step with 'lockstep 2'"
+        )
+        in run.errors[0]
+    ), run.output

@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.devices import device
 from megatron_epp.cost.models import LayerShape, Model
-from megatron_epp.cost.profile import MEASURED, Profile, Provenance, layer_figures
+from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds, layer_figures
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore.patching import cpu_host
 
@@ -107,6 +109,42 @@ def test_each_kind_is_found_again(groups) -> None:
         assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
         assert figures.recompute_seconds["m"].per_token == pytest.approx(1e-7 * (1 + len(kind)))
     assert f"{made.provenance.source}".count("seconds of F") == 2
+
+
+class Busy(MadeUpLayers):
+    """Of which a B that runs something again was no slower than one that does not, and no pair was
+    seen to take any time."""
+
+    def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
+        token, _, chunk, _, held = RULES[self.word[self.at]]
+        seconds = token * shape.tokens + chunk
+        return Measured(seconds, 2 * seconds - 1e-5 * (letters != KEEP), round(held * shape.tokens))
+
+    def of_layer(self, at: int) -> "Busy":
+        return Busy(self.word, at, self.runs)
+
+
+def test_nothing_runs_again_for_nothing(groups) -> None:
+    """What a busy host hid is what the flops make of it, at the layer's own speed."""
+    word = ("local", "far")
+    shapes = {
+        "local": LayerShape(experts=8, active_experts=2, expert_hidden=64, window=100),
+        "far": LayerShape(kv_rank=16, query_rank=24, rotary_size=4, value_size=16),
+    }
+    model = Model("m", 2, 64, 128, 4, 2, 16, 1000, kinds=shapes, pattern="local far")
+    made = calibrate(Busy(word), groups, model, 65536, ORIGIN, False, word)
+    known = analytic_profile(model, device("cpu"))
+    for kind, own, nothing in (("local", "e", "u"), ("far", "u", "e")):
+        figures, told = made.kinds[kind], known.kinds[kind]
+        forward = figures.layer_seconds[Kind.FORWARD]
+        assert figures.recompute_seconds[nothing] == Seconds()
+        assert figures.recompute_seconds[FULL] == forward
+        assert figures.recompute_seconds["c"].per_pair > 0
+        mine, theirs = figures.recompute_seconds[own], told.recompute_seconds[own]
+        pairs = Shape(2048).pairs_within(figures.window)
+        slower = forward(2048, pairs) / told.layer_seconds[Kind.FORWARD](2048, pairs)
+        assert mine.per_token > 0
+        assert mine.per_token == pytest.approx(theirs.per_token * slower)
 
 
 class SpreadOrLocal(MadeUpLayers):

@@ -148,7 +148,6 @@ class Wanted:
         ({"iterations_to_skip": [3]}, "skipped iterations"),
         ({"dataloader_type": "cyclic"}, "data loader"),
         ({"hybrid_layer_pattern": "M*-"}, "Mamba layers (M in --hybrid-layer-pattern): use layers"),
-        ({"hybrid_layer_pattern": "*-", "epp_vocab_parallel": "on"}, "fewer layers with |"),
         ({"hybrid_layer_pattern": "G*-"}, "gated delta net layers (G"),
         ({"hybrid_layer_pattern": "D-"}, "DeepSeek's sparse attention (D"),
         ({"heterogeneous_layers_config_path": "x.json"}, "a HybridModel"),

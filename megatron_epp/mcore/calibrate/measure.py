@@ -49,6 +49,7 @@ _GPU_WEIGHED = (256, 2048, 8192)
 # its keys at once, which shows only where they are more than what a weight's gradient takes.
 _BEHIND_TOKENS = 1024
 _CONTEXTS = (0, 16384, 65536)
+_USUAL_TOKENS = 2048  # of a chunk, where one must stand for all
 _CONTEXT_SHARE = 1 / 16  # of the device's memory that the longest context may take
 
 
@@ -473,7 +474,7 @@ def _fitted(
     profile = dataclasses.replace(
         profile,
         provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
-        recompute_seconds=_recompute_seconds(every, profile),
+        recompute_seconds=_recompute_seconds(every, profile, template),
         saved_bytes={
             letter: profile.saved_bytes[letter if letter in letters_of(layer) else KEEP]
             for letter in profile.saved_bytes
@@ -579,9 +580,16 @@ def _workspaces(
     return layer, last, again, forward
 
 
-def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str, Seconds]:
+def _recompute_seconds(
+    every: Sequence[Readings], profile: Profile, template: Profile
+) -> dict[str, Seconds]:
     """Full: a layer's forward, times how much longer B really took. Selective: its modules', or
-    what B took longer; nothing of modules that the layer has not."""
+    what B took longer; nothing of modules that the layer has not.
+
+    Where the host was busy a B that ran something again may have been no slower than one that did
+    not. Nothing runs again for nothing: then it is what ``template`` has of it, at the speed that
+    the layer's forward was measured at.
+    """
     forward = profile.layer_seconds[Kind.FORWARD]
     ratios = sorted(
         more / plain for readings in every for letter, _, more, plain in readings.again
@@ -602,13 +610,26 @@ def _recompute_seconds(every: Sequence[Readings], profile: Profile) -> dict[str,
         ]
         (name,) = SELECTIVE[own]
         modules[name] = Seconds(per_token=median(longer) if longer else 0.0)
-    seconds = {KEEP: Seconds(), FULL: _times(forward, ratio)}
+    slower = _slower(profile, template)
+    for letter, names in SELECTIVE.items():
+        if len(names) == 1 and modules[names[0]] == Seconds():
+            known = dataclasses.replace(template.recompute_seconds[letter], per_chunk=0.0)
+            modules[names[0]] = _times(known, slower)
+    seconds = {KEEP: Seconds(), FULL: _times(forward, ratio or 1.0)}
     for letter, names in SELECTIVE.items():
         seconds[letter] = Seconds(
             sum(modules[name].per_token for name in names),
             sum(modules[name].per_pair for name in names),
         )
     return seconds
+
+
+def _slower(measured: Profile, template: Profile) -> float:
+    """How many times what ``template`` has a layer's forward takes, of a chunk of a usual size."""
+    usual = Shape(_USUAL_TOKENS)
+    load = usual.tokens, usual.pairs_within(template.window)
+    one, other = (each.layer_seconds[Kind.FORWARD](*load) for each in (measured, template))
+    return one / other
 
 
 def _times(seconds: Seconds, factor: float) -> Seconds:

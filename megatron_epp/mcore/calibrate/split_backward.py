@@ -86,9 +86,10 @@ def with_split(profile: Profile, splits: Sequence[Split]) -> Profile:
     per_chunk = max(0.0, median(s.input + s.weight - s.whole for s in small))
     price = max(0.0, median((s.input + s.weight - s.whole - per_chunk) / s.whole for s in large))
     per_token = median((s.weight - per_chunk / 2) / s.tokens for s in large)
-    weight = Seconds(per_token=max(0.0, per_token), per_chunk=per_chunk / 2)
     layer, last = dict(profile.layer_seconds), dict(profile.last_seconds)
-    layer[Kind.WEIGHT] = weight
+    if per_token <= 0:  # on a busy host: the share that W has without a measurement
+        per_token = layer[Kind.WEIGHT].per_token
+    weight = layer[Kind.WEIGHT] = Seconds(per_token=per_token, per_chunk=per_chunk / 2)
     layer[Kind.INPUT] = _rest(layer[Kind.BACKWARD], 1 + price, per_chunk, weight)
     ends = [s for s in timed if s.end]
     if ends:

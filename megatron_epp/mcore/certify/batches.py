@@ -1,6 +1,6 @@
 """Random documents, dealt at random and run by an arbitrary plan: a certificate's batches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -303,8 +303,24 @@ def _chunk_kinds(plan: Plan) -> list[str]:
 
 def _window(order: tuple[Op, ...]) -> int:
     """The most chunks of a stage whose forward has run and whose backward has not."""
-    most = open_ = 0
+    return _most_between(order, lambda chunk: 1)
+
+
+def most_offloaded(plan: Plan, stage: int, counts: Callable[[Chunk], bool]) -> int:
+    """The most layers of ``stage`` that lie in the host's memory at a time, of the chunks that
+    count."""
+    away = [
+        choice.count(OFFLOAD) if counts(chunk) else 0
+        for chunk, choice in zip(plan.chunks, plan.recompute[stage], strict=True)
+    ]
+    return _most_between(plan.orders[stage], away.__getitem__)
+
+
+def _most_between(order: tuple[Op, ...], amount: Callable[[int], int]) -> int:
+    """The most of what each chunk has from its forward to its backward, or its I."""
+    signs = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
+    most = now = 0
     for op in order:
-        open_ += {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}.get(op.kind, 0)
-        most = max(most, open_)
+        now += signs.get(op.kind, 0) * amount(op.chunk)
+        most = max(most, now)
     return most

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import (
     OFFLOAD,
+    Chunk,
     Kind,
     Message,
     Payload,
@@ -32,7 +33,7 @@ from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.allowed_collectives import name_of
-from megatron_epp.mcore.certify.batches import Drawn, Frame, draw
+from megatron_epp.mcore.certify.batches import Drawn, Frame, draw, most_offloaded
 from megatron_epp.mcore.certify.models import begin, elastic_model, join
 from megatron_epp.mcore.certify.protocol import Computed, Role
 from megatron_epp.mcore.certify.routing import RoutingNotes
@@ -43,6 +44,7 @@ from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.forward import forward_step
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic, Transferred
+from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
 # Tokens of a context that are expanded at a time: as small as the contexts are.
 LATENTS_BLOCK = 7
@@ -201,13 +203,27 @@ class Rank:
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
     def _not_offloaded(self, step: Step) -> list[str]:
-        """Where the plan offloads layers and nothing has left the device."""
-        stage = self.groups.stage
-        choices = step.plans[self.groups.replica].recompute[stage]
-        wanted = any(OFFLOAD in choice for choice in choices)
-        if wanted == (self.schedule.runner.host_peak_bytes > 0):
+        """Where the plan offloads layers and they have not left the device.
+
+        A layer of any kind saves its input, which its norm reads. Where that alone is worth a copy
+        the layer takes a block of the host's memory; of a chunk of a row or two, as empty ones in
+        lockstep are, a layer of attention may save nothing that is.
+        """
+        stage, plan = self.groups.stage, step.plans[self.groups.replica]
+        taken = self.schedule.runner.host_peak_bytes
+        layers = most_offloaded(plan, stage, lambda chunk: self._input_bytes(chunk) >= LEAST_BYTES)
+        asked = any(OFFLOAD in choice for choice in plan.recompute[stage])
+        if layers * LEAST_BLOCK <= taken and (asked or not taken):
             return []
-        return [f"stage {stage}: {self.schedule.runner.host_peak_bytes} bytes were offloaded"]
+        return [
+            f"stage {stage}: {taken} bytes were offloaded; the plan lays aside "
+            f"{layers} layers at a time, of {LEAST_BLOCK} bytes or more each"
+        ]
+
+    def _input_bytes(self, chunk: Chunk) -> int:
+        """Of a layer, on this rank."""
+        rows = self.share.message(self.share.rows(chunk))
+        return rows * self.args.hidden_size * self.args.params_dtype.itemsize
 
     def _unplanned(self, step: Step, messages: list[Transferred]) -> list[str]:
         """How the messages differ from those of the plan."""

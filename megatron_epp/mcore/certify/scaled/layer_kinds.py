@@ -2,10 +2,9 @@
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
-from itertools import islice
 from typing import Any
 
-from megatron_epp.mcore.model.hybrid.pattern import further_of, joined, letters_of_layers
+from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers, with_borders
 from megatron_epp.mcore.model.shape import (
     attention_layers,
     expert_layers,
@@ -41,10 +40,9 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
 
 def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """The values of a HybridModel of the ``chosen`` layers, so many for each stage."""
-    letters = iter([letters_of_layers(pattern)[layer] for layer in chosen])
-    stages = ["".join(islice(letters, count)) for count in counts]
+    letters = "".join(letters_of_layers(pattern)[layer] for layer in chosen)
     return {
-        "hybrid_layer_pattern": joined(stages) + further_of(pattern),
+        "hybrid_layer_pattern": with_borders(letters + further_of(pattern), counts),
         "hybrid_override_pattern": None,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,

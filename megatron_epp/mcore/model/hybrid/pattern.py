@@ -9,6 +9,9 @@ the first and the last stage say.
 
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import islice
+
+from megatron_epp.mcore.config import PARTITION_AUTO
 
 ATTENTION, LATENT, MLP, EXPERTS = "*", "+", "-", "E"
 LETTERS = ATTENTION + LATENT + MLP + EXPERTS  # of the layers that --epp runs
@@ -69,7 +72,16 @@ def require_pattern(args: Namespace) -> None:
             f"{whole}: {'layers' if EXPERTS in letters else 'no layer'} of experts (E), and "
             f"--num-experts {args.num_experts or 'is not given'}; expected both or neither"
         )
-    layers_of_stages(args)
+    if not placed_by_time(args):
+        layers_of_stages(args)
+
+
+def placed_by_time(args: Namespace) -> bool:
+    """Whether --epp-partition auto is to find where the stages of the pattern end."""
+    pattern = pattern_of(args)
+    if pattern is None or getattr(args, "epp_partition", None) != PARTITION_AUTO:
+        return False
+    return args.pipeline_model_parallel_size > 1 and BORDER not in pattern
 
 
 def layers_of_stages(args: Namespace) -> tuple[int, ...]:
@@ -108,7 +120,7 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
 def refuse_segments(args: Namespace) -> None:
     """Raise a ValueError where the pattern of ``args`` has several segments for a stage."""
     pattern, stages = pattern_of(args), args.pipeline_model_parallel_size
-    if pattern is None:
+    if pattern is None or placed_by_time(args):
         return
     segments = len(layers_of_stages(args))
     if segments > stages:
@@ -121,3 +133,9 @@ def refuse_segments(args: Namespace) -> None:
 def joined(letters: Sequence[str]) -> str:
     """The pattern of stages with these layers."""
     return BORDER.join(letters)
+
+
+def with_borders(pattern: str, layers: Sequence[int]) -> str:
+    """``pattern`` with so many layers on each stage, wherever its stages ended."""
+    letters = iter(letters_of_layers(pattern))
+    return joined(["".join(islice(letters, count)) for count in layers]) + further_of(pattern)
