@@ -65,14 +65,14 @@ def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, elasti
 def test_documents_from_python_train_as_the_file_of_chats(
     chats, elastic, tmp_path, monkeypatch
 ) -> None:
-    """Tokens and masks of the corpus that the first run has made, as items of Python, over two
-    replicas, through an entry script of one's own."""
+    """Tokens and masks of the corpus that the first run has made, as items of Python, through an
+    entry script of one's own."""
     (corpus,) = {str(path)[: -len("_mask.idx")] for path in chats.parent.glob("cached/*_mask.idx")}
     columns = (IndexedDataset(corpus), IndexedDataset(f"{corpus}_mask"))
     documents = [tuple(column[i].tolist() for column in columns) for i in range(len(CHATS))]
     (tmp_path / "items").write_bytes(pickle.dumps(documents))
     monkeypatch.setenv("ITEMS", str(tmp_path / "items"))
-    words = chat_flags(chats, data_path=None, pipeline_model_parallel_size=1)
+    words = chat_flags(chats, data_path=None)
     items = train(words, program=OWN_ENTRY)
     assert items.status == 0, items.output
     assert len(items.losses) == 3
