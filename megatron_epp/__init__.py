@@ -59,14 +59,16 @@ def install_schedule(
 
     The loop stays as it is: forward step, iterator, model, losses, order of what is returned. Each
     micro-batch is a chunk; seconds that were measured in earlier calls choose the order of
-    micro-batches and where backwards are split, within the memory that Megatron's 1F1B holds.
+    micro-batches and where backwards are split, within the tokens that Megatron's 1F1B would have
+    held in this call or one before.
     Where nothing is gained the order is Megatron's; calls that ask for what plans cannot do
     (interleaving, CUDA graphs, ...) are left to Megatron, which is logged once.
 
-    lengths          (micro-batch as the iterator gives it) -> rows of its hidden states, padding
-                     included, or an Extent (mcore/loops/extents.py), or None where it cannot tell.
-                     Needed where ``variable_seq_lengths`` is on and micro-batches are no mappings
-                     with ``tokens`` or ``input_ids``: else Megatron's schedule runs such calls
+    lengths          (micro-batch as the iterator gives it) -> rows of its hidden states over all
+                     ranks of a stage, padding included, or an Extent (mcore/loops/extents.py), or
+                     None where it cannot tell. Needed where ``variable_seq_lengths`` is on and
+                     micro-batches are no mappings with ``tokens`` or ``input_ids``: else Megatron's
+                     schedule runs such calls
     reorder          micro-batches may run in another order (never with experts)
     split_backward   backwards may be split into halves for input and weight gradients; None: in
                      Megatron's local layers, not in Transformer Engine's (no GPU has run those)

@@ -5,11 +5,12 @@
     scripts/upstream_schedule_tests.py --megatron Megatron-LM
 
 Runs those of that checkout's unit tests that call a schedule, or pack sequences for one (TESTS), in
-8 processes, as they want them, on this host's CPU or its GPUs: as they are, and with
-megatron_epp.install_schedule. Prints what passed, and fails where a test passes as it is but not
-with ours. The checkout must be of the installed megatron-core's version (0.19.0's tests are those
-of 0.19.2); nothing of it is copied into this project. On a host without a GPU some tests fail as
-they are, for want of Transformer Engine or of bf16 kernels: they tell nothing, and are listed.
+as many processes as they want, on this host's CPU or its GPUs: as they are, and with
+megatron_epp.install_schedule. Prints of every file how many ran and passed, and how many of these
+passed with ours, and called it; fails where a test passes as it is but not with ours. The checkout
+must be of the installed megatron-core's version (0.19.0's tests are those of 0.19.2); nothing of it
+is copied into this project. On a host without a GPU some tests fail as they are, for want of
+Transformer Engine or of bf16 kernels, or are skipped: they tell nothing, and are listed.
 """
 
 import argparse
@@ -19,20 +20,29 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = (
-    "tests/unit_tests/pipeline_parallel/test_schedules.py",
-    "tests/unit_tests/pipeline_parallel/test_multimodule_schedules.py",
-    "tests/unit_tests/resharding/test_model_swap.py",
-    "tests/unit_tests/rl/test_sequence_packing_utils.py",
-    "tests/unit_tests/transformer/test_attention_packed_seq.py",
-)
-RANKS = 8
+# By file, the processes that they want.
+TESTS = {
+    "tests/unit_tests/pipeline_parallel/test_schedules.py": 8,
+    "tests/unit_tests/pipeline_parallel/test_pipeline_layout.py": 8,
+    "tests/unit_tests/pipeline_parallel/test_multimodule_schedules.py": 8,
+    "tests/unit_tests/models/mimo/test_mimo_1f1b_schedule.py": 8,
+    "tests/unit_tests/models/mimo/test_mimo_colocated_correctness.py": 8,
+    "tests/unit_tests/resharding/test_model_swap.py": 8,
+    "tests/unit_tests/rl/test_rl_utils.py": 4,
+    "tests/unit_tests/rl/test_sequence_packing_utils.py": 1,
+    "tests/unit_tests/data/test_get_batch.py": 1,
+    "tests/unit_tests/transformer/test_attention_packed_seq.py": 1,
+    "tests/unit_tests/transformer/test_thd_correctness.py": 1,
+    "tests/unit_tests/transformer/test_full_cuda_graph.py": 1,
+}
+MOST_RANKS = 8
 # Those make groups of other ranks under one name. NCCL meets when a group first speaks; gloo at
 # once, where such groups may take each other's ranks for their own and wait for ever.
 WITHOUT_GPU = "not custom_pgs"
@@ -61,10 +71,30 @@ if cpu_host.install_cpu_host():
     torch.distributed.init_process_group = dist.init_process_group = init_process_group
     torch.distributed.new_group = dist.new_group = new
 import megatron.core.pipeline_parallel.schedules
+CALLS = dict.fromkeys(("planned", "left"), 0)
 if os.environ["EPP_STANDS_IN"] == "1":
     import megatron_epp
+    from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
 
     megatron_epp.install_schedule()
+
+    def counted(name, what):
+        plain = getattr(LoopSchedule, name)
+
+        def method(*arguments):
+            CALLS[what] += 1
+            return plain(*arguments)
+
+        setattr(LoopSchedule, name, method)
+
+    counted("_run", "planned")
+    counted("_leave", "left")
+
+def pytest_runtest_teardown(item):
+    if any(CALLS.values()) and os.environ.get("RANK", "0") == "0":
+        with open({called!r}, "a") as file:
+            file.write(f"{{item.name}} {{CALLS['planned']}} {{CALLS['left']}}\\n")
+    CALLS.update(planned=0, left=0)
 """
 # In the place of pytest-mock, which this project does not need.
 MOCKER = """
@@ -87,11 +117,25 @@ _VERDICT = re.compile(r"^(\S+\.py)::(\S+) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)", 
 _REASON = re.compile(r"^(?:FAILED|ERROR) (\S+\.py)::(\S+) - (.*)$", re.MULTILINE)
 
 
-def run(checkout: Path, tests: str, stands_in: bool, only: str, patience: float) -> dict[str, str]:
-    """What became of each test of a file on rank 0, in a word or two; empty where nothing ran."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """of: what became of each test of a file on rank 0, in a word or two. called: how many calls of
+    a test ran by our plans, and how many were left to Megatron's own schedule."""
+
+    of: dict[str, str]
+    called: dict[str, tuple[int, int]]
+
+    def passed(self) -> set[str]:
+        return {name for name, verdict in self.of.items() if verdict == "PASSED"}
+
+
+def run(checkout: Path, tests: str, stands_in: bool, chosen: argparse.Namespace) -> Outcome:
+    """Run the tests of a file; nothing of them is told where nothing ran."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        (home / "stands_in.py").write_text(PLUGIN.format(root=str(ROOT), ranks=RANKS))
+        called = home / "called"
+        plugin = PLUGIN.format(root=str(ROOT), ranks=MOST_RANKS, called=str(called))
+        (home / "stands_in.py").write_text(plugin)
         if find_spec("pytest_mock") is None:
             (home / "pytest_mock.py").write_text(MOCKER)
         # The checkout's tests are a package of their own; its megatron is not to be imported.
@@ -104,53 +148,74 @@ def run(checkout: Path, tests: str, stands_in: bool, only: str, patience: float)
         }
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(RANKS), "--redirects", "3", "--log-dir", str(home / "logs"),
+            "--nproc-per-node", str(TESTS.get(tests, MOST_RANKS)),
+            "--redirects", "3", "--log-dir", str(home / "logs"),
             "-m", "pytest", "-v", "-rA", "-p", "stands_in", "-p", "no:cacheprovider",
             "--noconftest", "--rootdir", str(home),
             "-o", "addopts=", str(home / tests),
         ]  # fmt: skip
-        if only:
-            command += ["-k", only]
+        if chosen.only:
+            command += ["-k", chosen.only]
         launched = subprocess.Popen(
             command, cwd=home, env=environment, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            launched.wait(patience)
+            launched.wait(chosen.timeout)
         except subprocess.TimeoutExpired:
             whose = "with ours" if stands_in else "as they are"
-            print(f"{tests} {whose}: not done in {patience:.0f} s; what had been said by then:")
+            print(f"{tests} {whose}: not done in {chosen.timeout:.0f} s; what was said by then:")
         finally:
             launched.terminate()  # torchrun ends its processes, each in a session of its own
             launched.wait()
         logs = sorted((home / "logs").rglob("0/stdout.log"))
         said = logs[0].read_text(errors="replace") if logs else ""
         if not _VERDICT.search(said):
-            print(said[-3000:])
+            print("\n".join(line for line in said.splitlines() if "Error" in line)[-500:])
         found = {name: verdict for _, name, verdict in _VERDICT.findall(said)}
         for _, name, reason in _REASON.findall(said):
             found[name] = f"{found.get(name, 'ERROR')}: {reason}"
-        return found
+        lines = called.read_text().splitlines() if called.exists() else []
+        counts = (line.rsplit(" ", 2) for line in lines)
+        return Outcome(found, {name: (int(own), int(left)) for name, own, left in counts})
 
 
-def compare(checkout: Path, tests: str, only: str, patience: float) -> tuple[int, list[str]]:
-    """How many tests of a file passed as they are; those that do not with ours in their place."""
-    before, after = (run(checkout, tests, stands_in, only, patience) for stands_in in (False, True))
+def compare(checkout: Path, tests: str, chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """A row of the table; the tests that pass as they are, but not with ours in their place."""
+    before, after = (run(checkout, tests, stands_in, chosen) for stands_in in (False, True))
     print(tests)
     # Cases of one test that end alike are one line.
     lines: Counter[tuple[str, str, str]] = Counter()
-    for name, verdict in before.items():
-        ours = after.get(name, "did not run")
+    for name, verdict in before.of.items():
+        ours = after.of.get(name, "did not run")
         lines[name.partition("[")[0], verdict, "the same" if ours == verdict else ours] += 1
     width = max((len(name) for name, _, _ in lines), default=0)
     for (name, verdict, ours), count in lines.items():
         times = f" x {count}" if count > 1 else ""
         print(f"  {name.ljust(width)}  {verdict[:150]}{times}; with ours: {ours[:150]}")
-    passed = [name for name, verdict in before.items() if verdict == "PASSED"]
-    worse = [name for name in passed if after.get(name) != "PASSED"]
-    still = len(passed) - len(worse)
-    print(f"  {len(before)} tests; {len(passed)} pass, with ours {still} of them", flush=True)
-    return len(passed), worse
+    passed = before.passed()
+    worse = sorted(passed - after.passed())
+    called = {name for name, (own, _) in after.called.items() if own}
+    left = {name for name, (own, of_megatron) in after.called.items() if of_megatron and not own}
+    ended = [verdict for verdict in before.of.values() if not verdict.startswith("SKIPPED")]
+    cells = [
+        Path(tests).name, len(before.of), len(ended), len(passed), len(passed) - len(worse),
+        len(called), len(left),
+    ]  # fmt: skip
+    print("  " + ", ".join(f"{name} {cell}" for name, cell in zip(HEAD, cells, strict=True)))
+    sys.stdout.flush()
+    return [str(cell) for cell in cells], worse
+
+
+HEAD = (
+    "file",
+    "tests",
+    "not skipped",
+    "pass as they are",
+    "of these, pass with ours",
+    "ran by our plans",
+    "left to Megatron's",
+)
 
 
 def main() -> int:
@@ -170,10 +235,14 @@ def main() -> int:
         if not (checkout / tests).exists():
             print(f"--megatron {chosen.megatron}: holds no {tests}", file=sys.stderr)
             return 2
-    passed, worse = 0, []
+    rows, worse = [], []
     for tests in chosen.tests:
-        found, lost = compare(checkout, tests, chosen.only, chosen.timeout)
-        passed, worse = passed + found, worse + lost
+        row, lost = compare(checkout, tests, chosen)
+        rows.append(row)
+        worse += lost
+    for cells in (HEAD, ["---"] * len(HEAD), *rows):
+        print("| " + " | ".join(cells) + " |")
+    passed = sum(int(row[HEAD.index("pass as they are")]) for row in rows)
     print(f"{passed} tests pass as they are; with ours in their place, {len(worse)} of them do not "
           f"{worse}")  # fmt: skip
     return 1 if worse or not passed else 0

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Training loops of others on this host's CPU: Megatron's schedule, whole micro-batches, slices.
 
-    scripts/bench/cpu_loops.py [--cases sft agent] [--pp 2 4] [--batches 3] [--busy-host]
-                               [-o RESULT.md]
+    scripts/bench/cpu_loops.py [--cases sft agent] [--pp 2 4] [--batches 3] [--repeats 2]
+                               [--variants level0 level1] [--busy-host] [-o RESULT.md]
 
 A loop of its own on megatron.core (no trainer): --pp stages (gloo), 8 layers, hidden 128, 4 heads
 in 2 groups; a micro-batch is one document [1, T]. In one run, in turn and in changing order, on the
@@ -15,13 +15,16 @@ same micro-batches, weights and kernels (torch's flash attention for all):
     sft      24 documents, lengths log-normal around 300 tokens, at most 2048
     agent    8 documents around 400 tokens, and one of 3072
 
-Where every stage has a core of its own, seconds are of the whole call, planning included, the
-slowest rank's. Where stages share cores, every op's processor seconds are measured, and the orders
-that ran are replayed with them as if each stage had a core: messages and planning cost nothing
-then, for none of the three. Both are printed where both can be had. Ratios are stock's seconds over
-the others', medians over the batches (least to most); the first calls warm up. Bubbles: stages'
-idle share. Peaks: bytes that autograd saved and kept K and V, the largest of all stages. Every call
-must end in stock's losses and gradients.
+Where every stage has a core of its own ops are timed by the clock, else in their processor's
+seconds. *Replayed* is what the orders that ran take with the seconds of their ops,
+each the median over the repeats of its batch, as if every stage had a core: messages and planning
+cost nothing then, for none of the three. *Measured* is the whole call, planning included, the
+slowest rank's; where stages share cores it says how a host does with too few of them. How far two
+halves of stock's repeats are apart, replayed, is the noise of all this.
+
+Ratios are stock's seconds over the others', medians over the batches (least to most); the first
+calls warm up. Bubbles: stages' idle share. Peaks: bytes that autograd saved and kept K and V, the
+largest of all stages. Every call must end in stock's losses and gradients.
 """
 
 import argparse
@@ -32,6 +35,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,9 +46,9 @@ from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
 
-VARIANTS = ("stock", "level0", "level1")
+STOCK, OURS = "stock", ("level0", "level1")
 CASES = ("sft", "agent")
-WARM_UP = 2  # calls of each; ours measure in the first, and plan from the second on
+WARM_UP = 3  # calls of each; ours plan from the third on, when the second has been measured
 HIDDEN, LAYERS, HEADS, GROUPS, WORDS = 128, 8, 4, 2, 2048
 LONGEST = {"sft": 2048, "agent": 3072}
 TOLERANCE = 1e-4  # of losses and gradients in float32, other kernels and orders
@@ -64,7 +69,7 @@ def lengths_of(case: str, batch: int) -> list[int]:
 # ------------------------------------------------------------------ inside the processes
 
 
-def work(rank: int, case: str, batches: int, stages: int, shared: bool, folder: str) -> None:
+def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: str) -> None:
     """One stage. ``shared``: cores are, and ops are timed in their processor's seconds."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from megatron_epp.mcore.patching import cpu_host
@@ -80,6 +85,7 @@ def work(rank: int, case: str, batches: int, stages: int, shared: bool, folder: 
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import Installed
     from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+    from megatron_epp.mcore.loops.plans.track_record import TrackRecord
     from megatron_epp.mcore.loops.settings import Settings
     from megatron_epp.runtime import clock
     from megatron_epp.runtime.kv_store import Store
@@ -87,7 +93,13 @@ def work(rank: int, case: str, batches: int, stages: int, shared: bool, folder: 
 
     torch.set_num_threads(1)
     now = time.thread_time if shared else time.perf_counter
+    saw, judged = TrackRecord.saw, []
     if shared:
+        # What a call took must not be judged by the clock, either.
+        note = lambda record, planned, predicted, seconds: judged.append(  # noqa: E731
+            (record, planned, predicted)
+        )
+        patch.object(TrackRecord, "saw", note).start()
         patch.object(clock, "time", SimpleNamespace(perf_counter=now)).start()
     meeting = (Path(folder) / "meeting").as_uri()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=stages)
@@ -104,12 +116,13 @@ def work(rank: int, case: str, batches: int, stages: int, shared: bool, folder: 
     schedules = {"level0": level0, "level1": LoopSchedule(settings, stock)}
     sliced = attach_to(model, Packed(token_loss), "auto", head_again=True)
     stock_ops = watch_stock(now)
-    results = []
-    for batch in range(-WARM_UP, batches):
+    variants, results = (STOCK, *chosen.variants), []
+    for batch in range(-WARM_UP, chosen.batches):
         micro_batches = made_up(lengths_of(case, batch))
         made: dict[str, list[float]] = {}
-        for turn in range(len(VARIANTS)):
-            variant = VARIANTS[(batch + turn) % len(VARIANTS)]
+        runs: dict[str, list[Run]] = {variant: [] for variant in variants}
+        for turn in range(len(variants) * (chosen.repeats if batch >= 0 else 1)):
+            variant = variants[(batch + turn) % len(variants)]
             sliced.slicing = variant == "level1"
             keywords = {
                 "forward_step_func": forward_step,
@@ -123,16 +136,18 @@ def work(rank: int, case: str, batches: int, stages: int, shared: bool, folder: 
             stock_ops.clear()
             dist.barrier()
             began = time.perf_counter()
-            if variant == "stock":
+            if variant == STOCK:
                 meter = SavedBytesMeter(model.parameters())
                 with meter.watch(Store({})):
                     losses = stock[True](**keywords)
                 meter.op_peak()
-                peak, chunks, ops = meter.peak_bytes, len(micro_batches), list(stock_ops)
+                peak, chunks, ops = meter.peak_bytes, str(len(micro_batches)), list(stock_ops)
+                by = STOCK
             else:
                 losses = schedules[variant](True, keywords)
                 done = ran[-1]
-                peak, chunks = done.peak_bytes, len(done.plan.chunks)
+                peak, chunks = done.peak_bytes, " ".join(map(str, done.plan.chunks))
+                by = done.plan.predicted.planner
                 ops = [
                     (str(r.op.kind.value), r.op.chunk, r.seconds)
                     for r in done.records
@@ -142,33 +157,76 @@ def work(rank: int, case: str, batches: int, stages: int, shared: bool, folder: 
             made[variant] = outcome(model, losses)
             every: list[Any] = [None] * stages
             dist.all_gather_object(every, (seconds, ops, peak))
-            if rank > 0:
-                continue
-            longest = max(one[0] for one in every)
-            replayed = replay([one[1] for one in every])
-            busy = sum(took for one in every for _, _, took in one[1])
-            result = {
-                "variant": variant,
-                "seconds": longest,
-                "replayed": replayed,
-                "bubble": 1 - busy / stages / (replayed if shared else longest),
-                "peak": max(one[2] for one in every),
-                "chunks": chunks,
-            }
-            results += [result] * (batch >= 0)
-            said = f"batch {batch + 1} of {batches}" if batch >= 0 else "warming up"
-            print(
-                f"  {case}, {stages} stages, {said}: {variant} {longest:.2f} s, replayed "
-                f"{replayed:.2f} s, {chunks} chunks",
-                file=sys.stderr,
-                flush=True,
+            run = Run(
+                max(one[0] for one in every),
+                [one[1] for one in every],
+                max(one[2] for one in every),
+                chunks,
             )
+            runs[variant].append(run)
+            for record, planned, predicted in judged:
+                saw(record, planned, predicted, replay(run.ops))
+            judged.clear()
+            if rank == 0:
+                said = f"batch {batch + 1} of {chosen.batches}" if batch >= 0 else "warming up"
+                print(
+                    f"  {case}, {stages} stages, {said}: {variant} ({by}) {run.seconds:.2f} s, "
+                    f"replayed {replay(run.ops):.2f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
         for variant, found in made.items():
-            far = max(abs(a / b - 1) for a, b in zip(found, made["stock"], strict=True))
-            assert far < TOLERANCE, f"{variant}, batch {batch}: {found}; stock {made['stock']}"
+            far = max(abs(a / b - 1) for a, b in zip(found, made[STOCK], strict=True))
+            assert far < TOLERANCE, f"{variant}, batch {batch}: {found}; stock {made[STOCK]}"
+        if batch >= 0:
+            results += [result(variant, runs[variant], stages, shared) for variant in variants]
     if rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))
     dist.barrier()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One call. ops[stage]: kind, chunk and seconds of each op. chunks: what they are of."""
+
+    seconds: float
+    ops: list[list[tuple[str, int, float]]]
+    peak_bytes: int
+    chunks: str
+
+    def with_medians(self, runs: Sequence["Run"]) -> list[list[tuple[str, int, float]]]:
+        """The orders of this call, with every op's median over those of ``runs`` that cut alike."""
+        found: dict[tuple[int, str, int], list[float]] = {}
+        for run in runs:
+            if run.chunks == self.chunks:
+                for stage, order in enumerate(run.ops):
+                    for kind, chunk, seconds in order:
+                        found.setdefault((stage, kind, chunk), []).append(seconds)
+        return [
+            [
+                (kind, chunk, statistics.median(found.get((stage, kind, chunk), [seconds])))
+                for kind, chunk, seconds in order
+            ]
+            for stage, order in enumerate(self.ops)
+        ]
+
+
+def result(variant: str, runs: Sequence[Run], stages: int, shared: bool) -> dict[str, Any]:
+    """Of one batch."""
+    settled = [run.with_medians(runs) for run in runs]
+    replayed = statistics.median(map(replay, settled))
+    seconds = statistics.median(run.seconds for run in runs)
+    busy = sum(took for order in settled[-1] for _, _, took in order)
+    halves = [replay(runs[-1].with_medians(half)) for half in (runs[::2], runs[1::2] or runs)]
+    return {
+        "variant": variant,
+        "seconds": seconds,
+        "replayed": replayed,
+        "noise": halves[0] / halves[1],
+        "bubble": 1 - busy / stages / (replayed if shared else seconds),
+        "peak": max(run.peak_bytes for run in runs),
+        "chunks": max(chunk + 1 for order in runs[-1].ops for _, chunk, _ in order),
+    }
 
 
 def outcome(model: Any, losses: list[dict]) -> list[float]:
@@ -304,22 +362,31 @@ def token_loss(batch: dict, losses: Any, non_loss_data: bool = False) -> Any:
 # ------------------------------------------------------------------ the table
 
 
-def row(case: str, stages: int, shared: bool, results: list[dict]) -> list[str]:
+def row(case: str, stages: int, shared: bool, ours: Sequence[str], results: list[dict]) -> list:
+    variants = (STOCK, *ours)
+
     def of(variant: str, key: str) -> list[float]:
         return [r[key] for r in results if r["variant"] == variant]
 
-    def ratios(variant: str, key: str) -> str:
-        found = [a / b for a, b in zip(of("stock", key), of(variant, key), strict=True)]
+    def spread(found: list[float]) -> str:
         return f"{statistics.median(found):.3f} ({min(found):.3f} to {max(found):.3f})"
 
-    cells = [case, str(stages), f"{statistics.median(of('stock', 'replayed')):.2f}"]
-    for key in ("seconds", "replayed"):
-        for variant in VARIANTS[1:]:
-            cells.append("-" if shared and key == "seconds" else ratios(variant, key))
+    def ratios(variant: str, key: str) -> str:
+        if variant not in variants:
+            return "-"
+        return spread([a / b for a, b in zip(of(STOCK, key), of(variant, key), strict=True)])
+
+    cells = [case, str(stages), f"{statistics.median(of(STOCK, 'replayed')):.2f}"]
+    cells.append(spread(of(STOCK, "noise")))
+    for key in ("replayed", "seconds"):
+        for variant in OURS:
+            cells.append(ratios(variant, key))
+            if shared and key == "seconds" and variant in variants:
+                cells[-1] += ", shared cores"
     for key, scale, form in (("bubble", 100, "{:.0f}"), ("peak", 2**-20, "{:.1f}")):
-        medians = [statistics.median(of(v, key)) * scale for v in VARIANTS]
+        medians = [statistics.median(of(v, key)) * scale for v in variants]
         cells.append(" / ".join(map(form.format, medians)))
-    cells.append(" / ".join(f"{statistics.median(of(v, 'chunks')):.0f}" for v in VARIANTS))
+    cells.append(" / ".join(f"{statistics.median(of(v, 'chunks')):.0f}" for v in variants))
     return cells
 
 
@@ -327,10 +394,11 @@ HEAD = (
     "case",
     "stages",
     "stock s, replayed",
-    "level 0, measured",
-    "level 1, measured",
+    "stock's halves",
     "level 0, replayed",
     "level 1, replayed",
+    "level 0, measured",
+    "level 1, measured",
     "bubble % (stock / 0 / 1)",
     "peak MiB (stock / 0 / 1)",
     "chunks",
@@ -343,15 +411,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--batches", type=int, default=3, help="measured, of each case")
+    parser.add_argument("--repeats", type=int, default=2, help="calls of each batch, by each")
+    parser.add_argument("--variants", nargs="+", choices=OURS, default=list(OURS))
     parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline stages")
     parser.add_argument(
         "--busy-host", action="store_true", help="other work runs beside: as if stages shared cores"
     )
     parser.add_argument("-o", "--output", help="append the table to this file, as markdown")
     chosen = parser.parse_args()
-    if chosen.batches < 1 or min(chosen.pp) < 2 or any(LAYERS % stages for stages in chosen.pp):
+    few = min(chosen.batches, chosen.repeats) < 1
+    if few or min(chosen.pp) < 2 or any(LAYERS % stages for stages in chosen.pp):
         parser.error(
-            f"expected --batches of at least 1 and --pp of 2 and more that divide {LAYERS}"
+            "expected --batches and --repeats of at least 1 and --pp of 2 and more that divide "
+            f"{LAYERS}"
         )
     cores = len(os.sched_getaffinity(0))
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
@@ -359,12 +431,13 @@ def main() -> None:
         for case in chosen.cases:
             shared = stages > cores or chosen.busy_host
             with tempfile.TemporaryDirectory() as folder:
-                arguments = (case, chosen.batches, stages, shared, folder)
+                arguments = (case, chosen, stages, shared, folder)
                 torch.multiprocessing.spawn(work, arguments, nprocs=stages)
                 results = json.loads((Path(folder) / "results.json").read_text())
-            expected = chosen.batches * len(VARIANTS)
-            assert len(results) == expected, f"{len(results)} of {expected} calls were seen"
-            lines.append("| " + " | ".join(row(case, stages, shared, results)) + " |")
+            expected = chosen.batches * (1 + len(chosen.variants))
+            assert len(results) == expected, f"{len(results)} of {expected} results were seen"
+            cells = row(case, stages, shared, chosen.variants, results)
+            lines.append("| " + " | ".join(cells) + " |")
             print("\n".join(lines[-1:] if len(lines) > 3 else lines), flush=True)
     write(chosen.output, heading(host()) + "\n".join(lines) + "\n\n")
 

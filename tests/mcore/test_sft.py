@@ -62,25 +62,22 @@ def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, elasti
     assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
 
 
-def test_the_converted_corpus_and_documents_from_python_train_alike(
+def test_documents_from_python_train_as_the_file_of_chats(
     chats, elastic, tmp_path, monkeypatch
 ) -> None:
-    """The corpus that the first run has made, over two replicas; the same tokens and masks as items
-    of Python, through an entry script of one's own."""
+    """Tokens and masks of the corpus that the first run has made, as items of Python, through an
+    entry script of one's own."""
     (corpus,) = {str(path)[: -len("_mask.idx")] for path in chats.parent.glob("cached/*_mask.idx")}
-    words = chat_flags(chats, data_path=corpus, pipeline_model_parallel_size=1)
-    replicas = train(words)
-    assert replicas.status == 0, replicas.output
     columns = (IndexedDataset(corpus), IndexedDataset(f"{corpus}_mask"))
     documents = [tuple(column[i].tolist() for column in columns) for i in range(len(CHATS))]
     (tmp_path / "items").write_bytes(pickle.dumps(documents))
     monkeypatch.setenv("ITEMS", str(tmp_path / "items"))
-    words = chat_flags(chats, data_path=None, pipeline_model_parallel_size=1)
-    items = train(words, processes=1, program=OWN_ENTRY)
+    words = chat_flags(chats, data_path=None)
+    items = train(words, program=OWN_ENTRY)
     assert items.status == 0, items.output
     assert len(items.losses) == 3
-    assert replicas.losses == pytest.approx(items.losses, rel=2e-6)
-    assert replicas.grad_norms == pytest.approx(items.grad_norms, abs=2e-3)
+    assert items.losses == pytest.approx(elastic.losses, rel=2e-6)
+    assert items.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)
 
 
 def test_a_chat_that_does_not_parse_ends_every_rank_with_its_line(chats, tmp_path) -> None:

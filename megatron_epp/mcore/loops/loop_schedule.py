@@ -139,10 +139,12 @@ class LoopSchedule:
         if extents is None:
             return None
         make, layers, rates = self.settings.make_plan, pipeline.layers, pipeline.rates_SK3
-        # What was never measured may be wrong about which order is better.
-        freedom = Freedom(False, False)
-        if pipeline.measured:
-            freedom = pipeline.freedom(call, self.settings.freedom)
+        # What was never measured, or long ago, may be wrong about which order is better.
+        wanted = self.settings.freedom
+        tells = not call.forward_only and (model is None or model.memory is None)
+        if not pipeline.measured or (tells and pipeline.track_record.due):
+            wanted = Freedom(False, False)
+        freedom = pipeline.freedom(call, wanted, [extent.tokens for extent in extents])
         if model is not None:
             freedom = replace(freedom, memory=model.memory)
         key = (tuple(extents), call.forward_only, freedom, rates.tobytes())
@@ -174,7 +176,8 @@ class LoopSchedule:
         """The documents of the micro-batches cut into slices."""
         lengths = lengths_read(call, pipeline, batches, model)
         make, layers, rates = self.settings.make_sliced_plan, pipeline.layers, pipeline.rates_SK3
-        freedom = replace(pipeline.freedom(call, self.settings.freedom), memory=model.memory)
+        freedom = pipeline.freedom(call, self.settings.freedom, [sum(of) for of in lengths])
+        freedom = replace(freedom, memory=model.memory)
         key = (tuple(lengths), call.forward_only, freedom, rates.tobytes(), "sliced")
         plan = pipeline.planning.plan(
             key, lambda: make(lengths, layers, rates, freedom, call.forward_only)

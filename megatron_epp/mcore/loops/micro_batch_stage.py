@@ -90,7 +90,7 @@ class MicroBatchStage(ModelStage):
             raise ValueError(
                 f"micro-batch {chunk}: the model's output has shape {tuple(output.shape)}, "
                 f"{expected} was told beforehand; install_schedule(lengths=...) must tell the rows "
-                "that the model computes, padding included"
+                "that all ranks of the stage compute, padding included"
             )
         sent = output.detach()
         if self.training:

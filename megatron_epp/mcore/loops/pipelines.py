@@ -1,5 +1,6 @@
 """The pipelines that a loop's models are: what this rank knows of each, from its first call on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.ir import PlanError
 from megatron_epp.mcore.loops.agreement import Told, exchange
 from megatron_epp.mcore.loops.calls import LoopCall
-from megatron_epp.mcore.loops.plans.call_plan import Freedom, Planning
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, Planning, rows_of_1f1b
 from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, guessed_rates
 from megatron_epp.mcore.loops.plans.track_record import TrackRecord
 from megatron_epp.mcore.loops.replica_groups import make_replica_groups
@@ -36,6 +37,7 @@ class ModelPipeline:
                    they are, on all stages
     seconds        what this rank's stage learns of its ops
     track_record   whether predictions came true
+    had_rows       [stages] tokens that Megatron's own order has had to hold at once until now
     split_refused  why no stage may split backwards; None: all can
     """
 
@@ -50,6 +52,7 @@ class ModelPipeline:
     split_refused: str | None
     measured: bool = False
     track_record: TrackRecord = field(default_factory=TrackRecord)
+    had_rows: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -59,8 +62,12 @@ class ModelPipeline:
     def control(self) -> Any:
         return None if self.groups is None else self.groups.control
 
-    def freedom(self, call: LoopCall, wanted: Freedom) -> Freedom:
-        """What a plan of ``call`` may do, of what the user ``wanted``."""
+    def freedom(self, call: LoopCall, wanted: Freedom, tokens: Sequence[int]) -> Freedom:
+        """What a plan of ``call``, with micro-batches of ``tokens``, may do of what the user
+        ``wanted``. All ranks of a replica reckon alike."""
+        if not call.forward_only and self.stages > 1:
+            now = rows_of_1f1b(tokens, self.stages).tolist()
+            self.had_rows = tuple(map(max, now, self.had_rows)) if self.had_rows else tuple(now)
         if call.first_val_step is not None and call.forward_only:
             return Freedom(False, False)
         return Freedom(
@@ -69,6 +76,7 @@ class ModelPipeline:
             reorder=wanted.reorder and not getattr(call.config, "num_moe_experts", None),
             split=wanted.split and self.split_refused is None,
             headroom=wanted.headroom,
+            had_rows=self.had_rows if not call.forward_only else (),
             price=self.track_record.price,
         )
 

@@ -5,6 +5,7 @@ Run inside a rank (``Trial.interfere``): ``around(number)`` surrounds the comput
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from unittest.mock import patch
 
 import torch
@@ -69,18 +70,19 @@ def meet_in_between() -> AbstractContextManager:
     return patch.object(SliceStage, "_loss", loss)
 
 
-# By batch of each model: those of the first have losses by micro-batch.
+# The first half have losses by micro-batch, the others by token.
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     nullcontext,
     return_in_the_order_run,
     forget_a_gradient,
-    lose_a_slice_for_the_loss,
     scale_by_chunks,
+    lose_a_slice_for_the_loss,
     drop_returned_gradients,
     meet_in_between,
     nullcontext,
 )
+_BATCHES = count()
 
 
 def around(number: int) -> AbstractContextManager:
-    return WAYS[number]()
+    return WAYS[next(_BATCHES)]()

@@ -16,13 +16,14 @@ from megatron_epp.mcore.certify.scale_down import Degrees
 from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("loop_sabotage.py")
+FORGETS = Path(__file__).with_name("context_sabotage.py")
 # In the order of loop_sabotage.WAYS, which only the rank itself can import.
 WAYS = (
     "nothing",
     "return in the order run",
     "forget a gradient",
-    "lose a slice for the loss",
     "scale by chunks",
+    "lose a slice for the loss",
     "drop returned gradients",
     "meet in between",
     "nothing again",
@@ -42,7 +43,7 @@ def trial(degrees: Degrees, batches: int, llama: str = "", **others) -> Trial:
 
 
 WINDOWS = "--window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable"
-# Both ranks share a stage's rows, and the experts among them.
+# Both ranks share a micro-batch's rows, and the experts among them.
 EXPERTS = (
     "--num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 352 --moe-token-dispatcher-type "
     "alltoall --moe-router-load-balancing-type none --expert-model-parallel-size 2 "
@@ -53,10 +54,8 @@ EXPERTS = (
 @pytest.mark.parametrize(
     ("level", "degrees", "batches", "llama", "others"),
     [
-        ("level0", Degrees(2, 1, 1), 6, WINDOWS, {}),
-        ("level0", Degrees(1, 2, 1), 6, EXPERTS, {}),
-        ("level1", Degrees(2, 1, 2), 6, "", {"overlap": True}),
-        ("level1", Degrees(2, 1, 1), 6, WINDOWS, {"lora_rank": 2}),
+        ("level0", Degrees(2, 2, 1), 6, WINDOWS, {}),
+        ("level1", Degrees(2, 1, 2), 6, WINDOWS, {"overlap": True, "lora_rank": 2}),
     ],
 )
 def test_loops_compute_what_the_plain_model_computes(
@@ -70,11 +69,27 @@ def test_loops_compute_what_the_plain_model_computes(
     assert (sum(batch.halved for batch in judged) > 0) == (degrees.pp > 1)
     assert (sum(batch.cut for batch in judged) > 0) == (level == "level1")
     for batch in judged:
-        assert batch.messages == 2 * (degrees.pp - 1) * batch.chunks
+        assert batch.messages == 2 * (degrees.pp - 1) * degrees.tp * batch.chunks
         assert "gradient reduction" in batch.collectives
         assert degrees.pp == 1 or {"call", "plan text"} <= set(batch.collectives)
     assert "certified: " in loop_verdict(judged)
     assert "values in the caller's order" in loop_verdict(judged)
+
+
+def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
+    """Rows cut side by side and by document, experts over the same ranks; in one batch the schedule
+    takes each rank for the only one."""
+    lines: list[str] = []
+    degrees = Degrees(1, 1, 1, cp=2)
+    judged = certify_loop(trial(degrees, 6, EXPERTS, interfere=FORGETS), "level0", lines.append)
+    assert [batch.number for batch in judged] == [0, 2, 4, 1, 3, 5]
+    by_loss = {batch.number: batch for batch in judged}
+    mean = by_loss.pop(2)
+    assert all(batch.passed for batch in by_loss.values()), "\n".join(lines)
+    assert {batch.loss for batch in by_loss.values()} == {"tokens", "sequence", "sequences"}
+    assert all(batch.collectives["loop's own context"] > 0 for batch in judged)
+    assert mean.loss == "mean" and mean.value_error <= BOUND
+    assert mean.gradient_error == pytest.approx(0.5)
 
 
 def test_the_command_line() -> None:
@@ -82,17 +97,18 @@ def test_the_command_line() -> None:
         main(["--loop", "level2"])
     with pytest.raises(ValueError, match="--batches 0: expected at least 1"):
         main(["--loop", "level1", "--batches", "0"])
-    with pytest.raises(ValueError, match="--loop level0 --cp 2: a loop's forward step takes"):
-        main(["--loop", "level0", "--cp", "2"])
+    with pytest.raises(ValueError, match="--loop level1 --cp 2: a forward step that takes its own"):
+        main(["--loop", "level1", "--cp", "2"])
+    with pytest.raises(ValueError, match="--window-size: a loop's attention over context-parallel"):
+        main(["--loop", "level0", "--cp", "2", *WINDOWS.split(), *LLAMA.split(), "--num-layers=2"])
 
 
 @pytest.fixture(scope="module")
 def sabotaged() -> Mapping[str, LoopJudged]:
-    """One stage, in slices; only batches with losses by micro-batch."""
+    """One stage, in slices."""
     flags = models(f"{LLAMA} --num-layers 2")
-    many = Trial(Degrees(1, 1, 1), flags, 2 * len(WAYS), interfere=SABOTAGE)
-    judged = certify_loop(many, "level1")
-    return dict(zip(WAYS, judged[: len(WAYS)], strict=True))
+    judged = certify_loop(Trial(Degrees(1, 1, 1), flags, len(WAYS), interfere=SABOTAGE), "level1")
+    return dict(zip(WAYS, judged, strict=True))
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:

@@ -6,12 +6,17 @@ from random import Random
 import numpy as np
 import pytest
 
-from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, PlanError, Span, Timed, check
+from megatron_epp.ir import KEEP, KIND_CODE, Chunk, Kind, Op, Plan, PlanError, Span, Timed, check
 from megatron_epp.mcore.loops.extents import Extent
 from megatron_epp.mcore.loops.plans import ordering
-from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan
+from megatron_epp.mcore.loops.plans.call_plan import Freedom, rows_of_1f1b, whole_plan
 from megatron_epp.mcore.loops.plans.slicing import sliced_plan
-from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, features, guessed_rates
+from megatron_epp.mcore.loops.plans.stage_seconds import (
+    SELDOM,
+    StageSeconds,
+    features,
+    guessed_rates,
+)
 from megatron_epp.mcore.loops.slice_stage import groups_of
 
 RATES = np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
@@ -58,12 +63,13 @@ def test_found_orders_run_and_hold_no_more(stages, seed) -> None:
     random = Random(seed)
     tokens = [random.randint(10, 1000) for _ in range(random.randint(3, 12))]
     given = work(tokens, stages)
-    room = ordering.rows_of_1f1b(given)
+    room = Freedom().room(tokens, stages)
+    assert room.tolist() == held(ordering.given_order(given).orders, tokens)
     found = ordering.best_order(given, room, split=False, reorder=True, ops=60_000)
     assert found is not None
     plan = whole_plan(extents(tokens), (1,) * stages, rates(stages), Freedom(), False)
     check(plan)
-    assert held(found.orders, tokens) <= [int(r) for r in room]
+    assert all(a <= b for a, b in zip(held(found.orders, tokens), room, strict=True))
     assert found.seconds <= ordering.given_order(given).seconds * (1 + 1e-9)
 
 
@@ -157,21 +163,64 @@ def test_a_loss_needs_all_forwards_of_its_micro_batch() -> None:
 # ------------------------------------------------------------------ seconds
 
 
+TOKENS = [100, 200, 300, 400]
+SIZES = features(TOKENS, [t * t / 2 for t in TOKENS])
+
+
+def records(**milliseconds: float) -> tuple[Timed, ...]:
+    """Of every micro-batch; milliseconds per token, by kind."""
+    return tuple(
+        Timed(0, Op(Kind(letter), chunk), 0.0, 1e-3 * takes * tokens, 0)
+        for letter, takes in milliseconds.items()
+        for chunk, tokens in enumerate(TOKENS)
+    )
+
+
+def learnt(stage: StageSeconds, letter: str) -> float:
+    """Milliseconds per token, on the whole."""
+    return 1e3 * float((stage.rates[KIND_CODE[Kind(letter)]] @ SIZES).sum()) / sum(TOKENS)
+
+
 def test_seconds_are_learnt_from_calls() -> None:
     stage = StageSeconds(guessed_rates(object(), 2, 0))
-    tokens = [100, 200, 300, 400]
-    sizes = features(tokens, [t * t / 2 for t in tokens])
-
-    def record(kind: Kind, chunk: int, seconds: float) -> Timed:
-        return Timed(0, Op(kind, chunk), 0.0, seconds, 0)
-
-    only_forward = tuple(record(Kind.FORWARD, c, 1e-3 * t) for c, t in enumerate(tokens))
-    stage.saw(sizes, only_forward)
+    stage.saw(SIZES, records(F=9.0, B=9.0))  # the first call: much is done for the first time
+    stage.saw(SIZES, records(F=1.0))
     assert not stage.measured  # of one kind alone nothing follows
     assert (stage.rates == stage.guess).all()
-    both = only_forward + tuple(record(Kind.BACKWARD, c, 3e-3 * t) for c, t in enumerate(tokens))
-    stage.saw(sizes, both)
-    forward, backward, halves = (stage.rates[k] @ sizes for k in (0, 1, 2))
+    stage.saw(SIZES, records(F=1.0, B=3.0))
+    assert stage.measured
+    forward, backward, halves = (stage.rates[k] @ SIZES for k in (0, 1, 2))
     assert forward == pytest.approx([0.1, 0.2, 0.3, 0.4], rel=0.05)
     assert backward == pytest.approx([0.3, 0.6, 0.9, 1.2], rel=0.05)
     assert halves == pytest.approx(0.52 * backward)
+
+
+def test_what_halves_take_says_nothing_of_whole_backwards() -> None:
+    """Whole backwards, long not run, take what they took, as far as forwards have not changed: an
+    order of halves that take longer is otherwise never given up."""
+    stage = StageSeconds(guessed_rates(object(), 2, 0))
+    for _ in range(2):
+        stage.saw(SIZES, records(F=1.0, B=2.0))
+    for _ in range(SELDOM):
+        stage.saw(SIZES, records(F=1.5, I=2.5, W=1.5))
+    assert learnt(stage, "B") == pytest.approx(3.0, rel=0.05)
+    assert learnt(stage, "I") == pytest.approx(2.5, rel=0.05)
+    for _ in range(SELDOM):
+        stage.saw(SIZES, records(F=1.5, B=2.0))
+    assert learnt(stage, "B") == pytest.approx(2.0, rel=0.05)
+    assert learnt(stage, "W") == pytest.approx(1.5, rel=0.05)
+
+
+def test_a_job_holds_no_more_than_it_would_by_1f1b() -> None:
+    """A call may hold what an earlier one would have, stage by stage."""
+    tokens = [10, 1000, 10, 10, 10, 10]
+    assert rows_of_1f1b(tokens, 3).tolist() == [1020, 1010, 1000]
+    assert rows_of_1f1b([7], 3).tolist() == [7, 7, 7]
+    had = Freedom(had_rows=(1500, 1010, 900), headroom=0.5)
+    assert had.room(tokens, 3).tolist() == [2250, 1515, 1500]
+    plain, roomy = (
+        whole_plan(extents(tokens), (1,) * 3, rates(3), Freedom(had_rows=rows), False)
+        for rows in ((), (2000, 2000, 2000))
+    )
+    assert held(roomy.orders, tokens) > held(plain.orders, tokens)
+    assert roomy.predicted.seconds < plain.predicted.seconds

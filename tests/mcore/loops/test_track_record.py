@@ -4,7 +4,7 @@ import pytest
 
 from megatron_epp.mcore.loops.extents import Extent
 from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom, whole_plan
-from megatron_epp.mcore.loops.plans.track_record import CALLS, MOST, RETRY, TrackRecord
+from megatron_epp.mcore.loops.plans.track_record import CALLS, CHECK, MOST, RETRY, TrackRecord
 from tests.mcore.loops.test_ordering import rates
 
 TOKENS = [100, 400, 100, 300, 100, 200, 100, 350]
@@ -50,6 +50,17 @@ def test_after_many_calls_in_the_callers_order_a_planned_one_is_tried() -> None:
         assert record.price == pytest.approx(1.6)
     record.saw(False, 1.0, 1.0)
     assert record.price == 1.0
+
+
+def test_after_many_calls_in_planned_orders_the_callers_is_measured() -> None:
+    record = TrackRecord()
+    for _ in range(CHECK - 1):
+        record.saw(True, 1.0, 1.1)
+        assert not record.due
+    record.saw(True, 1.0, 1.1)
+    assert record.due
+    record.saw(False, 1.0, 0.9)  # the caller's order was thought too slow
+    assert not record.due and record.price == pytest.approx(1.22)
 
 
 def test_what_does_not_pay_runs_in_the_callers_order() -> None:

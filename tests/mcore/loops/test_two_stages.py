@@ -1,13 +1,13 @@
 """Calls of a loop on two stages: Megatron's contract kept, bad calls ended on both ranks."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.mcore.runs import train
 
 WORKER = Path(__file__).with_name("two_stages.py")
 
@@ -15,21 +15,8 @@ WORKER = Path(__file__).with_name("two_stages.py")
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> list[Mapping]:
     folder = tmp_path_factory.mktemp("two stages")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    run = train([], processes=2, program=(str(WORKER), str(folder)))
+    assert run.statuses == (0, 0), run.output
     return [json.loads((folder / f"answers.{rank}").read_text()) for rank in range(2)]
 
 

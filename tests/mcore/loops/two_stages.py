@@ -1,13 +1,14 @@
 # ruff: noqa: E402  (the host is prepared before the first import of Megatron)
 """Run by test_two_stages.py: two processes, one world, calls of all kinds; answers as JSON.
 
-    two_stages.py RANK FOLDER
+    two_stages.py FOLDER
 
 First the contract: what Megatron's own schedule makes of a loop's hooks, and what ours does. Then
 calls that cannot go well, each of which must end on both ranks, and at last one that goes well.
 """
 
 import json
+import os
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
@@ -259,7 +260,7 @@ def sliced_failures(model, rank: int, ran: list) -> dict[str, object]:
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -16,6 +16,12 @@ _OURS = (
         r"megatron_epp\.runtime\.consensus\.share",
         "one rank plans, where no plan for such micro-batches is known",
     ),
+    Listed(
+        "loop's own context",
+        "CONTEXT_PARALLEL_GROUP",
+        r"megatron_epp\.mcore\.certify\.loops\.context\..*",
+        "the loop's attention and losses over ranks that share its documents",
+    ),
 )
 _NOT_OURS = ("plan text", "plan digest", "report", "records", "memory limit")
 LOOP = (*_OURS, *(entry for entry in SCHEDULE if entry.name not in _NOT_OURS))

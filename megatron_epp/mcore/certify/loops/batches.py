@@ -24,13 +24,14 @@ from torch import Tensor
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
 from megatron_epp.ir.random_plan import arbitrary_orders
-from megatron_epp.mcore.certify.scale_down import CONTEXT
+from megatron_epp.mcore.certify.batches import Frame
+from megatron_epp.mcore.certify.scale_down import CONTEXT, Degrees
 
 LOSSES = ("tokens", "mean", "sequence")
 COUNTED = ("tokens", "sequences")  # what a mean over all micro-batches is taken of
 MASKED = 0.15  # share of tokens that carry no loss
 CLIP, DIVERGENCE = 0.2, 0.1
-MULTIPLE = 4  # of rows, as loops pad them for tensor-parallel ranks
+MULTIPLE = 4  # of rows, where only tensor-parallel ranks share them
 MicroBatch = Mapping[str, Any]
 
 
@@ -41,6 +42,7 @@ class LoopFrame:
     per_token   Megatron's calculate_per_token_loss
     layers      of each stage
     sliced      documents are cut (level 1)
+    ranks       context-parallel; ``multiple``: of rows, as loops pad them for all ranks of a stage
     """
 
     vocabulary: int
@@ -48,6 +50,16 @@ class LoopFrame:
     replicas: int
     per_token: bool
     sliced: bool
+    ranks: int = 1
+    multiple: int = MULTIPLE
+
+
+def loop_frame(frame: Frame, degrees: Degrees, per_token: bool, sliced: bool) -> LoopFrame:
+    """For the model that ``frame`` is of."""
+    multiple = MULTIPLE if degrees.cp == 1 else 2 * degrees.cp * degrees.tp
+    return LoopFrame(
+        frame.vocabulary, frame.layers, frame.replicas, per_token, sliced, degrees.cp, multiple
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,10 @@ def draw_micro_batches(seed: int, number: int, frame: LoopFrame) -> DrawnMicroBa
     for _ in range(frame.replicas):
         count = random.randint(2, 6)
         lengths = [_lengths(random) for _ in range(count)]
-        made.append(tuple(_micro_batch(one, loss, generator, frame) for one in lengths))
+        drawn = [_micro_batch(one, loss, generator, frame) for one in lengths]
+        if frame.ranks > 1:  # in both of the forms in which ranks take their parts
+            drawn[1::2] = [_in_a_row(one, frame.multiple) for one in drawn[1::2]]
+        made.append(tuple(drawn))
     return DrawnMicroBatches(tuple(made), loss)
 
 
@@ -83,7 +98,7 @@ def _micro_batch(
     lengths: tuple[int, ...], loss: str, generator: numpy.random.Generator, frame: LoopFrame
 ) -> MicroBatch:
     # Sequence parallelism shares out the rows.
-    samples, rows = len(lengths), -(-max(lengths) // MULTIPLE) * MULTIPLE
+    samples, rows = len(lengths), -(-max(lengths) // frame.multiple) * frame.multiple
     tokens = torch.from_numpy(generator.integers(0, frame.vocabulary, (samples, rows + 1)))
     mask = torch.from_numpy((generator.random((samples, rows)) >= MASKED).astype(float))
     for sample, length in enumerate(lengths):
@@ -102,6 +117,25 @@ def _micro_batch(
         "lengths": lengths,
         "loss": loss,
     }
+
+
+def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """The samples of a micro-batch as documents one behind the other, [1, T], each padded to
+    ``multiple`` rows; "side by side" is as it was."""
+    rows = [-(-length // multiple) * multiple for length in batch["lengths"]]
+    row = {
+        name: torch.cat([batch[name][b : b + 1, :n] for b, n in enumerate(rows)], 1)
+        for name in ("tokens", "labels", "position_ids", "loss_mask")
+    }
+    borders = torch.tensor([0, *rows]).cumsum(0)
+    return {**row, "cu_seqlens": borders, "side by side": batch, "loss": batch["loss"]}
+
+
+def zigzag(rows: int, ranks: int) -> list[Tensor]:
+    """Which rows of a sequence each context-parallel rank has: of 2 x ranks equal parts the first
+    and the last, the second and the last but one, ..."""
+    pieces = torch.arange(rows).chunk(2 * ranks)
+    return [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(ranks)]
 
 
 # ------------------------------------------------------------------ the loop's own functions

@@ -24,7 +24,11 @@ from megatron_epp.mcore.certify.command import (
     table_row,
 )
 from megatron_epp.mcore.certify.compare import worst_gradient
-from megatron_epp.mcore.certify.loops.batches import LoopFrame, draw_micro_batches
+from megatron_epp.mcore.certify.loops.batches import (
+    LoopFrame,
+    draw_micro_batches,
+    loop_frame,
+)
 from megatron_epp.mcore.certify.loops.results import LoopComputed, LoopReference
 from megatron_epp.mcore.certify.processes import ChildLost, Children
 from megatron_epp.mcore.certify.protocol import PLAIN, Failed, Prepared, Role
@@ -62,11 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.loop not in LEVELS:
         raise ValueError(f"--loop {chosen.loop}: expected {' or '.join(LEVELS)}")
     trial = read(rest)
-    if trial.degrees.cp > 1:
+    if chosen.loop == "level1" and trial.degrees.cp > 1:
         raise ValueError(
-            f"--loop {chosen.loop} --cp {trial.degrees.cp}: a loop's forward step takes its own "
-            "part of a micro-batch over context-parallel ranks, with attention that Megatron has "
-            "for GPUs alone; certify --epp with --cp (without --loop), and loops without"
+            f"--loop level1 --cp {trial.degrees.cp}: a forward step that takes its own part of a "
+            "micro-batch over context-parallel ranks cannot be handed a slice; certify --loop "
+            "level0, or --epp (without --loop), with --cp"
         )
     try:
         judged = certify_loop(trial, chosen.loop, lambda line: print(line, flush=True))
@@ -124,13 +128,7 @@ def _prepare(
         sliced,
     )[PLAIN]
     require_prepared(prepared)
-    frame = LoopFrame(
-        prepared.frame.vocabulary,
-        prepared.frame.layers,
-        prepared.frame.replicas,
-        per_token,
-        sliced,
-    )
+    frame = loop_frame(prepared.frame, trial.degrees, per_token, sliced)
     ranks = range(trial.degrees.ranks)
     answers = children.ask(
         ranks, "prepare_loop", prepared.args, frame, prepared.weights, trial.lora_rank

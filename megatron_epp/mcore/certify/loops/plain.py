@@ -11,10 +11,11 @@ from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.compare import whole
 from megatron_epp.mcore.certify.flags import parsed
 from megatron_epp.mcore.certify.loops.batches import (
-    LoopFrame,
     MicroBatch,
     draw_micro_batches,
+    loop_frame,
     loop_loss,
+    zigzag,
 )
 from megatron_epp.mcore.certify.loops.results import LoopReference
 from megatron_epp.mcore.certify.protocol import Prepared
@@ -41,13 +42,13 @@ class PlainLoop(Plain):
             raise ValueError(
                 "--epp-vocab-parallel on: a loop's last stage has the output layer; leave it out"
             )
+        if degrees.cp > 1:
+            _refuse_for_context(parsed(flags))
         made = self.prepare(flags, degrees, overlap, lora_rank)
         args = pickle.loads(made.args)
         args.calculate_per_token_loss = per_token
         frame = made.frame
-        self.loop_frame = LoopFrame(
-            frame.vocabulary, frame.layers, frame.replicas, per_token, sliced
-        )
+        self.loop_frame = loop_frame(frame, degrees, per_token, sliced)
         loss = "all tokens" if per_token else "micro-batches"
         return replace(
             made, args=pickle.dumps(args), description=f"{made.description}, mean over {loss}"
@@ -65,15 +66,16 @@ class PlainLoop(Plain):
             values.append([])
             sums.append([])
             for batch in replica:
-                outputs_BS = self._token_losses(batch)
-                found = loop_loss(batch, outputs_BS)
-                sums[-1].append(loop_loss(batch, outputs_BS.detach(), non_loss_data=True))
+                samples = batch.get("side by side", batch)
+                outputs_BS = self._token_losses(samples)
+                found = loop_loss(samples, outputs_BS)
+                sums[-1].append(loop_loss(samples, outputs_BS.detach(), non_loss_data=True))
                 loss = found[0]
                 if len(found) == 3:
                     tokens += int(found[1])
                 if not self.loop_frame.per_token:
                     if len(found) == 3:
-                        loss = loss / found[1]
+                        loss = self._mean(batch, outputs_BS)
                     loss = loss / len(replica) / len(drawn.micro_batches)
                 losses.append(loss)
                 values[-1].append(found[-1]["value"])
@@ -83,6 +85,23 @@ class PlainLoop(Plain):
         total.backward()
         gradients = whole(shards(self.model, lambda one: gradient(one, "grad")))
         return LoopReference(tuple(map(tuple, values)), tuple(map(tuple, sums)), gradients)
+
+    def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
+        """What Megatron's schedules make of a sum and a number of tokens: the mean; where every
+        context-parallel rank gives those of its tokens, the mean of the ranks' means."""
+        samples, ranks = batch.get("side by side", batch), self.loop_frame.ranks
+        mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
+        means = []
+        for rank in range(ranks):
+            mine_BS = torch.zeros_like(mask_BS)
+            for sample, length in enumerate(samples["lengths"]):
+                rows = mask_BS.shape[1]
+                if samples is not batch:  # documents in a row are padded, and cut, one by one
+                    rows = -(-length // self.loop_frame.multiple) * self.loop_frame.multiple
+                mine_BS[sample, zigzag(rows, ranks)[rank]] = 1
+            mine_BS = mine_BS * mask_BS
+            means.append((outputs_BS * mine_BS).sum() / mine_BS.sum().clamp(min=1))
+        return torch.stack(means).mean()
 
     def _token_losses(self, batch: MicroBatch) -> torch.Tensor:
         """[B, S] of every document alone, zeros on padding."""
@@ -100,3 +119,19 @@ class PlainLoop(Plain):
                 out_BS, (torch.full((length,), sample), torch.arange(length)), losses_1T[0]
             )
         return out_BS
+
+
+def _refuse_for_context(args: Any) -> None:
+    """ValueError: the attention that stands in for Megatron's over ranks does not compute it."""
+    for name, plain in (
+        ("window_size", None),
+        ("softmax_type", "vanilla"),
+        ("multi_latent_attention", False),
+        ("hybrid_layer_pattern", None),
+    ):
+        if getattr(args, name) != plain:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{flag}: a loop's attention over context-parallel ranks is certified without it; "
+                f"leave out {flag} or --cp, or certify --epp (without --loop)"
+            )

@@ -2,7 +2,7 @@
 
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron_epp.mcore.certify.loops.batches import (
     loop_forward_step,
     loop_loss,
 )
+from megatron_epp.mcore.certify.loops.context import attend_over_ranks, context_forward_step
 from megatron_epp.mcore.certify.loops.results import LoopComputed
 from megatron_epp.mcore.certify.models import begin, elastic_model
 from megatron_epp.mcore.certify.protocol import Role
@@ -74,6 +75,8 @@ class LoopRank(Rank):
                 observe=self.ran.append,
             )
         )
+        if self.loop_frame.ranks > 1:
+            attend_over_ranks(self.model.module)
         if self.loop_frame.sliced:
             attach_to(self.model, Samples(loop_loss), "auto", head_again=True)
 
@@ -109,11 +112,15 @@ class LoopRank(Rank):
             problems=unlisted,
         )
 
+    @property
+    def _forward_step(self) -> Callable[..., Any]:
+        return loop_forward_step if self.loop_frame.ranks == 1 else context_forward_step
+
     def _call(self, batches: Sequence[MicroBatch], forward_only: bool) -> list[Any]:
         self.model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
-                forward_step_func=loop_forward_step,
+                forward_step_func=self._forward_step,
                 data_iterator=iter(batches),
                 model=[self.model],
                 num_microbatches=len(batches),

@@ -27,6 +27,7 @@ class Freedom:
     reorder    run them in another order
     split      split backwards into I and W
     headroom   hold so much more than Megatron's 1F1B does, as a share of that; 0: no more
+    had_rows   [stages] the most tokens that 1F1B has had to hold in calls until now; (): none
     price      so many times longer than predicted do planned orders take (track_record)
     memory     what chunks may hold, in bytes, and layers be recomputed for; None: as many tokens as
                by headroom, and nothing is recomputed
@@ -35,6 +36,7 @@ class Freedom:
     reorder: bool = True
     split: bool = True
     headroom: float = 0.0
+    had_rows: tuple[int, ...] = ()
     price: float = 1.0
     memory: Memory | None = None
 
@@ -42,9 +44,24 @@ class Freedom:
         if not self.headroom >= 0:
             raise ValueError(f"headroom {self.headroom}: expected at least 0")
 
+    def room(self, tokens: Sequence[int], stages: int) -> np.ndarray:
+        """[stages]: tokens that may be held between forward and backward in a call with micro-
+        batches of ``tokens``. A whole job so holds no more at once than it would by 1F1B."""
+        now = rows_of_1f1b(tokens, stages)
+        most = np.maximum(now, self.had_rows) if self.had_rows else now
+        return most * (1 + self.headroom)
+
     def pays(self, seconds: float, given_seconds: float) -> bool:
         """Whether an order of ``seconds``, as predicted, is worth leaving the caller's for."""
         return seconds * self.price < given_seconds * (1 - GAIN)
+
+
+def rows_of_1f1b(tokens: Sequence[int], stages: int) -> np.ndarray:
+    """[stages]: the most tokens between forward and backward in the caller's order by Megatron's
+    1F1B, which holds as many micro-batches in a row as stages follow, this one included."""
+    ends = np.concatenate(([0], np.cumsum(tokens)))
+    widths = [min(stages - stage, len(tokens)) for stage in range(stages)]
+    return np.array([(ends[width:] - ends[:-width]).max() for width in widths])
 
 
 def whole_plan(
@@ -81,7 +98,7 @@ def whole_plan(
     if freedom.memory is not None:
         return _within_memory(extents, layers, work, freedom, freedom.memory)
     if freedom.reorder or freedom.split:
-        room = ordering.rows_of_1f1b(work) * (1 + freedom.headroom)
+        room = freedom.room(tokens, len(layers))
         ops = ordering.search_ops(found.seconds)
         tried = ordering.best_order(work, room, freedom.split, freedom.reorder, ops)
         if tried is not None and freedom.pays(tried.seconds, found.seconds):

@@ -78,11 +78,6 @@ class Ordered:
     recompute: tuple[tuple[str, ...], ...] = ()
 
 
-def rows_of_1f1b(whole: Work) -> np.ndarray:
-    """[stages]: the most rows between forward and backward in the caller's order by 1F1B."""
-    return _given(whole).peak_bytes
-
-
 def given_order(whole: Work) -> Ordered:
     """1F1B in the caller's order."""
     played = _given(whole)
@@ -105,9 +100,14 @@ def best_order(
     ops       how many the search may play
     """
     search = _Search(work, room_rows, (*_WHOLE, *_SPLIT) if split else _WHOLE, ops)
-    for order in _starts(work) if reorder else [tuple(range(len(work.sizes)))]:
-        search.play(order)
+    given = tuple(range(len(work.sizes)))
+    search.play(given)
     if reorder:
+        # Which order is good depends little on the policy: starts are told apart by a few.
+        few = (*_WHOLE[:2], _SPLIT[1]) if split else _WHOLE[:3]
+        for order in _starts(work):
+            search.play(order, few)
+        search.play_best()
         search.climb()
     return search.best
 
@@ -144,6 +144,11 @@ class _Search:
                 better = True
         return better
 
+    def play_best(self) -> None:
+        """Play the best order by all policies."""
+        if self._best_order is not None:
+            self.play(self._best_order)
+
     def climb(self) -> None:
         """Swap two groups of the best, or move one, as long as that pays and work is left."""
         if self._best_order is None or len(self._best_order) < 3:
@@ -162,11 +167,11 @@ class _Search:
 
 
 def _starts(work: Work) -> Iterator[tuple[int, ...]]:
-    """Orders of the groups worth playing: as given, by size, the large ones in the middle."""
+    """Orders of the groups worth playing besides the given one: by size, the large ones in the
+    middle."""
     count = len(work.sizes)
     total = np.add.reduceat((work.seconds[F] + work.seconds[B]).sum(0), work.starts[:-1])
     rising = [int(g) for g in np.argsort(total, kind="stable")]
-    yield tuple(range(count))
     yield tuple(rising)
     yield tuple(reversed(rising))
     yield (*rising[::2], *reversed(rising[1::2]))  # small ones at both ends

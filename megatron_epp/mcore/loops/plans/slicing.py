@@ -41,7 +41,7 @@ def sliced_plan(
     candidates = list(_cuttings(lengths, Rates(token, pair, op)))
     whole = _whole_work(lengths, rates_SK3)
     given = ordering.given_order(whole)
-    room = ordering.rows_of_1f1b(whole) * (1 + freedom.headroom)
+    room = freedom.room([sum(of) for of in lengths], len(layers))
     ops = max(1, ordering.search_ops(given.seconds) // len(candidates))
     best: ordering.Ordered | None = None
     found: ordering.Ordered | None

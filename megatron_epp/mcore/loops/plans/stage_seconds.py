@@ -3,12 +3,14 @@
     seconds of an op = token x tokens + pair x query-key pairs + op
 
 No model is built and no time is spent to measure: the ops of the calls themselves are the
-measurements. What is guessed is right up to a factor that is the same for all micro-batches, and an
-order depends on no such factor.
+measurements, but for those of the first call, in which much is done for the first time. What is
+guessed is right up to a factor that is the same for all micro-batches, and an order depends on no
+such factor. What the last calls did not run (whole backwards, where all are split) takes what it
+took when it was last run, as many times longer or shorter as forwards have become since.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,9 @@ import numpy as np
 from megatron_epp.cost.regression import fit
 from megatron_epp.ir import KIND_CODE, OF_LAYERS, Kind, Timed
 
-CALLS = 4  # whose ops count
-EAGER = 3  # as many first calls are each fitted at once, then every
+COLD = 1  # first calls that do not count
+CALLS = 4  # the latest, whose ops count
+EAGER = 3  # as many first ones are each fitted at once, then every
 SELDOM = 8
 SPLIT_PRICE = 1.04  # I and W together over B, where they have not been measured
 _FLOPS_PER_SECOND = 1e12  # of nothing in particular
@@ -61,36 +64,57 @@ class StageSeconds:
         self.guess = guess
         self.rates = guess
         self.measured = False
-        self._calls = 0
+        self._calls = -COLD
         self._seen: deque[tuple[np.ndarray, tuple[Timed, ...]]] = deque(maxlen=CALLS)
+        # By kind: its coefficients when it was last run, and how slow forwards were at that time.
+        self._known: dict[int, tuple[np.ndarray, float]] = {}
 
     def saw(self, chunks_3C: np.ndarray, records: tuple[Timed, ...]) -> None:
         """A call of training is over; its ops' records, and the features of its chunks."""
+        self._calls += 1
+        if self._calls < 1:
+            return
         ops = tuple(record for record in records if record.op.kind in OF_LAYERS)
         self._seen.append((chunks_3C, ops))
-        self._calls += 1
         if self._calls <= EAGER or self._calls % SELDOM == 0:
             self.rates = self._fitted()
 
     def _fitted(self) -> np.ndarray:
-        rates = self.guess.copy()
-        measured: dict[int, np.ndarray] = {}
+        known = dict(self._known)
         for kind in OF_LAYERS:
-            rows, seconds = [], []
-            for chunks_3C, ops in self._seen:
-                for record in ops:
-                    if record.op.kind is kind and record.seconds > 0:
-                        rows.append(chunks_3C[:, record.op.chunk].tolist())
-                        seconds.append(record.seconds)
-            code = KIND_CODE[kind]
-            if rows:
-                found = fit(rows, seconds, self.guess[code].tolist())
-                measured[code] = rates[code] = np.asarray(found.coefficients, dtype=float)
-        if B in measured and I not in measured:
+            of = [call for call in self._seen if any(r.op.kind is kind for r in call[1])]
+            rows, seconds = _measurements(of, kind)
+            if len(rows):
+                found = fit(rows.tolist(), seconds.tolist(), self.guess[KIND_CODE[kind]].tolist())
+                slow = self._slowness(of)
+                known[KIND_CODE[kind]] = np.asarray(found.coefficients, dtype=float), slow
+        if F not in known or not (B in known or I in known):
+            return self.rates  # of one kind alone the two could not be compared
+        self._known, self.measured = known, True
+        rates, now = self.guess.copy(), self._slowness(self._seen)
+        for code, (coefficients, then) in known.items():
+            rates[code] = coefficients * now / then
+        if I not in known:
             rates[I] = rates[W] = SPLIT_PRICE / 2 * rates[B]
-        elif I in measured and B not in measured:
+        elif B not in known:
             rates[B] = rates[I] + rates[W]
-        if F not in measured or not (B in measured or I in measured):
-            return self.guess  # of one kind alone the two could not be compared
-        self.measured = True
         return rates
+
+    def _slowness(self, calls: Iterable[tuple[np.ndarray, tuple[Timed, ...]]]) -> float:
+        """Of forwards, against the guess."""
+        rows, seconds = _measurements(calls, Kind.FORWARD)
+        return float(seconds.sum() / (rows @ self.guess[F]).sum()) if len(rows) else 1.0
+
+
+def _measurements(
+    calls: Iterable[tuple[np.ndarray, tuple[Timed, ...]]], kind: Kind
+) -> tuple[np.ndarray, np.ndarray]:
+    """Features [ops, 3] and seconds [ops] of the ops of a kind."""
+    found = [
+        (chunks_3C[:, record.op.chunk], record.seconds)
+        for chunks_3C, ops in calls
+        for record in ops
+        if record.op.kind is kind and record.seconds > 0
+    ]
+    rows = np.array([row for row, _ in found]).reshape(-1, FEATURES)
+    return rows, np.array([seconds for _, seconds in found])

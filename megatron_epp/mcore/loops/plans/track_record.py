@@ -4,6 +4,7 @@
 
 A prediction leaves out what happens between ops, and a machine may be busy with other things. What
 slows both kinds of calls down alike cancels. A planned order must gain so much more by prediction.
+Neither kind is given up for good: after many calls of the one, the other is run once more.
 """
 
 from collections import deque
@@ -11,6 +12,7 @@ from statistics import median
 
 CALLS = 5  # of each kind that count
 RETRY = 16  # calls in the caller's order, behind which a planned one is tried again
+CHECK = 32  # calls in planned orders, behind which the caller's is measured again
 MOST = 2.0
 STEP = 0.02  # in which a price is told: plans are remembered by it
 
@@ -22,6 +24,7 @@ class TrackRecord:
         self._planned: deque[float] = deque(maxlen=CALLS)
         self._given: deque[float] = deque(maxlen=CALLS)
         self._in_turn = 0
+        self._planned_in_turn = 0
 
     def saw(self, planned: bool, predicted_seconds: float, measured_seconds: float) -> None:
         """A call is over; ``planned``: its order was not the caller's by 1F1B."""
@@ -29,9 +32,15 @@ class TrackRecord:
             return
         (self._planned if planned else self._given).append(measured_seconds / predicted_seconds)
         self._in_turn = 0 if planned else self._in_turn + 1
+        self._planned_in_turn = self._planned_in_turn + 1 if planned else 0
         if self._in_turn >= RETRY:
             self._planned.clear()
             self._in_turn = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether a call should run in the caller's order, to see what that takes by now."""
+        return self._planned_in_turn >= CHECK
 
     @property
     def price(self) -> float:

@@ -1,0 +1,167 @@
+"""A loop whose forward step takes its own part of a micro-batch over context-parallel ranks.
+
+    samples side by side    [B, S]: each rank has two of 2 x ranks equal parts, the first with the
+                            last, ..., as Megatron's get_batch_on_this_cp_rank cuts them
+    documents in a row      [1, T]: the same of every document (THD, packed_seq_params)
+
+The losses of tokens are summed where they are, or gathered and then handed to a loss of whole
+sequences, as loops of others do either. On a host without a GPU there is no attention of Megatron's
+for this; in its place is the plainest: rows of K and V are gathered, and all scores are computed.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from megatron_epp.mcore.certify.loops.batches import MicroBatch, loop_loss, zigzag
+
+_CUT = ("tokens", "labels", "position_ids")
+Parts = Sequence[Tensor]  # the rows of every rank
+
+
+def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    """What such a loop hands to ``forward_backward_func``."""
+    batch = next(data_iterator)
+    mine = _on_this_rank(batch)
+    params = None
+    if "cu_seqlens" in batch:
+        borders = batch["cu_seqlens"].int()
+        longest = int(borders.diff().max())
+        params = PackedSeqParams("thd", borders, borders, borders, borders, longest, longest)
+    output = model(
+        mine["tokens"],
+        mine["position_ids"],
+        None,
+        labels=mine["labels"],
+        packed_seq_params=params,
+    )
+    return output, lambda losses, **named: _loss(batch, losses, **named)
+
+
+def _on_this_rank(batch: MicroBatch) -> dict[str, Tensor]:
+    group = mpu.get_context_parallel_group()
+    whole = {name: batch[name] for name in _CUT}
+    if "cu_seqlens" not in batch:
+        return get_batch_on_this_cp_rank({**whole, "cu_seqlens": None}, False, group)
+    # Megatron's own asks Transformer Engine, which needs a GPU, for these rows.
+    rows = _parts(batch["cu_seqlens"])[group.rank()]
+    return {name: tensor.index_select(1, rows) for name, tensor in whole.items()}
+
+
+def _parts(borders: Tensor) -> Parts:
+    """The rows of every rank, of documents between ``borders``."""
+    ranks = mpu.get_context_parallel_world_size()
+    pairs = list(pairwise(borders.tolist()))
+    return [torch.cat([a + zigzag(b - a, ranks)[rank] for a, b in pairs]) for rank in range(ranks)]
+
+
+def _loss(batch: MicroBatch, mine: Tensor, non_loss_data: bool = False) -> Any:
+    """``mine``: losses of this rank's tokens, [B, S / ranks] or [1, T / ranks]."""
+    group = mpu.get_context_parallel_group()
+    packed = "cu_seqlens" in batch
+    parts = _parts(batch["cu_seqlens"] if packed else torch.tensor([0, batch["tokens"].shape[1]]))
+    if batch["loss"] == "tokens" and not non_loss_data:
+        mask = batch["loss_mask"].index_select(1, parts[group.rank()]).to(mine.dtype)
+        total = (mine * mask).sum()
+        everywhere = total.detach().clone()
+        dist.all_reduce(everywhere, group=group)
+        return total, mask.sum().to(torch.int), {"value": everywhere.item()}
+    losses = _Gathered.apply(mine, parts, group)
+    if packed:
+        each = losses[0].split(batch["cu_seqlens"].diff().tolist())
+        batch, losses = batch["side by side"], pad_sequence(list(each), batch_first=True)
+    found = loop_loss(batch, losses, non_loss_data)
+    if non_loss_data or len(found) == 2:
+        return found
+    loss, count, told = found  # every sequence is counted once
+    return loss, count if group.rank() == 0 else torch.zeros_like(count), told
+
+
+class _Gathered(Function):
+    """[B, s] of every rank, as [B, S] at their places; a gradient goes back to where it is from."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, parts: Parts, group: Any) -> Tensor:
+        ctx.rows = parts[group.rank()]
+        every = [torch.empty_like(mine) for _ in parts]
+        dist.all_gather(every, mine.contiguous(), group=group)
+        whole = mine.new_empty(len(mine), sum(map(len, parts)))
+        for rows, part in zip(parts, every, strict=True):
+            whole[:, rows] = part
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(1, ctx.rows), None, None
+
+
+class _RowsOfAll(Function):
+    """[s, ...] of every rank, one behind the other; gradients of all ranks are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.rows = group, len(mine)
+        every = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(every, mine.contiguous(), group=group)
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.split(ctx.rows)[ctx.group.rank()], None
+
+
+def attend_over_ranks(model: Any) -> None:
+    """Make the attention of ``model`` that of a token's whole document, spread over ranks."""
+    for layer in model.decoder.layers:
+        core = layer.self_attention.core_attention
+        core.forward = _GatheredAttention(core.softmax_scale)
+
+
+class _GatheredAttention:
+    """s rows of this rank, S of all, b samples (1 where documents lie in a row), D head size."""
+
+    def __init__(self, scale: float):
+        self.scale = scale
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **ignored: Any,
+    ) -> Tensor:
+        group = mpu.get_context_parallel_group()
+        if packed_seq_params is not None:  # [t, heads, D]
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        key_SbGD, value_SbGD = (_RowsOfAll.apply(x, group) for x in (key, value))
+        borders = torch.tensor([0, len(key_SbGD)])
+        if packed_seq_params is not None:
+            borders = packed_seq_params.cu_seqlens_q.long()
+        parts = _parts(borders)
+        mine_s1, all_1S = parts[group.rank()][:, None], torch.cat(parts)[None]
+        document_s1, document_1S = (
+            torch.bucketize(rows, borders, right=True) for rows in (mine_s1, all_1S)
+        )
+        out_bHsD = functional.scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in (query, key_SbGD, value_SbGD)),
+            attn_mask=(mine_s1 >= all_1S) & (document_s1 == document_1S),
+            scale=self.scale,
+            enable_gqa=True,
+        )
+        out_sbX = out_bHsD.permute(2, 0, 1, 3).flatten(2)
+        return out_sbX if packed_seq_params is None else out_sbX.squeeze(1)
