@@ -167,10 +167,9 @@ class Search:
         laws = [law] if not bare else []
         if "window" in self.levers:
             laws.append(whole_groups(chunking.sizes, self.cost.stages))
-        steps = self._ladder(loads)
         counts: Counts | None = None
         for least in laws:
-            counts = self._least_counts(chunking, loads, work, least, steps)
+            counts = self._least_counts(chunking, loads, work, least)
             if counts is not None:
                 break
         if counts is None:
@@ -186,10 +185,12 @@ class Search:
         loads: Loads,
         kept: ScheduleProblem,
         least: np.ndarray,
-        steps: Ladders,
     ) -> Counts | None:
         """What the diagonal program has recomputed for the law ``least``; where keeping everything
         does not fit, of what is left when all layers are offloaded whose copies hide."""
+        if _within(kept, least).all():
+            return {}
+        steps = self._ladder(loads)
 
         def recompute(
             work: ScheduleProblem, layers: list[np.ndarray] | None = None
@@ -205,7 +206,7 @@ class Search:
                 layers=layers,
             )
 
-        if "offload" in self.levers and not _within(kept, least).all():
+        if "offload" in self.levers:
             aside = offload.layers_aside(self.cost, loads, self.host, least, kept.backward_order)
             left = left_layers(self.cost, aside, chunking.count)
             # Where even recomputing the rest leaves no room for what is on its way to or from the
