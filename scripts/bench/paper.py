@@ -507,10 +507,7 @@ LAYOUTS = (
     ("deepseek-v3", 4, 8, 4, 128, 1000.0, 1.25),
     ("gemma3-27b", 4, 8, 2, 128, None, 1.25),
     (NEMOTRON_H_LIKE, 4, 1, 4, 128, None, 1.25),
-    ("llama3-8b", 4, 1, 8, 32, None, None),
     ("llama3-8b", 4, 1, 8, 128, None, None),
-    ("gpt-13b", 4, 1, 8, 96, None, None),
-    ("qwen3-30b-a3b", 8, 2, 4, 128, None, None),
     ("gpt-oss-20b", 8, 1, 8, 128, None, None),
 )
 
