@@ -35,6 +35,7 @@ def test_a_survey_in_json_a_script_and_a_dry_run(
 ) -> None:
     script = tmp_path / "launch.sh"
     more = ("--json", "--script", str(script), "--dry-run-corpus", "2", "--context", "8192")
+    more += ("--memory-budget-gib", "60")
     assert tune(lengths, *more) == 0
     facts = json.loads(capsys.readouterr().out)
     choices = facts["choices"]
@@ -45,7 +46,7 @@ def test_a_survey_in_json_a_script_and_a_dry_run(
         assert len(choice["layers"]) == choice["pp"] and sum(choice["layers"]) == 32
         assert sum(choice["shares"].values()) == pytest.approx(1)
         assert choice["tokens_per_second"] == pytest.approx(sum(LENGTHS) / choice["seconds"])
-        assert choice["peak_bytes"] <= 74 * 2**30
+        assert choice["peak_bytes"] <= 60 * 2**30
     assert len(facts["dry_run"]) == 2
     words = launched(script)
     parsed = megatrons_parser().parse_args(words)
@@ -56,6 +57,7 @@ def test_a_survey_in_json_a_script_and_a_dry_run(
     assert parsed.seq_length == 8192 and parsed.global_batch_size == 8
     assert parsed.num_layers == 32 and parsed.num_query_groups == 8 and parsed.swiglu
     assert parsed.epp == (first["planner"] == "epp")
+    assert parsed.epp_memory_budget_gib == 60 and parsed.epp_effort == 0
 
 
 def launched(script: Path) -> list[str]:

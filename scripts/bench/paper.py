@@ -1,7 +1,7 @@
 """What the papers report, and what our simulation of the same says, side by side.
 
     python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random,
-                                           offload,partition,local,vocabulary]
+                                           offload,partition,local,vocabulary,flexsp]
                                   [--batches 10] [--first 30] [-o RESULT.md]
 
 Everything here is simulated with the cost model of megatron_epp.cost: nothing ran on a GPU. The
@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from headline import ROOT, heading, host, write
@@ -34,6 +35,7 @@ from megatron_epp.planner.device_groups import homogeneous
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.tuning.partitions import partition_of
+from megatron_epp.planner.tuning.vocabulary import vocabulary_of
 from megatron_epp.planner.virtual.adaptis import interleaved_1f1b
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.sim.play import play
@@ -495,23 +497,28 @@ def offload(numbers: Sequence[int]) -> str:
     return table(head, rows)
 
 
+NEMOTRON_H_LIKE = str(Path(__file__).with_name("nemotron_h_like.json"))
+# Model, pp, tp, cp, context in thousands, memory budget, times faster than interleaved 1F1B asked.
 LAYOUTS = (
-    ("llama3-8b", 4, 1, 8, 32, None),
-    ("llama3-8b", 4, 1, 8, 128, None),
-    ("gpt-13b", 4, 1, 8, 96, None),
-    ("qwen3-30b-a3b", 8, 2, 4, 128, None),
-    ("gpt-oss-20b", 8, 1, 8, 128, None),
-    ("deepseek-v3", 8, 8, 4, 128, 1000.0),
-    ("gemma3-27b", 8, 4, 2, 128, None),
+    ("deepseek-v3", 8, 8, 4, 128, None, 1.5),
+    ("deepseek-v3", 8, 8, 4, 128, 1000.0, 1.5),
+    ("gemma3-27b", 8, 4, 2, 128, None, 1.5),
+    (NEMOTRON_H_LIKE, 8, 1, 4, 128, None, 1.5),
+    ("deepseek-v3", 4, 8, 4, 128, 1000.0, 1.25),
+    ("gemma3-27b", 4, 8, 2, 128, None, 1.25),
+    (NEMOTRON_H_LIKE, 4, 1, 4, 128, None, 1.25),
+    ("llama3-8b", 4, 1, 8, 128, None, None),
+    ("gpt-oss-20b", 8, 1, 8, 128, None, None),
 )
 
 
 def partition(numbers: Sequence[int]) -> str:
     """Layers by time against even ones, and AdaPtis' and SlimPipe's ideas beside them: --zero 1,
-    h100-80g, as training runs it; lengths wlb. The partition is chosen on batches 0 and 1."""
+    h100-80g, as training runs it; lengths wlb. The partition, with the output layer on the last
+    stage and cut over all, and which of the two, are chosen on batches 0 and 1."""
     rows = []
-    for name, pp, tp, cp, thousands, budget in LAYOUTS:
-        say(f"partition: {name} {thousands}K")
+    for name, pp, tp, cp, thousands, budget, asked in LAYOUTS:
+        began = time.process_time()
         cost = named_cost(
             name,
             "h100-80g",
@@ -524,58 +531,83 @@ def partition(numbers: Sequence[int]) -> str:
         )
         how = Options(thousands * K)
         corpus = open_corpus("wlb", thousands * K)
-        chosen = partition_of(cost, [corpus.batch(n, 512) for n in (0, 1)], how, "epp").layers
-        by_time = dataclasses.replace(cost, layers=chosen)
+        seen = [corpus.batch(number, 512) for number in (0, 1)]
+        by_time, cut = (
+            dataclasses.replace(each, layers=partition_of(each, seen, how, "epp").layers)
+            for each in (cost, cost.with_vocabulary(True))
+        )
+        chosen = vocabulary_of(by_time, seen, how, "epp", cut).cost
         seconds: dict[str, list[float]] = {}
         bubbles: list[float] = []
         for number in numbers:
             batch = corpus.batch(number, 512)
-            for title, plan, on in (
-                ("even", PIPELINES["epp"], cost),
+            plans = [
+                ("chosen", PIPELINES["epp"], chosen),
                 ("by time", PIPELINES["epp"], by_time),
+                ("even", PIPELINES["epp"], cost),
                 ("packing", PIPELINES["packing"], cost),
                 ("interleaved", interleaved_1f1b, cost),
                 ("adaptis", SIMULATED["adaptis"], cost),
                 ("slimpipe", SIMULATED["slimpipe"], cost),
-            ):
+            ]
+            for title, plan, on in plans:
+                if title == "by time" and chosen is by_time:
+                    seconds.setdefault(title, []).append(seconds["chosen"][-1])
+                    continue
                 try:
                     found = plan(batch, on, how)
                 except ValueError:
                     continue
                 if found.fits:
                     seconds.setdefault(title, []).append(found.seconds)
-                    if title == "by time":
+                    if title == "chosen":
                         bubbles.append(found.bubble_ratio)
-        ours = seconds["by time"]
+        ours = seconds["chosen"]
 
         def against(title: str, ours: list[float] = ours, seconds: dict = seconds) -> str:
             theirs = seconds.get(title, [])
             if len(theirs) != len(ours):
                 return "does not fit"
-            return spread([slow / fast for slow, fast in zip(theirs, ours, strict=True)])
+            return spread([slow / fast for slow, fast in zip(theirs, ours, strict=True)], "{:.2f}")
 
+        reached = ""
+        if asked is not None:
+            theirs = zip(seconds.get("interleaved", []), ours, strict=True)
+            gains = [slow / fast for slow, fast in theirs]
+            reached = "yes" if statistics.median(gains) >= asked else "no"
+        layers = " ".join(map(str, chosen.layers))
         rows.append(
             (
-                f"{name} pp {pp} tp {tp} cp {cp}, wlb {thousands}K"
+                f"{Path(name).stem} pp {pp} tp {tp} cp {cp}, wlb {thousands}K"
                 + (f", {budget:g} GiB" if budget else ""),
-                " ".join(map(str, chosen)),
+                layers + (", vocabulary cut" if chosen.vocabulary_parallel else ""),
                 spread(ours, "{:.3g}"),
                 percent(bubbles),
-                *map(against, ("even", "packing", "interleaved", "adaptis", "slimpipe")),
+                against("interleaved") + (f" (asked {asked:.2f})" if asked else ""),
+                *map(against, ("packing", "by time", "even", "adaptis", "slimpipe")),
+                f"{time.process_time() - began:.0f}",
+                reached,
             )
         )
+        say(" | ".join(rows[-1]))
     head = (
         "layout",
-        "layers by time",
-        "epp by time, s",
+        "layers by time, and the output layer",
+        "epp so, s",
         "bubble",
-        "epp, even layers",
-        "packing",
         "interleaved 1F1B, even, packed",
+        "packing, even",
+        "epp by time, output layer on the last stage",
+        "epp, even layers",
         "adaptis",
         "slimpipe",
+        "CPU s of the row",
+        "reached",
     )
-    return "Times of epp with layers by time.\n\n" + table(head, rows)
+    return (
+        "Times of others over those of epp with layers by time and the output layer where "
+        "`--vocab-parallel auto` has it.\n\n" + table(head, rows)
+    )
 
 
 # (model, pp, tp, cp, lengths, context in K), and what the issue asks: the share of communication at
@@ -720,6 +752,76 @@ def vocabulary(numbers: Sequence[int]) -> str:
     return table(head, rows)
 
 
+# Model, pp, cp, lengths, context in thousands, documents; asked: time against idealised FlexSP,
+# and against epp without either lever.
+TOGETHER = (
+    ("llama3-8b", 4, 8, "wlb", 32, 512, 1.00, 0.92),
+    ("llama3-8b", 4, 8, "wlb", 128, 512, 1.00, 0.92),
+    ("llama3-8b", 4, 8, "wikipedia", 128, 512, 1.03, None),
+    ("llama3-8b", 4, 8, "prolong", 128, 512, None, None),
+    ("gpt-13b", 4, 8, "wlb", 96, 512, None, 0.94),
+    ("gpt-13b", 8, 4, "wlb", 96, 64, None, 0.83),
+)
+MOST_SECONDS = 1.5  # of planning
+
+
+def flexsp(numbers: Sequence[int]) -> str:
+    """Vocabulary parallelism and local documents together, planned with all levers but `uneven`
+    and `offload`, as training does, against idealised FlexSP and against epp without the two:
+    --zero 1, h100-80g."""
+    rows = []
+    for name, pp, cp, lengths, thousands, documents, groups_asked, asked in TOGETHER:
+        say(f"flexsp: {name} {lengths} {thousands}K pp {pp}")
+        whole = named_cost(name, "h100-80g", pp=pp, cp=cp, zero=1, **AS_TRAINED)
+        cut, how = whole.with_vocabulary(True), Options(thousands * K)
+        neither = dataclasses.replace(how, levers=how.levers - {"local"})
+        corpus = open_corpus(lengths, thousands * K)
+        groups, ratios, bubbles, comm, gaps, took = [], [], [], [], [], []
+        for number in numbers:
+            batch = corpus.batch(number, documents)
+            ours, seconds = timed(PIPELINES["epp"], batch, cut, how)
+            ratios.append(ours.seconds / PIPELINES["epp"](batch, whole, neither).seconds)
+            bubbles.append(ours.bubble_ratio)
+            comm.append(ours.comm_ratio)
+            gaps.append(ours.gap)
+            took.append(seconds)
+            with contextlib.suppress(ValueError):
+                theirs = PLANNERS["flexsp"](batch, whole, how)
+                groups.append(ours.seconds / theirs.seconds)
+        median = statistics.median
+        fits = len(groups) == len(numbers)
+        reached = [median(took) <= MOST_SECONDS]
+        if groups_asked is not None:
+            reached.append(fits and median(groups) <= groups_asked)
+        if asked is not None:
+            reached.append(median(ratios) <= asked)
+        rows.append(
+            (
+                f"{name} {lengths} {thousands}K, pp {pp}, cp {cp}, {documents} documents",
+                (spread(groups) if fits else "does not fit")
+                + ("" if groups_asked is None else f" (asked {groups_asked:.2f})"),
+                spread(ratios) + ("" if asked is None else f" (asked {asked:.2f})"),
+                percent(bubbles),
+                percent(comm),
+                percent(gaps),
+                spread(took, "{:.2f}") + f" (asked {MOST_SECONDS})",
+                "yes" if all(reached) else "no",
+            )
+        )
+        say(" | ".join(rows[-1]))
+    head = (
+        "workload",
+        "time / idealised FlexSP's",
+        "time / epp's without either",
+        "bubble",
+        "communication",
+        "gap to the bound (with them)",
+        "plan CPU s",
+        "reached",
+    )
+    return table(head, rows)
+
+
 PARTS = {
     "targets": ("The project's own targets", targets),
     "papers": ("InfiniPipe's comparison", papers),
@@ -732,6 +834,7 @@ PARTS = {
     "partition": ("Layers by time", partition),
     "local": ("Documents local to context-parallel ranks", local),
     "vocabulary": ("Vocabulary parallelism", vocabulary),
+    "flexsp": ("Vocabulary parallelism and local documents together", flexsp),
 }
 
 

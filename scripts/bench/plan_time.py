@@ -1,6 +1,6 @@
 """How long planning takes: by planner, by batch size, by stages; and cold.
 
-    python scripts/bench/plan_time.py [-o RESULT.md]
+    python scripts/bench/plan_time.py [--parts planners,levers,growth,cold] [-o RESULT.md]
 
 Processor seconds of one core with compiled code warm; the cold start, in which numba compiles, is
 measured in a process of its own with an empty cache. Wall time is the same on an idle core.
@@ -18,6 +18,7 @@ from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
 
+from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.cost import named_cost
 from megatron_epp.planner import ALL, PLANNERS, Options, plan_step
@@ -25,6 +26,7 @@ from megatron_epp.show.table import markdown
 
 K = 1024
 CONTEXT = 96 * K
+CORPORA = ("wlb", "prolong", "wikipedia")
 COLD = """
 import time
 began = time.perf_counter()
@@ -57,6 +59,40 @@ def by_planner() -> str:
                     taken.append(time.process_time() - began)
                 cells.append(f"{statistics.median(taken):.2f} (most {max(taken):.2f})")
         rows.append(cells)
+    return markdown(headers, rows)
+
+
+# Model, pp, cp, context in thousands.
+TRAINED = (
+    ("llama3-8b", 4, 8, 32),
+    ("llama3-8b", 4, 8, 128),
+    ("gpt-13b", 4, 8, 96),
+    ("gpt-13b", 8, 4, 96),
+    ("gemma3-27b", 8, 4, 128),
+)
+
+
+def with_every_lever() -> str:
+    """epp, --zero 1 on h100-80g as training runs it; medians over five batches of 512 documents."""
+    headers = [
+        "model",
+        *(f"{how}, {name}" for how in ("vocabulary cut", "not") for name in CORPORA),
+    ]
+    rows = []
+    for name, pp, cp, thousands in TRAINED:
+        cells = [f"{name} pp {pp}, {thousands}K"]
+        whole = named_cost(name, "h100-80g", pp=pp, cp=cp, zero=1, **AS_TRAINED)
+        for cost in (whole.with_vocabulary(True), whole):
+            for lengths in CORPORA:
+                corpus, taken = open_corpus(lengths, thousands * K), []
+                for number in range(30, 35):
+                    batch = corpus.batch(number, 512)
+                    began = time.process_time()
+                    PLANNERS["epp"](batch, cost, Options(context=thousands * K, levers=ALL))
+                    taken.append(time.process_time() - began)
+                cells.append(f"{statistics.median(taken):.2f} (most {max(taken):.2f})")
+        rows.append(cells)
+        print(cells, file=sys.stderr, flush=True)
     return markdown(headers, rows)
 
 
@@ -102,18 +138,26 @@ def cold() -> str:
     return markdown(["", "import s", "first plan, CPU s"], rows)
 
 
+PARTS = {
+    "planners": ("One replica, 512 documents, gpt-13b, 96K (CPU s)", by_planner),
+    "levers": (
+        "All levers, vocabulary parallelism and local documents among them (CPU s)",
+        with_every_lever,
+    ),
+    "growth": ("Growth", by_size),
+    "cold": ("Cold start", cold),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     args = parser.parse_args()
     warm = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
     for plan in PLANNERS.values():
         plan(open_corpus("wlb", CONTEXT).batch(0, 64), warm, Options(context=CONTEXT, levers=ALL))
-    parts = (
-        ("One replica, 512 documents, gpt-13b, 96K (CPU s)", by_planner),
-        ("Growth", by_size),
-        ("Cold start", cold),
-    )
+    parts = [PARTS[name] for name in args.parts.split(",")]
     text = "\n".join(f"### {title}\n\n{table()}" for title, table in parts)
     print(text)
     write(args.output, heading(f"{host()}, one of them used") + text)

@@ -107,6 +107,7 @@ def test_every_token_at_one_position_of_one_replica(lengths, width, data) -> Non
         front=data.draw(st.integers(0, len(TAPERS) - 1)),
         back=data.draw(st.integers(0, len(TAPERS) - 1)),
         reverse=data.draw(st.booleans()),
+        ramp=data.draw(st.sampled_from((0, 0, 7))),
     )
     most = int(lengths[0]) + data.draw(st.integers(0, 5000))
     built = build_block(params, lengths, rates, most, 1, width)

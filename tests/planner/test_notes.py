@@ -21,6 +21,10 @@ from megatron_epp.planner.order.policies import PolicyParams
             "filling needs, small packs first and last, short documents first, "
             "recompute for one document at a time",
         ),
+        (
+            ChunkingParams(8.0, front=2, back=1, ramp=12),
+            "chunks of about 1/8 of the work, 12 packs first that grow, small packs last",
+        ),
         (PolicyParams(strict=True), "1F1B order"),
         (PolicyParams(False, lead=-2), "order free within memory, forwards 2 behind 1F1B"),
         (

@@ -3,11 +3,14 @@
 import dataclasses
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.ir import BACKWARDS, Kind, check
 from megatron_epp.planner import PIPELINES, Options, evaluation_plan, plan_step
+from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
+from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.tuning.vocabulary import PAYS, vocabulary_of
 from megatron_epp.sim.play import play
 
@@ -51,6 +54,21 @@ def test_g_fills_bubbles() -> None:
                 weight = next(g for g in order if (g.kind, g.chunk) == (Kind.HEAD_WEIGHT, op.chunk))
                 late += at[weight] > at[op] + 1
     assert late > len(plan.chunks)
+
+
+@pytest.mark.parametrize("local", [0.0, 1.0])
+def test_a_ramp_fills_the_pipeline(local: float) -> None:
+    """Packs at the front grow from a tenth of a full one; every document is there once."""
+    cut = cost(8, vocabulary_parallel=True)
+    lengths = np.array([2_000] * 300 + [500] * 400)
+    params = ChunkingParams(20.0, ramp=10, local=local)
+    chunking = build_chunks(params, lengths, rates_of(cut), 10**9, 1, cut.cp)
+    assert np.array_equal(np.bincount(chunking.spans.document, chunking.spans.tokens), lengths)
+    filled = np.bincount(chunking.chunk, chunking.spans.tokens)
+    full = np.median(filled[10:])
+    assert filled[0] < 0.2 * full < filled[9] < full
+    assert np.diff(filled[:10]).min() > -0.02 * full
+    assert filled[10:].min() > 0.85 * full
 
 
 def test_it_saves_the_last_stages_bubble() -> None:

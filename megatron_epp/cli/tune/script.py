@@ -136,6 +136,10 @@ def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[st
         levers += ",offload"
     if levers != "default":
         flags.append(["--epp-levers", levers])
+    if arguments.memory_budget_gib:
+        flags.append(["--epp-memory-budget-gib", f"{arguments.memory_budget_gib[0]:g}"])
+    if arguments.effort is not None:
+        flags.append(["--epp-effort", str(arguments.effort)])
     if arguments.overlong != "truncate":
         flags.append(["--epp-overlong", arguments.overlong])
     return flags

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams
+from megatron_epp.planner.chunks.params import ChunkingParams
 from megatron_epp.planner.chunks.slicing import Rates, Spans, cut_each
 
 
@@ -108,8 +108,7 @@ def build_block(
     who, first = np.array(places, dtype=np.int64).reshape(-1, 2).T
     behind = np.arange(len(cut)) - (np.cumsum(inner + 1) - inner - 1)[cut.document]
     cut_member, cut_position = who[cut.document], first[cut.document] + behind
-    front, back = TAPERS[params.front], TAPERS[params.back]
-    missing = np.array([1 - share for share in front + back])
+    missing = params.missing
     beside = sum(groups)
     wanted = round(total / width / target + missing.sum()) + params.extra_bins
     more = max(wanted - beside, 0 if beside else 1)
@@ -149,7 +148,9 @@ def build_block(
     )
     number = block.groups
     order = np.arange(number)[::-1] if params.reverse else np.arange(number)
-    first_ones = np.arange(number - 1, number - 1 - min(len(front), number - len(groups)), -1)
+    first_ones = np.arange(
+        number - 1, number - 1 - min(len(params.first_shares), number - len(groups)), -1
+    )
     return block.arranged(np.concatenate((first_ones, order[~np.isin(order, first_ones)])))
 
 

@@ -20,6 +20,8 @@ TAPERS: tuple[tuple[float, ...], ...] = (
     (0.1, 0.2, 0.3, 0.45, 0.6, 0.8),
 )
 
+RAMP_FROM = 0.1  # the first of a ramp's packs, as a share of a full one. By hand.
+
 UNCUT = 1e6  # as a share of a chunk: no document is cut that a stage can hold
 
 
@@ -33,6 +35,8 @@ class ChunkingParams:
     front, back   numbers of TAPERS
     reverse       shortest documents first
     bare          recompute for one document at a time only; memory holds the other forwards back
+    ramp          so many packs at the front grow evenly, each by the same factor, in the place of
+                  those of ``front``; 0: none
     local         documents that one context-parallel rank does in this share of a chunk's time are
                   local to one (:mod:`.local`); 0: none
     """
@@ -45,6 +49,19 @@ class ChunkingParams:
     reverse: bool = False
     bare: bool = False
     local: float = 0.0
+    ramp: int = 0
+
+    @property
+    def first_shares(self) -> tuple[float, ...]:
+        """Of the packs at the front that are smaller than the others, first to last."""
+        if not self.ramp:
+            return TAPERS[self.front]
+        return tuple(RAMP_FROM ** (1 - pack / self.ramp) for pack in range(self.ramp))
+
+    @property
+    def missing(self) -> np.ndarray:
+        """Shares of a pack that those at the front, then those at the back, stay smaller by."""
+        return np.array([1 - share for share in self.first_shares + TAPERS[self.back]])
 
     def __str__(self) -> str:
         parts = [f"chunks of about 1/{self.chunks:.3g} of the work"]
@@ -56,7 +73,10 @@ class ChunkingParams:
             extra = abs(self.extra_bins)
             more = "more" if self.extra_bins > 0 else "fewer"
             parts.append(f"{extra} pack{'s' * (extra > 1)} {more} than even filling needs")
-        ends = [end for end, small in (("first", self.front), ("last", self.back)) if small]
+        first = self.front and not self.ramp
+        ends = [end for end, small in (("first", first), ("last", self.back)) if small]
+        if self.ramp:
+            parts.append(f"{self.ramp} packs first that grow")
         if ends:
             parts.append(f"small packs {' and '.join(ends)}")
         if self.reverse:
@@ -87,8 +107,7 @@ def build_chunks(
     target = total / params.chunks
     cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
     loose = float(rates.span_seconds(cuts.tails).sum() + rates.span_seconds(cuts.shorts).sum())
-    front, back = TAPERS[params.front], TAPERS[params.back]
-    missing = np.array([1 - share for share in front + back])
+    missing = params.missing
     bins = max(1, round(loose / target + missing.sum()) + params.extra_bins)
     level = loose / max(0.5, bins - missing.sum())
     bucket, count = longest_first(cuts, rates, bins, most_tokens, missing * level)
@@ -106,13 +125,12 @@ def _with_local(
 ) -> Chunking:
     wanted = params.chunks, params.local
     first, target = first_local(lengths, *wanted, rates, most_tokens, ranks)
-    missing = np.array([1 - share for share in TAPERS[params.front] + TAPERS[params.back]])
     chunking, tails = local_chunks(
         lengths,
         first,
         target,
         params.cut,
-        missing,
+        params.missing,
         params.extra_bins,
         rates,
         most_tokens,
@@ -124,10 +142,10 @@ def _with_local(
 
 def _in_turn(params: ChunkingParams, chunking: Chunking, tails: int) -> Chunking:
     """``chunking``, of which ``tails`` documents are cut, in the order of forwards."""
-    groups, front = chunking.groups, TAPERS[params.front]
+    groups, small_ones = chunking.groups, len(params.first_shares)
     order = np.arange(groups)
     if params.reverse:
         order = order[::-1]
     # Packs stand longest first, so the small ones are the last: bring them to the front.
-    small = np.arange(groups - 1, groups - 1 - min(len(front), groups - tails), -1)
+    small = np.arange(groups - 1, groups - 1 - min(small_ones, groups - tails), -1)
     return chunking.arranged(np.concatenate((small, order[~np.isin(order, small)])))

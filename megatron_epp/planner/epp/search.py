@@ -58,7 +58,10 @@ PROGRAM_OPS = 40_000
 # Numbers of chunks that are tried, as shares of the ideal one.
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
 WHOLE_GRID = (0.35, 0.6, 1.0)  # the same, with documents left whole
+# Of the seeds where no stage waits for the last one's output layer.
+RAMP = 14  # packs of a ramp
 SEED_CUT = 2.0  # slices, as shares of a chunk, where short documents come first
+SEED_LOCAL = (1.0, 2.0)  # times LOCAL
 CLIMBERS = 2  # of the grid's best that are improved
 GRID_SHARE = 0.35  # of the effort, for the grid
 CLIMB_SHARE = 0.7  # of the effort, for grid and climbing
@@ -165,10 +168,9 @@ class Search:
         laws = [law] if not bare else []
         if "window" in self.levers:
             laws.append(whole_groups(chunking.sizes, self.cost.stages))
-        steps = self._ladder(loads)
         counts: Counts | None = None
         for least in laws:
-            counts = self._least_counts(chunking, loads, work, least, steps)
+            counts = self._least_counts(chunking, loads, work, least)
             if counts is not None:
                 break
         if counts is None:
@@ -184,10 +186,12 @@ class Search:
         loads: Loads,
         kept: ScheduleProblem,
         least: np.ndarray,
-        steps: Ladders,
     ) -> Counts | None:
         """What the diagonal program has recomputed for the law ``least``; where keeping everything
         does not fit, of what is left when all layers are offloaded whose copies hide."""
+        if _within(kept, least).all():
+            return {}
+        steps = self._ladder(loads)
 
         def recompute(
             work: ScheduleProblem, layers: list[np.ndarray] | None = None
@@ -203,7 +207,7 @@ class Search:
                 layers=layers,
             )
 
-        if "offload" in self.levers and not _within(kept, least).all():
+        if "offload" in self.levers:
             aside = offload.layers_aside(self.cost, loads, self.host, least, kept.backward_order)
             left = left_layers(self.cost, aside, chunking.count)
             # Where even recomputing the rest leaves no room for what is on its way to or from the
@@ -450,9 +454,14 @@ class Search:
         if not self.cost.vocabulary_parallel:
             yield ChunkingParams(chunks, local=self.local)
             return
-        first = ChunkingParams(chunks, front=len(TAPERS) - 1, local=self.local)
-        yield first
-        yield dataclasses.replace(first, cut=SEED_CUT, reverse=True)
+        for start in (
+            ChunkingParams(chunks, ramp=RAMP),
+            ChunkingParams(chunks, front=len(TAPERS) - 1),
+        ):
+            for times in SEED_LOCAL if self.local else (0.0,):
+                first = dataclasses.replace(start, local=times * self.local)
+                yield first
+                yield dataclasses.replace(first, cut=SEED_CUT, reverse=True)
 
     def _best(self) -> tuple[ChunkingParams, Candidate]:
         return min(self.known.items(), key=lambda entry: entry[1].rank)
@@ -505,8 +514,12 @@ def neighbours(
 
     if tight:
         yield changed(bare=not params.bare)
-    for at in near(params.front):
-        yield changed(front=at)
+    if params.ramp:
+        for factor in (1.4, 0.7):
+            yield changed(ramp=round(params.ramp * factor))
+    else:
+        for at in near(params.front):
+            yield changed(front=at)
     for at in near(params.back):
         yield changed(back=at)
     if not fixed_count:

@@ -1,8 +1,9 @@
 """A survey of layouts: a bound for each, plans for those that it does not rule out.
 
     bound    no partition and no schedule of the layout is faster than its mean stage
-    sketch   the likely ones first, plans of one batch with little effort; those whose bound is
-             above the worst that is still wanted are left out
+    glance   the likely ones first, the first good plan of one batch; those whose bound is above the
+             worst that is still wanted are left out
+    sketch   those whose first plan is not far behind: plans of that batch with little effort
     finals   the best of these, planned on all batches with the whole effort
 
 A plan is for the replica with most work, which the others wait for; where replicas share a layer's
@@ -39,6 +40,8 @@ from megatron_epp.sim.play import play
 ELASTIC, STOCK = "epp", "packing"
 SKETCH_EFFORT = 1
 FINALISTS = 4
+# A first plan is so many times slower than a sketch at most, so far as was seen (1.26).
+GLANCE = 1.3
 # A sketch is so far off the plan with the whole effort at most, so far as was seen.
 MARGIN = 0.02
 # Recompute below this share of the time is no reason to look at offloading.
@@ -148,34 +151,52 @@ def survey(
             refused[layout] = str(error).split("\n")[0]
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
     ordered = sorted(likely, key=lambda layout: (likely[layout], layout))
+    # Where memory is tight, a search that persists is no glance.
+    glance = dataclasses.replace(options, effort=0, levers=options.levers - {"persist"})
     sketch = dataclasses.replace(options, effort=min(SKETCH_EFFORT, options.effort))
-    choices: list[Choice] = []
-    bounded: list[Layout] = []
-    for layout in progress(ordered, len(ordered), "plans"):
-        best = sorted(choice.seconds for choice in choices)
-        if len(best) >= top and bounds[layout] > best[top - 1]:
-            bounded.append(layout)
-            continue
-        sketches: list[Choice] = []
-        for planner in (ELASTIC, STOCK):
+
+    def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> list[Choice]:
+        made: list[Choice] = []
+        for planner in planners:
             for cut in _cuts(costs[layout], planner, vocabulary):
                 ways = partitions(costs[layout].with_vocabulary(cut), batches[0], partition)
                 for layers in reversed(ways):  # even ones where those by time do not fit
                     try:
-                        sketches.append(
-                            choice_of(
-                                *(layout, costs[layout], layers, batches[:1], sketch, planner),
-                                cut=cut,
-                            )
-                        )
+                        chosen = layout, costs[layout], layers, batches[:1], how, planner
+                        made.append(choice_of(*chosen, cut=cut))
                         break
                     except ValueError as error:
                         refused.setdefault(layout, str(error).split("\n")[0])
-        choices += _best_of(sketches)
-        if choices and choices[-1].layout == layout:
+        return made
+
+    glances: dict[Layout, list[Choice]] = {}
+    bounded: list[Layout] = []
+    for layout in progress(ordered, len(ordered), "first plans"):
+        best = sorted(choice.seconds for made in glances.values() for choice in made)
+        if len(best) >= top and bounds[layout] > best[top - 1]:
+            bounded.append(layout)
+        else:
+            glances[layout] = looked_at(layout, glance, (ELASTIC, STOCK))
+    near = {layout: _elastic_seconds(made, likely[layout]) for layout, made in glances.items()}
+    choices: list[Choice] = []
+    least = np.inf
+    for number, layout in enumerate(
+        progress(sorted(near, key=near.__getitem__), len(near), "plans")
+    ):
+        made = glances[layout]
+        if number < top or near[layout] <= least * GLANCE:
+            made = [*made, *looked_at(layout, sketch, (ELASTIC,))]
+        least = min(least, _elastic_seconds(made, np.inf))
+        if made:
             refused.pop(layout, None)
+        choices += _best_of(made)
     choices = _finals(choices, batches, costs, options, vocabulary, progress)
     return Survey(tuple(sorted(choices, key=_order)), refused, tuple(bounded))
+
+
+def _elastic_seconds(made: Sequence[Choice], otherwise: float) -> float:
+    """Of the fastest of our own plans, or what else to take where none fits."""
+    return min((choice.seconds for choice in made if choice.planner == ELASTIC), default=otherwise)
 
 
 def _order(choice: Choice) -> tuple:
