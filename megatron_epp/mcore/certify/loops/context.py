@@ -9,6 +9,7 @@ sequences, as loops of others do either. On a host without a GPU there is no att
 for this; in its place is the plainest: rows of K and V are gathered, and all scores are computed.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron_epp.mcore.certify.loops.batches import MicroBatch, loop_loss, zigzag
 
 _CUT = ("tokens", "labels", "position_ids")
-Parts = list[Tensor]  # the rows of every rank
+Parts = Sequence[Tensor]  # the rows of every rank
 
 
 def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
@@ -152,15 +153,14 @@ class _GatheredAttention:
         if packed_seq_params is not None:
             borders = packed_seq_params.cu_seqlens_q.long()
         parts = _parts(borders)
-        mine_s1, all_1S = parts[group.rank()][:, None], torch.cat(parts)[None]
+        mine_s1, all_1S = parts[group.rank()][:, None], torch.cat(list(parts))[None]
         document_s1, document_1S = (
             torch.bucketize(rows, borders, right=True) for rows in (mine_s1, all_1S)
         )
-        q_bHsD, k_bGSD, v_bGSD = (x.permute(1, 2, 0, 3) for x in (query, key_SbGD, value_SbGD))
         out_bHsD = functional.scaled_dot_product_attention(
-            q_bHsD,
-            k_bGSD,
-            v_bGSD,
+            query.permute(1, 2, 0, 3),
+            key_SbGD.permute(1, 2, 0, 3),
+            value_SbGD.permute(1, 2, 0, 3),
             attn_mask=(mine_s1 >= all_1S) & (document_s1 == document_1S),
             scale=self.scale,
             enable_gqa=True,
