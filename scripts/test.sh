@@ -19,4 +19,5 @@ cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc 2>/dev/null || echo 2) 
 workers=${EPP_TEST_WORKERS:-$((cores < 2 ? 2 : cores > 4 ? 4 : cores))}
 # A file stays in one process: its fixtures, some of which start a training run, are then built once.
 # Files keep the order of tests/conftest.py, longest first, or one process ends long after the others.
-exec "${EPP_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
+exec "${EPP_VENV:-.venv}/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder \
+    --durations 40 --durations-min 5 "$@"

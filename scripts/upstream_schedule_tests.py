@@ -46,11 +46,31 @@ MOST_RANKS = 8
 # Those make groups of other ranks under one name. NCCL meets when a group first speaks; gloo at
 # once, where such groups may take each other's ranks for their own and wait for ever.
 WITHOUT_GPU = "not custom_pgs"
+# What Megatron-LM's reinforcement learning imports for servers and logs, where it is not installed.
+ABSENT = ("wandb", "httpx", "fastapi", "uvicorn", "openai", "zmq", "msgpack")
 # Loaded by pytest in every process, before the tests import Megatron. gloo stands in for NCCL, and
-# the installed megatron-core for the checkout's, which is not built.
+# the installed megatron-core for the checkout's, which is not built; what the wheel lacks
+# (megatron.rl, entry scripts) is the checkout's.
 PLUGIN = """
-import os, sys
+import importlib.abc, importlib.util, os, sys
+from unittest.mock import MagicMock
 sys.path.insert(0, {root!r})
+sys.path.append({checkout!r})
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            return importlib.util.spec_from_loader(name, self, is_package=True)
+
+    def create_module(self, spec):
+        module = MagicMock()
+        module.__path__ = []
+        return module
+
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.append(Absent())
 from megatron_epp.mcore.patching import cpu_host
 
 if cpu_host.install_cpu_host():
@@ -134,7 +154,10 @@ def run(checkout: Path, tests: str, stands_in: bool, chosen: argparse.Namespace)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         called = home / "called"
-        plugin = PLUGIN.format(root=str(ROOT), ranks=MOST_RANKS, called=str(called))
+        plugin = PLUGIN.format(
+            root=str(ROOT), checkout=str(checkout), absent=ABSENT, ranks=MOST_RANKS,
+            called=str(called),
+        )  # fmt: skip
         (home / "stands_in.py").write_text(plugin)
         if find_spec("pytest_mock") is None:
             (home / "pytest_mock.py").write_text(MOCKER)

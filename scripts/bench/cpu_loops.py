@@ -24,7 +24,8 @@ halves of stock's repeats are apart, replayed, is the noise of all this.
 
 Ratios are stock's seconds over the others', medians over the batches (least to most); the first
 calls warm up. Bubbles: stages' idle share. Peaks: bytes that autograd saved and kept K and V, the
-largest of all stages. Every call must end in stock's losses and gradients.
+largest of all stages and calls, those that warm up included: orders may hold what stock has had to
+hold before. Every call must end in stock's losses and gradients.
 """
 
 import argparse
@@ -117,6 +118,7 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     sliced = attach_to(model, Packed(token_loss), "auto", head_again=True)
     stock_ops = watch_stock(now)
     variants, results = (STOCK, *chosen.variants), []
+    peaks = dict.fromkeys(variants, 0)
     for batch in range(-WARM_UP, chosen.batches):
         micro_batches = made_up(lengths_of(case, batch))
         made: dict[str, list[float]] = {}
@@ -160,10 +162,10 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
             run = Run(
                 max(one[0] for one in every),
                 [one[1] for one in every],
-                max(one[2] for one in every),
                 chunks,
             )
             runs[variant].append(run)
+            peaks[variant] = max(peaks[variant], max(one[2] for one in every))
             for record, planned, predicted in judged:
                 saw(record, planned, predicted, replay(run.ops))
             judged.clear()
@@ -179,7 +181,10 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
             far = max(abs(a / b - 1) for a, b in zip(found, made[STOCK], strict=True))
             assert far < TOLERANCE, f"{variant}, batch {batch}: {found}; stock {made[STOCK]}"
         if batch >= 0:
-            results += [result(variant, runs[variant], stages, shared) for variant in variants]
+            results += [
+                result(variant, runs[variant], stages, shared) | {"peak": peaks[variant]}
+                for variant in variants
+            ]
     if rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))
     dist.barrier()
@@ -191,7 +196,6 @@ class Run:
 
     seconds: float
     ops: list[list[tuple[str, int, float]]]
-    peak_bytes: int
     chunks: str
 
     def with_medians(self, runs: Sequence["Run"]) -> list[list[tuple[str, int, float]]]:
@@ -224,7 +228,6 @@ def result(variant: str, runs: Sequence[Run], stages: int, shared: bool) -> dict
         "replayed": replayed,
         "noise": halves[0] / halves[1],
         "bubble": 1 - busy / stages / (replayed if shared else seconds),
-        "peak": max(run.peak_bytes for run in runs),
         "chunks": max(chunk + 1 for order in runs[-1].ops for _, chunk, _ in order),
     }
 
@@ -383,9 +386,9 @@ def row(case: str, stages: int, shared: bool, ours: Sequence[str], results: list
             cells.append(ratios(variant, key))
             if shared and key == "seconds" and variant in variants:
                 cells[-1] += ", shared cores"
-    for key, scale, form in (("bubble", 100, "{:.0f}"), ("peak", 2**-20, "{:.1f}")):
-        medians = [statistics.median(of(v, key)) * scale for v in variants]
-        cells.append(" / ".join(map(form.format, medians)))
+    bubbles = [100 * statistics.median(of(v, "bubble")) for v in variants]
+    cells.append(" / ".join(map("{:.0f}".format, bubbles)))
+    cells.append(" / ".join(f"{max(of(v, 'peak')) / 2**20:.1f}" for v in variants))
     cells.append(" / ".join(f"{statistics.median(of(v, 'chunks')):.0f}" for v in variants))
     return cells
 

@@ -762,7 +762,7 @@ TOGETHER = (
     ("gpt-13b", 4, 8, "wlb", 96, 512, None, 0.94),
     ("gpt-13b", 8, 4, "wlb", 96, 64, None, 0.83),
 )
-MOST_SECONDS = 1.5  # of planning
+MOST_SECONDS = 1.5  # of planning, for 512 documents
 
 
 def flexsp(numbers: Sequence[int]) -> str:
@@ -790,7 +790,7 @@ def flexsp(numbers: Sequence[int]) -> str:
                 groups.append(ours.seconds / theirs.seconds)
         median = statistics.median
         fits = len(groups) == len(numbers)
-        reached = [median(took) <= MOST_SECONDS]
+        reached = [median(took) <= MOST_SECONDS] if documents == 512 else []
         if groups_asked is not None:
             reached.append(fits and median(groups) <= groups_asked)
         if asked is not None:
@@ -804,7 +804,7 @@ def flexsp(numbers: Sequence[int]) -> str:
                 percent(bubbles),
                 percent(comm),
                 percent(gaps),
-                spread(took, "{:.2f}") + f" (asked {MOST_SECONDS})",
+                spread(took, "{:.2f}") + (f" (asked {MOST_SECONDS})" if documents == 512 else ""),
                 "yes" if all(reached) else "no",
             )
         )
