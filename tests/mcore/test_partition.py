@@ -64,7 +64,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
 
 
 # Seven layers, so no two stages have equally many; MLPs take nearly all of the time.
-PATTERN = "----***"
+PATTERN = "*----**"
 HYBRID = {
     **STILL,
     "ffn-hidden-size": 2048,
@@ -81,7 +81,7 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     corpus = write_corpus(tmp_path / "equal", [65] * 24)
     begin, kept = tmp_path / "begin", tmp_path / "kept"
     start = {**HYBRID, "train-iters": 2, "save-interval": 2}
-    named = {"hybrid-layer-pattern": "----**|*", "save": begin}
+    named = {"hybrid-layer-pattern": "*----*|*", "save": begin}
     given = train(flags(corpus, **{**start, **STOCK, **named}), program=STOCK_ON_DOCUMENTS)
     chosen = {"epp-partition": "auto", "epp-vocab-parallel": "on", "save": kept}
     ours = {"hybrid-layer-pattern": PATTERN, "epp": True, "epp-memory-budget-gib": 1, **chosen}
