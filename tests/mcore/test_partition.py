@@ -91,7 +91,7 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     assert given.status == auto.status == 0, given.output + auto.output
     first, second = json.loads((kept / KEPT).read_text())
     pattern = f"{PATTERN[:first]}|{PATTERN[first:]}"
-    assert first + second == 7 and first != 6
+    assert first + second == 7 and first < second  # even ones would be 4 and 3
     assert (
         f"--epp-partition auto: layers {first} {second} of the stages, {pattern}, " in auto.output
     )
