@@ -57,7 +57,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     assert auto.grad_norms == pytest.approx(even.grad_norms, rel=1e-3)
     # Resumed without a word of lengths: what the checkpoint has.
     longer = {"load": kept, "train_iters": 3, "override-opt-param-scheduler": True}
-    again = train(flags(corpus, **{**start, **chosen, **longer}))
+    again = train(flags(corpus, **{**start, **STILL, **chosen, **longer}))
     assert again.status == 0, again.output
     said = f"layers {layers[0]} {layers[1]} of the stages, the checkpoint's, as it resumes"
     assert said in again.output and len(again.losses) == 1

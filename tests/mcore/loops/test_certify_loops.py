@@ -54,7 +54,7 @@ EXPERTS = (
 @pytest.mark.parametrize(
     ("level", "degrees", "batches", "llama", "others"),
     [
-        ("level0", Degrees(2, 2, 1), 6, WINDOWS, {}),
+        ("level0", Degrees(2, 2, 1), 8, WINDOWS, {}),  # orders are planned from the third call
         ("level1", Degrees(2, 1, 2), 6, WINDOWS, {"overlap": True, "lora_rank": 2}),
     ],
 )

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -48,6 +49,9 @@ class VocabularyShard(nn.Module):
         self.index, self.shards = index, shards
         self.tp_group, self.scattered = tp, scattered
         self.hold: Callable[[Tensor], Any] = id  # what counts logits, of the iteration that runs
+        self._register_load_state_dict_pre_hook(
+            lambda state, prefix, *others: state.setdefault(f"{prefix}_extra_state")
+        )
 
     @property
     def words(self) -> Words:
@@ -100,12 +104,24 @@ class VocabularyShard(nn.Module):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, ShardedTensor]:
+    ) -> dict[str, ShardedTensor | ShardedObject]:
+        """With the empty state that Megatron's output layer has beside its weight: a GPTModel
+        leaves it out of checkpoints, a HybridModel asks for it."""
         assert not sharded_offsets, "an output layer is one of its kind"
-        if self.weight is None:
-            return {}
-        key = f"{prefix}weight"
-        return {key: sharded_words(key, self.weight, self.index, self.shards, metadata)}
+        key, beside = f"{prefix}weight", f"{prefix}_extra_state"
+        rank, stage = divmod(self.index, self.shards // self.tp_group.size())
+        replica = (stage, rank, _data_rank(metadata))
+        found: dict[str, ShardedTensor | ShardedObject]
+        found = {beside: make_sharded_object_for_checkpoint(None, beside, replica_id=replica)}
+        if self.weight is not None:
+            found[key] = sharded_words(key, self.weight, self.index, self.shards, metadata)
+        return found
+
+    def get_extra_state(self) -> None:
+        """None, as Megatron's output layer has."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to take."""
 
 
 def sharded_words(
@@ -119,10 +135,7 @@ def sharded_words(
     """Shard ``index`` of a table of words, as checkpoints know it. ``replica``: which copy it is;
     None: the first of this replica of the model."""
     if replica is None:
-        group = (metadata or {}).get("dp_cp_group")
-        if group is None:
-            group = mpu.get_data_parallel_group(with_context_parallel=True)
-        replica = (0, 0, group.rank())
+        replica = (0, 0, _data_rank(metadata))
     return ShardedTensor.from_rank_offsets(
         key,
         weight_VH,
@@ -130,6 +143,13 @@ def sharded_words(
         replica_id=replica,
         allow_shape_mismatch=True,  # words are padded to a multiple of the ranks
     )
+
+
+def _data_rank(metadata: dict | None) -> int:
+    group = (metadata or {}).get("dp_cp_group")
+    if group is None:
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+    return group.rank()
 
 
 class _BroughtGradient(torch.autograd.Function):

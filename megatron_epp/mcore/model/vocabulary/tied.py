@@ -28,7 +28,8 @@ def tie(model: Any, device: torch.device) -> None:
     if not model.share_embeddings_and_output_weights:
         return
     # Only the ranks of such a group know of it; all refuse alike.
-    exchanged = torch.tensor(len(mpu._EMBEDDING_GLOBAL_RANKS or ()) > 1, device=device).int()
+    own = mpu.get_embedding_group(check_initialized=False)
+    exchanged = torch.tensor(own is not None and own.size() > 1, device=device).int()
     dist.all_reduce(exchanged, group=mpu.get_pipeline_model_parallel_group())
     if exchanged.item():
         raise ValueError(
