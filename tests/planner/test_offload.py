@@ -173,7 +173,7 @@ def test_without_the_lever_or_a_rate_or_need_nothing_changes() -> None:
     ),
     st.integers(0, 2),
 )
-@settings(QUICK, max_examples=40)
+@settings(QUICK, max_examples=20)
 def test_offloading_is_never_slower_than_not(lengths, pp, room_gib, rate, levers, effort) -> None:
     cost = at_rate(machine(pp=pp, room_gib=room_gib), rate)
     without, with_it = (
@@ -210,7 +210,7 @@ def test_plans_stay_within_the_hosts_memory(share) -> None:
 
 
 @given(LENGTHS, st.integers(1, 4), st.sampled_from((0.05, 0.5, 2.0)), st.integers(0, 2))
-@settings(QUICK, max_examples=15)
+@settings(QUICK, max_examples=8)
 def test_no_plan_takes_more_of_the_host_than_there_is(lengths, pp, host_gib, effort) -> None:
     cost = dataclasses.replace(
         at_rate(machine(pp=pp, room_gib=3.0), 1e12), host_budget_bytes=host_gib * GIB
