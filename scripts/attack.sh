@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Attacks the package as a careless user, a failing machine and an adversary would, and says what gave way.
 #
-#     bash scripts/attack.sh                      # everything, under 20 minutes on two quiet cores
+#     bash scripts/attack.sh                      # everything, 16 minutes on two quiet cores
 #     bash scripts/attack.sh --part lines         # one part; --list shows all attacks
 #
 # Exit status 1: something gave way. Everything happens in temporary folders, bounded in memory and time.
