@@ -118,6 +118,16 @@ REFUSALS = (
         ),
     ),
     Refusal(
+        "biases of experts whose matrices are split (--expert-tensor-parallel-size above 1, by "
+        "default the tensor ranks)",
+        "give --expert-tensor-parallel-size 1, or --disable-bias-linear, as Megatron asks",
+        lambda args: bool(
+            _experts(args)
+            and getattr(args, "add_bias_linear", False)
+            and args.expert_tensor_parallel_size > 1
+        ),
+    ),
+    Refusal(
         "balancing that depends on what is computed together (--moe-router-load-balancing-type "
         "global_aux_loss, sinkhorn, quantile_balancing)",
         "give aux_loss or seq_aux_loss, which are per document here, or none and "

@@ -46,7 +46,7 @@ GPT_OSS = (
     f"{LLAMA} --num-layers 4 --window-size 127,0 --window-attn-skip-freq 2 --softmax-type "
     "learnable --num-experts 32 --moe-router-topk 4 --moe-ffn-hidden-size 1024 "
     "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.9 "
-)
+).replace("--disable-bias-linear ", "")
 SPREAD = " --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
 

@@ -110,6 +110,16 @@ class Wanted:
             EXPERTS | {"expert_tensor_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
             "give --expert-tensor-parallel-size 1, and spread whole experts",
         ),
+        (
+            EXPERTS
+            | {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "expert_tensor_parallel_size": 2,
+                "add_bias_linear": True,
+            },
+            "--disable-bias-linear, as Megatron asks",
+        ),
         (EXPERTS | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
         (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "aux_loss or seq_aux_loss"),
         (

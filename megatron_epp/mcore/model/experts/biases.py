@@ -1,8 +1,14 @@
-"""Biases in the experts of Megatron's local layers.
+"""Biases in the experts of Megatron's layers: two things that Megatron gets wrong.
 
 Megatron adds an expert's last bias in place (core/transformer/mlp.py, ``output += output_bias``).
 Of its local linears, what comes back is a view that a function of its own made, on which autograd
 forbids that. So here it comes back as a tensor of its own.
+
+With sequence parallelism that bias is marked as what every tensor-parallel rank has a part of the
+gradient of (core/tensor_parallel/layers.py, RowParallelLinear), and the parts are summed over these
+ranks (core/distributed/finalize_model_grads.py). But they hold different experts, or have seen one
+expert's tokens all, or are summed as expert data parallel ranks: never is that sum a gradient. So
+the mark is taken away.
 """
 
 from functools import wraps
@@ -14,7 +20,10 @@ from torch import Tensor
 
 
 def let_biases_be_added(layer: MoELayer) -> None:
-    """Make the experts of ``layer`` take biases, where they are of Megatron's local linears."""
+    """Make the experts of ``layer`` take biases, and leave their gradients to their own groups."""
+    for parameter in layer.experts.parameters():
+        if getattr(parameter, "sequence_parallel", False):
+            parameter.sequence_parallel = False
     for expert in getattr(layer.experts, "local_experts", ()):
         linear = expert.linear_fc2
         if isinstance(linear, RowParallelLinear) and linear.bias is not None:
