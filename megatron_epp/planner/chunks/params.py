@@ -20,7 +20,7 @@ TAPERS: tuple[tuple[float, ...], ...] = (
     (0.1, 0.2, 0.3, 0.45, 0.6, 0.8),
 )
 
-RAMP_FROM = 0.1  # the first of a ramp's packs, as a share of a full one. By hand.
+RAMP_FROM = 0.05  # the first of a ramp's packs, as a share of a full one. By hand.
 
 UNCUT = 1e6  # as a share of a chunk: no document is cut that a stage can hold
 

@@ -59,8 +59,8 @@ PROGRAM_OPS = 40_000
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
 WHOLE_GRID = (0.35, 0.6, 1.0)  # the same, with documents left whole
 # Of the seeds where no stage waits for the last one's output layer.
-RAMP = 14  # packs of a ramp
-SEED_CUT = 2.0  # slices, as shares of a chunk, where short documents come first
+RAMP = 20  # packs of a ramp
+SEED_CUT = 1.4  # slices, as shares of a chunk, where short documents come first
 SEED_LOCAL = (1.0, 2.0)  # times LOCAL
 CLIMBERS = 2  # of the grid's best that are improved
 GRID_SHARE = 0.35  # of the effort, for the grid
