@@ -92,6 +92,11 @@ def percent(values: Sequence[float]) -> str:
     return spread([100 * value for value in values], "{:.1f}%")
 
 
+def asked(value: float | None, form: str = "{:.2f}") -> str:
+    """What stands behind a figure that a goal is set for; nothing without one."""
+    return "" if value is None else f" (asked {form.format(value)})"
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
@@ -168,15 +173,14 @@ def targets(numbers: Sequence[int]) -> str:
                     recompute is None or median(again) <= recompute,
                     median(seconds) <= (1 if work.pp == 4 else 2),
                 ]
-            asked = f" (asked {faster:.2f})" if plain_target else ""
-            bubble_asked = f" (asked {100 * bubble:.0f}%)" if plain_target and bubble else ""
-            again_asked = f" (asked {100 * recompute:.0f}%)" if plain_target and recompute else ""
+            goals = (faster, bubble, recompute) if plain_target else (None, None, None)
+            speed, idle, again_goal = map(asked, goals, ("{:.2f}", "{:.0%}", "{:.0%}"))
             rows.append(
                 (
                     str(work),
-                    spread(gains) + asked + fitting,
-                    percent(bubbles) + bubble_asked,
-                    percent(again) + again_asked,
+                    spread(gains) + speed + fitting,
+                    percent(bubbles) + idle,
+                    percent(again) + again_goal,
                     percent(gaps),
                     percent(theirs),
                     f"{spread(seconds, '{:.2f}')} / {spread(slow, '{:.2f}')}",
@@ -517,7 +521,7 @@ def partition(numbers: Sequence[int]) -> str:
     h100-80g, as training runs it; lengths wlb. The partition, with the output layer on the last
     stage and cut over all, and which of the two, are chosen on batches 0 and 1."""
     rows = []
-    for name, pp, tp, cp, thousands, budget, asked in LAYOUTS:
+    for name, pp, tp, cp, thousands, budget, goal in LAYOUTS:
         began = time.process_time()
         cost = named_cost(
             name,
@@ -571,10 +575,10 @@ def partition(numbers: Sequence[int]) -> str:
             return spread([slow / fast for slow, fast in zip(theirs, ours, strict=True)], "{:.2f}")
 
         reached = ""
-        if asked is not None:
+        if goal is not None:
             theirs = zip(seconds.get("interleaved", []), ours, strict=True)
             gains = [slow / fast for slow, fast in theirs]
-            reached = "yes" if statistics.median(gains) >= asked else "no"
+            reached = "yes" if statistics.median(gains) >= goal else "no"
         layers = " ".join(map(str, chosen.layers))
         rows.append(
             (
@@ -583,7 +587,7 @@ def partition(numbers: Sequence[int]) -> str:
                 layers + (", vocabulary cut" if chosen.vocabulary_parallel else ""),
                 spread(ours, "{:.3g}"),
                 percent(bubbles),
-                against("interleaved") + (f" (asked {asked:.2f})" if asked else ""),
+                against("interleaved") + asked(goal),
                 *map(against, ("packing", "by time", "even", "adaptis", "slimpipe")),
                 f"{time.process_time() - began:.0f}",
                 reached,
@@ -664,13 +668,12 @@ def local(numbers: Sequence[int]) -> str:
             reached.append(median(after) <= comm_asked)
         if time_asked is not None:
             reached.append(median(ratios) <= time_asked)
-        asked = "" if comm_asked is None else f" (asked {comm_asked:.0%})"
         rows.append(
             (
                 f"{name} pp {pp} tp {tp} cp {cp}, {lengths} {thousands}K",
-                spread(ratios) + ("" if time_asked is None else f" (asked {time_asked:.2f})"),
+                spread(ratios) + asked(time_asked),
                 percent(before),
-                percent(after) + asked,
+                percent(after) + asked(comm_asked, "{:.0%}"),
                 percent(bubbles),
                 percent(whole),
                 spread(flexsp, "{:.2f}") if fits else "does not fit",
@@ -730,9 +733,9 @@ def vocabulary(numbers: Sequence[int]) -> str:
         rows.append(
             (
                 f"{name} wlb {thousands}K, pp {pp}, cp {cp}, {documents} documents",
-                f"{percent(bubbles)} (asked {100 * most_bubble:g}%)",
+                percent(bubbles) + asked(most_bubble, "{:.1%}"),
                 percent(before),
-                f"{spread(ratios)} (asked {most_time:g})",
+                spread(ratios) + asked(most_time),
                 percent(gaps),
                 spread(peaks, "{:.2f}"),
                 f"{spread(took, '{:.2f}')} / {spread(slow, '{:.2f}')}",
@@ -770,7 +773,7 @@ def flexsp(numbers: Sequence[int]) -> str:
     and `offload`, as training does, against idealised FlexSP and against epp without the two:
     --zero 1, h100-80g."""
     rows = []
-    for name, pp, cp, lengths, thousands, documents, groups_asked, asked in TOGETHER:
+    for name, pp, cp, lengths, thousands, documents, groups_asked, time_asked in TOGETHER:
         say(f"flexsp: {name} {lengths} {thousands}K pp {pp}")
         whole = named_cost(name, "h100-80g", pp=pp, cp=cp, zero=1, **AS_TRAINED)
         cut, how = whole.with_vocabulary(True), Options(thousands * K)
@@ -793,18 +796,17 @@ def flexsp(numbers: Sequence[int]) -> str:
         reached = [median(took) <= MOST_SECONDS] if documents == 512 else []
         if groups_asked is not None:
             reached.append(fits and median(groups) <= groups_asked)
-        if asked is not None:
-            reached.append(median(ratios) <= asked)
+        if time_asked is not None:
+            reached.append(median(ratios) <= time_asked)
         rows.append(
             (
                 f"{name} {lengths} {thousands}K, pp {pp}, cp {cp}, {documents} documents",
-                (spread(groups) if fits else "does not fit")
-                + ("" if groups_asked is None else f" (asked {groups_asked:.2f})"),
-                spread(ratios) + ("" if asked is None else f" (asked {asked:.2f})"),
+                (spread(groups) if fits else "does not fit") + asked(groups_asked),
+                spread(ratios) + asked(time_asked),
                 percent(bubbles),
                 percent(comm),
                 percent(gaps),
-                spread(took, "{:.2f}") + (f" (asked {MOST_SECONDS})" if documents == 512 else ""),
+                spread(took, "{:.2f}") + asked(MOST_SECONDS if documents == 512 else None),
                 "yes" if all(reached) else "no",
             )
         )

@@ -350,14 +350,18 @@ def _measure_seconds(
 def _measure_end_seconds(
     probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
 ):
+    """Of chunks as small and as large as those of the layers, in rounds: an output layer takes as
+    long as many layers, and what disturbs one moment must not pass for what every chunk costs."""
     largest = max(shape.tokens for shape, _ in shapes)
-    for tokens in (largest // 4, largest // 2):
-        shape = Shape(tokens)
-        dist.barrier(groups.control)
-        got = [list(_ends(probe, shape, weigh=False)) for _ in range(REPEATS)]
+    runs: dict[int, list[list[tuple[Measured, bool, bool]]]] = {}
+    for _ in range(REPEATS):
+        for tokens in (largest // 8, largest // 2, largest):
+            dist.barrier(groups.control)
+            runs.setdefault(tokens, []).append(list(_ends(probe, Shape(tokens), weigh=False)))
+    for tokens, got in runs.items():
         for same in zip(*got, strict=True):
             _, first, last = same[0]
-            ends = (first, last, tokens, shape.pairs, 0)
+            ends = (first, last, tokens, Shape(tokens).pairs, 0)
             forward = median(measured.forward_seconds for measured, *_ in same)
             backward = median(measured.backward_seconds for measured, *_ in same)
             readings.forward.append(Sample("", *ends, forward))
