@@ -12,7 +12,7 @@ from tests.mcore.runs import ROOT, Run, train
 
 # What two cores can train; later flags win over the script's.
 SMALL = """
-    --num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 4
+    --num-layers 4 --hidden-size 32 --ffn-hidden-size 88 --num-attention-heads 4
     --num-query-groups 2 --ddp-bucket-size 20000 --eval-interval 10 --eval-iters 1
 """
 
@@ -62,7 +62,7 @@ def test_twenty_iterations_with_a_save_and_a_resume(corpus, tmp_path) -> None:
         GPUS=4,
         PP=2,
         TP=2,
-        CONTEXT=512,
+        CONTEXT=256,
         BATCH=12,
         ITERS=20,
         SAVE=tmp_path / "saved",

@@ -63,8 +63,9 @@ def test_the_judge_of_command_lines(ended, may, why) -> None:
 
 def test_a_line_that_hangs_or_leaves_something_behind_is_seen(server, tmp_path) -> None:
     """The server ends what runs too long, and sees files and processes that stay."""
-    hangs = server.run(["serve", "--pp", "2", "--model", "gpt-7b"], seconds=0.01)
-    assert hangs.status is None
+    endless = tmp_path / "endless.py"
+    endless.write_text("import time\ntime.sleep(60)\n")
+    assert server.run([str(endless)], entry="file", seconds=0.1).status is None
     sleeper = tmp_path / "sleeper.py"
     sleeper.write_text("import subprocess\nsubprocess.Popen(['sleep', '60'])\n")
     left = server.run([str(sleeper)], entry="file")

@@ -350,9 +350,11 @@ def _measure_seconds(
 def _measure_end_seconds(
     probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
 ):
-    """Of chunks as small and as large as those of the layers, in rounds: an output layer takes as
-    long as many layers, and what disturbs one moment must not pass for what every chunk costs."""
+    """In rounds, of small and large chunks: an output layer takes as long as many layers, and what
+    disturbs one moment must not pass for what every chunk costs."""
     largest = max(shape.tokens for shape, _ in shapes)
+    if not probe.early_head:  # a device may have no room for all its logits at once
+        largest //= 2
     runs: dict[int, list[list[tuple[Measured, bool, bool]]]] = {}
     for _ in range(REPEATS):
         for tokens in (largest // 8, largest // 2, largest):
