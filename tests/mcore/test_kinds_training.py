@@ -46,7 +46,12 @@ HYBRID = {
     "moe_layer_freq": None,
     "hybrid_layer_pattern": "*-*E|*-*-",
 }
-ALTERNATE = {**DENSE_FIRST, "window_size": "100,0", "window_attn_skip_freq": 2, "softmax_type": "learnable"}
+ALTERNATE = {
+    **DENSE_FIRST,
+    "window_size": "100,0",
+    "window_attn_skip_freq": 2,
+    "softmax_type": "learnable",
+}
 BUDGET_GIB = 0.006  # a third of what packing takes without recompute
 _PEAKS = re.compile(r"([0-9.]+) of ([0-9.]+)")
 
