@@ -69,6 +69,20 @@ def test_the_first_choice_is_within_two_percent_of_the_best_of_all(lengths: str)
     assert mine <= 1.02 * min(seconds.values())
 
 
+def test_choices_of_unlike_batches_are_compared_on_all_of_them() -> None:
+    """The first batch is half of the others: what was planned on it alone would seem the best."""
+    short = open_corpus("wlb", 8 * K).batch(3, 8)
+    long = [min(2 * length, 8 * K) for length in short]
+    batches = [short, long, long]
+    made = survey(list(layouts(LLAMA, 8, 8, 8)), batches, cost_for, Options(8 * K, effort=0))
+    finals = [choice for choice in made.choices if choice.batches == 3]
+    assert list(made.choices[: len(finals)]) == finals and len(finals) < len(made.choices)
+    tokens = sum(map(sum, batches)) / 3
+    for choice in made.choices:
+        assert choice.seconds * choice.tokens_per_second == pytest.approx(tokens)
+        assert sum(choice.shares.values()) == pytest.approx(1)
+
+
 def test_a_bound_rules_out_only_what_is_slower() -> None:
     batch = open_corpus("wlb", 8 * K).batch(3, 8)
     found = list(layouts(LLAMA, 8, 8, 8))

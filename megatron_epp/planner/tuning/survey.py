@@ -4,7 +4,8 @@
     glance   the likely ones first, the first good plan of one batch; those whose bound is above the
              worst that is still wanted are left out
     sketch   those whose first plan is not far behind: plans of that batch with little effort
-    finals   the best of these, planned on all batches with the whole effort
+    finals   the best of these, planned on all batches with the whole effort; the others stand
+             behind them, their seconds of the first batch scaled to all
 
 A plan is for the replica with most work, which the others wait for; where replicas share a layer's
 experts and run in lockstep, for the block of them that has most. The layers of the stages are
@@ -55,7 +56,8 @@ class Choice:
 
     layers              of the stages
     offload             whether layers may be offloaded
-    seconds             of an iteration, what replicas exchange included
+    seconds             of an iteration, what replicas exchange included; scaled to all batches
+                        where only the first was planned
     exchange_seconds    of it, exposed; hidden_seconds: of the exchange, behind computation
     peak_bytes          of the fullest stage, states included
     ep                  devices that share a layer's experts; 1: every device has all, or none
@@ -200,7 +202,8 @@ def _elastic_seconds(made: Sequence[Choice], otherwise: float) -> float:
 
 
 def _order(choice: Choice) -> tuple:
-    return choice.seconds, choice.layout, choice.planner
+    """Fastest first; what was planned on one batch alone stands behind what was on all."""
+    return -choice.batches, choice.seconds, choice.layout, choice.planner
 
 
 def _finals(
@@ -232,8 +235,25 @@ def _finals(
                 )
             except ValueError:  # a later batch does not fit: then the choice is none
                 continue
-    kept = [choice for choice in choices if choice not in work]
-    return [*_best_of(made), *kept]
+    others = (choice for choice in choices if choice not in work)
+    return [*_best_of(made), *(_on_all(c, batches, costs[c.layout], options) for c in others)]
+
+
+def _on_all(
+    choice: Choice, batches: Sequence[Sequence[int]], cost: Cost, options: Options
+) -> Choice:
+    """``choice``, planned on the first batch, as if on all: by how much more work these are."""
+    local = "local" in options.levers and can_be_local(cost, options)
+    bounds = [_bound(lengths, cost, local) for lengths in batches]
+    factor = float(np.mean(bounds)) / bounds[0]
+    seconds = choice.seconds * factor
+    return dataclasses.replace(
+        choice,
+        seconds=seconds,
+        exchange_seconds=choice.exchange_seconds * factor,
+        hidden_seconds=choice.hidden_seconds * factor,
+        tokens_per_second=sum(map(sum, batches)) / len(batches) / seconds,
+    )
 
 
 def _best_of(made: Sequence[Choice]) -> list[Choice]:
