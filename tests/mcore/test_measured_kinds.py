@@ -35,6 +35,7 @@ class MadeUpLayers:
     """A stage with both ends, whose layers take what RULES say. ``runs`` counts layers by kind."""
 
     first, last, head_tokens, keeps_last = True, True, 0, False
+    early_head = True
     device = torch.device("cpu")
     config = SimpleNamespace(
         tensor_model_parallel_size=1, context_parallel_size=1, kv_channels=16, num_query_groups=2,

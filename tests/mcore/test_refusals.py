@@ -312,7 +312,8 @@ def test_ranks_that_hold_different_plans(corpus, tmp_path, monkeypatch):
 
 
 def test_a_killed_rank_ends_the_job_and_its_neighbour_says_what_it_waited_for(corpus, tmp_path):
-    words = flags(corpus, train_iters=100000, epp=True, epp_planner="packing")
+    """In the midst of an iteration: of so many documents nearly all of it is the pipeline."""
+    words = flags(corpus, train_iters=100000, epp=True, epp_planner="packing", global_batch_size=48)
     with subprocess.Popen(
         command(words, 2, ("-m", "megatron_epp.pretrain_gpt")),
         cwd=ROOT,
