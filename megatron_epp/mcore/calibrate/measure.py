@@ -355,15 +355,15 @@ def _measure_end_seconds(
     largest = max(shape.tokens for shape, _ in shapes)
     if not probe.early_head:  # a device may have no room for all its logits at once
         largest //= 2
-    runs: dict[int, list[list[tuple[Measured, bool, bool]]]] = {}
+    runs: dict[Shape, list[list[tuple[Measured, bool, bool]]]] = {}
     for _ in range(REPEATS):
-        for tokens in (largest // 8, largest // 2, largest):
+        for shape in (Shape(largest // 8), Shape(largest // 2), Shape(largest)):
             dist.barrier(groups.control)
-            runs.setdefault(tokens, []).append(list(_ends(probe, Shape(tokens), weigh=False)))
-    for tokens, got in runs.items():
+            runs.setdefault(shape, []).append(list(_ends(probe, shape, weigh=False)))
+    for shape, got in runs.items():
         for same in zip(*got, strict=True):
             _, first, last = same[0]
-            ends = (first, last, tokens, Shape(tokens).pairs, 0)
+            ends = (first, last, shape.tokens, shape.pairs, 0)
             forward = median(measured.forward_seconds for measured, *_ in same)
             backward = median(measured.backward_seconds for measured, *_ in same)
             readings.forward.append(Sample("", *ends, forward))

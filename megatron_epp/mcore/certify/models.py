@@ -18,7 +18,7 @@ from megatron.training.training import get_megatron_ddp_config
 
 from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
-from megatron_epp.mcore.model.experts.biases import let_biases_be_added
+from megatron_epp.mcore.model.experts.biases import mend_biases
 from megatron_epp.mcore.model.experts.router import expert_layers
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 
@@ -62,7 +62,7 @@ def plain_model(args: Namespace) -> Any:
         ProcessGroupCollection.use_mpu_process_groups()
     )
     for _, layer in expert_layers(model):
-        let_biases_be_added(layer)
+        mend_biases(layer)
     return model
 
 

@@ -147,8 +147,7 @@ def survey(
     for layout in progress(found, len(found), "bounds"):
         try:
             costs[layout] = cost_for(layout)
-            local = "local" in options.levers and can_be_local(costs[layout], options)
-            bounds[layout] = _bound(batches[0], costs[layout], local)
+            bounds[layout] = _bound(batches[0], costs[layout], options)
         except ValueError as error:
             refused[layout] = str(error).split("\n")[0]
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
@@ -243,8 +242,7 @@ def _on_all(
     choice: Choice, batches: Sequence[Sequence[int]], cost: Cost, options: Options
 ) -> Choice:
     """``choice``, planned on the first batch, as if on all: by how much more work these are."""
-    local = "local" in options.levers and can_be_local(cost, options)
-    bounds = [_bound(lengths, cost, local) for lengths in batches]
+    bounds = [_bound(lengths, cost, options) for lengths in batches]
     factor = float(np.mean(bounds)) / bounds[0]
     seconds = choice.seconds * factor
     return dataclasses.replace(
@@ -291,10 +289,11 @@ def _variants(
     return made
 
 
-def _bound(lengths: Sequence[int], cost: Cost, local: bool) -> float:
+def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     """No plan with any partition is faster: the mean stage's share of the work, or of its longest
-    document; or as many of the cheapest layers as some stage must have. ``local``: documents may be
-    local to a context-parallel rank, so that nothing need be exchanged."""
+    document; or as many of the cheapest layers as some stage must have. Documents that may be local
+    to a context-parallel rank need exchange nothing."""
+    local = "local" in options.levers and can_be_local(cost, options)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     forward, back, *halves = (least_seconds_per(cost, kind, local) for kind in kinds)
     per = (forward + back).mean(axis=0)

@@ -19,8 +19,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 
-def let_biases_be_added(layer: MoELayer) -> None:
-    """Make the experts of ``layer`` take biases, and leave their gradients to their own groups."""
+def mend_biases(layer: MoELayer) -> None:
+    """Make the experts of ``layer`` take biases, whose gradients nobody else's are added to."""
     for parameter in layer.experts.parameters():
         if getattr(parameter, "sequence_parallel", False):
             parameter.sequence_parallel = False

@@ -29,7 +29,7 @@ from megatron_epp.layers.experts.passing import Passing
 from megatron_epp.layers.recompute.outputs import Dropped
 from megatron_epp.layers.recompute.wrap import wrap_consumer
 from megatron_epp.mcore.model.experts.activation import wrap_activations
-from megatron_epp.mcore.model.experts.biases import let_biases_be_added
+from megatron_epp.mcore.model.experts.biases import mend_biases
 
 # Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
 AUXILIARY = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
@@ -94,7 +94,7 @@ def install_in_experts(layer: MoELayer, index: int, passing: Passing, dropped: D
     if layer.shared_experts is not None:
         wrap_consumer(layer.shared_experts, dropped, last=False)
     wrap_consumer(layer.router, dropped)
-    let_biases_be_added(layer)
+    mend_biases(layer)
     wrap_activations(layer, dropped)
     ChunkRouter(layer.router, index, passing)
 
