@@ -65,7 +65,7 @@ def install_schedule(
     (interleaving, CUDA graphs, ...) are left to Megatron, which is logged once.
 
     lengths          (micro-batch as the iterator gives it) -> rows of its hidden states over all
-                     ranks of a stage, padding included, or an Extent (mcore/loops/extents.py), or
+                     ranks of a stage, padding included, or an Extent (planner/calls/extent.py), or
                      None where it cannot tell. Needed where ``variable_seq_lengths`` is on and
                      micro-batches are no mappings with ``tokens`` or ``input_ids``: else Megatron's
                      schedule runs such calls
@@ -80,8 +80,8 @@ def install_schedule(
     ValueError says what cannot be used. A loop that keeps the function must be built behind this.
     """
     from megatron_epp.mcore.loops.install import Installed
-    from megatron_epp.mcore.loops.plans.call_plan import Freedom
     from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
+    from megatron_epp.planner.calls.call_plan import Freedom
 
     return Installed(
         Settings(

@@ -164,7 +164,7 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
             lengths=lambda batch: Extent(batch.input_ids.shape[1], batch.input_ids.shape[0]),
             observe=ran.append,
         )
-        from megatron_epp.mcore.loops.extents import Extent
+        from megatron_epp.planner.calls.extent import Extent
 
         for _ in range(3):  # seconds are measured in the first; later ones run by them
             ours = train(loop, model)

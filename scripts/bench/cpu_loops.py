@@ -86,8 +86,8 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import Installed
     from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
-    from megatron_epp.mcore.loops.plans.track_record import TrackRecord
     from megatron_epp.mcore.loops.settings import Settings
+    from megatron_epp.planner.calls.track_record import TrackRecord
     from megatron_epp.runtime import clock
     from megatron_epp.runtime.kv_store import Store
     from megatron_epp.runtime.memory_meter import SavedBytesMeter

@@ -12,10 +12,10 @@ sys.path.insert(0, str(BENCH))
 import cpu_loops  # noqa: E402
 
 from megatron_epp.ir import KIND_CODE  # noqa: E402
-from megatron_epp.mcore.loops.extents import Extent  # noqa: E402
-from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan  # noqa: E402
-from megatron_epp.mcore.loops.plans.stage_seconds import features  # noqa: E402
-from tests.mcore.loops.test_ordering import rates  # noqa: E402
+from megatron_epp.planner.calls.call_plan import Freedom, whole_plan  # noqa: E402
+from megatron_epp.planner.calls.extent import Extent  # noqa: E402
+from megatron_epp.planner.calls.stage_seconds import features  # noqa: E402
+from tests.planner.calls.test_ordering import rates  # noqa: E402
 
 
 @pytest.mark.parametrize("freedom", [Freedom(), Freedom(False, False), Freedom(headroom=1.0)])

@@ -22,12 +22,12 @@ from megatron_epp.mcore.loops.draws import MicroBatches
 from megatron_epp.mcore.loops.guarded import Guarded
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
-from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, Freedom
-from megatron_epp.mcore.loops.plans.stage_seconds import features
 from megatron_epp.mcore.loops.reading import extents_read, lengths_read
 from megatron_epp.mcore.loops.settings import Ran, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
+from megatron_epp.planner.calls.call_plan import AS_GIVEN, Freedom
+from megatron_epp.planner.calls.stage_seconds import features
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Elsewhere, Executor
 from megatron_epp.runtime.link import Links

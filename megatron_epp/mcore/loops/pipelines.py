@@ -13,14 +13,15 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.ir import PlanError
 from megatron_epp.mcore.loops.agreement import Told, exchange
 from megatron_epp.mcore.loops.calls import LoopCall
-from megatron_epp.mcore.loops.plans.call_plan import Freedom, Planning, rows_of_1f1b
-from megatron_epp.mcore.loops.plans.stage_seconds import StageSeconds, guessed_rates
-from megatron_epp.mcore.loops.plans.track_record import TrackRecord
 from megatron_epp.mcore.loops.replica_groups import make_replica_groups
+from megatron_epp.mcore.loops.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
 from megatron_epp.mcore.patching import seams
+from megatron_epp.planner.calls.call_plan import Freedom, rows_of_1f1b
+from megatron_epp.planner.calls.stage_seconds import StageSeconds, guessed_rates
+from megatron_epp.planner.calls.track_record import TrackRecord
 from megatron_epp.runtime.executor import BEFORE, Waiting
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.watcher import Watcher
@@ -47,7 +48,7 @@ class ModelPipeline:
     layers: tuple[int, ...]
     rates_SK3: np.ndarray
     seconds: StageSeconds
-    planning: Planning
+    planning: ReplicaPlans
     waiting: Waiting
     split_refused: str | None
     measured: bool = False
@@ -124,7 +125,7 @@ class Pipelines:
             tuple(by_stage[s][1] for s in range(stages)),
             np.stack([by_stage[s][2] for s in range(stages)]),
             seconds,
-            Planning(groups),
+            ReplicaPlans(groups),
             waiting,
             next((told.value[3] for told in every if told.value[3]), None),
         )

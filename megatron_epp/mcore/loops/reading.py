@@ -16,8 +16,9 @@ from megatron_epp.mcore.loops.agreement import (
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.calls import LoopCall
 from megatron_epp.mcore.loops.draws import MicroBatches
-from megatron_epp.mcore.loops.extents import Extent, Extents, measured
+from megatron_epp.mcore.loops.extents import Extents, measured
 from megatron_epp.mcore.loops.pipelines import ModelPipeline
+from megatron_epp.planner.calls.extent import Extent
 
 
 def extents_read(

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_epp.ir import Plan, Timed
 from megatron_epp.mcore.loops.extents import Extents
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
-from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan
+from megatron_epp.planner.calls.call_plan import Freedom, whole_plan
 from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
 TIMEOUT = timedelta(minutes=10)
@@ -26,7 +26,7 @@ class Ran:
 
 def _sliced_plan(*arguments: Any) -> Plan:
     # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.mcore.loops.plans.slicing import sliced_plan
+    from megatron_epp.planner.calls.slicing import sliced_plan
 
     return sliced_plan(*arguments)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_epp.mcore.loops.agreement import agreed
-from megatron_epp.mcore.loops.extents import Extent, extent_of, measured
+from megatron_epp.mcore.loops.extents import extent_of, measured
+from megatron_epp.planner.calls.extent import Extent
 
 
 def test_samples_side_by_side() -> None:

@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_epp.mcore.loops.adapters.samples import Samples
-from megatron_epp.mcore.loops.plans.memory import Memory
+from megatron_epp.planner.calls.memory import Memory
 
 LENGTHS = (20, 60, 10, 33)
 

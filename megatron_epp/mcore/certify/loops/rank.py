@@ -36,11 +36,11 @@ from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
-from megatron_epp.mcore.loops.extents import Extent
 from megatron_epp.mcore.loops.install import Installed, installed
-from megatron_epp.mcore.loops.plans.call_plan import Freedom
 from megatron_epp.mcore.loops.settings import Ran, Settings
 from megatron_epp.mcore.patching import seams
+from megatron_epp.planner.calls.call_plan import Freedom
+from megatron_epp.planner.calls.extent import Extent
 from megatron_epp.runtime.comm_recorder import Traffic
 
 

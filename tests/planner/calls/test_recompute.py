@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from megatron_epp.ir import Kind, Plan, PlanError, check
-from megatron_epp.mcore.loops.extents import Extent
-from megatron_epp.mcore.loops.plans.call_plan import Freedom, whole_plan
-from megatron_epp.mcore.loops.plans.memory import Memory
-from megatron_epp.mcore.loops.plans.slicing import sliced_plan
-from tests.mcore.loops.test_ordering import CURVED, rates
+from megatron_epp.planner.calls.call_plan import Freedom, whole_plan
+from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.memory import Memory
+from megatron_epp.planner.calls.slicing import sliced_plan
+from tests.planner.calls.test_ordering import CURVED, rates
 
 LENGTHS = [(200,), (200, 100), (4000,), (150,), (900,), (1200, 300)]
 LAYERS = (4, 4)

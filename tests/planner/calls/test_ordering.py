@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from megatron_epp.ir import KEEP, KIND_CODE, Chunk, Kind, Op, Plan, PlanError, Span, Timed, check
-from megatron_epp.mcore.loops.extents import Extent
-from megatron_epp.mcore.loops.plans import ordering
-from megatron_epp.mcore.loops.plans.call_plan import Freedom, rows_of_1f1b, whole_plan
-from megatron_epp.mcore.loops.plans.slicing import sliced_plan
-from megatron_epp.mcore.loops.plans.stage_seconds import (
+from megatron_epp.mcore.loops.slice_stage import groups_of
+from megatron_epp.planner.calls import ordering
+from megatron_epp.planner.calls.call_plan import Freedom, rows_of_1f1b, whole_plan
+from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.slicing import sliced_plan
+from megatron_epp.planner.calls.stage_seconds import (
     SELDOM,
     StageSeconds,
     features,
     guessed_rates,
 )
-from megatron_epp.mcore.loops.slice_stage import groups_of
 
 RATES = np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
 CURVED = np.array([[1.0, 0.01, 8.0], [2.0, 0.02, 8.0], [1.0, 0.01, 8.0], [1.0, 0.01, 8.0]])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron_epp.mcore.loops.extents import Extent
-from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom, whole_plan
-from megatron_epp.mcore.loops.plans.track_record import CALLS, CHECK, MOST, RETRY, TrackRecord
-from tests.mcore.loops.test_ordering import rates
+from megatron_epp.planner.calls.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom, whole_plan
+from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.track_record import CALLS, CHECK, MOST, RETRY, TrackRecord
+from tests.planner.calls.test_ordering import rates
 
 TOKENS = [100, 400, 100, 300, 100, 200, 100, 350]
 

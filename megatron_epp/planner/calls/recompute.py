@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_epp.ir import FULL, KEEP, Kind, Op
-from megatron_epp.mcore.loops.plans import ordering
-from megatron_epp.mcore.loops.plans.memory import Memory
+from megatron_epp.planner.calls import ordering
+from megatron_epp.planner.calls.memory import Memory
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers that are recomputed to begin with
 

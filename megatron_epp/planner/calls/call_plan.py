@@ -1,19 +1,16 @@
-"""The plan of a call: thought of by one rank of the replica, told to the others, remembered."""
+"""The plan of a call: whole micro-batches in the order that takes least."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span, check
-from megatron_epp.mcore.loops.extents import Extent
-from megatron_epp.mcore.loops.plans.memory import Memory
-from megatron_epp.mcore.loops.plans.stage_seconds import features
-from megatron_epp.runtime.consensus import share
-from megatron_epp.runtime.groups import Groups
+from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span
+from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.memory import Memory
+from megatron_epp.planner.calls.stage_seconds import features
 
-MOST_REMEMBERED = 64  # plans of calls that looked alike
 GAIN = 0.015  # at least so much faster than the caller's order, or it is not worth another
 # By whom a plan says that it was made.
 PLANNED = "loop"
@@ -83,7 +80,7 @@ def whole_plan(
         )
         return uncut(extents, layers, (orders,), 0.0, AS_GIVEN)
     # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.mcore.loops.plans import ordering
+    from megatron_epp.planner.calls import ordering
 
     tokens, pairs = [e.tokens for e in extents], [e.pairs for e in extents]
     seconds = np.einsum("skf,fc->ksc", rates_SK3, features(tokens, pairs))
@@ -110,7 +107,7 @@ def _within_memory(
     extents: Sequence[Extent], layers: Sequence[int], work: Any, freedom: Freedom, memory: Memory
 ) -> Plan:
     """PlanError: nothing holds so little."""
-    from megatron_epp.mcore.loops.plans import ordering, recompute
+    from megatron_epp.planner.calls import ordering, recompute
 
     count = len(extents)
     held = recompute.Held(
@@ -141,36 +138,3 @@ def uncut(
         orders=orders,
         predicted=Prediction(seconds, (0.0,) * len(layers), by),
     )
-
-
-class Planning:
-    """Makes the replica's plans. All its ranks ask for the same ones, in the same order."""
-
-    def __init__(self, groups: Groups | None):
-        self.groups = groups
-        self._known: dict[object, Plan] = {}
-
-    def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """The plan for ``key``, made by ``make`` on one rank where it is not known. Collective.
-
-        PlanError, ValueError: there can be none; on every rank.
-        """
-        if key in self._known:
-            return self._known[key]
-        if self.groups is None:
-            plan = make()
-            check(plan)
-        else:
-            text, error = None, None
-            if self.groups.control.rank() == 0:
-                try:
-                    plan = make()
-                    check(plan)
-                    text = str(plan)
-                except ValueError as refusal:
-                    error = str(refusal)
-            plan = Plan.parse(share(text, error, self.groups.control))
-        if len(self._known) >= MOST_REMEMBERED:
-            self._known.clear()
-        self._known[key] = plan
-        return plan

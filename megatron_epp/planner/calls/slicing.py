@@ -13,11 +13,11 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span
-from megatron_epp.mcore.loops.plans import ordering
-from megatron_epp.mcore.loops.plans.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom
-from megatron_epp.mcore.loops.plans.memory import Memory
-from megatron_epp.mcore.loops.plans.recompute import Held, fitted
-from megatron_epp.mcore.loops.plans.stage_seconds import features
+from megatron_epp.planner.calls import ordering
+from megatron_epp.planner.calls.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom
+from megatron_epp.planner.calls.memory import Memory
+from megatron_epp.planner.calls.recompute import Held, fitted
+from megatron_epp.planner.calls.stage_seconds import features
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
 
 # Slices of the longest micro-batch that are tried; sizes in between follow from the others.
