@@ -280,6 +280,11 @@ class Cost:
         """Of every stage, on one device: weights, gradients, optimizer, gather buffers."""
         return tuple(map(float, self._states_bytes()))
 
+    @property
+    def room_bytes(self) -> np.ndarray:
+        """[stages]: what the budget leaves beside states, for chunks."""
+        return np.array(self.budget_bytes) - np.array(self.states_bytes)
+
     @cached_property
     def parameters(self) -> tuple[np.ndarray, np.ndarray]:
         """[stages] weights that a device holds under ZeRO 1: those spread over tensor-parallel

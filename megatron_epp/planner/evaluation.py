@@ -54,9 +54,8 @@ def evaluation_plans(
             )
         shares, peaks = _shares(batch, cost, options, most)
         plans = tuple(share.plan for share in shares)
-        room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
         used = np.array(peaks) - np.array(cost.states_bytes)
-        worst = float((used / np.maximum(room, 1.0)).max())
+        worst = float((used / np.maximum(cost.room_bytes, 1.0)).max())
         if worst <= 1:
             for plan in plans:
                 check(plan)

@@ -54,8 +54,7 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 def most_tokens(cost: Cost) -> int:
     """The largest chunk of whole documents that every stage can hold with all recomputed."""
-    room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
-    room = room - _alone(cost, 0, 1)  # what an op needs whatever its chunk's size
+    room = cost.room_bytes - _alone(cost, 0, 1)  # what an op needs whatever its chunk's size
     per_token = _alone(cost, _MANY, 1) / _MANY
     return max(1, int((room / np.maximum(per_token, 1e-9)).min()))
 

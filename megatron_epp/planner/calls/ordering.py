@@ -211,7 +211,7 @@ def _problem(work: Work, order: Sequence[int], room_rows: np.ndarray) -> Schedul
         ops=ops,
         backward_order=starts[group] + starts[group + 1] - 1 - np.arange(count),
         last_of_group=np.repeat(starts[1:] - 1, sizes),
-        budget_bytes=np.asarray(room_rows, float),
+        room_bytes=np.asarray(room_rows, float),
     )
 
 

@@ -115,7 +115,7 @@ def group_costs(
             # The same at every degree: pairs of all windows are spread alike.
             for part in (run, again):
                 part[1] += sum(part[at] for _, at in spread.window_columns)
-        room = spread.budget_bytes[0] - spread.states_bytes[0]
+        room = spread.room_bytes[0]
         rows.append(
             (
                 degree,

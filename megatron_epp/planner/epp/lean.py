@@ -43,18 +43,18 @@ def leanest(search: Search, fastest: Candidate) -> Candidate:
 
 def _filled(found: Candidate) -> float:
     """The share of its room that the fullest stage takes."""
-    room = np.maximum(found.table.work.budget_bytes, 1.0)
+    room = np.maximum(found.table.work.room_bytes, 1.0)
     return float((found.schedule.peak_bytes / room).max())
 
 
 def _within(search: Search, found: Candidate, share: float) -> Candidate:
     """``found``'s chunks and policy, had every stage only that share of its room."""
     work = found.table.work
-    smaller = dataclasses.replace(work, budget_bytes=work.budget_bytes * share)
+    smaller = dataclasses.replace(work, room_bytes=work.room_bytes * share)
     policy = policy_of(found.policy, smaller, found.table.chunking.sizes, found.table.law)
     search.effort.spend(work.stages * work.chunks * (3 if found.policy.split else 2))
     schedule = list_schedule(smaller, policy)
-    over = max(0.0, float((schedule.peak_bytes - work.budget_bytes).max()))
+    over = max(0.0, float((schedule.peak_bytes - work.room_bytes).max()))
     return dataclasses.replace(
         found,
         seconds=schedule.seconds,

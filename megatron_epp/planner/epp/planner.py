@@ -184,7 +184,7 @@ def _own(
 def _on_devices(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings, host: HostRoom
 ) -> ScoredDraft | None:
-    room = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
+    room = cost.room_bytes
     for _ in range(EXACT_TRIES):
         shared = tables["offload" in options.levers, cost.layers, tuple(room.tolist()), host]
         search = Search(batch, cost, options, room, shared, host)

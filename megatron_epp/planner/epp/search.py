@@ -156,7 +156,7 @@ class Search:
         if "exact" not in self.levers:
             work = papers_ledger(work, self.cost, loads, counts)
         if self.room_bytes is not None:
-            work = dataclasses.replace(work, budget_bytes=self.room_bytes)
+            work = dataclasses.replace(work, room_bytes=self.room_bytes)
         return work
 
     def table(self, chunking: Chunking, *, bare: bool = False) -> PreparedChunking:
@@ -235,7 +235,7 @@ class Search:
             return shrinking(chunking.sizes, self.cost.stages), 1
         seconds = work.ops.seconds[F] + work.ops.seconds[B]
         delta = (self.cost.stages - 1) * float(seconds.mean())
-        programs = Programs(self.solver, chunking, loads, self.cost, work.budget_bytes)
+        programs = Programs(self.solver, chunking, loads, self.cost, work.room_bytes)
         grouped = group(programs, delta)
         cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
         return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1

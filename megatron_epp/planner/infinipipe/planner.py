@@ -69,7 +69,7 @@ def draft(
 ) -> ScoredDraft:
     """The paper's plan for one replica, or that of ``method``."""
     method = method or Method(chunkings)
-    whole = np.array(cost.budget_bytes) - np.array(cost.states_bytes)
+    whole = cost.room_bytes
     room, solver = whole, Solver()
     best: GroupedChunking | None = None
     for _ in range(TIGHTENINGS):

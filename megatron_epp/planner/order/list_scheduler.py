@@ -78,7 +78,7 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         work.ops.moved_bytes,
         work.backward_order,
         work.last_of_group,
-        np.full(work.stages, np.inf) if fixed else work.budget_bytes,
+        np.full(work.stages, np.inf) if fixed else work.room_bytes,
         policy.least,
         policy.first,
         policy.most,
@@ -86,5 +86,5 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         held_seconds,
         patience,
     )
-    over = max(0.0, float((peaks - work.budget_bytes).max()))
+    over = max(0.0, float((peaks - work.room_bytes).max()))
     return Schedule(taken, peaks, over, kinds, chunks, start, stop)

@@ -90,13 +90,13 @@ class ScheduleProblem:
     ops              seconds and bytes of every op, as the simulator plays them
     backward_order   chunks in the order of their backwards
     last_of_group    [chunks] the last chunk of each one's group
-    budget_bytes     [stages] what is left beside the residents
+    room_bytes       [stages] what is left beside the residents
     """
 
     ops: OpArrays
     backward_order: np.ndarray
     last_of_group: np.ndarray
-    budget_bytes: np.ndarray
+    room_bytes: np.ndarray
 
     @property
     def stages(self) -> int:
@@ -112,11 +112,11 @@ class ScheduleProblem:
 
     @property
     def of_window(self) -> tuple[np.ndarray, np.ndarray]:
-        """``moved_bytes`` and ``budget_bytes`` for whoever counts from F to B alone: what H leaves
+        """``moved_bytes`` and ``room_bytes`` for whoever counts from F to B alone: what H leaves
         for G is held from F on, and the most that an H or G needs while it runs is set aside."""
         moves = self.ops.moved_bytes
         if not self.vocabulary_parallel:
-            return moves, self.budget_bytes
+            return moves, self.room_bytes
         head, head_weight = (KIND_CODE[kind] for kind in OF_HEAD)
         left = moves[head, 0] - moves[head, 1]
         moves = moves.copy()
@@ -124,7 +124,7 @@ class ScheduleProblem:
         for kind in BACKWARDS:
             moves[KIND_CODE[kind], 1] += left
         aside = np.maximum(moves[head, 1], moves[head_weight, 0]).max(axis=1, initial=0.0)
-        return moves, self.budget_bytes - aside
+        return moves, self.room_bytes - aside
 
 
 def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
@@ -164,5 +164,5 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
         ops=op_arrays(table, loads, VOCABULARY_TRAINING if cost.vocabulary_parallel else TRAINING),
         backward_order=chunking.backward,
         last_of_group=np.repeat(chunking.starts[1:] - 1, chunking.sizes),
-        budget_bytes=np.array(cost.budget_bytes) - np.array(cost.states_bytes),
+        room_bytes=cost.room_bytes,
     )

@@ -23,5 +23,5 @@ def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
         schedule.kinds,
         schedule.chunks,
     )
-    over = max(0.0, float((peaks - work.budget_bytes).max()))
+    over = max(0.0, float((peaks - work.room_bytes).max()))
     return Schedule(seconds, peaks, over, schedule.kinds, schedule.chunks, start, stop)
