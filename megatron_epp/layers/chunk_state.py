@@ -34,7 +34,7 @@ class ChunkState:
     store       the K/V of cut documents
     host        what offloaded layers saved; None where there is none
     ledger      what routers have seen of its documents, in training with experts
-                (experts.ledger.Ledger, which reads this)
+                (experts.router_stats.RouterStats, which reads this)
     local       of the documents that this rank computes alone: their rows are behind its share of
                 those spread; None where no rank has any
     local_documents   those of all ranks, in the order of the chunk
@@ -47,7 +47,7 @@ class ChunkState:
     store: Store
     training: bool = True
     host: HostStore | None = None
-    ledger: Any = None
+    router_stats: Any = None
     local: "ChunkState | None" = None
     local_documents: tuple[int, ...] = ()
     scratch: dict = field(default_factory=dict)

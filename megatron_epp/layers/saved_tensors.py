@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class HooksInForce:
+class SavedTensorHooks:
     """The saved-tensor hooks that are in force where this is made.
 
     A function that keeps tensors by itself, or in a graph of its own under hooks of its own, hands

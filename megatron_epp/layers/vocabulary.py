@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class OutputWeightShard:
     """The words [first, first + V) of the vocabulary, whose rows are ``weight``, and ``block``: of
     how many rows the logits are made at once.
 
@@ -122,7 +122,9 @@ def statistics_dtype(hidden: torch.dtype) -> torch.dtype:
     return torch.promote_types(hidden, torch.float32)
 
 
-def statistics(hidden_tH: Tensor, labels_T: Tensor, words: Words, gradient: bool) -> Statistics:
+def statistics(
+    hidden_tH: Tensor, labels_T: Tensor, words: OutputWeightShard, gradient: bool
+) -> Statistics:
     """H: of the t rows here, over the words of this rank and of its tensor-parallel group.
 
     ``gradient``: with the rows that it needs. Collective over the group.
@@ -145,7 +147,7 @@ def statistics(hidden_tH: Tensor, labels_T: Tensor, words: Words, gradient: bool
 
 
 def _statistics_of_own_words(
-    hidden_TH: Tensor, labels_T: Tensor, words: Words, gradient: bool
+    hidden_TH: Tensor, labels_T: Tensor, words: OutputWeightShard, gradient: bool
 ) -> Statistics:
     total, weight_VH = len(hidden_TH), words.weight_VH
     dtype = statistics_dtype(hidden_TH.dtype)
@@ -171,7 +173,7 @@ def _statistics_of_own_words(
 
 
 def weight_gradients(
-    hidden_tH: Tensor, labels_T: Tensor, weights_T: Tensor, lse_t: Tensor, words: Words
+    hidden_tH: Tensor, labels_T: Tensor, weights_T: Tensor, lse_t: Tensor, words: OutputWeightShard
 ) -> Iterator[Tensor]:
     """G: what the rows add to the gradient of ``words.weight``, a block of them at a time: [V, H].
 
@@ -192,7 +194,7 @@ def weight_gradients(
         yield gradient_VH
 
 
-def _log_of_sums(lse_T: Tensor, words: Words) -> Tensor:
+def _log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
     """Of the exponentials of all ranks' words."""
     most_T = lse_T.clone()
     dist.all_reduce(most_T, dist.ReduceOp.MAX, group=words.group)
@@ -206,7 +208,7 @@ def _share(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 
 
-def _places(labels_t: Tensor, words: Words) -> tuple[Tensor, Tensor]:
+def _places(labels_t: Tensor, words: OutputWeightShard) -> tuple[Tensor, Tensor]:
     """Where the labels stand among the words, and whether they do."""
     place_t = labels_t - words.first
     met_t = (place_t >= 0) & (place_t < len(words.weight_VH))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_epp.ir import Plan, Step, Timed, lower_stage, slices_of
 from megatron_epp.layers.chunk_state import store_for
-from megatron_epp.mcore.data.chunk_batches import Feed
+from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.global_batches import Batch, DocumentSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
@@ -88,17 +88,19 @@ class StageRunner:
         slices = slices_of(plan)
         program = lower_stage(plan, stage, step.block(replica))
         store = store_for(plan, slices, self.keeps_last)
-        feed = Feed(plan, slices, samples, documents, stage, self.share, self.device)
+        builder = ChunkBatchBuilder(
+            plan, slices, samples, documents, stage, self.share, self.device
+        )
         self.clock.start()
         host = HostStore(self.device, self.meter, model.parameters(), self.host_bytes)
         dtype = config.pipeline_dtype or config.params_dtype
         shapes = MessageShapes(
-            plan, lambda chunk: self.share.message(feed.rows(chunk)), config.hidden_size, dtype
+            plan, lambda chunk: self.share.message(builder.rows(chunk)), config.hidden_size, dtype
         )
         head = head_for(model, plan, stage, shapes, self.meter)
         links = Links(self.groups.payload, shapes, dtype, self.device, self.groups.pipeline_ranks)
         with self.make_stage(
-            model, config, forward_step, feed, plan, store, self.early_head, host, head
+            model, config, forward_step, builder, plan, store, self.early_head, host, head
         ) as compute:
             executor = Executor(
                 program,

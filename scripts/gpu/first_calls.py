@@ -28,7 +28,7 @@ def main() -> None:
 
     import torch
 
-    from megatron_epp.layers.attention.varlen import Borders, Operands
+    from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
     from megatron_epp.mcore.model.attention import attention_for
 
     device = torch.device("cuda")
@@ -53,13 +53,13 @@ def main() -> None:
             continue
         once = 0.0
         for documents, queries, keys in SHAPES:
-            borders = Borders.of([queries] * documents, [keys] * documents, device)
+            cu_seqlens = CuSeqlens.of([queries] * documents, [keys] * documents, device)
             rows, all_keys = documents * queries, documents * keys
             call = Operands(
                 draw(rows, wanted.heads),
                 draw(all_keys, wanted.groups),
                 draw(all_keys, wanted.groups),
-                borders,
+                cu_seqlens,
             )
             gradient, seconds = draw(rows, wanted.heads), []
             for _ in range(4):

@@ -60,14 +60,14 @@ def test_halves_add_up_to_the_whole_from_the_first_iteration_on(
 
 def test_what_i_leaves_is_what_w_adds(alone, engine) -> None:
     """The guard can fail: without its Ws the weights of linears have no gradient at all."""
-    from megatron_epp.layers.wgrad.linear import Aside
+    from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
     from megatron_epp.mcore.calibrate.probe import Shape
     from megatron_epp.mcore.calibrate.single_stage import build_stage, probe_of
     from megatron_epp.mcore.model.split_backward import Deferral
 
     model = build_stage(alone, 1, False, False)
     probe = probe_of(alone, model)
-    with patch.object(Aside, "accumulate_all", lambda self: None):
+    with patch.object(DeferredWeightGrads, "accumulate_all", lambda self: None):
         model.zero_grad_buffer()
         probe.layers(Shape(256), "k", split=True)
     weights = [module.weight for module in Deferral(model).engines]

@@ -13,7 +13,7 @@ from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import Operands, VarlenAttention
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.offload import entrance
-from megatron_epp.layers.recompute.outputs import Dropped
+from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import wrap_layer
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
@@ -51,7 +51,7 @@ class Keeping(PlainKernel):
     def backward(self, grad_THD: Tensor, call: Operands, kept):
         (out_THD,) = kept
         with torch.no_grad():
-            again = self._attend(*call.tensors, call.borders)
+            again = self._attend(*call.tensors, call.cu_seqlens)
         assert torch.equal(out_THD, again), "what came back is not what was kept"
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
             return super().backward(grad_THD, call, None)
@@ -62,7 +62,11 @@ def layers(count: int) -> list[Layer]:
     made = [Layer(VarlenAttention(Keeping(0.5)), index) for index in range(count)]
     for index, layer in enumerate(made):
         layer.forward = wrap_layer(
-            layer.forward, index, lambda others: others["state"], lambda f, x: f(x), Dropped()
+            layer.forward,
+            index,
+            lambda others: others["state"],
+            lambda f, x: f(x),
+            DroppedOutputs(),
         )
     return made
 

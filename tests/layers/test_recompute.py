@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.recompute.outputs import Dropped
+from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, wrap_layer
 from megatron_epp.runtime.kv_store import Store
 
@@ -34,7 +34,7 @@ def checkpoint(function, tensor):
 
 def wrapped_layer(layer: Layer, index: int = 0):
     return wrap_layer(
-        layer.forward, index, lambda others: others.get("state"), checkpoint, Dropped()
+        layer.forward, index, lambda others: others.get("state"), checkpoint, DroppedOutputs()
     )
 
 
@@ -43,7 +43,7 @@ def run(choice: str, index: int, training: bool = True) -> tuple[Layer, torch.Te
     torch.manual_seed(0)
     layer = Layer()
     wrapped = wrap_layer(
-        layer.forward, index, lambda others: others.get("state"), checkpoint, Dropped()
+        layer.forward, index, lambda others: others.get("state"), checkpoint, DroppedOutputs()
     )
     hidden = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
     out, _ = wrapped(hidden_states=hidden, state=state(choice, training), bias=torch.ones(4))
@@ -74,7 +74,7 @@ def test_without_a_chunk_the_layer_is_megatrons() -> None:
 def test_the_wrapper_keeps_the_layers_name() -> None:
     layer = Layer()
     assert (
-        wrap_layer(layer.forward, 0, lambda others: None, checkpoint, Dropped()).__name__
+        wrap_layer(layer.forward, 0, lambda others: None, checkpoint, DroppedOutputs()).__name__
         == "forward"
     )
 

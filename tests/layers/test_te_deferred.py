@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_epp.layers.wgrad.linear import Aside
+from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.layers.wgrad.te import can_defer, deferred_forward
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
@@ -30,19 +30,19 @@ KINDS = {
 
 
 class Net(nn.Module):
-    """A layer's MLP. ``aside``: where its linears leave their weights' gradients, or None: B."""
+    """A layer's MLP. ``deferred``: where its linears leave their weights' gradients, or None: B."""
 
     def __init__(self, **words):
         super().__init__()
         self.first = engine.LayerNormLinear(H, FFN, **words)
         self.second = engine.Linear(FFN, H, **words)
 
-    def forward(self, x: Tensor, aside: Aside | None = None) -> Tensor:
+    def forward(self, x: Tensor, deferred: DeferredWeightGrads | None = None) -> Tensor:
         for linear in (self.first, self.second):
-            if aside is None or not torch.is_grad_enabled():
+            if deferred is None or not torch.is_grad_enabled():
                 x = linear(x)
             else:
-                x = deferred_forward(linear, linear, aside, x)
+                x = deferred_forward(linear, linear, deferred, x)
             if isinstance(x, tuple):
                 x = x[0] + x[1]
             x = x.tanh()
@@ -91,12 +91,12 @@ def chunks(count: int = 3) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def inputs(net: Net, asides: Sequence[Aside | None]) -> list[Tensor]:
+def inputs(net: Net, deferreds: Sequence[DeferredWeightGrads | None]) -> list[Tensor]:
     """F of every chunk, then B or I in reverse; the gradients of their inputs."""
     made = []
-    for (x, gradient), aside in zip(chunks(), asides, strict=True):
+    for (x, gradient), deferred in zip(chunks(), deferreds, strict=True):
         x = x.clone().requires_grad_()
-        made.append((x, net(x, aside), gradient))
+        made.append((x, net(x, deferred), gradient))
     for _, y, gradient in reversed(made):
         y.backward(gradient)
     return [x.grad for x, _, _ in made]
@@ -108,13 +108,13 @@ def inputs(net: Net, asides: Sequence[Aside | None]) -> list[Tensor]:
 def test_i_and_w_are_b_in_any_order(kind, order, fused) -> None:
     split, whole = nets(fuse_wgrad_accumulation=fused, **KINDS[kind])
     alive = reduce(split), reduce(whole)
-    asides = [Aside() for _ in range(3)]
-    for mine, theirs in zip(inputs(split, asides), inputs(whole, [None] * 3), strict=True):
+    deferreds = [DeferredWeightGrads() for _ in range(3)]
+    for mine, theirs in zip(inputs(split, deferreds), inputs(whole, [None] * 3), strict=True):
         assert torch.equal(mine, theirs)
-    assert all(len(aside) == 2 for aside in asides)
+    assert all(len(deferred) == 2 for deferred in deferreds)
     for chunk in order:
-        asides[chunk].accumulate_all()
-        assert not len(asides[chunk])
+        deferreds[chunk].accumulate_all()
+        assert not len(deferreds[chunk])
     for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
         assert theirs.main_grad.norm() > 0
         assert torch.allclose(mine.main_grad, theirs.main_grad, rtol=1e-12, atol=1e-12)
@@ -125,16 +125,16 @@ def test_i_and_w_are_b_in_any_order(kind, order, fused) -> None:
 def test_of_a_deferred_weight_no_hook_runs_in_i() -> None:
     net, _ = nets()
     alive = reduce(net)
-    asides = [Aside(), Aside(), Aside()]
-    inputs(net, asides)
+    deferreds = [DeferredWeightGrads(), DeferredWeightGrads(), DeferredWeightGrads()]
+    inputs(net, deferreds)
     named = dict(net.named_parameters())
     assert named.pop("first.layer_norm_weight").ran  # autograd's, in I
     assert [p.ran for p in named.values()] == [[]] * 4
     # A bias whose gradient comes out of the same product comes with its weight, either way round.
     second = net.second
-    assert second.bias in asides[0] and second.weight in asides[0]
-    asides[0].accumulate(second.bias)
-    assert second.bias not in asides[0] and second.weight not in asides[0]
+    assert second.bias in deferreds[0] and second.weight in deferreds[0]
+    deferreds[0].accumulate(second.bias)
+    assert second.bias not in deferreds[0] and second.weight not in deferreds[0]
     assert len(second.weight.ran) == len(second.bias.ran) == 1
     del alive
 
@@ -144,12 +144,12 @@ def test_only_deferred_forwards_differ_and_the_module_is_left_as_it_was() -> Non
     alive = reduce(split), reduce(whole)
     before = dict(split.named_parameters())
     store = split.first.wgrad_store
-    mixed = [Aside(), None, Aside()]
+    mixed = [DeferredWeightGrads(), None, DeferredWeightGrads()]
     inputs(split, mixed), inputs(whole, [None] * 3)
     assert dict(split.named_parameters()) == before
     assert split.first.wgrad_store is store and not store.delay_wgrad_compute()
-    for aside in (mixed[0], mixed[2]):
-        aside.accumulate_all()
+    for deferred in (mixed[0], mixed[2]):
+        deferred.accumulate_all()
     for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
         assert torch.allclose(mine.main_grad, theirs.main_grad, rtol=1e-12, atol=1e-12)
     del alive
@@ -164,19 +164,19 @@ def test_a_forward_that_fails_gives_the_module_back() -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        deferred_forward(linear, fails, Aside(), torch.ones(1))
+        deferred_forward(linear, fails, DeferredWeightGrads(), torch.ones(1))
     assert linear.weight is weight and linear.wgrad_store is store
 
 
 def test_a_recomputed_linear_defers_in_the_recomputation() -> None:
     split, whole = nets()
-    aside = Aside()
+    deferred = DeferredWeightGrads()
     (x, gradient), *_ = chunks()
     mine, theirs = (x.clone().requires_grad_() for _ in range(2))
-    y = checkpoint(lambda t: split(t, aside), mine, use_reentrant=True)
-    assert not len(aside)
+    y = checkpoint(lambda t: split(t, deferred), mine, use_reentrant=True)
+    assert not len(deferred)
     y.backward(gradient)
-    aside.accumulate_all()
+    deferred.accumulate_all()
     whole(theirs).backward(gradient)
     for a, b in zip(split.parameters(), whole.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
@@ -185,12 +185,12 @@ def test_a_recomputed_linear_defers_in_the_recomputation() -> None:
 def test_between_i_and_w_inputs_and_gradients_are_held_and_no_graph() -> None:
     net, _ = nets(bias=False)
     meter = SavedBytesMeter(net.parameters())
-    aside = Aside()
+    deferred = DeferredWeightGrads()
     (x, gradient), *_ = chunks()
     with meter.watch(Store({})):
         mark = _Mark()
         alive = weakref.ref(mark)
-        y = net(_Marked.apply(x.requires_grad_(), mark), aside)
+        y = net(_Marked.apply(x.requires_grad_(), mark), deferred)
         del mark
         assert alive() is not None
         y.backward(gradient)
@@ -199,7 +199,7 @@ def test_between_i_and_w_inputs_and_gradients_are_held_and_no_graph() -> None:
         assert alive() is None
         # Of both linears: the input, and the output's gradient.
         assert meter.now == 8 * T * ((H + FFN) + (FFN + H))
-        aside.accumulate_all()
+        deferred.accumulate_all()
         assert meter.now == 0
 
 

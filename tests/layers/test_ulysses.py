@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from megatron_epp.layers.attention.local import attended, parts_of
-from megatron_epp.layers.attention.ulysses import RowsAgain, Ulysses, refuse_heads
+from megatron_epp.layers.attention.ulysses import RowsRecompute, Ulysses, refuse_heads
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.runtime.kv_store import Store
 
@@ -74,7 +74,7 @@ def check_rows(ulysses: Ulysses, rows: slice, heads: slice) -> None:
             return mine.detach()
 
     promised = Promised()
-    again = RowsAgain(ulysses, promised)
+    again = RowsRecompute(ulysses, promised)
     assert torch.equal(again.value(), whole[rows])
     assert again.value() is again.value() and promised.times == 1
 

@@ -16,7 +16,7 @@ from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import MASK, TransformerEngineKernel
-from megatron_epp.layers.attention.varlen import Borders, Operands
+from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 from tests.layers.runner import (
     HEAD_SIZE,
     NAMES,
@@ -39,7 +39,7 @@ def test_whole_documents_are_one_call_and_a_slice_is_another() -> None:
 
     class Counting(PlainKernel):
         def forward(self, call, backward):
-            calls.append(call.borders.lengths)
+            calls.append(call.cu_seqlens.lengths)
             return super().forward(call, backward)
 
     class Counted(Varlen):
@@ -80,8 +80,8 @@ def test_torchs_kernels_take_what_they_are_given() -> None:
         q = torch.empty(100, HEADS, 64, device=device, dtype=torch.bfloat16)
         k, v = (torch.empty(256, GROUPS, 64, device=device, dtype=torch.bfloat16) for _ in "kv")
         sums = torch.empty(2, device=device, dtype=torch.int32)
-        borders = Borders(sums, sums, 100, 256)
-        kernel, call = FlashKernel(SCALE), Operands(q, k, v, borders)
+        cu_seqlens = CuSeqlens(sums, sums, 100, 256)
+        kernel, call = FlashKernel(SCALE), Operands(q, k, v, cu_seqlens)
         out, kept = kernel.forward(call, True)
         gradients = kernel.backward(out, call, kept)
         assert out.shape == q.shape and kept[1].shape == (HEADS, 100)
@@ -93,18 +93,18 @@ class _Saving(torch.autograd.Function):
     """As Transformer Engine's function: saves its inputs and its output."""
 
     @staticmethod
-    def forward(ctx, q, k, v, borders):
+    def forward(ctx, q, k, v, cu_seqlens):
         kernel = PlainKernel(SCALE)
-        out, _ = kernel.forward(Operands(q, k, v, borders), False)
+        out, _ = kernel.forward(Operands(q, k, v, cu_seqlens), False)
         ctx.save_for_backward(q, k, v, out)
-        ctx.borders = borders
+        ctx.cu_seqlens = cu_seqlens
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out = ctx.saved_tensors
         assert out.shape == q.shape
-        call = Operands(q, k, v, ctx.borders)
+        call = Operands(q, k, v, ctx.cu_seqlens)
         return *PlainKernel(SCALE).backward(grad, call, None), None
 
 
@@ -130,10 +130,10 @@ class DotProductAttention(torch.nn.Module):
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
         assert cu_seqlens_q.shape == cu_seqlens_kv.shape
         assert (q.shape[1], q.shape[2], k.shape[1]) == self.made
-        borders = Borders(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-        queries, keys = zip(*borders.lengths, strict=True)
+        cu_seqlens = CuSeqlens(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        queries, keys = zip(*cu_seqlens.lengths, strict=True)
         assert (max(queries), max(keys)) == (max_seqlen_q, max_seqlen_kv)
-        return _Saving.apply(q, k, v, borders).flatten(1)
+        return _Saving.apply(q, k, v, cu_seqlens).flatten(1)
 
 
 @pytest.fixture
@@ -165,14 +165,14 @@ def holders(tensor: Tensor) -> int:
 def test_transformer_engine_holds_no_keys_between_forward_and_backward(engine) -> None:
     kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
     (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
-    borders = Borders.of([9], [9], torch.device("cpu"))
+    cu_seqlens = CuSeqlens.of([9], [9], torch.device("cpu"))
     before = [holders(x) for x in (q, k, v)]
-    call = Operands(q, k, v, borders)
+    call = Operands(q, k, v, cu_seqlens)
     out, kept = kernel.forward(call, True)
     assert [holders(x) for x in (q, k, v)] == before
     assert holders(out) > holders(out.clone())  # which the graph does hold
     expected = PlainKernel(SCALE).backward(grad, call, None)
-    copies = Operands(*(x.clone() for x in (q, k, v)), borders)
+    copies = Operands(*(x.clone() for x in (q, k, v)), cu_seqlens)
     for tensor in (q, k, v):
         tensor.fill_(torch.nan)  # whoever kept a view would see it
     found = kernel.backward(grad, copies, kept)
@@ -185,7 +185,7 @@ def test_a_call_whose_backward_never_comes_is_freed(runs_backward, engine) -> No
     """After memory ran out there is no backward; what every layer holds must go at once."""
     kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
     (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
-    call = Operands(q, k, v, Borders.of([9], [9], torch.device("cpu")))
+    call = Operands(q, k, v, CuSeqlens.of([9], [9], torch.device("cpu")))
     out, kept = kernel.forward(call, True)
     # The last is held by the graph's hooks: it goes with the graph.
     watched = [weakref.ref(x) for x in (kept, kept._output, kept._sources)]
@@ -213,7 +213,7 @@ def test_kernels_are_chosen_inside_the_context_that_was_given(engine, monkeypatc
         lambda *args, **named: (seen.append(list(open_now)), attend(*args, **named))[1],
     )
     (q, k, v, grad) = documents((9,), HEADS, GROUPS, torch.float64)[0]
-    call = Operands(q, k, v, Borders.of([9], [9], torch.device("cpu")))
+    call = Operands(q, k, v, CuSeqlens.of([9], [9], torch.device("cpu")))
     kernel.forward(call, False)
     kernel.backward(grad, call, kernel.forward(call, True)[1])
     assert seen == [[True], [True]]
@@ -228,10 +228,10 @@ class Upside(PlainKernel):
 
     name = "upside"
 
-    def _attend(self, q_THD, k_SGD, v_SGD, borders):
-        short = Borders.of(*([q for q, _ in borders.lengths],) * 2, q_THD.device)
+    def _attend(self, q_THD, k_SGD, v_SGD, cu_seqlens):
+        short = CuSeqlens.of(*([q for q, _ in cu_seqlens.lengths],) * 2, q_THD.device)
         keys, at = [], 0
-        for queries, count in borders.lengths:
+        for queries, count in cu_seqlens.lengths:
             keys += range(at, at + queries)
             at += count
         return super()._attend(q_THD, k_SGD[keys], v_SGD[keys], short)
@@ -277,9 +277,9 @@ def test_the_self_test_names_what_is_wrong(kernel, says) -> None:
 class OneSize(PlainKernel):
     """As FlashAttention 2: heads of one size."""
 
-    def _attend(self, q_THD, k_SGD, v_SGD, borders):
+    def _attend(self, q_THD, k_SGD, v_SGD, cu_seqlens):
         assert q_THD.shape[2] == k_SGD.shape[2] == v_SGD.shape[2]
-        return super()._attend(q_THD, k_SGD, v_SGD, borders)
+        return super()._attend(q_THD, k_SGD, v_SGD, cu_seqlens)
 
 
 @pytest.mark.parametrize("sizes", [(12, 8), (8, 12)])

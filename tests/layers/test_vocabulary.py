@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_epp.layers.vocabulary import (
+    OutputWeightShard,
     Packing,
     Statistics,
-    Words,
     statistics,
     weight_gradients,
 )
@@ -43,7 +43,7 @@ def chained(
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, labels, weights = material(dtype, spread)
     every = [
-        Words(part, VOCABULARY // shards * index, block)
+        OutputWeightShard(part, VOCABULARY // shards * index, block)
         for index, part in enumerate(weight.chunk(shards))
     ]
     so_far: Statistics | None = None
@@ -85,7 +85,7 @@ def test_in_bf16_it_errs_no_more_than_twice_as_much_as_the_plain_head(shards) ->
 def test_without_a_gradient_no_rows_are_made() -> None:
     hidden, weight, labels, _ = material(torch.float64)
     halves = [
-        statistics(hidden, labels, Words(part, first, 7), gradient=False)
+        statistics(hidden, labels, OutputWeightShard(part, first, 7), gradient=False)
         for part, first in zip(weight.chunk(2), (0, VOCABULARY // 2), strict=True)
     ]
     merged = halves[0].merged(halves[1])

@@ -32,7 +32,7 @@ class StarvedInEvaluation(ModelStage):
     most_tokens = 0
 
     def forward(self, chunk, received):
-        if not self.training and self.feed.plan.chunks[chunk].tokens > self.most_tokens:
+        if not self.training and self.builder.plan.chunks[chunk].tokens > self.most_tokens:
             raise MemoryError(f"more than {self.most_tokens} tokens")
         return super().forward(chunk, received)
 

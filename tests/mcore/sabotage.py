@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.layers.attention import cpu
-from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
+from megatron_epp.mcore.data.chunk_batches import ChunkBatch, ChunkBatchBuilder
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
@@ -28,14 +28,14 @@ def drop_returned_gradients() -> AbstractContextManager:
 
 
 def _changed_batch(change: Callable[[ChunkBatch], None]) -> AbstractContextManager:
-    plain = Feed.batch
+    plain = ChunkBatchBuilder.batch
 
-    def batch(self: Feed, chunk: int, store: Store, training: bool) -> ChunkBatch:
+    def batch(self: ChunkBatchBuilder, chunk: int, store: Store, training: bool) -> ChunkBatch:
         made = plain(self, chunk, store, training)
         change(made)
         return made
 
-    return patch.object(Feed, "batch", batch)
+    return patch.object(ChunkBatchBuilder, "batch", batch)
 
 
 def shift_positions() -> AbstractContextManager:

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers.experts import passing
-from megatron_epp.layers.experts.ledger import Ledger
+from megatron_epp.layers.experts import current_chunk
+from megatron_epp.layers.experts.router_stats import RouterStats
 
 
 def documents(state) -> list[int]:
@@ -21,61 +21,61 @@ def documents(state) -> list[int]:
 
 def count_padding() -> AbstractContextManager:
     """Rows of padding count as tokens of the chunk's last document."""
-    plain = Ledger._owners
+    plain = RouterStats._owners
 
-    def owners(self: Ledger, state):
+    def owners(self: RouterStats, state):
         found = plain(self, state)
         found[found == len(self.documents)] = documents(state)[-1]
         return found
 
-    return patch.object(Ledger, "_owners", owners)
+    return patch.object(RouterStats, "_owners", owners)
 
 
 def count_again() -> AbstractContextManager:
     """A recomputed layer counts its tokens a second time."""
-    plain = Ledger.first_time
+    plain = RouterStats.first_time
 
-    def first_time(self: Ledger, layer: int, chunk: int) -> bool:
+    def first_time(self: RouterStats, layer: int, chunk: int) -> bool:
         plain(self, layer, chunk)
         return True
 
-    return patch.object(Ledger, "first_time", first_time)
+    return patch.object(RouterStats, "first_time", first_time)
 
 
 def mix_documents() -> AbstractContextManager:
     """A chunk is one document, as a micro-batch is to Megatron."""
-    plain = Ledger._owners
+    plain = RouterStats._owners
 
-    def owners(self: Ledger, state):
+    def owners(self: RouterStats, state):
         found = plain(self, state)
         found[found < len(self.documents)] = documents(state)[0]
         return found
 
-    return patch.object(Ledger, "_owners", owners)
+    return patch.object(RouterStats, "_owners", owners)
 
 
 def sum_too_early() -> AbstractContextManager:
     """Ranks add up a document's tokens when its first slice comes by, and not again."""
-    plain = Ledger.balanced
+    plain = RouterStats.balanced
 
-    def balanced(self: Ledger, logits, scored, layer, state, first):
+    def balanced(self: RouterStats, logits, scored, layer, state, first):
         found = plain(self, logits, scored, layer, state, first)
         if first and layer == self.layers - 1 and self._counts_DLE is not None:
             self._sum_over_ranks(state)
         return found
 
-    return patch.object(Ledger, "balanced", balanced)
+    return patch.object(RouterStats, "balanced", balanced)
 
 
 def forget_the_state() -> AbstractContextManager:
     """Experts that are recomputed alone do not know which chunk they run again."""
-    plain = passing.Passing.during
+    plain = current_chunk.CurrentChunk.during
 
-    def during(self: passing.Passing, state):
+    def during(self: current_chunk.CurrentChunk, state):
         again = state is not None and self.state is None and torch._C._current_graph_task_id() >= 0
         return plain(self, None if again else state)
 
-    return patch.object(passing.Passing, "during", during)
+    return patch.object(current_chunk.CurrentChunk, "during", during)
 
 
 def move_the_bias_twice() -> AbstractContextManager:

@@ -13,22 +13,22 @@ import torch
 
 from megatron_epp.layers.attention import local
 from megatron_epp.mcore.data import chunk_batches
-from megatron_epp.mcore.data.chunk_batches import Feed
+from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.model import hooks
 
 
 def _rows_changed(change: Callable) -> AbstractContextManager:
     """``change(positions, first local row)`` of every chunk with local documents."""
-    plain = Feed._tensors
+    plain = ChunkBatchBuilder._tensors
 
-    def tensors(self: Feed, chunk: int):
+    def tensors(self: ChunkBatchBuilder, chunk: int):
         tokens, positions, labels, loss_mask = plain(self, chunk)
         content = self.plan.chunks[chunk]
         if content.has_local:
             change(positions[0], self.share.spread_rows(content))
         return tokens, positions, labels, loss_mask
 
-    return patch.object(Feed, "_tensors", tensors)
+    return patch.object(ChunkBatchBuilder, "_tensors", tensors)
 
 
 def lose_every_place() -> AbstractContextManager:
@@ -47,13 +47,13 @@ def take_the_other_ranks_documents() -> AbstractContextManager:
     def rows(plan, slices, chunk, rank=-1):
         return plain(plan, slices, chunk, rank if rank < 0 else 1 - rank)
 
-    inputs = Feed._inputs
+    inputs = ChunkBatchBuilder._inputs
 
-    def inputs_of_the_other(self: Feed, chunk: int):
+    def inputs_of_the_other(self: ChunkBatchBuilder, chunk: int):
         with patch.object(chunk_batches, "chunk_rows", rows):
             yield from list(inputs(self, chunk))
 
-    return patch.object(Feed, "_inputs", inputs_of_the_other)
+    return patch.object(ChunkBatchBuilder, "_inputs", inputs_of_the_other)
 
 
 def exchange_local_rows() -> AbstractContextManager:

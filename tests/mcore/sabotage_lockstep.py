@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Plan
-from megatron_epp.layers.experts.ledger import Ledger
+from megatron_epp.layers.experts.router_stats import RouterStats
 from megatron_epp.mcore.certify.rank import DrawnSteps, InMemory
 
 
@@ -33,15 +33,15 @@ def deal_wrongly() -> AbstractContextManager:
 
 def count_empty_chunks() -> AbstractContextManager:
     """The row of an empty chunk counts as a token of a document."""
-    plain = Ledger._owners
+    plain = RouterStats._owners
 
-    def owners(self: Ledger, state):
+    def owners(self: RouterStats, state):
         found = plain(self, state)
         if not state.rows:
             found[:] = 0
         return found
 
-    return patch.object(Ledger, "_owners", owners)
+    return patch.object(RouterStats, "_owners", owners)
 
 
 def skip_empty_chunks() -> AbstractContextManager:

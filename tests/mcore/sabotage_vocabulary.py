@@ -12,7 +12,7 @@ import torch
 
 from megatron_epp.layers.vocabulary import Statistics, WeightRows
 from megatron_epp.mcore.model.vocabulary import shard
-from megatron_epp.mcore.model.vocabulary.head import SpreadHead
+from megatron_epp.mcore.model.vocabulary.head import ShardedHead
 from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
 
 
@@ -72,12 +72,12 @@ def mistake_the_first_word() -> AbstractContextManager:
 
 def count_masked_rows_in_g() -> AbstractContextManager:
     """G weighs all rows alike."""
-    plain = SpreadHead.learn
+    plain = ShardedHead.learn
 
-    def learn(self: SpreadHead, chunk: int, labels, weights) -> None:
+    def learn(self: ShardedHead, chunk: int, labels, weights) -> None:
         plain(self, chunk, labels, weights if self.is_last else torch.ones_like(weights))
 
-    return patch.object(SpreadHead, "learn", learn)
+    return patch.object(ShardedHead, "learn", learn)
 
 
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, PlanError, Step, check, parse_records
-from megatron_epp.layers.wgrad.linear import Aside, Linear, deferred_linear
+from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferred_linear
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
 from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
 from megatron_epp.mcore.patching import seams
@@ -58,31 +58,31 @@ def multiply(module: ColumnParallelLinear, x: torch.Tensor, weight=None) -> torc
 
 
 def test_only_forwards_inside_the_context_defer():
-    module, aside = megatron_linear(), Aside()
+    module, deferred = megatron_linear(), DeferredWeightGrads()
     x = torch.ones(2, 1, 4, requires_grad=True)
     own = multiply(module, x).grad_fn.__class__
     with Deferral(nn.Sequential(module)) as deferral:
         assert multiply(module, x).grad_fn.__class__ is own
         with deferral.into(None):
             assert multiply(module, x).grad_fn.__class__ is own
-        with deferral.into(aside):
+        with deferral.into(deferred):
             multiply(module, x).sum().backward()
         assert multiply(module, x).grad_fn.__class__ is own
     assert not hasattr(module, "epp_multiply")
-    assert aside.weights == (module.weight,)
+    assert deferred.weights == (module.weight,)
     assert module.weight.grad is None
 
 
 def test_a_borrowed_weight_and_a_frozen_one_stay_in_i():
-    module, aside = megatron_linear(), Aside()
+    module, deferred = megatron_linear(), DeferredWeightGrads()
     x = torch.ones(2, 1, 4, requires_grad=True)
     borrowed = Parameter(module.weight.detach().clone())
-    with Deferral(nn.Sequential(module)) as deferral, deferral.into(aside):
+    with Deferral(nn.Sequential(module)) as deferral, deferral.into(deferred):
         multiply(module, x, borrowed).sum().backward()
         assert borrowed.grad is not None
         multiply(module, x.detach()).sum().backward()  # nothing before it: no gradient of input
         assert module.weight.grad is not None
-    assert not len(aside)
+    assert not len(deferred)
 
 
 def test_what_cannot_split_is_refused_by_name():
@@ -101,20 +101,20 @@ def test_what_cannot_split_is_refused_by_name():
 
 
 def test_engine_linears_defer_inside_the_context_and_are_given_back():
-    module, aside = engine.Linear(4, 3, bias=False), Aside()
+    module, deferred = engine.Linear(4, 3, bias=False), DeferredWeightGrads()
     model = nn.Sequential(module)
     x = torch.ones(2, 1, 4, requires_grad=True)
     module.forward = wrapped = module.forward  # as recompute wraps what a linear saves
     with Deferral(model) as deferral:
         model(x).sum().backward()
         plain, module.weight.grad = module.weight.grad, None
-        with deferral.into(aside), torch.no_grad():
+        with deferral.into(deferred), torch.no_grad():
             model(x)
-        with deferral.into(aside):
+        with deferral.into(deferred):
             model(x).sum().backward()
-        assert module.weight.grad is None and aside.weights == (module.weight,)
+        assert module.weight.grad is None and deferred.weights == (module.weight,)
     assert module.forward is wrapped
-    aside.accumulate_all()
+    deferred.accumulate_all()
     assert torch.equal(module.weight.grad, plain)
     with Deferral(nn.Sequential(fresh := engine.Linear(4, 3))):
         pass
@@ -134,10 +134,14 @@ class Net(nn.Module):
         for name in ("linear1", "linear2"):
             setattr(self, name, Parameter(torch.rand(4, 4)))
 
-    def forward(self, x, aside: Aside | None):
+    def forward(self, x, deferred: DeferredWeightGrads | None):
         for norm, linear in ((self.norm1, self.linear1), (self.norm2, self.linear2)):
             x = x * norm
-            x = x @ linear.t() if aside is None else deferred_linear(x, None, Linear(linear), aside)
+            x = (
+                x @ linear.t()
+                if deferred is None
+                else deferred_linear(x, None, Linear(linear), deferred)
+            )
         return x.sum()
 
 
@@ -154,7 +158,7 @@ def test_the_last_w_reports_in_the_order_of_a_b(last_is_i):
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: report(p) if awake else None)
     ready = ReadyOrder(net, report)
-    first, last = Aside(ready.note), Aside(ready.note)
+    first, last = DeferredWeightGrads(ready.note), DeferredWeightGrads(ready.note)
 
     awake = True
     net(x, None).backward()

@@ -36,7 +36,7 @@ from megatron_epp.layers.attention import varlen  # noqa: E402
 from megatron_epp.layers.attention.flash import FlashKernel  # noqa: E402
 from megatron_epp.layers.chunk_state import chunk_rows  # noqa: E402
 from megatron_epp.mcore.calibrate import single_stage  # noqa: E402
-from megatron_epp.mcore.data.chunk_batches import Feed  # noqa: E402
+from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder  # noqa: E402
 from megatron_epp.mcore.model import (  # noqa: E402
     attention,
     forward,
@@ -230,13 +230,13 @@ stage 0: F0 F1 B1 B0
 
 
 def _positions_stay(patch: pytest.MonkeyPatch) -> None:
-    plain = Feed._tensor
-    patch.setattr(Feed, "_tensor", lambda self, array: _on_host(plain, self, array))
+    plain = ChunkBatchBuilder._tensor
+    patch.setattr(ChunkBatchBuilder, "_tensor", lambda self, array: _on_host(plain, self, array))
 
 
-def _on_host(plain: Any, feed: Feed, array: Any) -> Tensor | None:
+def _on_host(plain: Any, builder: ChunkBatchBuilder, array: Any) -> Tensor | None:
     is_positions = array is not None and array.dtype.kind == "i" and array[:1] == [0]
-    return torch.from_numpy(array)[None] if is_positions else plain(feed, array)
+    return torch.from_numpy(array)[None] if is_positions else plain(builder, array)
 
 
 def _borders_stay(patch: pytest.MonkeyPatch) -> None:
@@ -258,10 +258,10 @@ def _borders_of_other_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 def _most_of_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(varlen.Borders, "of", classmethod(_of_all))
+    patch.setattr(varlen.CuSeqlens, "of", classmethod(_of_all))
 
 
-def _of_all(cls: Any, queries: Any, keys: Any, device: Any) -> varlen.Borders:
+def _of_all(cls: Any, queries: Any, keys: Any, device: Any) -> varlen.CuSeqlens:
     sums = varlen._sums(queries, device), varlen._sums(keys, device)
     return cls(*sums, sum(queries) + 1, sum(keys) + 1)
 

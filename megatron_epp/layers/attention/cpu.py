@@ -30,7 +30,7 @@ from megatron_epp.layers.attention.merge import merged
 from megatron_epp.layers.attention.tails import Tails
 from megatron_epp.layers.attention.window import attend_window, attend_window_backward
 from megatron_epp.layers.chunk_state import ChunkState, Rows
-from megatron_epp.layers.recompute.outputs import AttendAgain
+from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
 
 class PartsAttention:
@@ -60,11 +60,11 @@ class PartsAttention:
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
-    ) -> tuple[Tensor, AttendAgain | None]:
-        """The output [T, H, D]; where it is to be dropped, also the promise to make it again."""
-        again = AttendAgain() if drop else None
-        inputs = q_THD, k_TGD, v_TGD, state, layer, self.scale, again, self.before, self.sinks()
-        return ChunkAttention.apply(*inputs), again
+    ) -> tuple[Tensor, AttentionRecompute | None]:
+        """The output [T, H, D]; where it is to be dropped, also the handle that recomputes it."""
+        recompute = AttentionRecompute() if drop else None
+        inputs = q_THD, k_TGD, v_TGD, state, layer, self.scale, recompute, self.before, self.sinks()
+        return ChunkAttention.apply(*inputs), recompute
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -85,7 +85,7 @@ class ChunkAttention(torch.autograd.Function):
         state: ChunkState,
         layer: int,
         scale: float,
-        again: AttendAgain | None = None,
+        recompute: AttentionRecompute | None = None,
         before: int | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
@@ -111,10 +111,10 @@ class ChunkAttention(torch.autograd.Function):
         # The rows of a lone slice are in the store: what is there is not saved again.
         alone = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
         ctx.kept = alone and before is None
-        ctx.again = again
-        result = (out_THD, lse_TH) if again is None else ()
-        if again is not None:
-            again.of(ctx, _once_more)
+        ctx.recompute = recompute
+        result = (out_THD, lse_TH) if recompute is None else ()
+        if recompute is not None:
+            recompute.of(ctx, _recomputed)
         ctx.save_for_backward(q_THD, *result, *(() if ctx.kept else (k_TGD, v_TGD)))
         return out_THD
 
@@ -133,12 +133,12 @@ class ChunkAttention(torch.autograd.Function):
         state, layer, seeing = ctx.state, ctx.layer, ctx.seeing
         store, scale = state.store, seeing.scale
         q_THD, k_TGD, v_TGD, saved = ChunkAttention.inputs(ctx)
-        if ctx.again is None:
+        if ctx.recompute is None:
             out_THD, lse_TH = saved
         else:
-            out_THD, lse_TH = ctx.again.result()
-            ctx.again.forget()
-            ctx.again = None
+            out_THD, lse_TH = ctx.recompute.result()
+            ctx.recompute.forget()
+            ctx.recompute = None
         padded = q_THD.shape[0]
         dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         dk_TGD, dv_TGD = (t.new_empty(padded, *t.shape[1:]) for t in (k_TGD, v_TGD))
@@ -180,7 +180,7 @@ class ChunkAttention(torch.autograd.Function):
         return dq_THD, dk_TGD, dv_TGD, None, None, None, None, None, dsinks_H
 
 
-def _once_more(ctx: Any) -> tuple[Tensor, Tensor]:
+def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a forward whose own were dropped."""
     q_THD, k_TGD, v_TGD, _ = ChunkAttention.inputs(ctx)
     return _attend_rows(q_THD, k_TGD, v_TGD, ctx.state, ctx.layer, ctx.seeing)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.varlen import Borders, Operands
+from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 
 MOST_HEAD_SIZE = 256
 
@@ -28,7 +28,7 @@ class FlashKernel:
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             *call.tensors,
-            *_lengths(call.borders),
+            *_lengths(call.cu_seqlens),
             0.0,  # dropout
             True,  # causal
             False,  # no debug mask
@@ -45,7 +45,7 @@ class FlashKernel:
             grad_THD,
             *call.tensors,
             *kept,
-            *_lengths(call.borders),
+            *_lengths(call.cu_seqlens),
             0.0,
             True,
             torch.zeros(2, dtype=torch.uint64, device=device),  # random state of the dropout
@@ -54,5 +54,5 @@ class FlashKernel:
         )
 
 
-def _lengths(borders: Borders) -> tuple[Tensor, Tensor, int, int]:
-    return borders.queries, borders.keys, borders.most_queries, borders.most_keys
+def _lengths(cu_seqlens: CuSeqlens) -> tuple[Tensor, Tensor, int, int]:
+    return cu_seqlens.queries, cu_seqlens.keys, cu_seqlens.most_queries, cu_seqlens.most_keys

@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
 from megatron_epp.layers.attention.merge import merged
 from megatron_epp.layers.chunk_state import ChunkState, Rows
-from megatron_epp.layers.recompute.outputs import AttendAgain
+from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
 BLOCK = 2048  # tokens of the context whose K and V live at a time
 
@@ -63,12 +63,12 @@ class LatentsAttention:
         state: ChunkState,
         layer: int,
         drop: bool,
-    ) -> tuple[Tensor, AttendAgain | None]:
-        """The output [T, H, V]; where it is to be dropped, also the promise to make it again."""
-        again = AttendAgain() if drop else None
+    ) -> tuple[Tensor, AttentionRecompute | None]:
+        """The output [T, H, V]; where it is to be dropped, also the handle that recomputes it."""
+        recompute = AttentionRecompute() if drop else None
         made_of = latents.latent_T1R, latents.rotary_T1P, latents.weight_NR
-        inputs = q_THD, k_THD, v_THV, *made_of, state, layer, self.scale, again
-        return _AttendLatents.apply(*inputs), again
+        inputs = q_THD, k_THD, v_THV, *made_of, state, layer, self.scale, recompute
+        return _AttendLatents.apply(*inputs), recompute
 
 
 class _AttendLatents(torch.autograd.Function):
@@ -84,9 +84,9 @@ class _AttendLatents(torch.autograd.Function):
         state: ChunkState,
         layer: int,
         scale: float,
-        again: AttendAgain | None,
+        recompute: AttentionRecompute | None,
     ) -> Tensor:
-        ctx.state, ctx.layer, ctx.scale, ctx.again = state, layer, scale, again
+        ctx.state, ctx.layer, ctx.scale, ctx.recompute = state, layer, scale, recompute
         out_THV, lse_TH = _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
         store = state.store
         for rows in state.rows:
@@ -96,9 +96,9 @@ class _AttendLatents(torch.autograd.Function):
                 store.append(layer, document, rows.span.start, *parts)
             elif rows.cut and not state.training:
                 store.release(layer, document)
-        result = (out_THV, lse_TH) if again is None else ()
-        if again is not None:
-            again.of(ctx, _once_more)
+        result = (out_THV, lse_TH) if recompute is None else ()
+        if recompute is not None:
+            recompute.of(ctx, _recomputed)
         ctx.save_for_backward(q_THD, k_THD, v_THV, weight_NR, *result)
         ctx.sizes = latent_T1R.shape, rotary_T1P.shape
         return out_THV
@@ -107,10 +107,10 @@ class _AttendLatents(torch.autograd.Function):
     def backward(ctx: Any, grad_THV: Tensor):
         state, layer, scale = ctx.state, ctx.layer, ctx.scale
         q_THD, k_THD, v_THV, weight_NR, *result = ctx.saved_tensors
-        if ctx.again is not None:
-            result = ctx.again.result()
-            ctx.again.forget()
-            ctx.again = None
+        if ctx.recompute is not None:
+            result = ctx.recompute.result()
+            ctx.recompute.forget()
+            ctx.recompute = None
         out_THV, lse_TH = result
         store = state.store
         gradients = tuple(torch.empty_like(t) for t in (q_THD, k_THD, v_THV))
@@ -155,7 +155,7 @@ class _AttendLatents(torch.autograd.Function):
         return *gradients, *own, dweight_NR, None, None, None, None
 
 
-def _once_more(ctx: Any) -> tuple[Tensor, Tensor]:
+def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a forward whose own were dropped."""
     q_THD, k_THD, v_THV, weight_NR = ctx.saved_tensors
     return _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)

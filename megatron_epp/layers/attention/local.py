@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.ulysses import Again, RowsAgain, Ulysses
+from megatron_epp.layers.attention.ulysses import RowsRecompute, Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.recompute.outputs import RecomputeHandle
 
-# (q, k, v) to the output, and the promise to make it again where it is to be dropped.
-Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Again | None]]
+# (q, k, v) to the output, and the handle that recomputes it where it is to be dropped.
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, RecomputeHandle | None]]
 
 
 def spread_rows(state: ChunkState, ulysses: Ulysses) -> int:
@@ -51,29 +52,29 @@ def attended(
     ulysses: Ulysses | None,
     spread: Attend,
     local: Attend,
-) -> tuple[Tensor, Again | None]:
+) -> tuple[Tensor, RecomputeHandle | None]:
     """The output of this rank's rows [t, H, D], by ``spread`` and ``local``, of :func:`parts_of`'s
     ``parts``; of Q, K and V as they are where there is no exchange."""
     if ulysses is None:
         return spread(*parts)
     if state.local is not None and not state.tokens:
         return local(*parts)
-    out_THD, again = spread(*parts[:3])
+    out_THD, recompute = spread(*parts[:3])
     out_sHD = ulysses.to_rows(out_THD)
-    again = None if again is None else RowsAgain(ulysses, again)
+    recompute = None if recompute is None else RowsRecompute(ulysses, recompute)
     if state.local is None:
-        return out_sHD, again
-    local_out, local_again = local(*parts[3:])
+        return out_sHD, recompute
+    local_out, local_recompute = local(*parts[3:])
     out_tHD = torch.cat((out_sHD, local_out))
-    if again is None or local_again is None:
+    if recompute is None or local_recompute is None:
         return out_tHD, None
-    return out_tHD, _BothAgain(again, local_again)
+    return out_tHD, _JoinedRecompute(recompute, local_recompute)
 
 
-class _BothAgain:
-    """The promise of an output of both parts."""
+class _JoinedRecompute:
+    """The handle of an output of both parts."""
 
-    def __init__(self, spread: Again, local: Again):
+    def __init__(self, spread: RecomputeHandle, local: RecomputeHandle):
         self._spread, self._local = spread, local
         self._value: Tensor | None = None
 

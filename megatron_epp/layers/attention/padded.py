@@ -38,7 +38,7 @@ class PaddedKernel:
 def _padded(call: Operands) -> Operands:
     size = max(call.q_THD.shape[2], call.v_SGD.shape[2])
     q_THD, k_SGD, v_SGD = (_wider(x, size) for x in call.tensors)
-    return Operands(q_THD, k_SGD, v_SGD, call.borders)
+    return Operands(q_THD, k_SGD, v_SGD, call.cu_seqlens)
 
 
 def _wider(x_THD: Tensor, size: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.varlen import Borders, Operands
+from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 
 
 class PlainKernel:
@@ -22,21 +22,21 @@ class PlainKernel:
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         with torch.no_grad():
-            return self._attend(*call.tensors, call.borders), None
+            return self._attend(*call.tensors, call.cu_seqlens), None
 
     def backward(
         self, grad_THD: Tensor, call: Operands, kept: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (x.detach().requires_grad_() for x in call.tensors)
         with torch.enable_grad():
-            out_THD = self._attend(q, k, v, call.borders)
+            out_THD = self._attend(q, k, v, call.cu_seqlens)
         dq, dk, dv = torch.autograd.grad(out_THD, (q, k, v), grad_THD)
         return dq, dk, dv
 
-    def _attend(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, borders: Borders) -> Tensor:
+    def _attend(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
         repeat = q_THD.shape[1] // k_SGD.shape[1]
         outputs, query, key = [], 0, 0
-        for queries, keys in borders.lengths:
+        for queries, keys in cu_seqlens.lengths:
             q = q_THD[query : query + queries]
             k, v = (x[key : key + keys].repeat_interleave(repeat, 1) for x in (k_SGD, v_SGD))
             hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device)

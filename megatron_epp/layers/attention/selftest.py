@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.layers.attention.reference import PlainKernel
-from megatron_epp.layers.attention.varlen import Borders, Kernel, Operands
+from megatron_epp.layers.attention.varlen import CuSeqlens, Kernel, Operands
 
 # (queries, keys) of the documents of a call.
 CALLS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -66,7 +66,7 @@ def errors(
     """
     size, value = sizes
     queries, keys = zip(*lengths, strict=True)
-    borders = Borders.of(queries, keys, device)
+    cu_seqlens = CuSeqlens.of(queries, keys, device)
     generator = torch.Generator().manual_seed(20260117)
 
     def draw(rows: int, count: int, width: int) -> Tensor:
@@ -76,7 +76,7 @@ def errors(
     q, grad = draw(sum(queries), heads, size), draw(sum(queries), heads, value)
     k, v = draw(sum(keys), groups, size), draw(sum(keys), groups, value)
     right, ours, plain = (
-        _run(judge, grad.to(to), Operands(q.to(to), k.to(to), v.to(to), borders))
+        _run(judge, grad.to(to), Operands(q.to(to), k.to(to), v.to(to), cu_seqlens))
         for judge, to in (
             (PlainKernel(scale), torch.float64),
             (kernel, dtype),

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.varlen import Borders, Operands
-from megatron_epp.layers.saved_tensors import HooksInForce
+from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
+from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
 MASK = "padding_causal_bottom_right"
 
@@ -67,11 +67,11 @@ class TransformerEngineKernel:
         inputs = _at_start(call)
         if not backward:
             with torch.no_grad():
-                return self._run(inputs, call.borders).view_as(call.q_THD), None
+                return self._run(inputs, call.cu_seqlens).view_as(call.q_THD), None
         sources = _Sources(inputs)
         hooks = torch.autograd.graph.saved_tensors_hooks(sources.pack, sources.unpack)
         with torch.enable_grad(), hooks:
-            output = self._run(sources.now, call.borders)
+            output = self._run(sources.now, call.cu_seqlens)
         return output.detach().view_as(call.q_THD), _Run(output, sources)
 
     def backward(
@@ -79,7 +79,7 @@ class TransformerEngineKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return kept.gradients(grad_THD, _at_start(call))
 
-    def _run(self, inputs: list[Tensor], borders: Borders) -> Tensor:
+    def _run(self, inputs: list[Tensor], cu_seqlens: CuSeqlens) -> Tensor:
         """[T, H D]. All lengths are given: asked for them, the module would wait for the device.
 
         RuntimeError: it chose to hold all scores of a call, of a size that no memory holds.
@@ -87,10 +87,10 @@ class TransformerEngineKernel:
         with self._around():
             output = self._attend(
                 *inputs,
-                cu_seqlens_q=borders.queries,
-                cu_seqlens_kv=borders.keys,
-                max_seqlen_q=borders.most_queries,
-                max_seqlen_kv=borders.most_keys,
+                cu_seqlens_q=cu_seqlens.queries,
+                cu_seqlens_kv=cu_seqlens.keys,
+                max_seqlen_q=cu_seqlens.most_queries,
+                max_seqlen_kv=cu_seqlens.most_keys,
             )
         if self._chosen().get("use_unfused_attention"):
             raise RuntimeError(
@@ -131,7 +131,7 @@ class _Sources:
             self.now: list[Tensor] = [_Source.apply(nothing, x) for x in inputs]
         self._places = {x.data_ptr(): index for index, x in enumerate(self.now)}
         self._shapes = [x.shape for x in self.now]
-        self._hooks = HooksInForce()  # made before the graph's own are
+        self._hooks = SavedTensorHooks()  # made before the graph's own are
 
     def pack(self, tensor: Tensor) -> Any:
         """An index in place of q, k or v."""

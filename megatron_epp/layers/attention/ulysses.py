@@ -14,11 +14,13 @@ T rows of the padded chunk, t = T/N on this rank; D head size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_epp.layers.recompute.outputs import RecomputeHandle
 
 
 def refuse_heads(heads: int, groups: int, ranks: int) -> None:
@@ -58,7 +60,7 @@ class Ulysses:
         return _ToAll.apply(self.group, *tensors)
 
     def of_my_heads(self, weight_NK: Tensor) -> Tensor:
-        """Of a linear whose outputs are heads, one behind the other, those of this rank."""
+        """Rows of ``weight`` that produce this rank's heads."""
         return weight_NK.chunk(self.group.size())[self.group.rank()]
 
 
@@ -129,20 +131,14 @@ def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
     return received
 
 
-class Again(Protocol):
-    """A promise (layers.recompute.outputs) of the attention's output over some heads."""
+class RowsRecompute:
+    """The handle of an attention's output, where it must be exchanged again, too.
 
-    def value(self) -> Tensor: ...
-
-
-class RowsAgain:
-    """The promise of an attention's output, where it must be exchanged again, too.
-
-    All ranks hold the same promises and redeem them in the same order: that of backward.
+    All ranks hold the same handles and ask for their values in the same order: that of backward.
     """
 
-    def __init__(self, ulysses: Ulysses, again: Again):
-        self._ulysses, self._again = ulysses, again
+    def __init__(self, ulysses: Ulysses, recompute: RecomputeHandle):
+        self._ulysses, self._again = ulysses, recompute
         self._value: Tensor | None = None
 
     def value(self) -> Tensor:

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from megatron_epp.layers.chunk_state import ChunkState, Rows
-from megatron_epp.layers.recompute.outputs import AttendAgain
-from megatron_epp.layers.saved_tensors import HooksInForce
+from megatron_epp.layers.recompute.outputs import AttentionRecompute
+from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
 
 @dataclass(frozen=True, slots=True)
-class Borders:
+class CuSeqlens:
     """Where the documents of one call begin and end.
 
     queries, keys         [documents + 1] int32 on the device, cumulative
@@ -47,7 +47,7 @@ class Borders:
     most_keys: int
 
     @classmethod
-    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Borders":
+    def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "CuSeqlens":
         return cls(_sums(queries, device), _sums(keys, device), max(queries), max(keys))
 
     @property
@@ -74,7 +74,7 @@ class Operands:
     q_THD: Tensor
     k_SGD: Tensor
     v_SGD: Tensor
-    borders: Borders
+    cu_seqlens: CuSeqlens
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +106,7 @@ class Piece:
     start: int
     stop: int
     slice: Rows | None
-    borders: Borders
+    cu_seqlens: CuSeqlens
 
     @property
     def mine(self) -> builtins.slice:
@@ -127,15 +127,15 @@ def _pieces(rows: Sequence[Rows], device: torch.device):
     def side_by_side():
         if whole:
             lengths = [r.span.tokens for r in whole]
-            borders = Borders.of(lengths, lengths, device)
-            yield Piece(whole[0].start, whole[-1].stop, None, borders)
+            cu_seqlens = CuSeqlens.of(lengths, lengths, device)
+            yield Piece(whole[0].start, whole[-1].stop, None, cu_seqlens)
             whole.clear()
 
     for r in rows:
         if r.cut:
             yield from side_by_side()
-            borders = Borders.of([r.span.tokens], [r.span.stop], device)
-            yield Piece(r.start, r.stop, r, borders)
+            cu_seqlens = CuSeqlens.of([r.span.tokens], [r.span.stop], device)
+            yield Piece(r.start, r.stop, r, cu_seqlens)
         else:
             whole.append(r)
     yield from side_by_side()
@@ -163,12 +163,14 @@ class VarlenAttention:
         state: ChunkState,
         layer: int,
         drop: bool,
-    ) -> tuple[Tensor, AttendAgain | None]:
-        """The output [T, H, D]; where it is to be dropped, also the promise to make it again."""
-        again = AttendAgain() if drop else None
+    ) -> tuple[Tensor, AttentionRecompute | None]:
+        """The output [T, H, D]; where it is to be dropped, also the handle that recomputes it."""
+        recompute = AttentionRecompute() if drop else None
         backward = torch.is_grad_enabled()
         kernel = self.kernel
-        return _Attend.apply(q_THD, k_TGD, v_TGD, state, layer, kernel, backward, again), again
+        return _Attend.apply(
+            q_THD, k_TGD, v_TGD, state, layer, kernel, backward, recompute
+        ), recompute
 
 
 class _Attend(torch.autograd.Function):
@@ -182,7 +184,7 @@ class _Attend(torch.autograd.Function):
         layer: int,
         kernel: Kernel,
         backward: bool,
-        again: AttendAgain | None,
+        recompute: AttentionRecompute | None,
     ) -> Tensor:
         # A view of the fused QKV projection's output would keep all of that alive.
         q_THD, k_TGD, v_TGD = q_THD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
@@ -194,16 +196,16 @@ class _Attend(torch.autograd.Function):
                 mine = piece.mine
                 store.append(layer, span.document, span.start, k_TGD[mine], v_TGD[mine])
         call = _Call(kernel, state, layer, pieces)
-        out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, backward and again is None)
+        out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, backward and recompute is None)
         if not state.training:
             for piece in pieces:
                 if piece.slice is not None and piece.slice.last:
                     store.release(layer, piece.slice.span.document)
-        hooks = HooksInForce()
-        ctx.call, ctx.hooks, ctx.again = call, hooks, again
+        hooks = SavedTensorHooks()
+        ctx.call, ctx.hooks, ctx.recompute = call, hooks, recompute
         ctx.kept = [_each_tensor(hooks.pack, needed) for needed in kept]
-        if again is not None:
-            again.of(ctx, _once_more)
+        if recompute is not None:
+            recompute.of(ctx, _recomputed)
         stored = bool(pieces) and all(piece.slice is not None for piece in pieces)
         ctx.save_for_backward(q_THD, *(() if stored else (k_TGD, v_TGD)))
         return out_THD
@@ -212,12 +214,12 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_THD: Tensor):
         call: _Call = ctx.call
         q_THD, k_TGD, v_TGD = call.inputs(ctx)
-        if ctx.again is None:
+        if ctx.recompute is None:
             kept = [_each_tensor(ctx.hooks.unpack, needed) for needed in ctx.kept]
         else:
-            _, kept = ctx.again.result()
-            ctx.again.forget()
-            ctx.again = None
+            _, kept = ctx.recompute.result()
+            ctx.recompute.forget()
+            ctx.recompute = None
         ctx.kept = None
         gradients = call.backward(grad_THD.contiguous(), q_THD, k_TGD, v_TGD, kept)
         return *gradients, None, None, None, None, None
@@ -284,7 +286,7 @@ class _Call:
         else:
             span = piece.slice.span
             keys = self.state.store.context(self.layer, span.document, span.stop)
-        return Operands(q_THD[piece.mine], *keys, piece.borders)
+        return Operands(q_THD[piece.mine], *keys, piece.cu_seqlens)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
         """Leave the context's gradients in the store; the slice's own, with what later slices
@@ -317,7 +319,7 @@ class _Call:
         return joined
 
 
-def _once_more(ctx: Any) -> tuple[Tensor, list[Any]]:
+def _recomputed(ctx: Any) -> tuple[Tensor, list[Any]]:
     """(output, what its backward needs) of a forward whose own was dropped."""
     call: _Call = ctx.call
     return call.forward(*call.inputs(ctx), True)

@@ -1,10 +1,10 @@
-"""Outputs that are not kept for backward: made again when somebody asks for them.
+"""Outputs that are not kept for backward, but recomputed when it asks for them.
 
     forward    x -> [module] -> y -> [consumer]      the consumer would save y, the module more
     backward   the consumer asks for y: the module runs again on x, which is kept anyway
 
-What is dropped is what the consumer saves of y (a hook on what autograd saves puts a promise in its
-place) and what the module saves beside x. The module's own backward then uses what was made again.
+Dropped is what the consumer saves of y (a hook on what autograd saves puts a handle in its place)
+and what the module saves beside x. The module's own backward then uses what was recomputed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,50 +15,50 @@ import torch
 from torch import Tensor
 
 
-class Promise(Protocol):
-    """Makes a dropped tensor again, once, in backward."""
+class RecomputeHandle(Protocol):
+    """Recomputes a dropped tensor, once, in backward."""
 
     def value(self) -> Tensor: ...
 
 
-class AttendAgain:
-    """The promise of an attention's output, and of what else its backward takes.
+class AttentionRecompute:
+    """The handle of an attention's output, and of what else its backward takes.
 
-    ``of`` says which node of autograd's made the output, and what makes it again from that.
+    ``of`` says which node of autograd's made the output, and what recomputes it from that.
     """
 
     def __init__(self):
         self._node: Any = None
-        self._once_more: Callable[[Any], tuple[Tensor, Any]] | None = None
-        self._made: tuple[Tensor, Any] | None = None
+        self._run: Callable[[Any], tuple[Tensor, Any]] | None = None
+        self._result: tuple[Tensor, Any] | None = None
 
-    def of(self, node: Any, once_more: Callable[[Any], tuple[Tensor, Any]]):
-        self._node, self._once_more = node, once_more
+    def of(self, node: Any, run: Callable[[Any], tuple[Tensor, Any]]):
+        self._node, self._run = node, run
 
     def value(self) -> Tensor:
         return self.result()[0]
 
     def result(self) -> tuple[Tensor, Any]:
-        if self._made is None:
-            assert self._once_more is not None, "a promise is kept before its node's backward"
+        if self._result is None:
+            assert self._run is not None, "the output is asked for before its node's backward"
             with torch.no_grad():
-                self._made = self._once_more(self._node)
-        return self._made
+                self._result = self._run(self._node)
+        return self._result
 
     def forget(self):
-        """In the node's backward: no cycle stays."""
-        self._node = self._once_more = self._made = None
+        """Called in the node's backward, so that no cycle stays."""
+        self._node = self._run = self._result = None
 
 
-class Dropped:
-    """What one layer drops right now: promises by where the dropped tensor's data begin.
+class DroppedOutputs:
+    """Handles of the tensors that one layer drops right now, by where their data begin.
 
     ``modules`` are those that drop their output; set around every pass through the layer.
     """
 
     def __init__(self):
         self.modules: frozenset[str] = frozenset()
-        self._promises: dict[int, tuple[Tensor, Promise]] = {}
+        self._handles: dict[int, tuple[Tensor, RecomputeHandle]] = {}
 
     @contextmanager
     def by(self, modules: frozenset[str]) -> Iterator[None]:
@@ -67,115 +67,81 @@ class Dropped:
             yield
         finally:
             self.modules = before
-            self._promises.clear()
+            self._handles.clear()
 
-    def promise(self, output: Tensor, promise: Promise):
-        """``output`` need not be kept; it is held until its consumer has taken the promise."""
-        self._promises[output.data_ptr()] = output, promise
+    def add(self, output: Tensor, handle: RecomputeHandle):
+        """``output`` need not be kept; it is held until its consumer has taken the handle."""
+        self._handles[output.data_ptr()] = output, handle
 
-    def take(self, tensor: Tensor, last: bool = True) -> Promise | None:
-        """The promise for ``tensor`` or for the tensor that it is a view of, all of it; ``last``:
+    def take(self, tensor: Tensor, last: bool = True) -> RecomputeHandle | None:
+        """The handle of ``tensor`` or of the tensor that it is a view of, all of it; ``last``:
         nobody else in this pass will ask for it."""
-        output, promise = self._promises.get(tensor.data_ptr(), (None, None))
+        output, handle = self._handles.get(tensor.data_ptr(), (None, None))
         if output is None or output.numel() != tensor.numel():
             return None
         if last:
-            del self._promises[tensor.data_ptr()]
-        return promise
+            del self._handles[tensor.data_ptr()]
+        return handle
 
 
-def remade(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Promise]:
-    """``function(x)``, keeping x alone; and the promise to make it again."""
-    again = _Again(function)
-    return _Remade.apply(x, again), again
+def recomputable(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, RecomputeHandle]:
+    """``function(x)``, keeping x alone; and the handle that recomputes it."""
+    (output,), (handle,) = recomputable_all(lambda x: (function(x),), (x,))
+    return output, handle
 
 
-def remade_all(
+def recomputable_all(
     function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
-) -> tuple[tuple[Tensor, ...], tuple[Promise, ...]]:
-    """``function(*inputs)``, several outputs, keeping the inputs alone; and a promise for each.
+) -> tuple[tuple[Tensor, ...], tuple[RecomputeHandle, ...]]:
+    """``function(*inputs)``, several outputs, keeping the inputs alone; and a handle for each.
 
     The backward of what is inside is one, of all outputs: a weight that is used outside, too, may
     be returned among them, and then has one gradient, the sum of both.
     """
-    again = _AllAgain(function)
-    outputs = _RemadeAll.apply(again, *inputs)
-    return outputs, tuple(_OneOf(again, index) for index in range(len(outputs)))
+    recompute = _Recompute(function)
+    outputs = _Recomputable.apply(recompute, *inputs)
+    return outputs, tuple(_Output(recompute, index) for index in range(len(outputs)))
 
 
-def without(tensor: Tensor, promise: Promise | None, function: Callable[[], Any]) -> Any:
-    """``function()``, which saves ``tensor``, with the promise saved in its place."""
-    return function() if promise is None else without_all([(tensor, promise)], function)
+def saving_handle(
+    tensor: Tensor, handle: RecomputeHandle | None, function: Callable[[], Any]
+) -> Any:
+    """``function()``, which saves ``tensor``, with the handle saved in its place."""
+    return function() if handle is None else saving_handles([(tensor, handle)], function)
 
 
-def without_all(promised: Sequence[tuple[Tensor, Promise]], function: Callable[[], Any]) -> Any:
-    """``function()``, which saves tensors, with each one's promise saved in its place."""
-    places = {tensor.data_ptr(): (tensor.numel(), promise) for tensor, promise in promised}
+def saving_handles(
+    dropped: Sequence[tuple[Tensor, RecomputeHandle]], function: Callable[[], Any]
+) -> Any:
+    """``function()``, which saves tensors, with each one's handle saved in its place."""
+    handles = {tensor.data_ptr(): (tensor.numel(), handle) for tensor, handle in dropped}
 
     def pack(saved: Tensor) -> Any:
-        numel, promise = places.get(saved.data_ptr(), (None, None))
+        numel, handle = handles.get(saved.data_ptr(), (None, None))
         if saved.numel() == numel:
-            return promise, saved.size(), saved.stride()
+            return handle, saved.size(), saved.stride()
         return saved
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        made, size, stride = packed
-        value = made.value()
+        handle, size, stride = packed
+        value = handle.value()
         return value.as_strided(size, stride, value.storage_offset())
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return function()
 
 
-class _Again:
-    """A run of ``function`` in backward, with the graph through which its gradient goes."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]):
-        self.function = function
-        self.node: Any = None  # _Remade's context; given back in its backward: no cycle stays
-        self.run: tuple[Tensor, Tensor] | None = None
-
-    def value(self) -> Tensor:
-        return self.made()[1].detach()
-
-    def made(self) -> tuple[Tensor, Tensor]:
-        """(the input, the output that hangs on it)."""
-        if self.run is None:
-            (x,) = self.node.saved_tensors
-            x = x.detach().requires_grad_()
-            with torch.enable_grad():
-                self.run = x, self.function(x)
-        return self.run
-
-
-class _Remade(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, again: _Again) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.again, again.node = again, ctx
-        with torch.no_grad():
-            return again.function(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor):
-        again, ctx.again = ctx.again, None
-        x, output = again.made()
-        again.node = again.run = None
-        torch.autograd.backward(output, gradient)
-        return x.grad, None
-
-
-class _AllAgain:
-    """A run of ``function`` in backward, with its graph."""
+class _Recompute:
+    """A run of ``function`` in backward, with the graph through which its gradients go."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
         self.function = function
-        self.node: Any = None  # given back in its backward: no cycle stays
+        self.node: Any = None  # _Recomputable's context; given back in its backward: no cycle stays
         self.run: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
-    def made(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def result(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(the inputs, the outputs that hang on them)."""
         if self.run is None:
             needed = self.node.needs_input_grad[1:]
@@ -188,29 +154,29 @@ class _AllAgain:
         return self.run
 
 
-class _OneOf:
-    """The promise of one output of several."""
+class _Output:
+    """The handle of one output of several."""
 
-    def __init__(self, again: _AllAgain, index: int):
-        self._again, self._index = again, index
+    def __init__(self, recompute: _Recompute, index: int):
+        self._recompute, self._index = recompute, index
 
     def value(self) -> Tensor:
-        return self._again.made()[1][self._index].detach()
+        return self._recompute.result()[1][self._index].detach()
 
 
-class _RemadeAll(torch.autograd.Function):
+class _Recomputable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: _AllAgain, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.again, again.node = again, ctx
+    def forward(ctx: Any, recompute: _Recompute, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.recompute, recompute.node = recompute, ctx
         ctx.save_for_backward(*inputs)
         with torch.no_grad():
-            return again.function(*inputs)
+            return recompute.function(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
-        again, ctx.again = ctx.again, None
-        inputs, outputs = again.made()
-        again.node = again.run = None
+        recompute, ctx.recompute = ctx.recompute, None
+        inputs, outputs = recompute.result()
+        recompute.node = recompute.run = None
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([output for output, _ in pairs], [given for _, given in pairs])
         return None, *(x.grad for x in inputs)

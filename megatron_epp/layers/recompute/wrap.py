@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_epp.ir import FULL, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.recompute.offload import laid_aside
-from megatron_epp.layers.recompute.outputs import Dropped, remade, without
+from megatron_epp.layers.recompute.outputs import DroppedOutputs, recomputable, saving_handle
 
 # checkpoint(function, tensor) -> function(tensor), saving only the tensor for backward
 Checkpoint = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -31,7 +31,7 @@ def wrap_layer(
     index: int,
     state_of: Callable[[dict[str, Any]], ChunkState | None],
     checkpoint: Checkpoint,
-    dropped: Dropped,
+    dropped: DroppedOutputs,
 ) -> Callable[..., tuple[Tensor, Any]]:
     """``forward(hidden_states=..., **others)`` of layer ``index`` of the stage, recomputed or
     offloaded where the chunk's state says so. ``state_of`` finds the state among the keyword
@@ -58,7 +58,7 @@ def wrap_layer(
     return wrapped
 
 
-def wrap_norm(norm: nn.Module, dropped: Dropped):
+def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):
     """Where layer norms are recomputed: their output is dropped once it is used."""
     forward = norm.forward
 
@@ -66,14 +66,14 @@ def wrap_norm(norm: nn.Module, dropped: Dropped):
     def wrapped(x: Tensor) -> Tensor:
         if "layernorm" not in dropped.modules:
             return forward(x)
-        output, promise = remade(forward, x)
-        dropped.promise(output, promise)
+        output, handle = recomputable(forward, x)
+        dropped.add(output, handle)
         return output
 
     norm.forward = wrapped
 
 
-def wrap_mlp(mlp: nn.Module, dropped: Dropped):
+def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
     """Where the MLP is recomputed: only its input is kept, or not even that."""
     forward = mlp.forward
 
@@ -89,19 +89,19 @@ def wrap_mlp(mlp: nn.Module, dropped: Dropped):
                 output, bias = forward(x, **others)
             return output
 
-        output, _ = without(x, dropped.take(x), lambda: remade(run, x))
+        output, _ = saving_handle(x, dropped.take(x), lambda: recomputable(run, x))
         return output, bias
 
     mlp.forward = wrapped
 
 
-def wrap_consumer(linear: nn.Module, dropped: Dropped, last: bool = True):
+def wrap_consumer(linear: nn.Module, dropped: DroppedOutputs, last: bool = True):
     """A linear that would save what a module in front of it has dropped; ``last``: the last one
     that reads it."""
     forward = linear.forward
 
     @wraps(forward)
     def wrapped(x: Tensor, *args, **others):
-        return without(x, dropped.take(x, last), lambda: forward(x, *args, **others))
+        return saving_handle(x, dropped.take(x, last), lambda: forward(x, *args, **others))
 
     linear.forward = wrapped

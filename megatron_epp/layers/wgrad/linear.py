@@ -39,7 +39,7 @@ class Linear:
         assert not (self.gathers and self.reduces), "a scatter of sums has added them up"
 
 
-class Aside:
+class DeferredWeightGrads:
     """What one chunk's I leaves for its W: a root per linear, in the order of backward.
 
     ``noticed`` is called with every weight whose gradient is set aside.
@@ -92,20 +92,26 @@ class Aside:
             self.accumulate(weight)
 
 
-def deferred_linear(input_tK: Tensor, bias_N: Tensor | None, linear: Linear, aside: Aside):
+def deferred_linear(
+    input_tK: Tensor, bias_N: Tensor | None, linear: Linear, deferred: DeferredWeightGrads
+):
     """``input`` through ``linear``, [T, ..., N]; its backward leaves the weight's gradient to
-    ``aside``. The input must take part in autograd, or there is no backward to leave anything.
+    ``deferred``. The input must take part in autograd, or there is no backward to leave anything.
     """
-    return _DeferredLinear.apply(input_tK, bias_N, linear, aside)
+    return _DeferredLinear.apply(input_tK, bias_N, linear, deferred)
 
 
 class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input_tK: Tensor, bias_N: Tensor | None, linear: Linear, aside: Aside
+        ctx: Any,
+        input_tK: Tensor,
+        bias_N: Tensor | None,
+        linear: Linear,
+        deferred: DeferredWeightGrads,
     ) -> Tensor:
         ctx.save_for_backward(input_tK)
-        ctx.linear, ctx.aside, ctx.biased = linear, aside, bias_N is not None
+        ctx.linear, ctx.deferred, ctx.biased = linear, deferred, bias_N is not None
         input_TK = _gather(input_tK, linear) if linear.gathers else input_tK
         output_TN = torch.matmul(input_TK, linear.weight_NK.t())
         return output_TN if bias_N is None else output_TN + bias_N
@@ -114,7 +120,7 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_TN: Tensor):
         (input_tK,) = ctx.saved_tensors
         linear = ctx.linear
-        ctx.aside.add(linear, input_tK, grad_TN)
+        ctx.deferred.add(linear, input_tK, grad_TN)
         dinput_tK = dinput_TK = grad_TN.matmul(linear.weight_NK)
         work = None
         if linear.reduces:

@@ -9,8 +9,8 @@ A linear there hands over what its weight's gradient follows from, where its ``w
 
 The module's own store is a queue, so its Ws must come in the order of their Is, and its hooks go
 past autograd's. So each deferred forward is lent a store that makes what is put into it a root of
-the chunk's :class:`~megatron_epp.layers.wgrad.linear.Aside`: from there on it is as with any
-linear.
+the chunk's :class:`~megatron_epp.layers.wgrad.linear.DeferredWeightGrads`: from
+there on it is as with any linear.
 
 The weight that the module sees meanwhile is a leaf of its own over the same data. Autograd would
 else reach the real one in I, with no gradient, and run the hooks that wait for W's.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_epp.layers.wgrad.linear import Aside
+from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 
 # product(input, gradient of the output) -> (the weight's gradient, the bias's or None, ...)
 Product = Callable[..., Sequence[Tensor | None]]
@@ -40,9 +40,11 @@ def can_defer(module: nn.Module) -> bool:
     )
 
 
-def deferred_forward(module: Any, forward: Callable[..., Any], aside: Aside, *args, **others):
-    """``forward(*args, **others)`` of ``module``; its product's gradients are left to ``aside``."""
-    lent = _Lent(module, aside)
+def deferred_forward(
+    module: Any, forward: Callable[..., Any], deferred: DeferredWeightGrads, *args, **others
+):
+    """``forward(*args, **others)`` of ``module``; the product's gradients go to ``deferred``."""
+    lent = _Lent(module, deferred)
     parameters, own = module._parameters, module.wgrad_store
     real = {name: parameters[name] for name in lent.leaves}
     parameters.update(lent.leaves)
@@ -61,9 +63,9 @@ class _Lent:
     that makes the weight's gradient makes the bias's, too; elsewhere it is autograd's.
     """
 
-    def __init__(self, module: Any, aside: Aside):
+    def __init__(self, module: Any, deferred: DeferredWeightGrads):
         in_product = module.apply_bias and not module.gemm_bias_unfused_add
-        self._aside, self._fused = aside, module.fuse_wgrad_accumulation
+        self._deferred, self._fused = deferred, module.fuse_wgrad_accumulation
         self._weight: Parameter = module.weight
         self._bias: Parameter | None = module.bias if in_product else None
         self.leaves = {"weight": Parameter(self._weight.detach())}
@@ -82,7 +84,7 @@ class _Lent:
         held = [tensor.detach() for tensor in tensors]
         with torch.enable_grad():
             root = _Product.apply(self._weight, self._bias, product, self._fused, *held)
-        self._aside.hold(root, self._weight, self._bias)
+        self._deferred.hold(root, self._weight, self._bias)
 
 
 class _Product(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
-from megatron_epp.layers.wgrad.linear import Aside
+from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.hooks import ChunkParams, ElasticAttention
 from megatron_epp.mcore.model.hybrid.stack import has_attention
@@ -256,8 +256,8 @@ class Probe:
         self, forward: Callable[[], Tensor], store: Store, weigh: bool, split: bool = False
     ) -> Measured:
         scale = self._scale(store) if weigh else _NoScale()
-        aside = Aside()
-        with scale.watching(), self._deferring(aside) if split else nullcontext():
+        deferred = DeferredWeightGrads()
+        with scale.watching(), self._deferring(deferred) if split else nullcontext():
             start = self.now()
             output = forward()
             middle = self.now()
@@ -271,7 +271,7 @@ class Probe:
             stop = self.now()
             backward_peak, waiting = scale.peak(), scale.held()
             late = self.now()
-            aside.accumulate_all()
+            deferred.accumulate_all()
             done = self.now()
         return Measured(
             forward_seconds=middle - start,
@@ -284,9 +284,9 @@ class Probe:
         )
 
     @contextmanager
-    def _deferring(self, aside: Aside) -> Iterator[None]:
+    def _deferring(self, deferred: DeferredWeightGrads) -> Iterator[None]:
         besides = (self.model.output_layer,) if self.last and self.early_head else ()
-        with Deferral(self.model, besides) as deferral, deferral.into(aside):
+        with Deferral(self.model, besides) as deferral, deferral.into(deferred):
             yield
 
     def _scale(self, store: Store) -> "_Scale":

@@ -24,7 +24,7 @@ from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_stage, slices
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore import megatron_gpt, refusals
 from megatron_epp.mcore.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
-from megatron_epp.mcore.data.chunk_batches import Feed
+from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags import be_the_only_process, read_flags
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
@@ -212,12 +212,12 @@ def run_stage(
     store = store_for(plan, slices, alone.attention.keeps_last)
     samples = numpy.arange(len(plan.documents))
     documents = MadeUpDocuments(alone.args.padded_vocab_size)
-    feed = Feed(plan, slices, samples, documents, stage, alone.share, alone.device)
+    builder = ChunkBatchBuilder(plan, slices, samples, documents, stage, alone.share, alone.device)
     on_gpu = alone.device.type == "cuda"
     clock = CudaClock() if on_gpu else HostClock()
     meter: Meter = AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters())
     links = MadeUpLinks(
-        lambda message: (alone.share.message(feed.rows(message.chunk)), 1, config.hidden_size),
+        lambda message: (alone.share.message(builder.rows(message.chunk)), 1, config.hidden_size),
         config.pipeline_dtype or config.params_dtype,
         alone.device,
     )
@@ -226,7 +226,7 @@ def run_stage(
     early = early_head(alone.args)
     host = HostStore(alone.device, parameters=model.parameters()) if host is None else host
     host.meter = meter
-    with ModelStage(model, config, forward_step, feed, plan, store, early, host) as compute:
+    with ModelStage(model, config, forward_step, builder, plan, store, early, host) as compute:
         executor = Executor(
             lower_stage(plan, stage), compute, links, store, clock, meter, Waiting(stage)
         )  # fmt: skip

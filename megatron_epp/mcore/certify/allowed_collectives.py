@@ -131,7 +131,7 @@ SCHEDULE = (
     Listed(
         "tokens of documents per expert",
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-        _from("megatron_epp.layers.experts.ledger.Ledger"),
+        _from("megatron_epp.layers.experts.router_stats.RouterStats"),
         "for auxiliary losses, all layers at once: when a chunk's backward meets documents anew",
     ),
     Listed(

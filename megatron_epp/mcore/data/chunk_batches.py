@@ -35,7 +35,7 @@ class ChunkBatch:
     hidden_only: bool = False
 
 
-class Feed:
+class ChunkBatchBuilder:
     """Makes the batches of a plan's chunks. ``samples[d]`` is document d's place in the corpus."""
 
     def __init__(

@@ -21,7 +21,7 @@ from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.runtime.kv_store import Store
 
 
-class NoFeed:
+class NoBatchBuilder:
     """A stage whose data come from the loop itself."""
 
     def __init__(self, stage: int, device: torch.device):
@@ -46,9 +46,11 @@ class MicroBatchStage(ModelStage):
         cp_size: int,
         shape: Callable[[int], tuple[int, ...]],
     ):
-        feed: Any = NoFeed(stage, this_device())
-        super().__init__(call.one_model, call.config, call.forward_step_func, feed, plan, Store({}))
-        self._ledger = None  # experts' losses are Megatron's own, by micro-batch
+        builder: Any = NoBatchBuilder(stage, this_device())
+        super().__init__(
+            call.one_model, call.config, call.forward_step_func, builder, plan, Store({})
+        )
+        self._router_stats = None  # experts' losses are Megatron's own, by micro-batch
         self.call, self.batches, self.cp_size, self.shape = call, batches, cp_size, shape
         self.data: dict[int, list[Any]] = {}
         forwards = [op.chunk for op in plan.orders[stage] if op.kind is Kind.FORWARD]

@@ -21,7 +21,7 @@ from megatron_epp.mcore.loops.adapter import rows_of, side_by_side
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.calls import LoopCall
 from megatron_epp.mcore.loops.draws import Given, MicroBatches
-from megatron_epp.mcore.loops.micro_batch_stage import NoFeed, scalar
+from megatron_epp.mcore.loops.micro_batch_stage import NoBatchBuilder, scalar
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.hooks import ChunkParams
 from megatron_epp.mcore.model.stage import ModelStage
@@ -46,8 +46,8 @@ class SliceStage(ModelStage):
     ):
         self._slices = slices_of(plan)
         store = store_for(plan, self._slices, attached.keeps_last)
-        feed: Any = NoFeed(stage, this_device())
-        super().__init__(call.one_model, call.config, call.forward_step_func, feed, plan, store)
+        builder: Any = NoBatchBuilder(stage, this_device())
+        super().__init__(call.one_model, call.config, call.forward_step_func, builder, plan, store)
         self.call, self.batches, self.plan, self.cp_size = call, batches, plan, cp_size
         self.attached, self.multiple = attached, multiple
         self.data: dict[int, list[Any]] = {}

@@ -19,7 +19,7 @@ from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.recompute.outputs import Promise
+from megatron_epp.layers.recompute.outputs import RecomputeHandle
 from megatron_epp.mcore.patching import cpu_host
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ CHOICES = (AUTO, TE, TORCH)
 
 class Attention(Protocol):
     """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
-    output [T, H, D] and, with ``drop``, the promise to make it again. ``keeps_last``: the K and V
+    output [T, H, D] and, with ``drop``, the handle that recomputes it. ``keeps_last``: the K and V
     of a document's last slice lie in the store, too. ``latents``: layers with latent attention keep
     latents in the place of K and V. ``whole``: the same over all heads of the tensor-parallel rank,
     for documents that one context-parallel rank computes alone."""
@@ -46,7 +46,7 @@ class Attention(Protocol):
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
-    ) -> tuple[Tensor, Promise | None]: ...
+    ) -> tuple[Tensor, RecomputeHandle | None]: ...
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "Attention":
         """The attention of a layer with a window (queries see ``before`` inputs in front of them)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn import Parameter
 
-from megatron_epp.layers.wgrad.linear import Aside
+from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 
 
 class ReadyOrder:
@@ -57,19 +57,19 @@ class ReadyOrder:
             for handle in handles:
                 handle.remove()
 
-    def finish(self, aside: Aside | None = None):
+    def finish(self, deferred: DeferredWeightGrads | None = None):
         """The stage's last W, with DDP's hooks awake, or its last G, which has woken them for the
-        first and left nothing ``aside``."""
-        if aside is None:
-            aside = Aside()
+        first and left nothing ``deferred``."""
+        if deferred is None:
+            deferred = DeferredWeightGrads()
         else:
             for parameter in self._first:
                 self._report(parameter)
-        held = {parameter for parameter in self._order if parameter in aside}
+        held = {parameter for parameter in self._order if parameter in deferred}
         for parameter in self._order:
-            if parameter in aside:
-                aside.accumulate(parameter)  # its hook reports, and that of what comes with it
+            if parameter in deferred:
+                deferred.accumulate(parameter)  # its hook reports, and that of what comes with it
             elif parameter not in held:
                 self._report(parameter)
         self._order.clear()
-        assert not len(aside), "the last W holds a weight that the last I had not"
+        assert not len(deferred), "the last W holds a weight that the last I had not"

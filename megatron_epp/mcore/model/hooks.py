@@ -20,8 +20,8 @@ from megatron_epp.layers.attention.local import attended, parts_of
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.experts.passing import Passing, note_in_layer, taken_along
-from megatron_epp.layers.recompute.outputs import Dropped
+from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
+from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.experts.router import install_in_experts, prepare_log
@@ -71,7 +71,7 @@ class ElasticAttention:
         attention: Attention,
         local: Attention,
         layer: int,
-        dropped: Dropped,
+        dropped: DroppedOutputs,
         ulysses: Ulysses | None,
     ):
         self.attention, self.local, self.layer = attention, local, layer
@@ -91,15 +91,15 @@ class ElasticAttention:
         state = packed_seq_params.state
         drop = "core_attn" in self.dropped.modules
         qkv = query_tHD, key_tGD, value_tGD
-        out, promise = attended(
+        out, handle = attended(
             qkv if self.ulysses is None else parts_of(self.ulysses, *qkv, state),
             state,
             self.ulysses,
             lambda q, k, v: self.attention(q, k, v, state, self.layer, drop),
             lambda q, k, v: self.local(q, k, v, state.local, self.layer, drop),
         )
-        if promise is not None:
-            self.dropped.promise(out, promise)
+        if handle is not None:
+            self.dropped.add(out, handle)
         return out.flatten(1)
 
 
@@ -158,15 +158,15 @@ def install_in_model(model: GPTModel | HybridModel, context: int, attention: Att
         prepare_log(model.config)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
-        dropped, consumers = Dropped(), ()
+        dropped, consumers = DroppedOutputs(), ()
         if has_attention(layer):
             consumers = _install_in_attention(layer, index, context, attention, dropped)
         experts = isinstance(layer.mlp, MoELayer)
         if experts:
-            passing = Passing()
-            install_in_experts(layer.mlp, index, passing, dropped)
-            layer.forward = note_in_layer(layer.forward, passing, _state_of)
-            with taken_along(layer.mlp, passing):
+            current_chunk = CurrentChunk()
+            install_in_experts(layer.mlp, index, current_chunk, dropped)
+            layer.forward = note_in_layer(layer.forward, current_chunk, _state_of)
+            with taken_along(layer.mlp, current_chunk):
                 wrap_mlp(layer.mlp, dropped)
         elif has_mlp(layer):
             consumers = (*consumers, layer.mlp.linear_fc1)
@@ -183,7 +183,7 @@ def install_in_model(model: GPTModel | HybridModel, context: int, attention: Att
 
 
 def _install_in_attention(
-    layer: Any, index: int, context: int, attention: Attention, dropped: Dropped
+    layer: Any, index: int, context: int, attention: Attention, dropped: DroppedOutputs
 ) -> tuple[nn.Module, ...]:
     """Make the attention of layer ``index`` of the stage that of chunks; its linears that read what
     the layer may drop."""

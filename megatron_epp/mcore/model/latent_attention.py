@@ -37,7 +37,12 @@ from megatron_epp.layers.attention.latents import Latents, LatentsAttention
 from megatron_epp.layers.attention.local import attended, parts_of, spread_rows
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.recompute.outputs import Dropped, Promise, remade_all, without_all
+from megatron_epp.layers.recompute.outputs import (
+    DroppedOutputs,
+    RecomputeHandle,
+    recomputable_all,
+    saving_handles,
+)
 from megatron_epp.layers.recompute.wrap import wrap_consumer
 from megatron_epp.mcore.model.attention import Attention
 
@@ -57,7 +62,7 @@ class LatentLayer:
         local: Attention,
         layer: int,
         context: int,
-        dropped: Dropped,
+        dropped: DroppedOutputs,
         ulysses: Ulysses | None,
         alone: Any,
     ):
@@ -77,7 +82,7 @@ class LatentLayer:
         self._plain = around.get_query_key_value_tensors, around._run_core_attention
         around.get_query_key_value_tensors = self.project
         around._run_core_attention = self.attend
-        # Two linears read the layer's norm: the first leaves the promise of it to the second.
+        # Two linears read the layer's norm: the first leaves the handle of it to the second.
         if around.config.q_lora_rank is None:
             first, second = around.linear_kv_down_proj, around.linear_q_proj
         else:
@@ -123,17 +128,17 @@ class LatentLayer:
         keeps = self.attention.latents and any(rows.cut for rows in state.rows)
         expands = keeps and any(rows.span.start > 0 for rows in state.rows)
         made_of = queries_sL, latent_sR, rotary_t1P
-        promised: tuple[tuple[Tensor, Promise], ...] = ()
+        with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
         if UP_PROJECTION in self.dropped.modules:
-            made, promises = remade_all(heads, made_of)
-            promised = tuple(zip(made[: len(made) - expands], promises, strict=False))
+            made, handles = recomputable_all(heads, made_of)
+            with_handles = tuple(zip(made[: len(made) - expands], handles, strict=False))
         else:
             made = heads(*made_of)
         latents = None
         if keeps:
             weight_NR = made[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
             latents = self._carried(latent_sR, rotary_t1P, weight_NR, state)
-        self._made = _Made(promised, latents, tuple(made[3 : len(made) - expands]))
+        self._made = _Made(with_handles, latents, tuple(made[3 : len(made) - expands]))
         return *made[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,21 +233,25 @@ class LatentLayer:
         state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
         parts = query_THD, key_THD, value_THV, *made.local
 
-        def spread(q_THD: Tensor, k_THD: Tensor, v_THV: Tensor) -> tuple[Tensor, Promise | None]:
+        def spread(
+            q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
+        ) -> tuple[Tensor, RecomputeHandle | None]:
             qkv = q_THD, k_THD, v_THV
             if made.latents is None:
                 return self.attention(*qkv, state, self.layer, drop)
             return self._latents(*qkv, made.latents, state, self.layer, drop)
 
-        def local(q_THD: Tensor, k_THD: Tensor, v_THV: Tensor) -> tuple[Tensor, Promise | None]:
+        def local(
+            q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
+        ) -> tuple[Tensor, RecomputeHandle | None]:
             return self.local(q_THD, k_THD, v_THV, state.local, self.layer, drop)
 
-        def attend() -> tuple[Tensor, Promise | None]:
+        def attend() -> tuple[Tensor, RecomputeHandle | None]:
             return attended(parts, state, self.ulysses, spread, local)
 
-        out, promise = without_all(made.promised, attend) if made.promised else attend()
-        if promise is not None:
-            self.dropped.promise(out, promise)
+        out, handle = saving_handles(made.with_handles, attend) if made.with_handles else attend()
+        if handle is not None:
+            self.dropped.add(out, handle)
         return out.flatten(1)
 
     def _carried(
@@ -266,18 +275,18 @@ class LatentLayer:
 
 
 class _Made:
-    """``promised``: what need not be saved of Q, K and V; ``latents``: where later slices get or
+    """``with_handles``: Q, K and V that need not be saved; ``latents``: where later slices get or
     have got them; ``local``: Q, K and V of local documents beside spread ones."""
 
-    __slots__ = ("latents", "local", "promised")
+    __slots__ = ("latents", "local", "with_handles")
 
     def __init__(
         self,
-        promised: tuple[tuple[Tensor, Promise], ...],
+        with_handles: tuple[tuple[Tensor, RecomputeHandle], ...],
         latents: Latents | None,
         local: tuple[Tensor, ...],
     ):
-        self.promised, self.latents, self.local = promised, latents, local
+        self.with_handles, self.latents, self.local = with_handles, latents, local
 
 
 def can_keep_latents(around: Any) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_epp.ir import PlanError
-from megatron_epp.layers.wgrad.linear import Aside, Linear, deferred_linear
+from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferred_linear
 from megatron_epp.layers.wgrad.te import can_defer, deferred_forward
 from megatron_epp.mcore.patching import seams
 
@@ -81,7 +81,7 @@ class Deferral:
         self.engines = [module for module in modules if _is_engines(module) and can_defer(module)]
         self._own: list[Any] = []  # of ``engines``: the forward that was set on the instance
         # A plain attribute, not a context variable: on a GPU backward has a thread of its own.
-        self._aside: Aside | None = None
+        self._deferred: DeferredWeightGrads | None = None
 
     def __enter__(self) -> "Deferral":
         assert all(map(seams.is_installed, (seams.COLUMN_LINEAR, seams.ROW_LINEAR)))
@@ -102,19 +102,19 @@ class Deferral:
         self._own.clear()
 
     @contextmanager
-    def into(self, aside: Aside | None) -> Iterator[None]:
-        """Forwards in this context, recomputed ones too, leave weight gradients to ``aside``."""
-        self._aside = aside
+    def into(self, deferred: DeferredWeightGrads | None) -> Iterator[None]:
+        """Forwards in this context, recomputed ones too, leave weight gradients to ``deferred``."""
+        self._deferred = deferred
         try:
             yield
         finally:
-            self._aside = None
+            self._deferred = None
 
     def _run(self, module: Any, forward: Callable[..., Any], *args: Any, **others: Any) -> Any:
         # A forward without a graph, as of a layer that will be recomputed, leaves nothing.
-        if self._aside is None or not torch.is_grad_enabled() or not module.weight.requires_grad:
+        if self._deferred is None or not torch.is_grad_enabled() or not module.weight.requires_grad:
             return forward(*args, **others)
-        return deferred_forward(module, forward, self._aside, *args, **others)
+        return deferred_forward(module, forward, self._deferred, *args, **others)
 
     def _multiply(
         self,
@@ -131,7 +131,7 @@ class Deferral:
     ) -> Any:
         """The output, or NotImplemented where ``module`` is to multiply by itself."""
         deferred = (
-            self._aside is not None
+            self._deferred is not None
             and weight is module.weight
             and weight.requires_grad
             and input.requires_grad
@@ -141,4 +141,4 @@ class Deferral:
         if not deferred:
             return NotImplemented
         linear = Linear(weight, module.tp_group, sequence_parallel, allreduce_dgrad)
-        return deferred_linear(input, bias, linear, self._aside)
+        return deferred_linear(input, bias, linear, self._deferred)

@@ -17,12 +17,12 @@ from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Op, Plan
 from megatron_epp.layers.recompute.offload import entrance
-from megatron_epp.layers.wgrad.linear import Aside
-from megatron_epp.mcore.data.chunk_batches import ChunkBatch, Feed
+from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
+from megatron_epp.mcore.data.chunk_batches import ChunkBatch, ChunkBatchBuilder
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
-from megatron_epp.mcore.model.experts.router import drop_routing, ledger_for, report
+from megatron_epp.mcore.model.experts.router import drop_routing, report, router_stats_for
 from megatron_epp.mcore.model.split_backward import Deferral, early_modules
-from megatron_epp.mcore.model.vocabulary.head import HiddenStates, SpreadHead
+from megatron_epp.mcore.model.vocabulary.head import HiddenStates, ShardedHead
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
@@ -46,21 +46,21 @@ class ModelStage:
         model: Any,
         config: Any,
         forward_step: ForwardStep,
-        feed: Feed,
+        builder: ChunkBatchBuilder,
         plan: Plan,
         store: Store,
         early_head: bool = False,
         host: HostStore | None = None,
-        head: SpreadHead | None = None,
+        head: ShardedHead | None = None,
     ):
         self.model, self.config, self.forward_step = model, config, forward_step
-        self.feed, self.store = feed, store
-        self.stage = feed.stage
+        self.builder, self.store = builder, store
+        self.stage = builder.stage
         self.is_last = self.stage == plan.stages - 1
         self.training = not plan.forward_only
         self.head_ops = head
         self._early_head = early_head and self.is_last and self.training and head is None
-        self.host = HostStore(feed.device, None, model.parameters()) if host is None else host
+        self.host = HostStore(builder.device, None, model.parameters()) if host is None else host
         self.host.begin()
         self._recompute = plan.recompute[self.stage]
         self.tokens: Tensor | int = 0
@@ -74,12 +74,16 @@ class ModelStage:
         self._last_backward = _last(order, BACKWARDS)
         self._no_sync = ExitStack()
         self._patched = ExitStack()
-        self._aside = {op.chunk: Aside(self._set_aside) for op in order if op.kind is Kind.INPUT}
+        self._deferred = {
+            op.chunk: DeferredWeightGrads(self._set_aside) for op in order if op.kind is Kind.INPUT
+        }
         besides = early_modules(model, self._early_head)
-        self._deferral = Deferral(model, besides) if self._aside else None
+        self._deferral = Deferral(model, besides) if self._deferred else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
-        self._ledger = ledger_for(model, plan, self._loss_scale) if self.training else None
+        self._router_stats = (
+            router_stats_for(model, plan, self._loss_scale) if self.training else None
+        )
 
     # -------------------------------------------------------------- an iteration
 
@@ -97,13 +101,13 @@ class ModelStage:
         self._patched.close()
         if self._abandoned and self.training:
             self._reduce_anyway()
-        if self._ledger is not None:
+        if self._router_stats is not None:
             drop_routing(self.model)
             if error[0] is None and not self._abandoned:
-                report(self._ledger, self.model)
+                report(self._router_stats, self.model)
         if error[0] is None and self.training:
             assert not self._saved, "a chunk's forward has no backward"
-            assert not self._aside, "a chunk's I has no W"
+            assert not self._deferred, "a chunk's I has no W"
             assert not self.head_ops, "a chunk's H has no G"
             assert not len(self.host), "a chunk's layers lie in the host's memory for nobody"
             # Megatron's overlapped reduction by hooks runs on the first stage only when gradient
@@ -114,7 +118,7 @@ class ModelStage:
     def abandon(self):
         """Free what is kept for later ops; this iteration's gradients will be dropped."""
         self._saved.clear()
-        self._aside.clear()
+        self._deferred.clear()
         self._loss_of.clear()
         if self.head_ops is not None:
             self.head_ops.clear()
@@ -140,7 +144,7 @@ class ModelStage:
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
         sent = self._forward(chunk, received)
         if (following := self._following.get(chunk)) is not None:
-            self.feed.prepare(following)
+            self.builder.prepare(following)
         return sent
 
     def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
@@ -152,9 +156,9 @@ class ModelStage:
         else:
             hidden = received.requires_grad_()
         get_attr_wrapped_model(self.model, "set_input_tensor")([hidden])
-        batch = self.feed.batch(chunk, self.store, self.training)
+        batch = self.builder.batch(chunk, self.store, self.training)
         batch.params.state.host = self.host if offloads else None
-        batch.params.state.ledger = self._ledger
+        batch.params.state.router_stats = self._router_stats
         if self._early_head:
             batch = replace(batch, known_gradient=self._loss_gradient(batch.loss_mask))
         with self._deferring(chunk):
@@ -225,12 +229,12 @@ class ModelStage:
         return self._run_backward(Op(Kind.INPUT, chunk), gradient)
 
     def weight_backward(self, chunk: int) -> None:
-        op, aside = Op(Kind.WEIGHT, chunk), self._aside.pop(chunk)
+        op, deferred = Op(Kind.WEIGHT, chunk), self._deferred.pop(chunk)
         self._reduce_from(op)
         if op == self._last_gradients and self._ready is not None:
-            self._ready.finish(aside)
+            self._ready.finish(deferred)
         else:
-            aside.accumulate_all()
+            deferred.accumulate_all()
 
     def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
         received, output = self._saved.pop(op.chunk)
@@ -248,7 +252,7 @@ class ModelStage:
     def _deferring(self, chunk: int) -> AbstractContextManager:
         if self._deferral is None:
             return nullcontext()
-        return self._deferral.into(self._aside.get(chunk))
+        return self._deferral.into(self._deferred.get(chunk))
 
     def _set_aside(self, weight: Parameter):
         if self._ready is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_epp.layers.attention.varlen import Borders, Operands, VarlenAttention
+from megatron_epp.layers.attention.varlen import CuSeqlens, Operands, VarlenAttention
 from megatron_epp.mcore.model.attention import Attention, Heads
 
 logger = logging.getLogger(__name__)
@@ -90,10 +90,10 @@ def _run(attention: VarlenAttention, heads: Heads, call: Warmed, device: torch.d
     def zeros(rows: int, count: int, size: int = heads.size) -> torch.Tensor:
         return torch.zeros(rows, count, size, dtype=heads.dtype, device=device)
 
-    borders = Borders.of([call.queries], [call.keys], device)
+    cu_seqlens = CuSeqlens.of([call.queries], [call.keys], device)
     q, k = zeros(call.queries, heads.query), zeros(call.keys, heads.key)
     v = zeros(call.keys, heads.key, heads.value)
-    operands = Operands(q, k, v, borders)
+    operands = Operands(q, k, v, cu_seqlens)
     _, kept = attention.kernel.forward(operands, True)
     attention.kernel.backward(zeros(call.queries, heads.query, heads.value), operands, kept)
     if device.type == "cuda":

@@ -17,12 +17,12 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
-from megatron_epp.layers.recompute.outputs import Dropped, remade_all, without
+from megatron_epp.layers.recompute.outputs import DroppedOutputs, recomputable_all, saving_handle
 
 ACTIVATION = "moe_act"
 
 
-def wrap_activations(layer: MoELayer, dropped: Dropped) -> None:
+def wrap_activations(layer: MoELayer, dropped: DroppedOutputs) -> None:
     """Where the experts' activation is recomputed: what it gives is dropped once it is used.
     ``dropped``: what the layer drops."""
     experts = layer.experts
@@ -32,7 +32,7 @@ def wrap_activations(layer: MoELayer, dropped: Dropped) -> None:
         _wrap(expert, dropped)
 
 
-def _tell(experts: nn.Module, dropped: Dropped) -> None:
+def _tell(experts: nn.Module, dropped: DroppedOutputs) -> None:
     forward = experts.forward
 
     @wraps(forward)
@@ -43,7 +43,7 @@ def _tell(experts: nn.Module, dropped: Dropped) -> None:
     experts.forward = wrapped
 
 
-def _wrap(expert: MLP, dropped: Dropped) -> None:
+def _wrap(expert: MLP, dropped: DroppedOutputs) -> None:
     forward = expert.forward
 
     @wraps(forward)
@@ -55,8 +55,8 @@ def _wrap(expert: MLP, dropped: Dropped) -> None:
         def activated(inside: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
             return (activation(expert, inside, bias, scale),)
 
-        (made,), (promise,) = remade_all(activated, (inside, per_token_scale))
-        output, output_bias = without(made, promise, lambda: expert.linear_fc2(made))
+        (made,), (handle,) = recomputable_all(activated, (inside, per_token_scale))
+        output, output_bias = saving_handle(made, handle, lambda: expert.linear_fc2(made))
         if output_bias is not None:
             output = output + output_bias * per_token_scale.unsqueeze(-1)
         return output, None

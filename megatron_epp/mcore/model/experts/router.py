@@ -4,7 +4,7 @@ Three methods of a router are replaced on the instance, so weights, checkpoints 
 experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
 
     apply_z_loss          first, with the logits: every loss, of documents and not of what runs
-                          together (layers/experts/ledger.py)
+                          together (layers/experts/router_stats.py)
     is_aux_loss_enabled   never again
     _apply_expert_bias    counts the tokens that move the bias: without padding, once per chunk
                           (Megatron's counts padding, and fails where it is given a mask)
@@ -24,9 +24,9 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_epp.ir import Plan
-from megatron_epp.layers.experts.ledger import Balancing, Ledger
-from megatron_epp.layers.experts.passing import Passing
-from megatron_epp.layers.recompute.outputs import Dropped
+from megatron_epp.layers.experts.current_chunk import CurrentChunk
+from megatron_epp.layers.experts.router_stats import Balancing, RouterStats
+from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import wrap_consumer
 from megatron_epp.mcore.model.experts.activation import wrap_activations
 from megatron_epp.mcore.model.experts.biases import mend_biases
@@ -47,8 +47,8 @@ def expert_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 class ChunkRouter:
     """What takes the place of three methods of ``router``, of layer ``index`` of the stage."""
 
-    def __init__(self, router: Any, index: int, passing: Passing):
-        self.router, self.index, self.passing = router, index, passing
+    def __init__(self, router: Any, index: int, current_chunk: CurrentChunk):
+        self.router, self.index, self.current_chunk = router, index, current_chunk
         self._first = False  # whether this run of the chunk counts: set by ``losses``
         router.apply_z_loss = self.losses
         router.is_aux_loss_enabled = lambda: False
@@ -56,21 +56,21 @@ class ChunkRouter:
 
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """In place of ``apply_z_loss(logits [t, E])``."""
-        assert padding_mask is None, "the ledger knows padding"
-        ledger, state = self._ledger()
-        if ledger is None:
+        assert padding_mask is None, "the router stats know padding"
+        router_stats, state = self._router_stats()
+        if router_stats is None:
             return logits_tE
-        self._first = ledger.first_time(self.index, state.chunk)
-        logits_tE = ledger.restrained(logits_tE, self.index, state, self._first)
-        return ledger.balanced(logits_tE, self._scored, self.index, state, self._first)
+        self._first = router_stats.first_time(self.index, state.chunk)
+        logits_tE = router_stats.restrained(logits_tE, self.index, state, self._first)
+        return router_stats.balanced(logits_tE, self._scored, self.index, state, self._first)
 
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
         """In place of ``_apply_expert_bias(routing_map [t, E])``."""
         router = self.router
-        ledger, state = self._ledger()
-        if ledger is None or not router.enable_expert_bias or not self._first:
+        router_stats, state = self._router_stats()
+        if router_stats is None or not router.enable_expert_bias or not self._first:
             return
-        valid_t = ledger.valid(state, routing_map_tE.device)
+        valid_t = router_stats.valid(state, routing_map_tE.device)
         router.local_tokens_per_expert += (routing_map_tE & valid_t[:, None]).sum(dim=0)
 
     def _scored(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,14 +79,16 @@ class ChunkRouter:
             logits_tE, router.topk, router.score_function, fused=router.config.moe_router_fusion
         )
 
-    def _ledger(self) -> tuple[Ledger | None, Any]:
-        state = self.passing.state
+    def _router_stats(self) -> tuple[RouterStats | None, Any]:
+        state = self.current_chunk.state
         if state is None or not state.training:
             return None, state
-        return state.ledger, state
+        return state.router_stats, state
 
 
-def install_in_experts(layer: MoELayer, index: int, passing: Passing, dropped: Dropped) -> None:
+def install_in_experts(
+    layer: MoELayer, index: int, current_chunk: CurrentChunk, dropped: DroppedOutputs
+) -> None:
     """Make a layer of experts compute chunks. ``dropped``: what the whole layer drops.
 
     What a recomputed norm gives goes to the shared experts first, then to the router.
@@ -96,23 +98,23 @@ def install_in_experts(layer: MoELayer, index: int, passing: Passing, dropped: D
     wrap_consumer(layer.router, dropped)
     mend_biases(layer)
     wrap_activations(layer, dropped)
-    ChunkRouter(layer.router, index, passing)
+    ChunkRouter(layer.router, index, current_chunk)
 
 
 # ------------------------------------------------------------------ an iteration
 
 
-def ledger_for(
+def router_stats_for(
     model: Any, plan: Plan, scale: Callable[[torch.device], Tensor | float]
-) -> Ledger | None:
-    """An iteration's ledger of this rank's stage, for ``plan``; None where no router asks for one:
+) -> RouterStats | None:
+    """An iteration's statistics of this rank's stage, for ``plan``; None where no router asks:
     without experts, and in loops of others, whose routers are Megatron's own."""
     model = unwrap_model(model)
     routers = [layer.router for _, layer in expert_layers(model)]
     if not any("apply_z_loss" in vars(router) for router in routers):
         return None
     layers, device = len(model.decoder.layers), routers[0].weight.device
-    return Ledger(balancing_of(model.config), plan.documents, layers, scale(device))
+    return RouterStats(balancing_of(model.config), plan.documents, layers, scale(device))
 
 
 def balancing_of(config: Any) -> Balancing:
@@ -145,12 +147,12 @@ def balancing_of(config: Any) -> Balancing:
     )
 
 
-def report(ledger: Ledger, model: Any) -> None:
+def report(router_stats: RouterStats, model: Any) -> None:
     """Add the iteration's losses to those that Megatron logs."""
     tracker, config = get_moe_metrics_tracker(), unwrap_model(model).config
     numbers = {index: layer.layer_number for index, layer in expert_layers(model)}
     replicas = mpu.get_data_parallel_world_size()
-    for name, losses_L in ledger.losses().items():
+    for name, losses_L in router_stats.losses().items():
         for index, number in numbers.items():
             _entry(tracker, name, config).values[number - 1] += losses_L[index] / replicas
 

@@ -25,7 +25,7 @@ class HiddenStates:
         return cls(hidden_states)
 
 
-class SpreadHead:
+class ShardedHead:
     """What H and G of one stage need of each other, of F and of B, for one iteration.
 
     hidden     from F on the last stage, from H on the others, until G
@@ -154,7 +154,7 @@ class SpreadHead:
 
 def head_for(
     model: Any, plan: Plan, stage: int, shapes: MessageShapes, meter: Meter
-) -> SpreadHead | None:
+) -> ShardedHead | None:
     """What runs H and G of ``plan``; None where it has none. PlanError: its output layer does not
     lie as the model's does."""
     shard = shard_of(model)
@@ -170,4 +170,4 @@ def head_for(
             "the output layer lies over the stages, and the plan has no H and G; "
             "give --epp-vocab-parallel off"
         )
-    return SpreadHead(shard, stage, shapes, not plan.forward_only, meter)
+    return ShardedHead(shard, stage, shapes, not plan.forward_only, meter)

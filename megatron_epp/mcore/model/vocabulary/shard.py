@@ -22,7 +22,12 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_epp.layers.vocabulary import Statistics, Words, statistics, weight_gradients
+from megatron_epp.layers.vocabulary import (
+    OutputWeightShard,
+    Statistics,
+    statistics,
+    weight_gradients,
+)
 from megatron_epp.mcore.model.early_head import rows_at_once
 
 
@@ -54,12 +59,12 @@ class VocabularyShard(nn.Module):
         )
 
     @property
-    def words(self) -> Words:
+    def words(self) -> OutputWeightShard:
         # Looked up whenever it is used: DDP gives parameters other storage.
         ranks = self.tp_group.size()
         weight_VH = self.weight.detach() if self.weight is not None else self._mine(*self._of)
         stages = self.shards // ranks
-        return Words(
+        return OutputWeightShard(
             weight_VH,
             self.index * len(weight_VH),
             rows_at_once(len(weight_VH), weight_VH.is_cuda, stages),

@@ -11,10 +11,10 @@ from megatron_epp.ir import Span
 from megatron_epp.layers.attention.cpu import ChunkAttention
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.outputs import (
-    AttendAgain,
-    Dropped,
-    remade_all,
-    without_all,
+    AttentionRecompute,
+    DroppedOutputs,
+    recomputable_all,
+    saving_handles,
 )
 from megatron_epp.layers.recompute.wrap import (
     MODULES,
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 def layer() -> Layer:
     torch.manual_seed(1)
     made = Layer().double()
-    dropped = Dropped()
+    dropped = DroppedOutputs()
     made.forward = wrap_layer(
         made.forward, 0, lambda others: others.get("state"), lambda f, x: f(x), dropped
     )
@@ -88,8 +88,8 @@ def run(letter: str) -> tuple[int, list[Tensor]]:
 @pytest.mark.parametrize("letter", sorted(MODULES))
 def test_gradients_are_those_of_keeping(letter) -> None:
     _, kept = run("k")
-    _, remade = run(letter)
-    for mine, theirs in zip(remade, kept, strict=True):
+    _, recomputed = run(letter)
+    for mine, theirs in zip(recomputed, kept, strict=True):
         assert (mine - theirs).abs().max() <= 1e-14 * theirs.abs().max()
 
 
@@ -131,14 +131,14 @@ def test_nothing_outlives_backward(letter) -> None:
 
 
 def test_a_promise_is_for_the_whole_tensor_only() -> None:
-    dropped = Dropped()
+    dropped = DroppedOutputs()
     whole = torch.ones(4, 2)
     with dropped.by(frozenset({"layernorm"})):
-        dropped.promise(whole, SimpleNamespace())
+        dropped.add(whole, SimpleNamespace())
         assert dropped.take(whole[:2]) is None
         assert dropped.take(whole.view(8)) is not None
         assert dropped.take(whole) is None  # taken
-        dropped.promise(whole, SimpleNamespace())
+        dropped.add(whole, SimpleNamespace())
     assert dropped.take(whole) is None  # forgotten with the pass
 
 
@@ -157,14 +157,14 @@ def attention(again: bool, context: int) -> tuple[int, list[Tensor]]:
     k, v = (
         torch.randn(tokens, groups, size, dtype=torch.float64, requires_grad=True) for _ in range(2)
     )
-    meter, dropped = SavedBytesMeter([]), Dropped()
+    meter, dropped = SavedBytesMeter([]), DroppedOutputs()
     projection = nn.Linear(heads * size, 4, bias=False).double()
     wrap_consumer(projection, dropped)
     with meter.watch(Store({})), dropped.by(frozenset({"core_attn"} if again else ())):
-        promise = AttendAgain() if again else None
-        out = ChunkAttention.apply(q, k, v, state, 0, size**-0.5, promise)
+        handle = AttentionRecompute() if again else None
+        out = ChunkAttention.apply(q, k, v, state, 0, size**-0.5, handle)
         if again:
-            dropped.promise(out, promise)
+            dropped.add(out, handle)
         loss = projection(out.flatten(1)).square().sum()
         del out
         held = meter.now
@@ -175,8 +175,8 @@ def attention(again: bool, context: int) -> tuple[int, list[Tensor]]:
 @pytest.mark.parametrize("context", [0, 20])
 def test_attention_is_made_again_over_what_is_kept(context) -> None:
     kept_bytes, kept = attention(False, context)
-    bytes_, remade = attention(True, context)
-    for mine, theirs in zip(remade, kept, strict=True):
+    bytes_, recomputed = attention(True, context)
+    for mine, theirs in zip(recomputed, kept, strict=True):
         assert torch.equal(mine, theirs)
     # The output (12 rows, 4 heads of 8) and its log-sum-exp are not held.
     assert kept_bytes - bytes_ >= 12 * 4 * 8 * BYTES
@@ -204,12 +204,14 @@ def test_several_outputs_are_made_again_from_the_inputs_alone() -> None:
         meter = SavedBytesMeter(linear.parameters())
         with meter.watch(Store({})):
             if again:
-                outputs, promises = remade_all(with_weight, inputs)
-                promised = list(zip(outputs, promises, strict=True))
+                outputs, handles = recomputable_all(with_weight, inputs)
+                with_handles = list(zip(outputs, handles, strict=True))
             else:
-                outputs, promised = with_weight(*inputs), []
+                outputs, with_handles = with_weight(*inputs), []
             first, second, weight = outputs
-            loss = without_all(promised, lambda: first.square().sum() + second.square().sum())
+            loss = saving_handles(
+                with_handles, lambda: first.square().sum() + second.square().sum()
+            )
             held = meter.now
             (loss + (inputs[0] @ weight.t()).sum()).backward()
             assert meter.now == 0
@@ -227,7 +229,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
     a = torch.ones(4, dtype=torch.float64)
     b = torch.ones(4, dtype=torch.float64, requires_grad=True)
     frozen = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
-    (made, _), _ = remade_all(lambda a, b: (a * b * frozen, frozen.view_as(frozen)), (a, b))
+    (made, _), _ = recomputable_all(lambda a, b: (a * b * frozen, frozen.view_as(frozen)), (a, b))
     made.sum().backward()
     assert a.grad is None and frozen.grad is None
     assert torch.equal(b.grad, torch.ones_like(b))

@@ -56,7 +56,7 @@ class Balancing:
         return sum(coefficient for _, coefficient in self.auxiliary)
 
 
-class Ledger:
+class RouterStats:
     """What a stage's routers have seen in one iteration.
 
     ``documents[d]``: T_d. ``scale``: what the loss is multiplied with before backward. ``passed``

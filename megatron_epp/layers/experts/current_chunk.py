@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_epp.layers.chunk_state import ChunkState
 
 
-class Passing:
+class CurrentChunk:
     """``state`` of the chunk that passes; None outside of a layer, and where there is no plan."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Passing:
 
 def note_in_layer(
     forward: Callable[..., Any],
-    passing: Passing,
+    current_chunk: CurrentChunk,
     state_of: Callable[[dict[str, Any]], ChunkState | None],
 ) -> Callable[..., Any]:
     """A layer's ``forward(hidden_states=..., **others)`` with the state that is among ``others``
@@ -42,19 +42,19 @@ def note_in_layer(
 
     @wraps(forward)
     def wrapped(hidden_states: Tensor, **others: Any) -> Any:
-        with passing.during(state_of(others)):
+        with current_chunk.during(state_of(others)):
             return forward(hidden_states=hidden_states, **others)
 
     return wrapped
 
 
 @contextmanager
-def taken_along(mlp: nn.Module, passing: Passing) -> Iterator[None]:
+def taken_along(mlp: nn.Module, current_chunk: CurrentChunk) -> Iterator[None]:
     """Around the wrapping of ``mlp`` for recompute: what it runs again meets the state of then."""
     plain = mlp.forward
 
     def inner(x: Tensor, *, chunk_state: ChunkState | None, **others: Any) -> Any:
-        with passing.during(chunk_state):
+        with current_chunk.during(chunk_state):
             return plain(x, **others)
 
     mlp.forward = inner
@@ -63,6 +63,6 @@ def taken_along(mlp: nn.Module, passing: Passing) -> Iterator[None]:
 
     @wraps(plain)
     def outer(x: Tensor, **others: Any) -> Any:
-        return recomputing(x, chunk_state=passing.state, **others)
+        return recomputing(x, chunk_state=current_chunk.state, **others)
 
     mlp.forward = outer

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from megatron_epp.ir import Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
-from megatron_epp.layers.experts.ledger import Balancing, Ledger
-from megatron_epp.layers.experts.passing import Passing, note_in_layer, taken_along
+from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
+from megatron_epp.layers.experts.router_stats import Balancing, RouterStats
 from megatron_epp.runtime.kv_store import Store
 
 EXPERTS, TOPK, AUXILIARY, Z = 6, 2, 0.3, 0.05
@@ -68,32 +68,32 @@ def rows_of(tensors: list[Tensor], chunk: ChunkState) -> Tensor:
     return torch.cat([*parts, torch.full((padding, EXPERTS), 9.0, dtype=torch.float64)])
 
 
-def passed(ledger: Ledger, logits: Tensor, chunk: ChunkState) -> Tensor:
-    first = ledger.first_time(0, chunk.chunk)
-    out = ledger.restrained(logits, 0, chunk, first)
-    return ledger.balanced(out, scored, 0, chunk, first)
+def passed(router_stats: RouterStats, logits: Tensor, chunk: ChunkState) -> Tensor:
+    first = router_stats.first_time(0, chunk.chunk)
+    out = router_stats.restrained(logits, 0, chunk, first)
+    return router_stats.balanced(out, scored, 0, chunk, first)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1)])
 def test_gradients_and_losses_are_those_of_whole_documents(order, recomputed) -> None:
     gradients, auxiliary, z = whole_documents()
-    ledger = Ledger(RULES, DOCUMENTS, 1)
+    router_stats = RouterStats(RULES, DOCUMENTS, 1)
     whole = [logits_of(document).detach() for document in range(len(DOCUMENTS))]
     inputs, outputs = {}, {}
     for chunk in order:
         inputs[chunk] = rows_of(whole, CHUNKS[chunk]).requires_grad_()
         with torch.set_grad_enabled(not recomputed):
-            outputs[chunk] = passed(ledger, inputs[chunk], CHUNKS[chunk])
+            outputs[chunk] = passed(router_stats, inputs[chunk], CHUNKS[chunk])
     for chunk in reversed(order):  # a later slice before an earlier one
         if recomputed:
-            outputs[chunk] = passed(ledger, inputs[chunk], CHUNKS[chunk])
+            outputs[chunk] = passed(router_stats, inputs[chunk], CHUNKS[chunk])
         outputs[chunk].backward(torch.zeros_like(outputs[chunk]))
         expected = rows_of(gradients, CHUNKS[chunk])
         used = CHUNKS[chunk].rows[-1].stop
         torch.testing.assert_close(inputs[chunk].grad[:used], expected[:used])
         assert not inputs[chunk].grad[used:].any()  # padding
-    losses = ledger.losses()
+    losses = router_stats.losses()
     torch.testing.assert_close(losses["load_balancing_loss"].sum(), auxiliary)
     torch.testing.assert_close(losses["z_loss"].sum(), z)
 
@@ -101,10 +101,10 @@ def test_gradients_and_losses_are_those_of_whole_documents(order, recomputed) ->
 def test_a_rank_counts_the_rows_that_it_holds() -> None:
     for place, expected in ((0, [0, 0, 0]), (1, [0, 0, 3])):
         rules = Balancing(EXPERTS, TOPK, place=place, places=2)
-        ledger = Ledger(rules, DOCUMENTS, 1)
+        router_stats = RouterStats(rules, DOCUMENTS, 1)
         chunk = state(0, (0, 0, 5), padding=1)
-        assert ledger.owners(chunk, torch.device("cpu")).tolist() == expected
-        assert ledger.valid(chunk, torch.device("cpu")).sum() == 3 - place
+        assert router_stats.owners(chunk, torch.device("cpu")).tolist() == expected
+        assert router_stats.valid(chunk, torch.device("cpu")).sum() == 3 - place
 
 
 def test_rows_of_local_documents_are_behind_the_share_of_those_spread() -> None:
@@ -114,39 +114,41 @@ def test_rows_of_local_documents_are_behind_the_share_of_those_spread() -> None:
     for place in range(4):
         chunk = state(0, (0, 0, 7), padding=1)
         chunk.local = state(0, (2, 0, 4)) if place // 2 else state(0, (1, 0, 3), padding=1)
-        ledger = Ledger(Balancing(EXPERTS, TOPK, place=place, places=4, splits=2), DOCUMENTS, 1)
-        owners.append(ledger.owners(chunk, torch.device("cpu")).tolist())
+        router_stats = RouterStats(
+            Balancing(EXPERTS, TOPK, place=place, places=4, splits=2), DOCUMENTS, 1
+        )
+        owners.append(router_stats.owners(chunk, torch.device("cpu")).tolist())
     assert owners == [[0, 0, 0, 0], [1, 1, 1, 3], [0, 0, 0, 3], [2, 2, 2, 2]]
 
 
 def test_the_optimizers_scale_reaches_both_losses() -> None:
     gradients = []
     for scale in (1.0, torch.tensor(8.0)):
-        ledger = Ledger(RULES, DOCUMENTS, 1, scale)
+        router_stats = RouterStats(RULES, DOCUMENTS, 1, scale)
         logits = logits_of(2)
-        passed(ledger, logits, state(0, (2, 0, 4))).backward(torch.zeros(4, EXPERTS))
+        passed(router_stats, logits, state(0, (2, 0, 4))).backward(torch.zeros(4, EXPERTS))
         gradients.append(logits.grad)
     torch.testing.assert_close(8 * gradients[0], gradients[1])
 
 
 def test_without_losses_nothing_is_attached() -> None:
-    ledger = Ledger(Balancing(EXPERTS, TOPK), DOCUMENTS, 1)
+    router_stats = RouterStats(Balancing(EXPERTS, TOPK), DOCUMENTS, 1)
     logits = logits_of(0)
-    assert passed(ledger, logits, CHUNKS[0]) is logits
-    assert ledger.losses() == {}
+    assert passed(router_stats, logits, CHUNKS[0]) is logits
+    assert router_stats.losses() == {}
 
 
 def test_an_mlp_that_runs_again_meets_the_state_of_then() -> None:
     """Also outside of its layer, where another chunk may have passed since."""
-    passing, met = Passing(), []
+    current_chunk, met = CurrentChunk(), []
 
     class Mlp(torch.nn.Module):
         def forward(self, x, padding_mask=None):
-            met.append(passing.state)
+            met.append(current_chunk.state)
             return x, None
 
     mlp, again = Mlp(), []
-    with taken_along(mlp, passing):
+    with taken_along(mlp, current_chunk):
         plain = mlp.forward
 
         def recompute_later(x, **others):
@@ -156,12 +158,12 @@ def test_an_mlp_that_runs_again_meets_the_state_of_then() -> None:
         mlp.forward = recompute_later
     layer = note_in_layer(
         lambda hidden_states, **others: mlp(hidden_states, padding_mask=None),
-        passing,
+        current_chunk,
         lambda others: others["chunk"],
     )
     for chunk in CHUNKS[:2]:
         layer(torch.zeros(1), chunk=chunk)
-    assert passing.state is None
+    assert current_chunk.state is None
     for once_more in reversed(again):
         once_more()
     assert [state.chunk for state in met] == [0, 1, 1, 0]
