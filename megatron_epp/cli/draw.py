@@ -9,7 +9,7 @@ from megatron_epp.cli import machine, made_for
 from megatron_epp.cli.files import read_plan, read_records, require_run_of, write
 from megatron_epp.cli.options import Refused
 from megatron_epp.ir import Plan
-from megatron_epp.show.paint import draw_comparison, draw_timeline
+from megatron_epp.show.paint import WIDEST, draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import Timeline, timeline, timeline_of
@@ -80,7 +80,8 @@ def _svg(runs: Runs, arguments: argparse.Namespace) -> str:
 def _png(runs: Runs, arguments: argparse.Namespace) -> bytes:
     from megatron_epp.show.png import to_png
 
-    return to_png(_picture(runs, arguments))
+    picture = _picture(runs, arguments)
+    return to_png(picture, scale=1.0 if arguments.width else WIDEST / picture.width)
 
 
 def _html(runs: Runs, arguments: argparse.Namespace) -> str:

@@ -574,7 +574,8 @@ def _draw(command: Parser) -> None:
         "--width",
         type=whole(40, 100_000),
         metavar="N",
-        help="columns of text (default: the terminal's), or pixels of a picture",
+        help="columns of text (default: the terminal's), or pixels of a picture (default: at most "
+        "2400, for a screen; very short ops show their numbers in a wider one, or in x.html)",
     )
     _replica(command)
     _machine(command, pp=False, required=False)

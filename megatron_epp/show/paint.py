@@ -29,8 +29,9 @@ from megatron_epp.show.timeline import (
 )
 from megatron_epp.show.units import GIB, bytes_text, share_text, tokens_text
 
-# Pixels. A picture is so wide that this share of its ops can show their numbers, within limits.
-_NARROWEST, _WIDEST = 1400.0, 12000.0
+# Pixels. A picture is so wide that this share of its ops can show their numbers, but fits a screen
+# unless a width is asked for: the page (page.py) can be enlarged.
+_NARROWEST, WIDEST = 1400.0, 2400.0
 _NUMBERED = 0.8
 _LEFT, _RIGHT = 196.0, 28.0
 _TITLE, _TEXT, _SMALL, _LEAST = 17.0, 12.0, 10.5, 8.0
@@ -64,7 +65,10 @@ class _Axis:
 
 
 def draw_timeline(timeline: Timeline, width: float | None = None) -> Drawing:
-    """The picture of one run: rows, and the memory curves where there are any."""
+    """The picture of one run: rows, and the memory curves where there are any.
+
+    width: pixels; default: as many as its ops' numbers need, at most ``WIDEST``.
+    """
     return _drawing([timeline], width)
 
 
@@ -100,7 +104,7 @@ def _width(timelines: list[Timeline]) -> float:
         return _NARROWEST
     enough = per_second[math.ceil(_NUMBERED * len(per_second)) - 1]
     width = _LEFT + enough * max(t.seconds for t in timelines) + _RIGHT
-    return max(_NARROWEST, min(_WIDEST, math.ceil(width)))
+    return max(_NARROWEST, min(WIDEST, math.ceil(width)))
 
 
 def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[list[Shape], float]:
@@ -108,6 +112,7 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     y += 16
     heading = timeline.title or "plan"
     shapes.append(Label(14, y, heading, _TITLE, colours.INK, bold=True))
+    row = max(14.0, min(34.0, 320.0 / timeline.stages))
     figures = (
         f"{timeline.time_text(timeline.seconds)}  |  "
         f"bubbles {share_text(timeline.bubble_ratio)}  |  "
@@ -115,10 +120,11 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
         f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
         f"{offloaded_text(timeline.plan)}"
     )
+    if lost := _lost(timeline, axis, row):
+        figures += f"  |  {lost} ops too short for their number: draw -o x.html"
     x = max(_LEFT, 14 + text_width(heading, 1.2 * _TITLE)) + 24
     shapes.append(Label(x, y, figures, _TEXT, colours.QUIET_INK))
     y += 12
-    row = max(14.0, min(34.0, 320.0 / timeline.stages))
     top = y
     bottom = top + timeline.stages * (row + _ROW_GAP) - _ROW_GAP
     shapes += _grid(timeline, axis, top, bottom)
@@ -201,17 +207,27 @@ def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterat
 
 
 def _label_size(text: str, width: float, row: float) -> float:
-    """The largest that ``text`` can have on a bar; below _LEAST it is not to be written."""
+    """The largest that ``text`` can have on a bar."""
     return min(_TEXT, row * 0.6, (width - _PADDING) / text_width(text, 1.0))
+
+
+def _fits(text: str, width: float, row: float) -> bool:
+    return _label_size(text, width, row) >= _LEAST - 1e-9
 
 
 def _labels_fit(timeline: Timeline, axis: _Axis, row: float) -> bool:
     """Whether nearly all bars have room for F12. If not, all show 12: one picture, one form."""
-    fit = sum(
-        _label_size(str(r.op), axis.x(r.stop) - axis.x(r.start), row) >= _LEAST - 1e-9
-        for r in timeline.records
-    )
+    fit = sum(_fits(str(r.op), axis.x(r.stop) - axis.x(r.start), row) for r in timeline.records)
     return fit >= _NUMBERED * len(timeline.records)
+
+
+def _lost(timeline: Timeline, axis: _Axis, row: float) -> int:
+    """How many bars have no number, where these are more than a few."""
+    records = timeline.records
+    lost = sum(
+        not _fits(str(op_of(r).chunk), axis.x(r.stop) - axis.x(r.start), row) for r in records
+    )
+    return lost if lost > (1 - _NUMBERED) * len(records) else 0
 
 
 def _bar(
@@ -237,9 +253,8 @@ def _bar(
         height = max(2.5, 0.45 * row * share)
         yield Rect(x, y + row - height, inner, height, colours.RECOMPUTE)
     text = str(op) if full else str(op.chunk)
-    size = _label_size(text, width, row)
-    if size >= _LEAST - 1e-9:
-        colour = paints.ink(op.chunk)
+    if _fits(text, width, row):
+        size, colour = _label_size(text, width, row), paints.ink(op.chunk)
         yield Label(x + width / 2, y + row / 2 + size * 0.36, text, size, colour, "middle")
 
 

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from megatron_epp.__main__ import main
 from megatron_epp.ir import (
     COMPUTE,
     Kind,
@@ -128,12 +129,12 @@ def test_svg_holds_every_op_at_its_time():
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 30), (8, 200), (64, 70)])
-def test_long_plans_have_numbers_that_fit(stages, chunks):
+def test_long_plans_have_numbers_that_fit_if_asked_wide(stages, chunks):
     plan = one_f_one_b(stages, chunks)
     content = timeline_of(play(plan, unit_table(plan)), unit="units")
     numbered = 0
     bar = None
-    for shape in draw_timeline(content).shapes:
+    for shape in draw_timeline(content, 12000).shapes:
         if isinstance(shape, Rect) and " on stage " in shape.title:
             bar = shape  # and then its label, if it has one
         elif bar and isinstance(shape, Label) and bar.y < shape.y < bar.y + bar.height:
@@ -142,6 +143,30 @@ def test_long_plans_have_numbers_that_fit(stages, chunks):
             assert text_width(shape.text, shape.size) < bar.width
             numbered += 1
     assert numbered >= 0.8 * len(content.records)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 30), (2, 300)])
+def test_pictures_fit_a_screen_unless_asked_wider(stages, chunks, tmp_path):
+    (tmp_path / "long.plan").write_text(str(one_f_one_b(stages, chunks)))
+
+    def width_of(name, *more):
+        out = tmp_path / name
+        assert main(["draw", str(tmp_path / "long.plan"), "-o", str(out), *more]) == 0
+        if name.endswith("png"):
+            return struct.unpack(">II", out.read_bytes()[16:24])[0]
+        return int(ElementTree.parse(out).getroot().get("width"))
+
+    assert width_of("x.png") == 2400
+    assert 1400 <= width_of("x.svg") <= 2400
+    assert width_of("wide.svg", "--width", "6000") == 6000
+    assert width_of("wide.png", "--width", "6000") == 6000
+
+
+def test_a_picture_says_what_is_too_short_for_its_number():
+    short = timeline_of(played(one_f_one_b(2, 300)))
+    told = f"{len(short.records)} ops too short for their number: draw -o x.html"
+    assert any(one.text.endswith(told) for one in labels(draw_timeline(short)))
+    assert not any("too short" in one.text for one in labels(draw_timeline(short, 40000)))
 
 
 def test_a_png_stays_within_what_viewers_show():
