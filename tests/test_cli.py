@@ -185,7 +185,7 @@ FIELDS = {
 }
 
 
-def test_compare_lists_what_it_handles(capsys):
+def test_compare_lists_what_it_promises(capsys):
     common = ["--lengths", "wikipedia", "--context", 8192, "--global-batch-size", 40, "--pp", 2]
     found = json.loads(printed(capsys, "compare", *common, *MACHINE, "--batches", 2, "--json").out)
     for each in found:
