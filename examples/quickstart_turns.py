@@ -24,11 +24,11 @@ def main() -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.control.observe import summary
+    from megatron_epp.control.observe import summary_line
 
     steps = cpu_pipeline.VariantSteps
     cpu_pipeline.take_turns(
-        VARIANTS, steps, lambda variant_of, *rest: summary(*rest), warm_up=1, first=0
+        VARIANTS, steps, lambda variant_of, *rest: summary_line(*rest), warm_up=1, first=0
     )
 
 

@@ -1,31 +1,225 @@
-"""One name, one meaning: no public class name stands for two things in the package."""
+"""One name, one meaning, and a plain one: names are unique, classes are nouns, docstrings begin so.
+
+The guards let pass what stands in a list: with its reason, or until it is mended.
+"""
 
 import ast
+import re
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatron_epp"
 
+# Every module of a kind has one: commands, programs, planners; every command and planner a module.
+ENTRIES = {"main", "run", "draft", "plan", "install", "add_arguments"}
+ENTRY_MODULES = {"command", "planner"}
 
-def public_classes(root: Path) -> dict[str, list[str]]:
-    """The modules that define each public class."""
+FIELD_TERMS = {"Timed": "a line of a .timed file"}
+IRREGULAR = "Ran Told Held Given Drawn Written Made Kept Meant Lent Taken Found Known Shown Split"
+ADJECTIVES = "Alone Small Plain Worst Local Again Adaptive Predicting"
+
+# To be mended: functions, and modules and constants of a folder at the top, that are there twice;
+# classes that are participles; files with docstrings that begin badly.
+FUNCTIONS = """
+    begin choice_of choose exchange expert_layers forward_step loads_of loss probe_of refuse
+    serve solve
+"""
+MODULES = """
+    layers/te mcore/batches mcore/flags mcore/rank mcore/split_backward planner/memory
+    planner/slicing
+"""
+CONSTANTS = """
+    cli/COLUMNS cli/PAYS control/FILE_NAME mcore/AUTO mcore/EXPERTS mcore/HEADER mcore/MASKED
+    mcore/OTHERS mcore/REPEATS planner/B planner/CALLS planner/F planner/GAIN planner/I
+    planner/LIKELY_CHUNKS planner/SHARES planner/SKETCH_EFFORT planner/SLACK planner/STEP
+    planner/STEPS planner/W runtime/PATIENCE_SECONDS
+"""
+PARTICIPLES = """
+    Alone Bounded Computed Drawn Failed Fitted Given Guarded Held InputRefused Installed Judged
+    Listed Local LoopComputed LoopJudged Measured Ordered Packed Plain Planned
+    Played Prepared Published Ran Replaced Routed Scaled Small Sorted Split Told Transferred
+    Untargeted Wanted Warmed Worst
+"""
+DOCSTRINGS = """
+    __init__.py activation.py adapter.py adapters.py adaptis.py agreement.py analytic.py
+    attached.py attention.py batches.py call_plan.py chat_cache.py check.py checkout.py
+    chunk_batches.py chunk_state.py comm_recorder.py command.py compare.py config.py context.py
+    conversations.py cost.py cost_monitor.py costs.py cpu.py devices.py did_you_mean.py
+    documents.py draws.py drift.py early_head.py effort.py emit.py emit_block.py engine.py
+    exchange.py executor.py extent.py feasibility.py files.py fit.py flags.py global_batches.py
+    grouping.py head.py host_memory.py host_store.py ilp.py install.py job_cost.py
+    latent_attention.py latents.py layer_kinds.py layer_spec.py layout.py lean.py linear.py
+    link.py list_scheduler.py loads.py local.py loop_schedule.py made_for.py measure.py
+    megatron_gpt.py memory.py memory_budget.py memory_meter.py messages.py micro_batch_stage.py
+    models.py needs.py observe.py op.py options.py ordering.py outcome.py overlong.py paint.py
+    params.py partition.py partitions.py pattern.py pipeline.py pipelines.py plain.py plan.py
+    planned_steps.py planner.py planner_process.py play.py preloaded.py probe.py problem.py
+    processes.py profile.py profile_file.py protocol.py rank.py rank_zero_work.py reading.py
+    recompute.py reference.py refusals.py regression.py releases.py replicas.py report.py
+    residuals.py result.py results.py retry.py routed_memory.py router.py router_stats.py
+    routing.py row_share.py rules.py saved_tensors.py schedule.py search.py settings.py setup.py
+    shape.py single_stage.py skeleton.py slice_stage.py slicing.py slimpipe.py split_backward.py
+    stage.py stage_runner.py stage_seconds.py step_source.py survey.py tails.py te.py
+    telemetry.py text.py tied.py timeline.py topology.py track_record.py varlen.py vocabulary.py
+    watcher.py wrap.py
+"""
+
+NOT_PLAIN = re.compile(r"(Of|What|Whose|Which|In the place of|Besides|Apart|Aside)\b")
+
+
+@cache
+def modules(root: Path) -> list[tuple[str, ast.Module]]:
+    paths = sorted(root.rglob("*.py"))
+    return [(str(path.relative_to(root)), ast.parse(path.read_text())) for path in paths]
+
+
+def defined(tree: ast.Module, kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, kind) and not node.name.startswith("_"):
+            yield node.name
+
+
+def constants(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in (n for target in targets for n in ast.walk(target)):
+                if isinstance(name, ast.Name) and re.fullmatch(r"[A-Z][A-Z0-9_]*", name.id):
+                    yield name.id
+
+
+def twice(root: Path, names: Callable[[ast.Module], Iterator[str]]) -> dict[str, list[str]]:
+    """The modules that define each name that several do."""
+    where = defaultdict(list)
+    for path, tree in modules(root):
+        for name in dict.fromkeys(names(tree)):
+            where[name].append(path)
+    return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def classes_twice(root: Path) -> dict[str, list[str]]:
+    return twice(root, lambda tree: defined(tree, ast.ClassDef))
+
+
+def functions_twice(root: Path) -> dict[str, list[str]]:
+    found = twice(root, lambda tree: defined(tree, ast.FunctionDef))
+    return {name: paths for name, paths in found.items() if name not in ENTRIES}
+
+
+def modules_twice(root: Path) -> dict[str, list[str]]:
+    """Names of modules that a folder at the top has several of, anywhere in it."""
     where = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+        if path.name != "__init__.py" and path.stem not in ENTRY_MODULES:
+            where[path.stem].append(str(path.relative_to(root)))
+    return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def constants_twice(root: Path) -> dict[str, list[str]]:
+    return twice(root, constants)
+
+
+def participles(root: Path) -> dict[str, list[str]]:
+    """Public classes whose last word says what was done to something, or how it is: no noun.
+
+    An exception may say what happened.
+    """
+    where = defaultdict(list)
+    for path, tree in modules(root):
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                where[node.name].append(str(path.relative_to(root)))
+                last = re.findall(r"[A-Z][a-z]*", node.name)[-1]
+                noun = not re.fullmatch(r"[A-Z][a-z]*[^e]ed", last)
+                noun &= last not in f"{IRREGULAR} {ADJECTIVES}".split()
+                raised = any(
+                    re.search(r"(Error|Exception|Exit|Failed)$", ast.unparse(b)) for b in node.bases
+                )
+                if not (noun or raised or node.name in FIELD_TERMS):
+                    where[node.name].append(path)
     return where
 
 
-def shared(root: Path) -> dict[str, list[str]]:
-    return {name: paths for name, paths in public_classes(root).items() if len(paths) > 1}
+def docstrings(root: Path) -> dict[str, list[str]]:
+    """First words of docstrings that begin with none, by module."""
+    where = defaultdict(list)
+    for path, tree in modules(root):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                if NOT_PLAIN.match(text):
+                    where[path].append(text.splitlines()[0])
+    return where
+
+
+def in_folders(found: Callable[[Path], Mapping[str, object]]) -> set[str]:
+    """``folder/name`` for what is found in each folder at the top."""
+    folders = sorted(path for path in PACKAGE.iterdir() if path.is_dir())
+    return {f"{folder.name}/{name}" for folder in folders for name in found(folder)}
 
 
 def test_no_class_name_is_used_twice() -> None:
-    assert shared(PACKAGE) == {}
+    assert classes_twice(PACKAGE) == {}
 
 
-def test_the_guard_sees_a_second_class(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("class Rows: ...\nclass _Own: ...\n")
-    (tmp_path / "b.py").write_text("class Rows: ...\nclass _Own: ...\n")
-    assert shared(tmp_path) == {"Rows": ["a.py", "b.py"]}
+def test_no_function_name_is_used_twice() -> None:
+    found = functions_twice(PACKAGE)
+    assert set(found) <= set(FUNCTIONS.split()), found
+
+
+def test_no_module_name_is_used_twice_in_a_folder() -> None:
+    assert in_folders(modules_twice) <= set(MODULES.split())
+
+
+def test_no_constant_is_defined_twice_in_a_folder() -> None:
+    assert in_folders(constants_twice) <= set(CONSTANTS.split())
+
+
+def test_classes_are_nouns() -> None:
+    found = participles(PACKAGE)
+    assert set(found) <= set(PARTICIPLES.split()), found
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    found = docstrings(PACKAGE)
+    assert {Path(path).name for path in found} <= set(DOCSTRINGS.split()), found
+
+
+@pytest.mark.parametrize(
+    ("guard", "bad", "name"),
+    [
+        (classes_twice, "class Rows: ...\nclass _Own: ...\n", "Rows"),
+        (functions_twice, "def rows(): ...\ndef _own(): ...\ndef main(): ...\n", "rows"),
+        (constants_twice, "SLACK, _OWN = 1, 2\nlower = 3\n", "SLACK"),
+        (constants_twice, "SLACK: int = 1\n", "SLACK"),
+    ],
+)
+def test_a_guard_sees_a_second_one(tmp_path: Path, guard, bad: str, name: str) -> None:
+    for module in ("a.py", "b.py"):
+        (tmp_path / module).write_text(bad)
+    assert guard(tmp_path) == {name: ["a.py", "b.py"]}
+
+
+def test_the_guard_sees_a_second_module(tmp_path: Path) -> None:
+    for path in ("rows.py", "below/rows.py", "below/other.py", "__init__.py", "below/__init__.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("")
+    assert modules_twice(tmp_path) == {"rows": ["below/rows.py", "rows.py"]}
+
+
+@pytest.mark.parametrize("name", ["Played", "LoopJudged", "Told", "Alone"])
+def test_the_guard_sees_a_participle(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.py").write_text(
+        f"class {name}: ...\nclass Need: ...\nclass Lost(RuntimeError): ...\n"
+    )
+    assert set(participles(tmp_path)) == {name}
+
+
+@pytest.mark.parametrize("text", ["Of the rows.", "What is kept.", "In the place of a store."])
+def test_the_guard_sees_a_docstring(tmp_path: Path, text: str) -> None:
+    good = '"""Offsets of rows; whatever is kept."""\n'
+    (tmp_path / "a.py").write_text(f'{good}def f():\n    """{text}"""\n')
+    assert docstrings(tmp_path) == {"a.py": [text]}

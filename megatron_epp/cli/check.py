@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{PROGRAM}: error: {arguments.plan}: {where}{line}", file=sys.stderr, flush=True)
             print("\n".join(grid))
             return 2
-        if machine.wanted(arguments):
+        if machine.names_machine(arguments):
             _check_memory(arguments, plan, where)
     if arguments.json:
         print(json.dumps([_facts(plan) for plan in plans]))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_epp.cli import machine, made_for
-from megatron_epp.cli.files import read_plan, read_records, require_run_of, write
-from megatron_epp.cli.options import Refused
+from megatron_epp.cli.files import read_plan, read_records, require_run_of, write_file
+from megatron_epp.cli.options import UsageError
 from megatron_epp.ir import Plan
 from megatron_epp.show.paint import WIDEST, draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing
@@ -23,7 +23,7 @@ Runs = list[Timeline]
 
 def run(arguments: argparse.Namespace) -> int:
     plan, said, block = read_plan(arguments.plan, arguments.replica)
-    taken = made_for.fill(arguments, said)
+    taken = made_for.fill_in(arguments, said)
     runs = _runs(arguments, plan, block)
     if arguments.output is None:
         for one in runs:
@@ -31,11 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     suffix = Path(arguments.output).suffix.lower()
     if suffix not in _WRITERS:
-        raise Refused(
+        raise UsageError(
             f"-o {arguments.output}: unknown ending {suffix or '(none)'!r}; "
             f"expected one of {', '.join(_WRITERS)}"
         )
-    write(arguments.output, _WRITERS[suffix](runs, arguments))
+    write_file(arguments.output, _WRITERS[suffix](runs, arguments))
     print(f"wrote {arguments.output}" + (f" for {taken} (the plan's own)" if taken else ""))
     return 0
 
@@ -44,7 +44,7 @@ def _runs(arguments: argparse.Namespace, plan: Plan, block: Sequence[Plan]) -> R
     """Predicted first where a machine is named or nothing was measured; then what was measured."""
     title = _title(arguments)
     runs = []
-    if machine.wanted(arguments):
+    if machine.names_machine(arguments):
         cost = machine.plan_cost(arguments, plan)
         played = play(plan, in_step([cost.table(one) for one in block])[0])
         kinds = f", layers {cost.kinds_text}" if cost.kinds_text else ""
@@ -102,7 +102,7 @@ def _json(runs: Runs, arguments: argparse.Namespace) -> str:
 
 def _csv(runs: Runs, arguments: argparse.Namespace) -> str:
     if runs[0].plan.vocabulary_parallel:
-        raise Refused(
+        raise UsageError(
             f"-o {arguments.output}: the plan has ops H and G, which torch's schedules do not "
             "know; expected a plan without vocabulary parallelism, or another ending"
         )

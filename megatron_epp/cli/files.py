@@ -116,7 +116,7 @@ def read_records(path: str) -> tuple[Timed, ...]:
     return records
 
 
-def write(path: str, data: str | bytes) -> None:
+def write_file(path: str, data: str | bytes) -> None:
     """Through a file beside it, so that what stands at ``path`` is always whole; into what is no
     plain file (a device, a pipe) as it is."""
     target = Path(path)

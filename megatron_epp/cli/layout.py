@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_epp.cli import machine
 from megatron_epp.cli.documents import Batches
-from megatron_epp.cli.options import AUTO, Refused
+from megatron_epp.cli.options import AUTO, UsageError
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import PIPELINES, Options, plan_step
 from megatron_epp.planner.partition import layout_flags
@@ -26,12 +26,12 @@ def layout_cost(
     ``lengths``; then what was tried is said on stderr."""
     if AUTO not in (arguments.pp, arguments.cp):
         if arguments.devices is not None:
-            raise Refused(
+            raise UsageError(
                 "--devices has no effect where --pp and --cp are numbers; leave it out, or give "
                 "--pp auto or --cp auto"
             )
         return machine.planning_cost(arguments)
-    cost, tried = choose(arguments, lengths, options, planner)
+    cost, tried = choose_layout(arguments, lengths, options, planner)
     for pp, cp, seconds, why in tried:
         shown = why or (seconds_text(seconds) if seconds is not None else "")
         mark = " <- chosen" if (pp, cp) == (cost.stages, cost.cp) else ""
@@ -50,16 +50,20 @@ def partitioned(
     if arguments.partition == "even":
         return cost
     if arguments.layers:
-        raise Refused("--layers names the layers of every stage and --partition auto chooses them")
+        raise UsageError(
+            "--layers names the layers of every stage and --partition auto chooses them"
+        )
     if "uneven" in options.levers:
-        raise Refused(
+        raise UsageError(
             "--partition auto chooses layers for the run and the lever uneven for every batch; "
             "expected one of the two, as in --levers all,-uneven"
         )
     if planner not in PIPELINES:
-        raise Refused(f"--partition auto has no effect on {planner}, which makes no pipeline plan")
+        raise UsageError(
+            f"--partition auto has no effect on {planner}, which makes no pipeline plan"
+        )
     if cost.stages == 1:
-        raise Refused("--partition auto has no effect with one stage; leave it out")
+        raise UsageError("--partition auto has no effect with one stage; leave it out")
     found = partition_of(cost, _expected(batches), options, planner)
     flags = layout_flags(found.layers)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
@@ -87,7 +91,7 @@ def with_vocabulary(
     """
     asked = arguments.vocab_parallel
     if asked != "off" and planner not in PIPELINES:
-        raise Refused(
+        raise UsageError(
             f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
         )
     cost = partitioned(arguments, batches, cost, options, planner)
@@ -111,7 +115,7 @@ def with_vocabulary(
     return found.cost
 
 
-def choose(
+def choose_layout(
     arguments: argparse.Namespace, lengths: Sequence[int], options: Options, planner: str
 ) -> tuple[Cost, list[tuple[int, int, float | None, str]]]:
     """The fastest layout's cost, and what was tried: (pp, cp, seconds or None, why not)."""
@@ -132,7 +136,7 @@ def choose(
         if best is None or step.seconds < best[0]:
             best = step.seconds, cost
     if not tried:
-        raise Refused(
+        raise UsageError(
             f"--devices {arguments.devices}: no pp x cp fills them with what --pp and --cp say"
         )
     if best is None:
@@ -144,12 +148,12 @@ def choose(
 def _splits(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
     """Every pp x cp that fills the devices and agrees with what was named."""
     if arguments.pp is None:
-        raise Refused("--pp is missing; expected the number of pipeline stages, or auto")
+        raise UsageError("--pp is missing; expected the number of pipeline stages, or auto")
     if arguments.devices is None:
-        raise Refused("--devices is missing; expected how many devices auto is to split")
+        raise UsageError("--devices is missing; expected how many devices auto is to split")
     group = arguments.tp * arguments.dp
     if arguments.devices % group:
-        raise Refused(f"--devices {arguments.devices}: expected a multiple of tp x dp = {group}")
+        raise UsageError(f"--devices {arguments.devices}: expected a multiple of tp x dp = {group}")
     free = arguments.devices // group
     small = [degree for degree in range(1, math.isqrt(free) + 1) if free % degree == 0]
     for pp in sorted({*small, *(free // degree for degree in small)}):

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from megatron_epp.cli.options import ASSUMPTIONS, Refused
+from megatron_epp.cli.options import ASSUMPTIONS, UsageError
 from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.cost import Cost, expert_degree, named_cost
 from megatron_epp.cost.devices import DEVICES, GIB, device
@@ -18,14 +18,14 @@ from megatron_epp.ir import Plan
 AS_TRAINED: dict[str, Any] = {"logits_held": False, "kv_read": True, "topology": "nodes"}
 
 
-def wanted(arguments: argparse.Namespace) -> bool:
+def names_machine(arguments: argparse.Namespace) -> bool:
     """Whether the options name a machine at all; refused where they only say how to use one."""
     if arguments.model or arguments.device or arguments.cost_model:
         return True
     others = ("layers", "vocab_parallel", "layer_kinds", "memory_budget_gib", "zero")
     for name in (*others, "dp", "tp", "cp", "ep", *ASSUMPTIONS):
         if getattr(arguments, name) is not None:
-            raise Refused(
+            raise UsageError(
                 f"--{name.replace('_', '-')} has no effect without a machine; expected --model and "
                 "--device, or --cost-model"
             )
@@ -51,24 +51,24 @@ def cost_of(
     given = {name: value for name in ASSUMPTIONS if (value := getattr(arguments, name)) is not None}
     if profile is not None and given:
         flag = "--" + next(iter(given)).replace("_", "-")
-        raise Refused(f"{flag}: an assumption of the analytic cost model; not with --cost-model")
+        raise UsageError(f"{flag}: an assumption of the analytic cost model; not with --cost-model")
     if layers is not None and len(layers) != pp:
-        raise Refused(f"--layers: {len(layers)} numbers for {pp} stages")
+        raise UsageError(f"--layers: {len(layers)} numbers for {pp} stages")
     kinds: tuple[str, ...] = ()
     if arguments.layer_kinds is not None:
         if profile is None:
-            raise Refused("--layer-kinds: the model says what its layers are; leave it out")
+            raise UsageError("--layer-kinds: the model says what its layers are; leave it out")
         kinds = parse_kinds(arguments.layer_kinds)
     budgets = arguments.memory_budget_gib
     if budgets is not None and len(budgets) not in (1, pp):
-        raise Refused(f"--memory-budget-gib: {len(budgets)} numbers; expected 1, or {pp}")
+        raise UsageError(f"--memory-budget-gib: {len(budgets)} numbers; expected 1, or {pp}")
     if profile is not None and arguments.model is None:
         cost = _measured_cost(arguments, profile, pp, cp, dp, layers, zero, kinds)
         cost = cost.with_vocabulary(cut)
     else:
         for name, known in (("model", MODELS), ("device", DEVICES)):
             if getattr(arguments, name) is None:
-                raise Refused(
+                raise UsageError(
                     f"--{name} is missing; expected one of {', '.join(known)}, or a JSON file"
                 )
         cost = named_cost(
@@ -89,7 +89,7 @@ def cost_of(
         )
         heads = model(arguments.model).heads
         if heads % (cost.tp * cost.cp):
-            raise Refused(
+            raise UsageError(
                 f"--tp {cost.tp} --cp {cost.cp}: their product must divide the {heads} attention "
                 f"heads of {arguments.model}"
             )
@@ -113,15 +113,17 @@ def _measured_cost(
 ) -> Cost:
     """From a profile file alone."""
     if layers is None:
-        raise Refused("--layers is missing: a profile file does not say how many layers there are")
+        raise UsageError(
+            "--layers is missing: a profile file does not say how many layers there are"
+        )
     if arguments.memory_budget_gib is not None:
         budget = max(arguments.memory_budget_gib) * GIB
     elif arguments.device is not None:
         budget = device(arguments.device).budget_bytes
     else:
-        raise Refused("--memory-budget-gib is missing (or a --device, for its own)")
+        raise UsageError("--memory-budget-gib is missing (or a --device, for its own)")
     if len(profile.kinds) > 1 and not kinds:
-        raise Refused(
+        raise UsageError(
             f"--layer-kinds is missing: the profile knows the kinds {', '.join(profile.kinds)}; "
             "expected that of every layer"
         )
@@ -137,11 +139,11 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
     pp = arguments.pp
     if pp is None:
         if layers is None:
-            raise Refused("--pp is missing; expected the number of pipeline stages")
+            raise UsageError("--pp is missing; expected the number of pipeline stages")
         pp = len(layers)
     cut = arguments.vocab_parallel == "on"
     if cut and pp == 1:
-        raise Refused(
+        raise UsageError(
             "--vocab-parallel on cuts the output layer over the stages, and there is one; expected "
             "--pp of at least 2, or leave it out"
         )
@@ -152,12 +154,12 @@ def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
     """For a plan that exists: it says how many stages, layers and replicas there are."""
     if arguments.layers and tuple(arguments.layers) != plan.layers:
         named = " ".join(map(str, plan.layers))
-        raise Refused(f"--layers: the plan is for layers {named}; leave the option out")
+        raise UsageError(f"--layers: the plan is for layers {named}; leave the option out")
     dp = plan.replicas if arguments.dp is None else arguments.dp
     asked = arguments.vocab_parallel
     cut = plan.vocabulary_parallel
     if (asked == "on" and not cut) or (asked == "off" and cut):
         has = "has ops H and G" if cut else "has no ops H and G"
-        raise Refused(f"--vocab-parallel {asked}: the plan {has}; leave the option out")
+        raise UsageError(f"--vocab-parallel {asked}: the plan {has}; leave the option out")
     here = argparse.Namespace(**{**vars(arguments), "tp": arguments.tp or 1})
     return cost_of(here, pp=plan.stages, cp=arguments.cp or 1, dp=dp, layers=plan.layers, cut=cut)

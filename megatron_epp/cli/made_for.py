@@ -43,7 +43,7 @@ def comment_in(text: str) -> str | None:
     return None
 
 
-def fill(arguments: argparse.Namespace, said: str | None) -> str:
+def fill_in(arguments: argparse.Namespace, said: str | None) -> str:
     """Sets what no option named to what the comment ``said``; returns what was taken, as options.
 
     A comment that cannot be read, or names a file that is not there, is ignored with a line.

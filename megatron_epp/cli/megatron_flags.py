@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_epp.cli.options import PROGRAM, Refused
+from megatron_epp.cli.options import PROGRAM, UsageError
 
 # A flag as it is written, and the field of a class that one is made from.
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_-]*")
@@ -36,7 +36,7 @@ def require_known(command: str, words: Sequence[str]) -> None:
         if not {flag, plain, *denied} & known:
             near = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.8)
             hint = f"did you mean {near[0]}?" if near else f"see {PROGRAM} {command} --help"
-            raise Refused(f"{command}: unknown option {flag!r}, here and in Megatron; {hint}")
+            raise UsageError(f"{command}: unknown option {flag!r}, here and in Megatron; {hint}")
 
 
 def _roots() -> list[tuple[Path, str]]:

@@ -33,7 +33,7 @@ MOST_DOCUMENTS = 32_768
 ASSUMPTIONS = ("b1_divisor", "head_seconds", "link_seconds", "logits_held", "kv_read", "topology")
 
 
-class Refused(ValueError):
+class UsageError(ValueError):
     """Options that do not fit together; the parser prints it as its own."""
 
 
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **keywords)
 
     def error(self, message: str) -> NoReturn:
-        raise Refused(message)
+        raise UsageError(message)
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
         command, *others = args
@@ -94,9 +94,9 @@ def parser(chosen: str | None = None) -> Parser:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
-        raise Refused(f"no command; expected one of {', '.join(COMMANDS)}")
+        raise UsageError(f"no command; expected one of {', '.join(COMMANDS)}")
     if not words[0].startswith("-") and words[0] not in COMMANDS:
-        raise Refused(_unknown(words[0], list(COMMANDS), None))
+        raise UsageError(_unknown(words[0], list(COMMANDS), None))
     if words[0] in DOING:
         return argparse.Namespace(command=words[0], rest=words[1:])
     return parser(words[0]).parse_args(words)
@@ -108,7 +108,7 @@ def machine_flags(words: Sequence[str]) -> argparse.Namespace:
     _machine(command, pp=False, required=False)
     found, unknown = command.parse_known_args(list(words))
     if unknown:
-        raise Refused(f"unknown option {unknown[0]!r}")
+        raise UsageError(f"unknown option {unknown[0]!r}")
     return found
 
 
@@ -136,7 +136,7 @@ def _version() -> str:
 # ------------------------------------------------------------------ types
 
 
-def whole(least: int, most: int = 10**15 - 1) -> Callable[[str], int]:
+def whole_number(least: int, most: int = 10**15 - 1) -> Callable[[str], int]:
     def read(text: str) -> int:
         try:
             value = int(text) if len(text) <= 15 else most + 1
@@ -154,7 +154,7 @@ def whole_or_auto(text: str) -> int:
     if text == "auto":
         return AUTO
     try:
-        return whole(1)(text)
+        return whole_number(1)(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, or auto") from None
 
@@ -176,7 +176,7 @@ def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
     return read
 
 
-def share(text: str) -> float:
+def fraction(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -217,7 +217,7 @@ def _batch(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--context",
-        type=whole(1),
+        type=whole_number(1),
         default=0,
         metavar="TOKENS",
         help="the most inputs of a document (default: no limit)",
@@ -231,14 +231,14 @@ def _batch(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--global-batch-size",
-        type=whole(1, MOST_DOCUMENTS),
+        type=whole_number(1, MOST_DOCUMENTS),
         metavar="N",
         help="documents in a batch, over all replicas (default: 512; all of a text file of at "
         "most 16384 lengths, in the order of the file, where one batch is asked for)",
     )
     group.add_argument(
         "--seed",
-        type=whole(0),
+        type=whole_number(0),
         default=DEFAULT_SEED,
         metavar="N",
         help=f"of the shuffle, as in training (default: {DEFAULT_SEED}, Megatron's)",
@@ -311,34 +311,34 @@ def _degrees(group: Any, pp: bool) -> None:
         )
         group.add_argument(
             "--devices",
-            type=whole(1),
+            type=whole_number(1),
             metavar="N",
             help="all devices of the job; for --pp auto and --cp auto",
         )
     else:
         group.add_argument(
             "--cp",
-            type=whole(1),
+            type=whole_number(1),
             metavar="N",
             help="context-parallel (Ulysses) degree (default: 1)",
         )
     group.add_argument(
         "--tp",
-        type=whole(1),
+        type=whole_number(1),
         default=1 if pp else None,
         metavar="N",
         help="tensor-parallel degree (default: 1)",
     )
     group.add_argument(
         "--dp",
-        type=whole(1),
+        type=whole_number(1),
         default=None if not pp else 1,
         metavar="N",
         help="data-parallel replicas (default: 1)" if pp else "replicas (default: the plan's)",
     )
     group.add_argument(
         "--ep",
-        type=whole(1),
+        type=whole_number(1),
         metavar="N",
         help="devices that share a layer's experts: a divisor of tp x cp (default: as many as "
         "divide the experts), or a multiple, over replicas that then run in lockstep",
@@ -349,7 +349,7 @@ def _parts_of_stages(group: Any, pp: bool, partition: bool) -> None:
     """What of the model each stage has."""
     group.add_argument(
         "--layers",
-        type=whole(0),
+        type=whole_number(0),
         nargs="+",
         metavar="N",
         help="transformer layers of every stage (default: even"
@@ -452,21 +452,21 @@ def _planner(command: argparse.ArgumentParser, *, names: str | None) -> None:
     )
     group.add_argument(
         "--effort",
-        type=whole(0, 1_000_000),
+        type=whole_number(0, 1_000_000),
         metavar="N",
         help="how much work the search may do, in proportion; 0 takes the first good plan "
         f"(default: {Options().effort})",
     )
     group.add_argument(
         "--multiple",
-        type=whole(1, 1 << 20),
+        type=whole_number(1, 1 << 20),
         default=1,
         metavar="TOKENS",
         help="chunks are padded to a multiple of this (default: 1)",
     )
     group.add_argument(
         "--lockstep",
-        type=whole(1),
+        type=whole_number(1),
         metavar="N",
         help="replicas that run op by op together, a divisor of --dp (default: those that share a "
         "layer's experts, ep / (tp x cp))",
@@ -486,7 +486,7 @@ def _plan_file(command: argparse.ArgumentParser) -> None:
 def _replica(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--replica",
-        type=whole(0),
+        type=whole_number(0),
         default=0,
         metavar="N",
         help="which replica of a step of several (default: 0)",
@@ -504,7 +504,7 @@ def _plan(command: Parser) -> None:
     _batch(command)
     command.add_argument(
         "--batch",
-        type=whole(0),
+        type=whole_number(0),
         default=0,
         metavar="I",
         help="which batch, from 0 (default: 0)",
@@ -523,11 +523,15 @@ def _plan(command: Parser) -> None:
 def _compare(command: Parser) -> None:
     _batch(command)
     command.add_argument(
-        "--batches", type=whole(1), default=1, metavar="N", help="how many batches (default: 1)"
+        "--batches",
+        type=whole_number(1),
+        default=1,
+        metavar="N",
+        help="how many batches (default: 1)",
     )
     command.add_argument(
         "--first-batch",
-        type=whole(0),
+        type=whole_number(0),
         default=0,
         metavar="I",
         help="number of the first one (default: 0)",
@@ -542,12 +546,14 @@ def _simulate(command: Parser) -> None:
     _machine(command, pp=False, required=True)
     command.add_argument(
         "--noise",
-        type=share,
+        type=fraction,
         default=0.0,
         metavar="SHARE",
         help="standard deviation of every duration, as a share of it (default: 0)",
     )
-    command.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the noise")
+    command.add_argument(
+        "--seed", type=whole_number(0), default=0, metavar="N", help="of the noise"
+    )
     command.add_argument(
         "-o", "--output", metavar="RECORDS", help="write the timed records here, for draw"
     )
@@ -572,7 +578,7 @@ def _draw(command: Parser) -> None:
     command.add_argument("--title", metavar="TEXT", help="heading (default: the file's name)")
     command.add_argument(
         "--width",
-        type=whole(40, 100_000),
+        type=whole_number(40, 100_000),
         metavar="N",
         help="columns of text (default: the terminal's), or pixels of a picture (default: at most "
         "2400, for a screen; very short ops show their numbers in a wider one, or in x.html)",
@@ -591,7 +597,7 @@ def _serve(command: Parser) -> None:
     _machine(command, pp=True, required=True)
     _planner(command, names=None)
     command.add_argument(
-        "--context", type=whole(1), default=0, metavar="TOKENS", help="what packing packs to"
+        "--context", type=whole_number(1), default=0, metavar="TOKENS", help="what packing packs to"
     )
 
 
@@ -603,7 +609,7 @@ def _tune(command: Parser) -> None:
     _batch(command)
     command.add_argument(
         "--batches",
-        type=whole(1, 1000),
+        type=whole_number(1, 1000),
         default=2,
         metavar="N",
         help="batches that the best layouts are planned on (default: 2)",
@@ -617,11 +623,15 @@ def _tune(command: Parser) -> None:
             help=f"{', '.join(known)}, or a JSON file",
         )
     group.add_argument(
-        "--nodes", type=whole(1, 1_000_000), required=True, metavar="N", help="nodes of the job"
+        "--nodes",
+        type=whole_number(1, 1_000_000),
+        required=True,
+        metavar="N",
+        help="nodes of the job",
     )
     group.add_argument(
         "--ep",
-        type=whole(1),
+        type=whole_number(1),
         metavar="N",
         help="devices that share a layer's experts, in every layout that can: more than its tp x "
         "cp are of several replicas, which run in lockstep (default: as many of the tp x cp as "
@@ -629,7 +639,7 @@ def _tune(command: Parser) -> None:
     )
     group.add_argument(
         "--devices-per-node",
-        type=whole(1, 1_000_000),
+        type=whole_number(1, 1_000_000),
         metavar="N",
         help="devices of a node (default: the device's own, 8)",
     )
@@ -647,7 +657,10 @@ def _tune(command: Parser) -> None:
         ("dp", "data-parallel replicas"),
     ):
         group.add_argument(
-            f"--{name}", type=whole(1), metavar="N", help=f"only with this {text} (default: any)"
+            f"--{name}",
+            type=whole_number(1),
+            metavar="N",
+            help=f"only with this {text} (default: any)",
         )
     group.add_argument(
         "--partition",
@@ -674,18 +687,22 @@ def _tune(command: Parser) -> None:
     )
     group.add_argument(
         "--effort",
-        type=whole(0, 1_000_000),
+        type=whole_number(0, 1_000_000),
         metavar="N",
         help=f"how much work the search for the best layouts' plans may do (default: "
         f"{Options().effort})",
     )
     group.add_argument(
-        "--top", type=whole(1, 1000), default=10, metavar="N", help="rows to print (default: 10)"
+        "--top",
+        type=whole_number(1, 1000),
+        default=10,
+        metavar="N",
+        help="rows to print (default: 10)",
     )
     command.add_argument("--script", metavar="FILE", help="write the first choice's launch script")
     command.add_argument(
         "--dry-run-corpus",
-        type=whole(1, 100_000),
+        type=whole_number(1, 100_000),
         metavar="N",
         help="play N iterations of the corpus with the first choice, and print their spread",
     )

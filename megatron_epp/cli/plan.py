@@ -7,9 +7,9 @@ import sys
 
 from megatron_epp.cli import made_for
 from megatron_epp.cli.documents import Batches, open_batches
-from megatron_epp.cli.files import write
+from megatron_epp.cli.files import write_file
 from megatron_epp.cli.layout import layout_cost, with_vocabulary
-from megatron_epp.cli.options import Refused
+from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.corpus.overlong import Counts
 from megatron_epp.cost.cost import Cost
@@ -35,10 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
     text = _text(made.step)
     if arguments.output is not None:
         if text is None:
-            raise Refused(
+            raise UsageError(
                 f"-o: planner {planner} makes no pipeline plan, so there is none to write"
             )
-        write(arguments.output, made_for.comment(arguments, cost) + text)
+        write_file(arguments.output, made_for.comment(arguments, cost) + text)
     if arguments.json:
         facts = made.facts()
         facts["tokens"] = sum(lengths)
@@ -76,24 +76,24 @@ def options_of(arguments: argparse.Namespace) -> Options:
     """What the planner may do: stages' layers are open where --layers does not name them."""
     levers = parse_levers(arguments.levers)
     if arguments.layers and "uneven" in map(str.strip, arguments.levers.split(",")):
-        raise Refused(
+        raise UsageError(
             "--layers names the layers of every stage and the lever uneven moves them; expected one"
             " of the two"
         )
     if arguments.host_memory_gib is not None and "offload" not in levers:
-        raise Refused(
+        raise UsageError(
             "--host-memory-gib has no effect without the lever offload; expected --levers "
             "default,offload or all"
         )
     lockstep = _lockstep(arguments)
     if "local" in map(str.strip, arguments.levers.split(",")):
         if lockstep > 1:
-            raise Refused(
+            raise UsageError(
                 "--levers local: replicas in lockstep (--ep, --lockstep) have all documents spread "
                 "over the context-parallel ranks; leave it out"
             )
         if arguments.cp == 1:
-            raise Refused(
+            raise UsageError(
                 "--levers local has no effect with one context-parallel rank; expected --cp above 1"
             )
     options = Options(
@@ -114,19 +114,19 @@ def _lockstep(arguments: argparse.Namespace) -> int:
     if isinstance(arguments.cp, int) and arguments.ep is not None:
         shared = max(1, arguments.ep // (arguments.tp * arguments.cp))
     elif arguments.ep is not None and arguments.ep > arguments.tp:
-        raise Refused(
+        raise UsageError(
             f"--ep {arguments.ep}: how many replicas share a layer's experts depends on --cp; "
             "expected a number for it"
         )
     if named is not None and named % shared:
-        raise Refused(
+        raise UsageError(
             f"--lockstep {named}: {shared} replicas share a layer's experts (--ep); expected a "
             "multiple"
         )
     lockstep = shared if named is None else named
     if arguments.dp % lockstep:
         what = "--ep" if named is None else "--lockstep"
-        raise Refused(
+        raise UsageError(
             f"{what}: {lockstep} replicas in lockstep; expected a divisor of --dp {arguments.dp}"
         )
     return lockstep
@@ -217,7 +217,7 @@ def _evaluation(
     text = _text(step)
     assert text is not None
     if arguments.output is not None:
-        write(arguments.output, made_for.comment(arguments, cost) + text)
+        write_file(arguments.output, made_for.comment(arguments, cost) + text)
         print(f"wrote {arguments.output}")
     else:
         sys.stdout.write(text)

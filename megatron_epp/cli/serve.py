@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from megatron_epp.cli import machine
 from megatron_epp.cli.documents import require_batch
-from megatron_epp.cli.options import AUTO, Refused
+from megatron_epp.cli.options import AUTO, UsageError
 from megatron_epp.cli.outcome import outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cost.cost import Cost
@@ -44,11 +44,11 @@ _WARM_UP = (4096, 1024, 512, 256)
 
 def run(arguments: argparse.Namespace) -> int:
     if AUTO in (arguments.pp, arguments.cp):
-        raise Refused("--pp auto, --cp auto: a job that runs has its degrees; expected numbers")
+        raise UsageError("--pp auto, --cp auto: a job that runs has its degrees; expected numbers")
     if arguments.devices is not None:
-        raise Refused("--devices: a job that runs has its degrees; expected --pp and --cp alone")
+        raise UsageError("--devices: a job that runs has its degrees; expected --pp and --cp alone")
     if arguments.vocab_parallel == "auto":
-        raise Refused("--vocab-parallel auto: a job that runs has decided; expected on or off")
+        raise UsageError("--vocab-parallel auto: a job that runs has decided; expected on or off")
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
     # Nobody need read the last reply: closing may find the pipe broken too.

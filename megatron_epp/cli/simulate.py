@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_epp.cli import machine, made_for
-from megatron_epp.cli.files import read_plan, write
+from megatron_epp.cli.files import read_plan, write_file
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, format_records
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -24,7 +24,7 @@ _MOST_PARTS = 8
 
 def run(arguments: argparse.Namespace) -> int:
     plan, said, block = read_plan(arguments.plan, arguments.replica)
-    taken = made_for.fill(arguments, said)
+    taken = made_for.fill_in(arguments, said)
     cost = machine.plan_cost(arguments, plan)
     played = play(
         plan,
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     if arguments.output is not None:
-        write(arguments.output, format_records(played.records))
+        write_file(arguments.output, format_records(played.records))
     facts = _facts(plan, cost, played)
     if arguments.json:
         print(json.dumps(facts))

@@ -26,7 +26,7 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.cost.refit import refit
 from megatron_epp.cost.residuals import Residual, residuals
 from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Step, Timed
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class CostMonitor:
         text = ""
         if every is not None:
             text = self._better(iteration, cost, [row for rows in every for row in rows])
-        text = share(text, None, group)
+        text = broadcast_text(text, None, group)
         if not text:
             return None
         self.drift.forget()
@@ -151,7 +151,7 @@ class CostMonitor:
                 text = json.dumps(self._kept(folder))
             except ValueError as refusal:
                 error = str(refusal)
-        kept = json.loads(share(text, error, self.groups.control))
+        kept = json.loads(broadcast_text(text, error, self.groups.control))
         profiles = {int(first): Profile.from_json(each) for first, each in kept.items()}
         self._recorded = {first: each for first, each in profiles.items() if first > iteration}
         before = [first for first in profiles if first <= iteration]

@@ -16,11 +16,11 @@ from megatron_epp.control.report import (
 )
 from megatron_epp.control.retry import Attempt
 from megatron_epp.control.routed_memory import routed_bytes
-from megatron_epp.control.step_source import Adaptive, Predicting, StepSource
+from megatron_epp.control.step_source import AdaptiveSource, PredictingSource, StepSource
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Step, Timed
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.groups import Groups
 
@@ -68,7 +68,7 @@ class Observer:
         if self._resumed:
             return
         self._resumed = True
-        if not isinstance(self.steps, Adaptive):
+        if not isinstance(self.steps, AdaptiveSource):
             return
         profile = self.monitor.resume(self.loaded_from, iteration)
         if profile is not None:
@@ -89,7 +89,7 @@ class Observer:
         held in its host's memory. Collective."""
         groups, predicted = self.groups, 0.0
         plan = step.plans[groups.replica]
-        if isinstance(self.steps, Predicting) and failure is None and not plan.forward_only:
+        if isinstance(self.steps, PredictingSource) and failure is None and not plan.forward_only:
             block = step.block(groups.replica)
             predicted = self.monitor.busy(self.steps.cost, plan, records, block)
         mine = StageReport.of(groups.replica, groups.stage, records, predicted, failure, host_bytes)
@@ -108,7 +108,7 @@ class Observer:
             "what TensorBoard and Weights & Biases draw of elastic pipelines",
             lambda: self.telemetry(iteration, step, report, waited_seconds),
         )
-        if isinstance(self.steps, Adaptive):
+        if isinstance(self.steps, AdaptiveSource):
             self.steps.took(report.seconds)
             self._learn(iteration, self.steps, step, report)
             profile = self.monitor.refit(iteration, self.steps.cost)
@@ -121,13 +121,15 @@ class Observer:
             return
         records = gather_records(groups.replica, done.records, groups.leads, groups.control)
         if groups.control.rank() == 0:
-            cost = self.steps.cost if isinstance(self.steps, Predicting) else None
+            cost = self.steps.cost if isinstance(self.steps, PredictingSource) else None
             self._try(
                 f"the records of --epp-record {recorder.folder}",
                 lambda: recorder.write(iteration, done.step, records, cost),
             )
 
-    def _learn(self, iteration: int, steps: Adaptive, step: Step, report: IterationReport) -> None:
+    def _learn(
+        self, iteration: int, steps: AdaptiveSource, step: Step, report: IterationReport
+    ) -> None:
         """Where a peak came near its budget and was predicted lower, plan with less from now on."""
         predicted = predicted_peak_bytes(step)
         if not predicted:
@@ -147,7 +149,7 @@ class Observer:
         group, text = self.groups.control, ""
         if group.rank() == 0:
             text = json.dumps(routed_bytes(cost, step))
-        return json.loads(share(text, None, group))
+        return json.loads(broadcast_text(text, None, group))
 
 
 def predicted_peak_bytes(step: Step) -> Sequence[float]:
@@ -156,7 +158,7 @@ def predicted_peak_bytes(step: Step) -> Sequence[float]:
     return [max(stage) * GIB for stage in zip(*predictions, strict=True)]
 
 
-def summary(iteration: int, step: Step, report: IterationReport, waited_seconds: float) -> str:
+def summary_line(iteration: int, step: Step, report: IterationReport, waited_seconds: float) -> str:
     """One line on an iteration: what was predicted, what was measured."""
     chunks = sum(len(plan.chunks) for plan in step.plans)
     tokens = sum(plan.tokens for plan in step.plans)

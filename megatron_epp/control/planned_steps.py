@@ -18,7 +18,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError, Step
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def shared(plan: Callable[[], SourcedStep], group: dist.ProcessGroup) -> Sourced
             text = made.text
         except ValueError as refusal:
             error = str(refusal)
-    text = share(text, error, group)
+    text = broadcast_text(text, error, group)
     return SourcedStep(Step.parse(text), text) if made is None else made
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from megatron_epp.control.report import IterationReport, StageReport
-from megatron_epp.control.step_source import Adaptive, StepSource
+from megatron_epp.control.step_source import AdaptiveSource, StepSource
 from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import PlanError, Step, Timed
 from megatron_epp.runtime.groups import Groups
@@ -64,7 +64,7 @@ class Retry:
     def _plan_with_less(self, iteration: int, failures: Sequence[StageReport], tried: int) -> None:
         """Plans get less room."""
         at = f"iteration {iteration}"
-        if not isinstance(self.steps, Adaptive):
+        if not isinstance(self.steps, AdaptiveSource):
             raise _no_other_plan(at, failures[0])
         # One a stage: the rank that got furthest tells how much there is.
         worst: dict[int, StageReport] = {}
@@ -95,7 +95,7 @@ class Retry:
         """An evaluation is repeated in smaller chunks. It keeps nothing from forward to backward,
         so what training may hold is not touched."""
         at = f"the evaluation after iteration {iteration}"
-        if not isinstance(self.steps, Adaptive):
+        if not isinstance(self.steps, AdaptiveSource):
             raise _no_other_plan(at, failures[0])
         failed = min(failures, key=lambda one: _tokens(step, one))
         tokens = _tokens(step, failed)

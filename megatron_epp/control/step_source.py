@@ -32,7 +32,7 @@ class StepSource(Protocol):
 
 
 @runtime_checkable
-class Predicting(StepSource, Protocol):
+class PredictingSource(StepSource, Protocol):
     """A source that knows a cost model: what its ops should take can be compared with what they
     take."""
 
@@ -41,7 +41,7 @@ class Predicting(StepSource, Protocol):
 
 
 @runtime_checkable
-class Adaptive(Predicting, Protocol):
+class AdaptiveSource(PredictingSource, Protocol):
     """A source that plans as it goes, within a budget, and can be told to do otherwise."""
 
     @property

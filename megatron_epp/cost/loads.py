@@ -13,7 +13,7 @@ from megatron_epp.ir import Chunk, Slices, Span, slices_in
 class Local:
     """Which spans one context-parallel rank computes alone, and what of the chunks' rows is theirs.
 
-    rank     of every span of the loads, SPREAD or the rank
+    rank     of every span of the loads, ALL_RANKS or the rank
     ranks    how many there are
     tokens   [C] rows that are not exchanged: as many times as there are ranks those of the fullest
     """

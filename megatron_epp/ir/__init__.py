@@ -60,12 +60,13 @@ from megatron_epp.ir.rules import (
     StagePosition,
 )
 from megatron_epp.ir.slices import Slices, slices_in, slices_of
-from megatron_epp.ir.span import SPREAD, Span
+from megatron_epp.ir.span import ALL_RANKS, Span
 from megatron_epp.ir.step import Step
 from megatron_epp.ir.table import Table
 from megatron_epp.ir.timed import Timed, format_records, parse_records
 
 __all__ = [
+    "ALL_RANKS",
     "BACKWARDS",
     "COMPUTE",
     "DOCUMENT_ITEMS",
@@ -77,7 +78,6 @@ __all__ = [
     "OF_HEAD",
     "OF_LAYERS",
     "SELECTIVE",
-    "SPREAD",
     "TRAINING",
     "VOCABULARY_EVALUATION",
     "VOCABULARY_TRAINING",

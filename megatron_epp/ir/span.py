@@ -9,7 +9,7 @@ from megatron_epp.ir.errors import PlanError
 # (exact in a float64, which is what the simulator computes in).
 NUMBER = r"(?:0|[1-9][0-9]{0,14})"
 _SPAN = re.compile(rf"({NUMBER})\[({NUMBER}):({NUMBER})\](?:@({NUMBER}))?")
-SPREAD = -1  # in the place of a rank: over all of them
+ALL_RANKS = -1  # for a rank: the rows of the span are sharded over all of them
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -17,19 +17,19 @@ class Span:
     """Inputs ``[start, stop)`` of document ``document`` of this replica's part of the batch.
 
     ``rank``: the context-parallel rank that computes them, all of the document's, alone: the
-    document is *local*. SPREAD: every rank has its share of the rows. In text ``2[0:900]@1``, and
-    ``2[0:900]``.
+    document is *local*. ALL_RANKS: every rank has a part of the rows. In text ``2[0:900]@1``,
+    and ``2[0:900]``.
     """
 
     document: int
     start: int
     stop: int
-    rank: int = SPREAD
+    rank: int = ALL_RANKS
 
     def __post_init__(self):
         if self.document < 0 or not 0 <= self.start < self.stop:
             raise PlanError(f"span {self}: expected document >= 0 and 0 <= start < stop")
-        if self.rank != SPREAD and (self.rank < 0 or self.start):
+        if self.rank != ALL_RANKS and (self.rank < 0 or self.start):
             raise PlanError(
                 f"span {self}: only a whole document is local to a rank, of 0 and more; a slice is "
                 "spread over all"
@@ -42,7 +42,7 @@ class Span:
     @property
     def local(self) -> bool:
         """Whether one context-parallel rank computes it alone."""
-        return self.rank != SPREAD
+        return self.rank != ALL_RANKS
 
     @property
     def pairs(self) -> int:
@@ -50,7 +50,7 @@ class Span:
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     def __str__(self) -> str:
-        where = "" if self.rank == SPREAD else f"@{self.rank}"
+        where = "" if self.rank == ALL_RANKS else f"@{self.rank}"
         return f"{self.document}[{self.start}:{self.stop}]{where}"
 
     @classmethod

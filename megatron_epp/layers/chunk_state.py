@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_epp.ir import SPREAD, Plan, Slices, Span
+from megatron_epp.ir import ALL_RANKS, Plan, Slices, Span
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
@@ -58,7 +58,7 @@ class ChunkState:
         return self.rows[-1].stop if self.rows else 0
 
 
-def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = SPREAD) -> tuple[Rows, ...]:
+def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
     """The rows of ``chunk``: its spans one behind the other, those that all context-parallel ranks
     share, or those local to ``rank``."""
     rows, start = [], 0

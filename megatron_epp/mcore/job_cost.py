@@ -26,7 +26,7 @@ from megatron_epp.mcore.model.early_head import block_tokens, early_head
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.refusals import vocabulary_parallel
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def make_planning(
             error = str(refusal)
         except OSError as failure:
             error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
-    stages, host = json.loads(share(budgets, error, groups.control))
+    stages, host = json.loads(broadcast_text(budgets, error, groups.control))
     cost = replace(cost, budget_bytes=tuple(stages))
     if "offload" in options.levers:
         cost = replace(cost, host_budget_bytes=host)

@@ -14,7 +14,7 @@ from megatron_epp.control.accept import AcceptedSteps
 from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.control.files import claim
 from megatron_epp.control.given_steps import GivenSteps
-from megatron_epp.control.observe import Observer, Summary, summary
+from megatron_epp.control.observe import Observer, Summary, summary_line
 from megatron_epp.control.report import IterationReport, Recorder
 from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
@@ -48,7 +48,7 @@ from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.process_groups import make_groups
 from megatron_epp.mcore.sigterm import speak_when_terminated
 from megatron_epp.mcore.stage_runner import StageRunner
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.executor import Waiting
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
@@ -111,7 +111,7 @@ class Hooks:
     make_steps: Callable[[Place, Any], StepSource] = make_steps
     items: Callable[[Sequence[int]], Sequence[VarlenItems | None]] | None = None
     make_batches: Callable[[DocumentSource, int, int], GlobalBatches] = GlobalBatches
-    summary: Summary = summary
+    summary: Summary = summary_line
     attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
     install_in_model: Callable[[Any, int, Attention], None] = install_in_model
     make_stage: Callable[..., ModelStage] = ModelStage
@@ -237,7 +237,7 @@ class Job:
                 self._locks = claim(self._folders)
             except ValueError as refusal:
                 error = str(refusal)
-        share("", error, groups.control)
+        broadcast_text("", error, groups.control)
 
     def prepare(self, models: list[Any]) -> list[Any]:
         """Megatron's post-wrap hook: the model has its final number format, so it can be measured,

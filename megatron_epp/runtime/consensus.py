@@ -12,7 +12,7 @@ from megatron_epp.ir import PlanError
 _FAILED = 1
 
 
-def share(text: str | None, error: str | None, group: dist.ProcessGroup) -> str:
+def broadcast_text(text: str | None, error: str | None, group: dist.ProcessGroup) -> str:
     """Rank 0 of ``group`` hands ``text`` to all others; its ``error`` becomes everybody's.
 
     Two broadcasts on the host (a gloo group): 16 bytes of header, then the text.

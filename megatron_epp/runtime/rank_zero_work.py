@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 
 # Seconds between two signs of life; groups time out after minutes.
 BEAT_SECONDS = 5.0
@@ -28,7 +28,7 @@ def done_by_rank_zero(
     if group.rank() != 0:
         while at_work:
             dist.broadcast(at_work, group=group, group_src=0)
-        return share(None, None, group)
+        return broadcast_text(None, None, group)
     last = time.monotonic()
 
     def beat() -> None:
@@ -43,4 +43,4 @@ def done_by_rank_zero(
     except (ValueError, OSError) as refusal:
         error = " ".join(str(refusal).split())
     dist.broadcast(torch.zeros_like(at_work), group=group, group_src=0)
-    return share(result, error, group)
+    return broadcast_text(result, error, group)

@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.control.memory_budget import MemoryBudget
 from megatron_epp.control.report import IterationReport, StageReport
 from megatron_epp.control.retry import MOST_REPETITIONS, Attempt, Retry
-from megatron_epp.control.step_source import Adaptive, Predicting
+from megatron_epp.control.step_source import AdaptiveSource, PredictingSource
 from megatron_epp.ir import Kind, Op, PlanError, Step
 from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
 
@@ -39,9 +39,9 @@ class Learning(GivenOnly):
 
 
 def test_a_capability_is_a_type() -> None:
-    assert isinstance(Learning(), Adaptive)
-    assert not isinstance(GivenOnly(), Predicting)
-    assert not isinstance(GivenOnly(), Adaptive)
+    assert isinstance(Learning(), AdaptiveSource)
+    assert not isinstance(GivenOnly(), PredictingSource)
+    assert not isinstance(GivenOnly(), AdaptiveSource)
 
 
 def test_an_empty_chunk_fails_with_the_one_beside_it() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.ir import SPREAD, Chunk, Plan, PlanError, Span, check, check_ranks
+from megatron_epp.ir import ALL_RANKS, Chunk, Plan, PlanError, Span, check, check_ranks
 from megatron_epp.ir.random_plan import with_local
 from tests.plans import EXAMPLE, plans
 
@@ -18,7 +18,7 @@ def test_a_rank_is_said_behind_its_span_and_nothing_where_all_share_it() -> None
     assert str(plan) == LOCAL
     assert plan.chunks[1].spans == (Span(0, 5000, 9000), Span(1, 0, 1500, 1))
     assert plan.chunks[2].spans[0].rank == 0
-    assert Span.parse("2[0:900]").rank == SPREAD
+    assert Span.parse("2[0:900]").rank == ALL_RANKS
     assert plan.digest != Plan.parse(EXAMPLE).digest
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_epp.layers.attention.local import attended, parts_of
+from megatron_epp.layers.attention.local import attend_parts, attention_parts
 from megatron_epp.layers.attention.ulysses import RowsRecompute, Ulysses, refuse_heads
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.runtime.kv_store import Store
@@ -45,9 +45,9 @@ def check_heads(ulysses: Ulysses, groups: int, rank: int, rows: slice, heads: sl
     q, k, v = ulysses.to_heads(*mine)
     assert torch.equal(q, whole[0][:, heads])
     # Query head h attends to key head h G / H.
-    attended = sorted({head * groups // HEADS for head in range(heads.start, heads.stop)})
-    assert torch.equal(k, whole[1][:, attended])
-    assert torch.equal(v, whole[2][:, attended])
+    attend_parts = sorted({head * groups // HEADS for head in range(heads.start, heads.stop)})
+    assert torch.equal(k, whole[1][:, attend_parts])
+    assert torch.equal(v, whole[2][:, attend_parts])
     weights = made(HEADS, 4)
     repeated = HEADS // RANKS // k.shape[1]
     shared = sum(x.repeat_interleave(repeated, 1) for x in (k, v))
@@ -125,7 +125,7 @@ def state_of(spread: int, local: int | None) -> ChunkState:
 def test_only_rows_that_are_spread_are_exchanged(spread, local, exchanged) -> None:
     qkv = [made(HEADS, seed)[:6] for seed in (1, 2, 3)]
     state, ulysses = state_of(spread, local), Recorded()
-    parts = parts_of(ulysses, *qkv, state)
+    parts = attention_parts(ulysses, *qkv, state)
     assert ulysses.rows == exchanged
     seen = []
 
@@ -136,7 +136,7 @@ def test_only_rows_that_are_spread_are_exchanged(spread, local, exchanged) -> No
 
         return one
 
-    out, again = attended(parts, state, ulysses, attend("spread"), attend("local"))
+    out, again = attend_parts(parts, state, ulysses, attend("spread"), attend("local"))
     assert again is None and out.shape == qkv[0].shape
     expected = [("spread", spread, HEADS // 2)] * bool(spread)
     assert seen == expected + [("local", local, HEADS)] * bool(local)

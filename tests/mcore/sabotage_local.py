@@ -63,7 +63,7 @@ def exchange_local_rows() -> AbstractContextManager:
     def parts_of(ulysses, q_tHD, k_tGD, v_tGD, state):
         qkv = q_tHD, k_tGD, v_tGD
         if state.local is None or not state.tokens:
-            return local.parts_of(ulysses, *qkv, state)
+            return local.attention_parts(ulysses, *qkv, state)
         spread = local.spread_rows(state, ulysses)
         behind = (x[spread:].clone() for x in qkv)
         return (*(x[: state.tokens] for x in ulysses.to_heads(*qkv)), *behind)
@@ -73,7 +73,7 @@ def exchange_local_rows() -> AbstractContextManager:
 
 def give_rows_back_out_of_turn() -> AbstractContextManager:
     """What attention makes of local rows is put in the place of others."""
-    plain = local.attended
+    plain = local.attend_parts
 
     def attended(parts, state, ulysses, spread, of_local):
         def whole(q, k, v):

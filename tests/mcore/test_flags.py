@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from megatron_epp.cli.megatron_flags import require_known
-from megatron_epp.cli.options import Refused
+from megatron_epp.cli.options import UsageError
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.patching import cpu_host
 
@@ -29,7 +29,9 @@ def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch
         parse_args(prepare_parser)
     assert len(flags) > 500
     require_known("certify", [*flags, "--batches", "--pp=2", "--no-bias-gelu-fusion", "--"])
-    with pytest.raises(Refused, match=r"unknown option .--hiden-size.*did you mean --hidden-size"):
+    with pytest.raises(
+        UsageError, match=r"unknown option .--hiden-size.*did you mean --hidden-size"
+    ):
         require_known("profile", [*flags, "--hiden-size=4"])
 
 

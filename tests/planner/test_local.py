@@ -12,7 +12,7 @@ from megatron_epp.__main__ import main
 from megatron_epp.cost.cost import Cost, named_cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import (
-    SPREAD,
+    ALL_RANKS,
     Chunk,
     Kind,
     Plan,
@@ -108,7 +108,7 @@ def test_a_chunk_takes_what_its_slowest_rank_does_and_exchanges_what_is_spread()
     whole = [dataclasses.replace(span, document=d) for d, span in enumerate(spans[1:])]
     local = cost.loads([Chunk(tuple(whole))], documents[1:])
     np.testing.assert_allclose(cost.comm_seconds(Kind.FORWARD, local), 0, atol=1e-15)
-    everywhere = [dataclasses.replace(span, rank=SPREAD) for span in whole]
+    everywhere = [dataclasses.replace(span, rank=ALL_RANKS) for span in whole]
     assert (
         cost.comm_seconds(Kind.FORWARD, cost.loads([Chunk(tuple(everywhere))], documents[1:])).min()
         > 0

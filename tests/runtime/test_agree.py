@@ -12,7 +12,7 @@ TEXT = "plan v1 with an umlaut: ü\n" * 300
 def several(rank: int) -> dict[str, Any]:
     """What ``share`` and ``agree`` do on this rank, one case after the other."""
     from megatron_epp.ir import PlanError
-    from megatron_epp.runtime.consensus import agree, share
+    from megatron_epp.runtime.consensus import agree, broadcast_text
 
     group = dist.group.WORLD
 
@@ -23,10 +23,10 @@ def several(rank: int) -> dict[str, Any]:
             return f"PlanError: {error}"
 
     return {
-        "shared": told(share, TEXT if rank == 0 else None, None),
-        "empty": told(share, "" if rank == 0 else None, None),
-        "refused": told(share, None, "no plan for you" if rank == 0 else None),
-        "shared again": told(share, "next" if rank == 0 else None, None),
+        "shared": told(broadcast_text, TEXT if rank == 0 else None, None),
+        "empty": told(broadcast_text, "" if rank == 0 else None, None),
+        "refused": told(broadcast_text, None, "no plan for you" if rank == 0 else None),
+        "shared again": told(broadcast_text, "next" if rank == 0 else None, None),
         "agreed": told(agree, TEXT, "iteration 1"),
         "one differs": told(agree, "other" if rank == 2 else TEXT, "iteration 2"),
         "two differ": told(agree, TEXT if rank == 0 else f"mine {rank}", "iteration 3"),

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from megatron_epp.cli import machine
 from megatron_epp.cli.documents import Batches, open_batches
-from megatron_epp.cli.files import write
-from megatron_epp.cli.options import ASSUMPTIONS, Refused
+from megatron_epp.cli.files import write_file
+from megatron_epp.cli.options import ASSUMPTIONS, UsageError
 from megatron_epp.cli.progress import bar
-from megatron_epp.cli.tune.report import report, spread
+from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import device
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = Wanted(arguments.tp, arguments.cp, arguments.pp, arguments.dp)
     found = list(layouts(the_model, devices, node_devices, documents, wanted))
     if not found:
-        raise Refused(
+        raise UsageError(
             f"{devices} devices: no tp x cp x pp x dp fills them for {the_model.name} with "
             f"{documents} documents in a global batch; expected a --global-batch-size that many "
             "of the number's divisors divide, or another number of --nodes"
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.script is not None:
         context = arguments.context or int(batches.corpus.inputs.max())
         text = launch_script(the_model, first, arguments, node_devices, documents, context)
-        write(arguments.script, text)
+        write_file(arguments.script, text)
     if arguments.json:
         facts = _facts(made, arguments.top)
         if played:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{the_model.name} on {arguments.nodes} nodes of {node_devices} x {the_device.name}, "
         f"{documents} documents a batch, {arguments.batches} batches"
     )
-    print(report(made, str(batches), machines, arguments.top), end="")
+    print(tuning_lines(made, str(batches), machines, arguments.top), end="")
     if played:
         print(spread(played), end="")
     if arguments.script is not None:
@@ -93,7 +93,7 @@ def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
     if arguments.devices_per_node or not found.node_devices:
         return dataclasses.replace(found, node_devices=node_devices)
     if found.node_devices != node_devices:
-        raise Refused(
+        raise UsageError(
             f"--topology {name}: its nodes have {found.node_devices} devices; give "
             f"--devices-per-node {found.node_devices}"
         )

@@ -27,7 +27,7 @@ GiB       the most that a device holds\
 """
 
 
-def report(made: Survey, batches: str, machines: str, top: int) -> str:
+def tuning_lines(made: Survey, batches: str, machines: str, top: int) -> str:
     lines = [*_verdict(made), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
     text += "\n" + plain(_HEADERS, [_row(n, c) for n, c in enumerate(made.choices[:top], 1)])

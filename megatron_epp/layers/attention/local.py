@@ -30,7 +30,7 @@ def spread_rows(state: ChunkState, ulysses: Ulysses) -> int:
     return state.tokens // ulysses.group.size()
 
 
-def parts_of(
+def attention_parts(
     ulysses: Ulysses, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, state: ChunkState
 ) -> tuple[Tensor, ...]:
     """Q, K and V of what is spread, of all rows and some heads; behind them those of what is local,
@@ -46,15 +46,15 @@ def parts_of(
     return (*ulysses.to_heads(*(x[:spread] for x in qkv)), *local)
 
 
-def attended(
+def attend_parts(
     parts: Sequence[Tensor],
     state: ChunkState,
     ulysses: Ulysses | None,
     spread: Attend,
     local: Attend,
 ) -> tuple[Tensor, RecomputeHandle | None]:
-    """The output of this rank's rows [t, H, D], by ``spread`` and ``local``, of :func:`parts_of`'s
-    ``parts``; of Q, K and V as they are where there is no exchange."""
+    """The output of this rank's rows [t, H, D], by ``spread`` and ``local``, from the ``parts`` of
+    :func:`attention_parts`; from Q, K and V as they are where there is no exchange."""
     if ulysses is None:
         return spread(*parts)
     if state.local is not None and not state.tokens:

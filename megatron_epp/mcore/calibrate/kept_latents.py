@@ -15,7 +15,7 @@ from megatron_epp.mcore.job_cost import analytic, kept_budgets, training_cost
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.hybrid.stack import has_attention
 from megatron_epp.mcore.model.latent_attention import can_keep_latents
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def choose(
             keeps = decided(args, model, attention, layers)
         except ValueError as refusal:
             error = str(refusal)
-    args.epp_mla_keeps = share(keeps, error, groups.control)
+    args.epp_mla_keeps = broadcast_text(keeps, error, groups.control)
     attention.latents = args.epp_mla_keeps == LATENTS
 
 

@@ -26,7 +26,7 @@ from megatron_epp.layers.recompute.wrap import OF_EXPERTS, OF_LATENTS, ON_DEVICE
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
 from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import receive_now, send_now
 
@@ -231,7 +231,7 @@ def calibrate(
             text = _of_all_kinds(of_kinds, model, provenance, probe).to_json()
         except ValueError as refusal:
             error = f"calibration: {refusal}"
-    return Profile.from_json(share(text, error, groups.control))
+    return Profile.from_json(broadcast_text(text, error, groups.control))
 
 
 def _measure_bytes(

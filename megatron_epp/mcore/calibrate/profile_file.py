@@ -150,7 +150,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     from megatron_epp.mcore.job_cost import training_levers
     from megatron_epp.mcore.model.shape import kinds_of_stage, model_shape
     from megatron_epp.mcore.model.vocabulary.shard import whole_output_layer
-    from megatron_epp.runtime.consensus import share
+    from megatron_epp.runtime.consensus import broadcast_text
 
     wanted = provenance_of(args)
     text = error = None
@@ -159,7 +159,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
             text = _kept(args, config, wanted)
         except ValueError as refusal:
             error = str(refusal)
-    text = share(text, error, groups.control)
+    text = broadcast_text(text, error, groups.control)
     if text:
         return Profile.from_json(text)
     began = time.perf_counter()

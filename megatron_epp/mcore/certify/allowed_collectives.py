@@ -46,7 +46,7 @@ SCHEDULE = (
     Listed(
         "plan text",
         "epp_control",
-        _from("megatron_epp.runtime.consensus.share"),
+        _from("megatron_epp.runtime.consensus.broadcast_text"),
         "rank 0 plans, all ranks get its text or its refusal",
     ),
     Listed(

@@ -45,7 +45,7 @@ class ChatTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class TokenizedChats:
     """What a chat file was made into. ``lengths``: [conversations] int64 tokens of each."""
 
     lines: int
@@ -173,7 +173,7 @@ def write_encoded(
     vocabulary: int,
     prefix: Path,
     beat: Callable[[], None] = lambda: None,
-) -> Written:
+) -> TokenizedChats:
     """Write ``prefix.bin/.idx`` and the masks beside it: all four files, or none.
 
     lines        what ``encode_line`` made of each of ``source``
@@ -212,7 +212,7 @@ def write_encoded(
             )
         for name in (f"{SUFFIX}.bin", f"{SUFFIX}.idx", ".bin", ".idx"):
             os.replace(f"{scratch}{name}", f"{prefix}{name}")
-    return Written(count, numpy.array(lengths, numpy.int64), targets, untargeted)
+    return TokenizedChats(count, numpy.array(lengths, numpy.int64), targets, untargeted)
 
 
 def _reason(error: BaseException) -> str:

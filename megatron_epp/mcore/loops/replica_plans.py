@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from megatron_epp.ir import Plan, check
-from megatron_epp.runtime.consensus import share
+from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 MOST_REMEMBERED = 64  # plans of calls that looked alike
@@ -35,7 +35,7 @@ class ReplicaPlans:
                     text = str(plan)
                 except ValueError as refusal:
                     error = str(refusal)
-            plan = Plan.parse(share(text, error, self.groups.control))
+            plan = Plan.parse(broadcast_text(text, error, self.groups.control))
         if len(self._known) >= MOST_REMEMBERED:
             self._known.clear()
         self._known[key] = plan

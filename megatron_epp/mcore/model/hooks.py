@@ -16,7 +16,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
-from megatron_epp.layers.attention.local import attended, parts_of
+from megatron_epp.layers.attention.local import attend_parts, attention_parts
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
@@ -91,8 +91,8 @@ class ElasticAttention:
         state = packed_seq_params.state
         drop = "core_attn" in self.dropped.modules
         qkv = query_tHD, key_tGD, value_tGD
-        out, handle = attended(
-            qkv if self.ulysses is None else parts_of(self.ulysses, *qkv, state),
+        out, handle = attend_parts(
+            qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state),
             state,
             self.ulysses,
             lambda q, k, v: self.attention(q, k, v, state, self.layer, drop),

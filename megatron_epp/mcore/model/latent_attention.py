@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_epp.layers.attention.latents import Latents, LatentsAttention
-from megatron_epp.layers.attention.local import attended, parts_of, spread_rows
+from megatron_epp.layers.attention.local import attend_parts, attention_parts, spread_rows
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.recompute.outputs import (
@@ -121,7 +121,9 @@ class LatentLayer:
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
             """And the up-projection, whose gradient from the context is one with that from here."""
             made = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
-            exchanged = made if self.ulysses is None else parts_of(self.ulysses, *made, state)
+            exchanged = (
+                made if self.ulysses is None else attention_parts(self.ulysses, *made, state)
+            )
             weight = self.around.linear_kv_up_proj.weight if expands else None
             return exchanged if weight is None else (*exchanged, weight.view_as(weight))
 
@@ -247,7 +249,7 @@ class LatentLayer:
             return self.local(q_THD, k_THD, v_THV, state.local, self.layer, drop)
 
         def attend() -> tuple[Tensor, RecomputeHandle | None]:
-            return attended(parts, state, self.ulysses, spread, local)
+            return attend_parts(parts, state, self.ulysses, spread, local)
 
         out, handle = saving_handles(made.with_handles, attend) if made.with_handles else attend()
         if handle is not None:

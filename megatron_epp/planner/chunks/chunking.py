@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_epp.ir import SPREAD, Chunk, Span
+from megatron_epp.ir import ALL_RANKS, Chunk, Span
 from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans
 
 
@@ -21,7 +21,7 @@ class Chunking:
     document       per chunk: the cut document that it holds a slice of, or -1
     slice_tokens   per chunk: tokens of that slice, or 0
     rank           of every span the context-parallel rank, of ``ranks``, that computes it alone, or
-                   SPREAD; None: all are spread
+                   ALL_RANKS; None: all are spread
     """
 
     spans: Spans
@@ -81,7 +81,7 @@ class Chunking:
     def ir_chunks(self, names: Sequence[int]) -> tuple[Chunk, ...]:
         """As ir chunks; ``names[d]`` is what document d is called outside."""
         spans: list[list[Span]] = [[] for _ in range(self.count)]
-        rank = np.full(len(self.spans), SPREAD) if self.rank is None else self.rank
+        rank = np.full(len(self.spans), ALL_RANKS) if self.rank is None else self.rank
         rows = zip(
             self.chunk.tolist(),
             self.spans.document.tolist(),

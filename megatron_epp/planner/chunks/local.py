@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 from numba import njit
 
-from megatron_epp.ir import SPREAD
+from megatron_epp.ir import ALL_RANKS
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans, cut_each
@@ -102,7 +102,7 @@ def local_chunks(
     )
     whole = Cuts(cuts.slices, cuts.tails, all_short)
     chunking = assemble(whole, number[bucket], int(number[-1]) + 1, rates)
-    everywhere = np.full(len(cuts.slices) + tails + shorts, SPREAD)
+    everywhere = np.full(len(cuts.slices) + tails + shorts, ALL_RANKS)
     rank = np.concatenate((everywhere, place % ranks))
     return dataclasses.replace(chunking, rank=rank, ranks=ranks), tails
 
