@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import Options, Planned, plan_step
 from megatron_epp.show.paint import draw_comparison
 from megatron_epp.show.svg import to_svg

@@ -8,7 +8,7 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.control.planner_process import PlannerProcess
 from megatron_epp.cost.analytic import profile
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import MODELS, LayerShape, Model
 from megatron_epp.ir import Plan, Step

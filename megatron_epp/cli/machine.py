@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_epp.cli.options import ASSUMPTIONS, UsageError
 from megatron_epp.cost.analytic import budgeted
-from megatron_epp.cost.cost import Cost, expert_degree, named_cost
+from megatron_epp.cost.build import expert_degree, named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES, GIB, device
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.models import MODELS, model

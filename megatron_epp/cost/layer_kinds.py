@@ -1,8 +1,7 @@
 """Which kind every layer is, and how many layers of which kind have which recompute choice.
 
 The kinds of the layers, first to last, belong to the model; a plan says how many layers a stage
-has, and a letter for each. Planners count: so many layers of a stage have that letter, either from
-the front, whatever their kinds, or by kind, so many of each.
+has, and a letter for each. Planners count: so many layers of a stage and kind have that letter.
 """
 
 import itertools
@@ -13,12 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_epp.ir import KEEP, OFFLOAD, Plan
+from megatron_epp.ir import Plan
 
-# A recompute letter; or a kind's number and a letter.
-Choice = str | tuple[int, str]
-# [stages, chunks] layers with each choice. Letters alone stand from the front of a stage in their
-# order, but kept layers behind them, and offloaded ones last.
+Choice = tuple[int, str]  # a kind's number, and a recompute letter
+# [stages, chunks] layers with each choice. Those of a kind stand from the front of a stage in their
+# order, but kept layers behind them; offloaded ones stand anywhere.
 Counts = Mapping[Choice, np.ndarray]
 
 
@@ -85,27 +83,14 @@ class StageKinds:
         start, stop = start.astype(np.int64), stop.astype(np.int64)
         return self._before[:, stage, stop] - self._before[:, stage, start]
 
-    def by_kind(self, counts: Counts) -> Counts:
-        """``counts`` by kind; those that are already stay as they are."""
-        letters = [choice for choice in counts if isinstance(choice, str)]
-        if not letters:
-            return counts
-        assert len(letters) == len(counts), "counts from the front, or by kind"
-        order = [letter for letter in letters if letter not in (KEEP, OFFLOAD)]
-        order += [letter for letter in (KEEP, OFFLOAD) if letter in counts]
-        found: dict[Choice, np.ndarray] = {}
-        start: np.ndarray = np.zeros(1)
-        for letter in order:
-            grid = np.asarray(counts[letter])
-            start = np.broadcast_to(start, grid.shape)
-            for kind, layers in enumerate(self.from_front(start, start + grid)):
-                if layers.any():
-                    found[kind, letter] = layers
-            start = start + grid
-        return found
+    def first(self, letter: str, layers: np.ndarray) -> Counts:
+        """``letter`` for the first ``layers`` [stages, chunks] of every stage, whatever their
+        kinds."""
+        of_kinds = enumerate(self.from_front(np.zeros_like(layers), layers))
+        return {(kind, letter): grid for kind, grid in of_kinds if grid.any()}
 
     def of_plan(self, plan: Plan) -> dict[Choice, np.ndarray]:
-        """By kind, what the letters of ``plan`` say."""
+        """[stages, chunks] layers with each choice, as the letters of ``plan`` say."""
         seen: dict[tuple[int, str], dict[Choice, int]] = {}
         found: dict[Choice, np.ndarray] = {}
         for stage, choices in enumerate(plan.recompute):
@@ -132,11 +117,6 @@ def stage_kinds(
     edges = [0, *itertools.accumulate(layers)]
     words = tuple(numbers[start:stop] for start, stop in itertools.pairwise(edges))
     return StageKinds(tuple(names[kind] for kind in used), words)
-
-
-def split_choice(choice: Choice) -> tuple[int, str]:
-    """The kind's number (0 where there is one kind) and the letter."""
-    return (0, choice) if isinstance(choice, str) else choice
 
 
 # ------------------------------------------------------------------ text

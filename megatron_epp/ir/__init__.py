@@ -43,7 +43,7 @@ from megatron_epp.ir.op import (
 from megatron_epp.ir.plan import Plan, Prediction
 from megatron_epp.ir.program.lower import Program, lower, lower_stage
 from megatron_epp.ir.program.skeleton import check_skeletons
-from megatron_epp.ir.recompute import FULL, KEEP, OFFLOAD, SELECTIVE
+from megatron_epp.ir.recompute import FULL, IN_FLIGHT, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
     EVALUATION,
@@ -72,6 +72,7 @@ __all__ = [
     "DOCUMENT_ITEMS",
     "EVALUATION",
     "FULL",
+    "IN_FLIGHT",
     "KEEP",
     "KIND_CODE",
     "OFFLOAD",

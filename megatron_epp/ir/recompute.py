@@ -23,6 +23,7 @@ SELECTIVE = {
 # Everything saved, but in the host's memory between F and B: copied out while F runs, back while
 # B (or I) runs. The K and V that later slices attend to stay on the device.
 OFFLOAD = "o"
+IN_FLIGHT = 2  # offloaded layers on the device while an op runs: one in use, one under way
 # Whose layers run their MLP again in backward: a layer of experts then exchanges rows once more.
 MLP_AGAIN = frozenset({FULL} | {letter for letter, run in SELECTIVE.items() if "mlp" in run})
 LETTERS = KEEP + FULL + "".join(SELECTIVE) + OFFLOAD

@@ -17,7 +17,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_epp.control.files import write_whole
 from megatron_epp.corpus.lengths import Corpus, open_corpus
-from megatron_epp.cost.cost import even_layers
+from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.profile import Profile
 from megatron_epp.mcore.calibrate.profile_file import ANALYTIC
 from megatron_epp.mcore.certify.scale_down import stage_layers

@@ -36,7 +36,7 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
     )
     layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, slices))
     rules = VOCABULARY_TRAINING if cost.vocabulary_parallel else TRAINING
-    moved = moved_bytes(cost.table_of(loads, {FULL: layers}), loads, rules)
+    moved = moved_bytes(cost.table_of(loads, cost.kinds.first(FULL, layers)), loads, rules)
     up, down = [KIND_CODE[Kind.FORWARD]], [KIND_CODE[Kind.BACKWARD]]
     if cost.vocabulary_parallel:  # the first backward waits for the H of all slices
         up.append(KIND_CODE[Kind.HEAD])

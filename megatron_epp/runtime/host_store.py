@@ -7,7 +7,7 @@
                                                                [ 0 <-         ]
 
 (layers 0 and 2 are offloaded, layer 1 is not). Two of them at most are on the device at a time, one
-in use and one under way (cost.cost.IN_FLIGHT), whatever the copies' speed: a layer begins when the
+in use and one under way (ir.IN_FLIGHT), whatever the copies' speed: a layer begins when the
 one before the last has left, and the next one comes back when the layer behind it begins its
 backward. On a GPU each direction has a stream of its own and the host memory is pinned; streams
 wait for events, the host for nothing. Without a GPU a copy is done when it is asked for; what is
@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.ir import IN_FLIGHT
 from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT = 2  # layers on the device while an op runs; the cost model reckons with as many
 # Storages that are not worth a copy: borders of documents, states of a generator.
 LEAST_BYTES = 512
 # torch rounds pinned memory up to powers of two and keeps what was freed for later. So memory is

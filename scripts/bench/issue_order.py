@@ -23,7 +23,7 @@ from headline import ROOT, heading, host, write
 sys.path.insert(0, str(ROOT))
 
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Plan, Post, Program, Table, lower
 from megatron_epp.planner import Options
 from megatron_epp.planner.registry import PIPELINES

@@ -23,7 +23,7 @@ from headline import ROOT, heading, host, write
 sys.path.insert(0, str(ROOT))
 
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import check_skeletons
 from megatron_epp.planner import PIPELINES, Options, PlannedStep, plan_step
 

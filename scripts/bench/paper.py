@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import ALL, PIPELINES, PLANNERS, SIMULATED, Options
 from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.chunks.slicing import Rates

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import ALL, PLANNERS, Options, plan_step
 from megatron_epp.show.table import markdown
 
@@ -30,7 +30,7 @@ CORPORA = ("wlb", "prolong", "wikipedia")
 COLD = """
 import time
 began = time.perf_counter()
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import ALL, Options, plan_step
 from megatron_epp.corpus.lengths import open_corpus
 imported = time.perf_counter()

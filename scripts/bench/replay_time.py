@@ -15,7 +15,7 @@ from headline import ROOT
 sys.path.insert(0, str(ROOT))
 
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule

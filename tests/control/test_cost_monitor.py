@@ -6,7 +6,8 @@ import pytest
 
 from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import LayerShape, Model
 from megatron_epp.cost.residuals import Residual

@@ -9,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
-from megatron_epp.cost.cost import Cost, even_layers, letter_counts, named_cost
+from megatron_epp.cost.build import even_layers, named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES, GIB
+from megatron_epp.cost.layer_kinds import stage_kinds
+from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.models import MODELS
 from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import FULL, KEEP, OF_LAYERS, Chunk, Item, Kind, Plan, Span
@@ -19,6 +22,11 @@ from tests.plans import EXAMPLE, evaluation, plans
 
 F, B, I, W = OF_LAYERS  # noqa: E741
 GPT = sorted(PUBLISHED)
+
+
+def compute_seconds(cost: Cost, kind: Kind, load: Loads) -> np.ndarray:
+    """[stages, chunks] without communication."""
+    return cost.seconds(kind, load) - cost.comm_seconds(kind, load)
 
 
 def loads(cost: Cost, *spans: tuple[int, int], length: int | None = None):
@@ -48,7 +56,7 @@ def test_equation_1_of_a_slice(name: str) -> None:
     known = PUBLISHED[name]
     cost = named_cost(name, "a100-80g", pp=4, cp=8)
     load = loads(cost, (0, 30_000), (30_000, 50_000))
-    seconds = sum(cost.compute_seconds(kind, load) for kind in (F, B))
+    seconds = sum(compute_seconds(cost, kind, load) for kind in (F, B))
     a1, a2 = known.a1_ms_per_square_token / 1e3, known.a2_ms_per_token / 1e3
     slice_ = (a1 * (50_000**2 - 30_000**2) + a2 * 20_000) / 32
     assert seconds[:, 1] == pytest.approx([slice_] * 4, rel=1e-12)
@@ -95,8 +103,8 @@ def test_a_recomputed_layer_costs_its_forward() -> None:
     cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
     load = loads(cost, (0, 30_000), (30_000, 50_000))
     forward = cost.seconds(F, load)[0] - cost.comm_seconds_per(F)[0, 2]
-    assert cost.recompute_seconds(FULL, load) == pytest.approx(forward / 10, rel=1e-12)
-    assert (cost.recompute_seconds(KEEP, load) == 0).all()
+    assert cost.recompute_seconds((0, FULL), load) == pytest.approx(forward / 10, rel=1e-12)
+    assert (cost.recompute_seconds((0, KEEP), load) == 0).all()
 
 
 def test_memory_of_a_whole_document() -> None:
@@ -104,15 +112,15 @@ def test_memory_of_a_whole_document() -> None:
     cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
     load = loads(cost, (0, 8000))
     layers = np.full((4, 1), 10.0)
-    held = cost.activation_bytes(load, {KEEP: layers})[:, 0]
+    held = cost.activation_bytes(load, {(0, KEEP): layers})[:, 0]
     layer_bytes = 34 * 5120 * 8000 / 8
     assert held[:3] == pytest.approx([10 * layer_bytes] * 3)
     assert held[3] == pytest.approx(10 * layer_bytes + 6 * 128_256 * 8000 / 8)
     # Recomputed in full, a layer keeps its input.
-    held = cost.activation_bytes(load, {KEEP: layers - 4, FULL: layers * 0 + 4})[:, 0]
+    held = cost.activation_bytes(load, {(0, KEEP): layers - 4, (0, FULL): layers * 0 + 4})[:, 0]
     assert held[0] == pytest.approx(6 * layer_bytes + 4 * 2 * 5120 * 8000 / 8)
     transient = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, logits_held=False)
-    held = transient.activation_bytes(load, {KEEP: layers})[:, 0]
+    held = transient.activation_bytes(load, {(0, KEEP): layers})[:, 0]
     assert held[3] == held[0]
     assert transient.workspace_bytes(F, load)[3, 0] == 6 * 128_256 * 8000 / 8
 
@@ -124,15 +132,15 @@ def test_memory_of_a_cut_document() -> None:
     load = loads(cost, (0, 5000), (5000, 8000))
     layers = np.full((4, 2), 10.0)
     kv = 2 * 2 * 5120 / 8  # of one token and layer
-    held = cost.activation_bytes(load, {KEEP: layers})[0]
+    held = cost.activation_bytes(load, {(0, KEEP): layers})[0]
     assert held == pytest.approx([10 * (34 * 5120 / 8 - kv) * 5000, 10 * 34 * 5120 / 8 * 3000])
     assert cost.kv_bytes(load)[0] == pytest.approx([10 * kv * 5000])
     assert cost.kv_gradient_bytes(load)[0] == pytest.approx([10 * kv * 5000])  # as in the paper
     # What is kept of a slice and its K/V is what a whole document keeps.
-    whole = cost.activation_bytes(loads(cost, (0, 8000)), {KEEP: layers[:, :1]})[0, 0]
+    whole = cost.activation_bytes(loads(cost, (0, 8000)), {(0, KEEP): layers[:, :1]})[0, 0]
     assert held.sum() + cost.kv_bytes(load)[0, 0] == pytest.approx(whole)
     # Checkpointing a split chunk cannot free its K and V: e (D + 2 D_kv) are left.
-    full = cost.activation_bytes(load, {FULL: layers})[0].sum() + cost.kv_bytes(load)[0, 0]
+    full = cost.activation_bytes(load, {(0, FULL): layers})[0].sum() + cost.kv_bytes(load)[0, 0]
     assert full == pytest.approx(10 * 2 * (5120 * 8000 + 2 * 5120 * 5000) / 8)
 
 
@@ -141,7 +149,7 @@ def test_a_backward_frees_while_it_makes() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=1, cp=1, memory_budget_gib=1000)
     load = loads(cost, (0, 5000), (5000, 8000))
     layers = np.full((1, 2), 32.0)
-    table = cost.table_of(load, {KEEP: layers})
+    table = cost.table_of(load, {(0, KEEP): layers})
     gradients = np.asarray(table.held_bytes[Item.KV_GRADIENTS])[0, 0]
     assert gradients == 32 * 5000 * 2 * 4 * 1024  # float32, of 5000 tokens
     # Without recompute it never holds more than its forward left.
@@ -254,7 +262,7 @@ def test_a_table_is_a_sum_over_layers(cost: Cost, plan: Plan) -> None:
                 alone = seconds
                 if kind in (B, I):
                     alone += sum(
-                        cost.recompute_seconds(letter, load)[c]
+                        cost.recompute_seconds((0, letter), load)[c]
                         for letter in choice
                         if letter != "o"
                     )
@@ -341,9 +349,9 @@ def test_an_i_never_holds_activations_and_weight_inputs_at_once() -> None:
 
 @given(plans())
 def test_letters_are_counted(plan: Plan) -> None:
-    counts = letter_counts(plan)
+    counts = stage_kinds(["layer"], [0] * sum(plan.layers), plan.layers).of_plan(plan)
     assert (sum(counts.values()) == np.array(plan.layers)[:, None]).all()
-    for letter, grid in counts.items():
+    for (_, letter), grid in counts.items():
         expected = [[choice.count(letter) for choice in stage] for stage in plan.recompute]
         assert grid.tolist() == expected
 
@@ -368,8 +376,8 @@ def test_the_profiles_own_layout_scales() -> None:
     measured = dataclasses.replace(made, tp=2)
     same = Cost(measured, (8,), (1e12,), tp=2)
     load = loads(same, (0, 4096))
-    alone = Cost(made, (8,), (1e12,)).compute_seconds(F, load)
-    assert same.compute_seconds(F, load) == pytest.approx(alone)
+    alone = Cost(made, (8,), (1e12,)).seconds(F, load)  # on one device nothing is exchanged
+    assert compute_seconds(same, F, load) == pytest.approx(alone)
     twice = Cost(measured, (8,), (1e12,), tp=2, cp=2)
     constant = 8 * made.layer_seconds[Kind.FORWARD].per_chunk
-    assert twice.compute_seconds(F, load) - constant == pytest.approx((alone - constant) / 2)
+    assert compute_seconds(twice, F, load) - constant == pytest.approx((alone - constant) / 2)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_epp.control.routed_memory import routed_bytes
 from megatron_epp.cost.analytic import CONTEXT_BLOCK, profile
-from megatron_epp.cost.cost import Cost, even_layers, expert_degree, named_cost
+from megatron_epp.cost.build import even_layers, expert_degree, named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.loads import pairs_before
@@ -77,30 +78,21 @@ def test_a_pattern_of_too_many_layers_is_refused_at_once() -> None:
 
 @given(WORDS, st.integers(1, 4), st.integers(0, 2**32))
 def test_layers_from_the_front(word: list[str], stages: int, seed: int) -> None:
-    """Counts of letters from the front of a stage are what a plan with those letters says."""
+    """A letter for the first layers of a stage is what a plan with those letters says."""
     random = Random(seed)
     stages = min(stages, len(word))
     layers = even_layers(len(word), stages)
     names = sorted(set(word))
     kinds = stage_kinds(names, [names.index(kind) for kind in word], layers)
-    choices = [["".join(random.choice("fmk") for _ in range(n)) for _ in range(3)] for n in layers]
-    choices = [["".join(sorted(text, key="fmk".index)) for text in row] for row in choices]
-    grids = {
-        letter: np.array([[float(text.count(letter)) for text in row] for row in choices])
-        for letter in "kfm"
-    }
-    by_kind = kinds.by_kind(grids)
-    assert kinds.by_kind(by_kind) is by_kind
+    grid = np.array([[random.randint(0, n) for _ in range(3)] for n in layers])
+    found = kinds.first("f", grid)
     edges = np.cumsum([0, *layers])
-    for stage, row in enumerate(choices):
-        mine = word[edges[stage] : edges[stage + 1]]
-        for chunk, text in enumerate(row):
+    for stage, row in enumerate(grid):
+        for chunk, count in enumerate(row):
+            mine = word[edges[stage] : edges[stage] + count]
             for kind, name in enumerate(kinds.names):
-                for letter in "kfm":
-                    grid = by_kind.get((kind, letter))
-                    found = 0 if grid is None else grid[stage, chunk]
-                    pairs = zip(mine, text, strict=True)
-                    assert found == sum(pair == (name, letter) for pair in pairs)
+                there = found.get((kind, "f"), np.zeros_like(grid))[stage, chunk]
+                assert there == mine.count(name)
 
 
 # --- windows --------------------------------------------------------------------------------------
@@ -222,8 +214,8 @@ def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
                 if letter == "o":
                     copies += one.copy_seconds(loads)[chunk]
                 else:
-                    again += one.recompute_seconds(letter, loads)[chunk]
-                    held += one.saved_bytes(letter, loads)[chunk]
+                    again += one.recompute_seconds((0, letter), loads)[chunk]
+                    held += one.saved_bytes((0, letter), loads)[chunk]
             assert table.held_bytes[Item.ACTIVATIONS][stage][chunk] == near(held, abs=1.01)
             assert table.recompute_seconds[stage][chunk] == near(again)
             for kind in OF_LAYERS:
@@ -249,7 +241,7 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
             document = max(0, loads.document[chunk])
 
             def made(one: Cost) -> float:
-                one_layer = one._kv_gradients(one.figures[0], loads)
+                one_layer = one.layer_kv_gradient_bytes(one.figures[0], loads)
                 return float(one_layer[document]) if last else 0.0  # noqa: B023
 
             offloaded = [one for one, letter in zip(mine, choice, strict=True) if letter == "o"]
@@ -260,21 +252,23 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
                     continue
                 alive = 0.0
                 if letter != "k":
-                    alive = one.recompute_workspace_bytes(letter, loads)[chunk]
+                    alive = one.recompute_workspace_bytes((0, letter), loads)[chunk]
                 peak = max(peak, held + alive)
-                held += made(one) - one.saved_bytes(letter, loads)[chunk]
+                held += made(one) - one.saved_bytes((0, letter), loads)[chunk]
                 peak = max(peak, held)
             peak -= sum(map(made, mine))
             passing = max(one.workspace_bytes(Kind.BACKWARD, loads)[0, chunk] for one in mine)
             aside = 0.0
             if offloaded:
-                largest = max(one.saved_bytes("k", loads)[chunk] for one in offloaded)
+                largest = max(one.saved_bytes((0, "k"), loads)[chunk] for one in offloaded)
                 aside = min(2, len(offloaded)) * largest
             assert table.workspace_bytes[Kind.BACKWARD][stage][chunk] == pytest.approx(
                 peak + passing + aside, abs=6
             )
             forward = max(
-                one.forward_workspace_bytes(loads, {letter: np.ones((1, loads.chunks))})[0, chunk]
+                one.forward_workspace_bytes(loads, {(0, letter): np.ones((1, loads.chunks))})[
+                    0, chunk
+                ]
                 for one, letter in zip(mine, choice, strict=True)
             )
             assert table.workspace_bytes[Kind.FORWARD][stage][chunk] == pytest.approx(
@@ -620,7 +614,10 @@ def test_a_recomputed_layers_forward_is_promised_what_it_needs() -> None:
     )):  # fmt: skip
         cost = Cost(per_letter, (2, 2), (1e12,) * 2)
         loads = cost.loads(chunks, (500, 100))
-        counts = {"f": np.array([[0.0, 1.0], [0.0, 0.0]]), "k": np.array([[2.0, 1.0], [2.0, 2.0]])}
+        counts = {
+            (0, "f"): np.array([[0.0, 1.0], [0.0, 0.0]]),
+            (0, "k"): np.array([[2.0, 1.0], [2.0, 2.0]]),
+        }
         found = cost.table_of(loads, counts).workspace_bytes[Kind.FORWARD]
         assert found[0].tolist() == [3 * 500 + 10, in_full]
         assert found[1].tolist() == [3 * 500 + 10, 3 * 100 + 10]
@@ -659,18 +656,22 @@ def test_the_fullest_devices_experts_hold_more() -> None:
     cost = Cost(profile(shape, DEVICES["h100-80g"]), (4,), (1e15,), tp=4, ep=4)
     fuller = dataclasses.replace(cost, profile=dataclasses.replace(cost.profile, routing=2.0))
     loads = cost.loads([Chunk((Span(0, 0, 4096),))], [4096])
-    inside = cost.saved_bytes("k", loads) - cost.saved_bytes("m", loads)
+    inside = cost.saved_bytes((0, "k"), loads) - cost.saved_bytes((0, "m"), loads)
     for letter in "kcna":
-        grown = fuller.saved_bytes(letter, loads) - cost.saved_bytes(letter, loads)
+        grown = fuller.saved_bytes((0, letter), loads) - cost.saved_bytes((0, letter), loads)
         assert grown == pytest.approx(inside), letter
-        again = fuller.recompute_workspace_bytes(letter, loads)
-        assert again == cost.recompute_workspace_bytes(letter, loads), letter
+        again = fuller.recompute_workspace_bytes((0, letter), loads)
+        assert again == cost.recompute_workspace_bytes((0, letter), loads), letter
     for letter in "fmb":
-        assert fuller.saved_bytes(letter, loads) == cost.saved_bytes(letter, loads), letter
-        grown = fuller.recompute_workspace_bytes(letter, loads)
-        assert grown - cost.recompute_workspace_bytes(letter, loads) == pytest.approx(inside, abs=1)
+        assert fuller.saved_bytes((0, letter), loads) == cost.saved_bytes((0, letter), loads), (
+            letter
+        )
+        grown = fuller.recompute_workspace_bytes((0, letter), loads)
+        assert grown - cost.recompute_workspace_bytes((0, letter), loads) == pytest.approx(
+            inside, abs=1
+        )
     alone = dataclasses.replace(fuller, ep=1)
-    assert alone.saved_bytes("k", loads) == cost.saved_bytes("k", loads)
+    assert alone.saved_bytes((0, "k"), loads) == cost.saved_bytes((0, "k"), loads)
     # What one more even share would add to a plan's peak, and back again as text.
     plan = Plan.parse(
         "plan v1\ndocuments 4096\nlayers 4\nchunk 0: 0[0:4096]\nrecompute 0: 1f3k\nstage 0: F0 B0\n"
@@ -725,6 +726,6 @@ def test_a_context_of_latents_is_expanded_wherever_it_is_attended_to() -> None:
     cost = Cost(profile(dense, DEVICES["h100-80g"]), (1,), (1e15,))
     slices = cost.loads([Chunk((Span(0, 0, 4096),)), Chunk((Span(0, 4096, 8192),))], [8192])
     for letter, again in {"c": True, "f": True, "u": False, "m": False}.items():
-        row = cost.recompute_seconds_per(letter)
+        row = cost.recompute_seconds_per((0, letter))
         assert (row[-1] > 0) == again, letter
     assert cost.seconds(Kind.FORWARD, slices)[0][1] > cost.seconds(Kind.FORWARD, slices)[0][0]

@@ -53,8 +53,8 @@ def test_room_for_the_last_slice_is_taken_with_the_first() -> None:
     # Nobody leaves a gradient for it there, and its chunk saves it no more.
     assert kept.kv_gradient_bytes(load).tolist() == apart.kv_gradient_bytes(load).tolist()
     saved = kept.profile.saved_bytes["k"]
-    assert kept.saved_bytes("k", load).tolist() == [saved(5, 5), saved(4, 4), saved(6, 0)]
-    assert apart.saved_bytes("k", load).tolist() == [saved(5, 5), saved(4, 0), saved(6, 0)]
+    assert kept.saved_bytes((0, "k"), load).tolist() == [saved(5, 5), saved(4, 4), saved(6, 0)]
+    assert apart.saved_bytes((0, "k"), load).tolist() == [saved(5, 5), saved(4, 0), saved(6, 0)]
 
 
 def test_gradients_of_kept_rows_have_their_own_size() -> None:
@@ -81,15 +81,17 @@ def slow_peak(the_cost: Cost, plan: Plan, stage: int, chunk: int) -> float:
     if document >= 0 and slices.later[chunk] < 0:
         made = the_cost.profile.kv_gradient_bytes_per_token * load.context_tokens[document]
     choice = plan.recompute[stage][chunk]
-    saved = [float(the_cost.saved_bytes(letter, load)[chunk]) for letter in choice]
+    saved = [float(the_cost.saved_bytes((0, letter), load)[chunk]) for letter in choice]
     again = [
         0.0
         if letter == "k"
-        else float(the_cost._bytes(the_cost.profile.recompute_workspace_bytes[letter], load)[chunk])
+        else float(
+            the_cost.bytes_of(the_cost.profile.recompute_workspace_bytes[letter], load)[chunk]
+        )
         for letter in choice
     ]
     ends = the_cost.end_bytes(load)[stage][chunk]
-    head = the_cost._last_bytes(load)[stage][chunk]
+    head = the_cost.output_layer.freed_bytes(load)[stage][chunk]
     held = sum(saved) + ends
     peak = held
     held -= head
@@ -134,5 +136,5 @@ def test_recomputing_the_first_layers_costs_no_peak() -> None:
     base = float(the_cost.workspace_bytes(Kind.BACKWARD, load)[0][0])
     assert workspace("ffkk") == base
     assert workspace("kkff") > base
-    counts = {"f": np.full((1, 1), 2.0), "k": np.full((1, 1), 2.0)}
+    counts = {(0, "f"): np.full((1, 1), 2.0), (0, "k"): np.full((1, 1), 2.0)}
     assert the_cost.table_of(load, counts).workspace_bytes[Kind.BACKWARD][0][0] == base

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from megatron_epp.cost.analytic import profile, without_states
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.devices import DEVICES, device
 from megatron_epp.cost.models import MODELS, Model, model
 from megatron_epp.cost.profile import Profile

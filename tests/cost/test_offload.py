@@ -169,9 +169,9 @@ def test_counts_say_what_the_text_says() -> None:
     """The planner's table and the plan's, on two stages; recomputed layers in front."""
     the_cost, the_plan = cost(4.0, (5, 5)), plan("ofokk", "ffffo", stages=2)
     counts = {
-        "o": np.array([[2.0, 1.0]] * 2),
-        "f": np.array([[1.0, 4.0]] * 2),
-        "k": np.array([[2.0, 0.0]] * 2),
+        (0, "o"): np.array([[2.0, 1.0]] * 2),
+        (0, "f"): np.array([[1.0, 4.0]] * 2),
+        (0, "k"): np.array([[2.0, 0.0]] * 2),
     }
     load = the_cost.loads(the_plan.chunks, the_plan.documents)
     told, read = the_cost.table_of(load, counts), the_cost.table(the_plan)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.network.topology import TOPOLOGIES, Network, Topology, topology
 from megatron_epp.ir import Kind

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS, profile
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.loads import loads_of
 from megatron_epp.cost.models import MODELS
@@ -71,12 +72,15 @@ def test_messages() -> None:
     alone. Evaluation wants no rows."""
     cut = cost(vocabulary_parallel=True)
     one = cut.link_seconds(LOADS)
-    table = cut.table_of(LOADS, {KEEP: np.full((4, 3), 8.0)})
+    table = cut.table_of(LOADS, {(0, KEEP): np.full((4, 3), 8.0)})
     rows = np.asarray(table.link_seconds[Payload.HEAD])
     assert (rows == np.array([3, 3, 2, 1])[:, None] * one).all()
     two = cost(pp=2, vocabulary_parallel=True)
-    assert (two.head_link_seconds(LOADS) == np.array([2, 1])[:, None] * one).all()
-    evaluated = cut.table_of(LOADS, {KEEP: np.full((4, 3), 8.0)}, forward_only=True)
+    assert (
+        two.output_layer.head_link_seconds(LOADS, False)[Payload.HEAD]
+        == np.array([2, 1])[:, None] * one
+    ).all()
+    evaluated = cut.table_of(LOADS, {(0, KEEP): np.full((4, 3), 8.0)}, forward_only=True)
     rows = np.asarray(evaluated.link_seconds[Payload.HEAD])
     assert (rows == np.array([1, 1, 0, 1])[:, None] * one).all()
     assert len(table.link_seconds[Payload.ACTIVATION]) == 3
@@ -84,7 +88,7 @@ def test_messages() -> None:
 
 def test_bytes() -> None:
     cut = cost(logits_held=False, vocabulary_parallel=True)
-    table = cut.table_of(LOADS, {KEEP: np.full((4, 3), 8.0)})
+    table = cut.table_of(LOADS, {(0, KEEP): np.full((4, 3), 8.0)})
     inputs = np.asarray(table.held_bytes[Item.HEAD_INPUTS])
     assert inputs == pytest.approx(np.tile(HIDDEN_BYTES * LOADS.tokens / 8, (4, 1)), abs=1)
     activations = np.asarray(table.held_bytes[Item.ACTIVATIONS])
@@ -100,7 +104,7 @@ def test_bytes() -> None:
     assert np.asarray(table.workspace_bytes[Kind.HEAD])[2] == pytest.approx(
         logits + 4 * inputs[2], abs=4
     )
-    whole = cost(logits_held=False).table_of(LOADS, {KEEP: np.full((4, 3), 8.0)})
+    whole = cost(logits_held=False).table_of(LOADS, {(0, KEEP): np.full((4, 3), 8.0)})
     assert (np.asarray(whole.workspace_bytes[Kind.FORWARD])[3] > 0).all()
     assert (np.asarray(table.workspace_bytes[Kind.FORWARD]) == 0).all()
 
@@ -108,7 +112,9 @@ def test_bytes() -> None:
 def test_logits_that_would_be_held_are_not() -> None:
     held = cost(logits_held=True)
     more, less = (
-        np.asarray(each.table_of(LOADS, {KEEP: np.full((4, 3), 8.0)}).held_bytes[Item.ACTIVATIONS])
+        np.asarray(
+            each.table_of(LOADS, {(0, KEEP): np.full((4, 3), 8.0)}).held_bytes[Item.ACTIVATIONS]
+        )
         for each in (held, held.with_vocabulary(True))
     )
     assert (more[3] - less[3])[0] == pytest.approx(
@@ -146,7 +152,7 @@ def test_a_measured_early_head_holds_what_the_last_stage_holds_here() -> None:
     )
     cut = dataclasses.replace(made, profile=early, vocabulary_parallel=True)
     assert cut.end_bytes(LOADS)[-1] == pytest.approx(2 * HIDDEN_BYTES * LOADS.tokens / 8)
-    assert (cut.head_workspace_bytes(Kind.HEAD, LOADS) < 1e9).all()
+    assert (cut.output_layer.head_workspace_bytes(LOADS)[Kind.HEAD] < 1e9).all()
 
 
 def test_measured_figures_of_h_and_g_stand_before_those_of_the_whole() -> None:
@@ -161,7 +167,7 @@ def test_measured_figures_of_h_and_g_stand_before_those_of_the_whole() -> None:
     cut = Cost(measured, (16, 16), (1e15, 1e15), vocabulary_parallel=True)
     assert cut.seconds_per(Kind.HEAD)[1] == pytest.approx([4e-7, 0.0, 1e-4])
     assert cut.seconds_per(Kind.HEAD_WEIGHT)[1][0] > 0
-    assert cut.head_workspace_bytes(Kind.HEAD_WEIGHT, LOADS)[0] == pytest.approx(
+    assert cut.output_layer.head_workspace_bytes(LOADS)[Kind.HEAD_WEIGHT][0] == pytest.approx(
         8 * LOADS.tokens + 2e6
     )
 

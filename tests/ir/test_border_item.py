@@ -65,7 +65,7 @@ EVALUATION = {
 USE = """
 import dataclasses
 import numpy as np
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Item, Plan, slices_of
 from megatron_epp.planner import Options, planner_of
 from megatron_epp.sim.play import play

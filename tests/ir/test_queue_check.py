@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan, PlanError, Post, Step, lower
 from megatron_epp.ir.program.queue_check import hanging_waits, stuck_in_one_queue
 from megatron_epp.ir.random_plan import arbitrary_plan

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_epp.cost import analytic
 from megatron_epp.mcore.model import early_head
 from megatron_epp.mcore.model.early_head import EarlyHead
 
@@ -94,8 +93,7 @@ def test_the_output_layer_is_left_as_it_was(rows) -> None:
     assert output.sequence_parallel and not output.disable_grad_reduce
 
 
-def test_the_analytic_cost_model_takes_the_same_blocks() -> None:
-    assert analytic.HEAD_BLOCK_TOKENS == early_head.GPU_BLOCK_TOKENS
-    assert analytic.HEAD_BLOCK_LOGITS == early_head.GPU_BLOCK_LOGITS
-    for words in (1000, 32_000, 65_536, 65_537, 131_072, 300_000):
-        assert analytic.head_block_tokens(words) == early_head.rows_at_once(words, True)
+def test_blocks_of_a_gpu_keep_to_so_many_logits() -> None:
+    words = (1000, 65_536, 65_537, 131_072, 300_000)
+    blocks = [early_head.rows_at_once(each, True) for each in words]
+    assert blocks == [4096, 4096, 2048, 2048, 1024]

@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
-from megatron_epp.cost.cost import Cost, even_layers, named_cost
+from megatron_epp.cost.build import even_layers, named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import LayerShape, Model
 from megatron_epp.cost.profile import Seconds

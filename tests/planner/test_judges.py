@@ -323,7 +323,7 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     batch = SortedBatch.of([20_000, 9_000, 7_000] + [1_500] * 12)
     chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    more = {"f": np.full((pp, chunking.count), 3.0)}
+    more = {(0, "f"): np.full((pp, chunking.count), 3.0)}
     plain, recomputing = (problem_of(cost, chunking, loads, counts) for counts in ({}, more))
     law = shrinking(chunking.sizes, cost.stages)
     for style in policies(True, many=True):

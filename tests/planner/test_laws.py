@@ -123,12 +123,12 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
     grid = np.array(
         [[random.randint(0, n) for _ in range(chunking.count)] for n in cost.layers], float
     )
-    work = problem_of(cost, chunking, loads, {FULL: grid})
+    work = problem_of(cost, chunking, loads, {(0, FULL): grid})
     law = shrinking(chunking.sizes, cost.stages)
     for split in (False, True):
         style = random.choice(list(policies(split, many=True)))
         schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
-        draft = Draft(chunking, {FULL: grid}, schedule.kinds, schedule.chunks)
+        draft = Draft(chunking, {(0, FULL): grid}, schedule.kinds, schedule.chunks)
         planned = emit("test", batch, draft, cost, Options())
         assert planned.seconds == pytest.approx(schedule.seconds, rel=1e-12)
         room = np.array(planned.peak_bytes) - np.array(cost.states_bytes)

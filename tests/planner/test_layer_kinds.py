@@ -92,7 +92,7 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
     loads = loads_of(chunking, batch.lengths)
     law = shrinking(chunking.sizes, cost.stages)
     kept = problem_of(cost, chunking, loads, {})
-    full = every_layer(cost, "f", left_layers(cost, {}, chunking.count))
+    full = every_layer("f", left_layers(cost, {}, chunking.count))
     least = list_schedule(problem_of(cost, chunking, loads, full), strict(law)).peak_bytes
     most = list_schedule(kept, strict(law)).peak_bytes
     budget = least + np.array([0.02, 1, 1, 1]) * (most - least)

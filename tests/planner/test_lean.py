@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import PIPELINES, TRAINING_LEVERS, Options
 from megatron_epp.planner.epp.lean import TIE
 

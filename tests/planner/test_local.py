@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.__main__ import main
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import (
     ALL_RANKS,
@@ -145,7 +146,9 @@ def test_bytes_are_those_of_the_fullest_rank() -> None:
     uneven = cost.loads([Chunk((Span(0, 0, 600, 0), Span(1, 0, 100, 1)))], (600, 100))
     even = cost.loads([Chunk((Span(0, 0, 600, 0), Span(1, 0, 600, 1)))], (600, 600))
     for loads in (uneven, even):
-        np.testing.assert_array_equal(cost.saved_bytes("k", loads), cost.saved_bytes("k", even))
+        np.testing.assert_array_equal(
+            cost.saved_bytes((0, "k"), loads), cost.saved_bytes((0, "k"), even)
+        )
         np.testing.assert_array_equal(cost.end_bytes(loads), cost.end_bytes(even))
 
 

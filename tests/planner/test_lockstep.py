@@ -155,12 +155,11 @@ def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> N
     chunking = build_block(params, batch.lengths, rates_of(cost), most, 1, width)
     loads = loads_of(chunking, batch.lengths)
     style = random.choice(list(policies(split, many=True)))
-    kinds = cost.kinds.number
     letter = random.choice("fcm")
     grid = np.zeros((cost.stages, chunking.count))
     for stage, layers in enumerate(cost.kinds.counts[0]):
         grid[stage] = [random.randint(0, int(layers)) for _ in range(chunking.count)]
-    counts = {letter if kinds == 1 else (0, letter): grid}
+    counts = {(0, letter): grid}
     work = problem_of(cost, chunking, loads, counts)
     law = shrinking(chunking.sizes, cost.stages)
     schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
@@ -177,7 +176,9 @@ def test_the_slowest_counts_at_every_op() -> None:
     lengths = np.array(sorted(heavy_tailed(3, 20), reverse=True))
     chunking = build_block(ChunkingParams(6.0), lengths, rates_of(cost), 10**9, 1, 2)
     loads = loads_of(chunking, lengths)
-    tables = [cost.table_of(member, {"k": _all_layers(cost, chunking)}) for member in loads.members]
+    tables = [
+        cost.table_of(member, {(0, "k"): _all_layers(cost, chunking)}) for member in loads.members
+    ]
     together = in_step(tables)
     for kind in tables[0].seconds:
         slowest = np.maximum(*(table.seconds[kind] for table in tables))

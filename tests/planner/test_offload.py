@@ -56,10 +56,10 @@ def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chu
     layers = np.array(cost.layers, float)[:, None]
 
     def seconds(aside: np.ndarray) -> np.ndarray:
-        table = cost.table_of(loads, with_kept(cost, {OFFLOAD: aside}, loads.chunks))
+        table = cost.table_of(loads, with_kept(cost, {(0, OFFLOAD): aside}, loads.chunks))
         return np.stack([table.seconds[kind] for kind in (Kind.FORWARD, *BACKWARDS)])
 
-    hidden = offload.hidden_layers(cost, loads)[OFFLOAD]
+    hidden = offload.hidden_layers(cost, loads)[0, OFFLOAD]
     assert ((hidden >= 0) & (hidden <= layers)).all()
     alone = seconds(np.zeros_like(hidden))
     assert seconds(hidden) == pytest.approx(alone, rel=1e-12)
@@ -79,11 +79,13 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     loads = loads_of(chunking, batch.lengths)
     law = shrinking(chunking.sizes, cost.stages)
     layers = np.array(cost.layers, float)[:, None]
-    aside = offload.hidden_layers(cost, loads)[OFFLOAD] * (np.arange(stages) != stages - 1)[:, None]
+    aside = (
+        offload.hidden_layers(cost, loads)[0, OFFLOAD] * (np.arange(stages) != stages - 1)[:, None]
+    )
     assert len(np.unique(aside)) > 1
 
     def work(again: dict[str, np.ndarray]) -> ScheduleProblem:
-        return problem_of(cost, chunking, loads, {OFFLOAD: aside, **again})
+        return problem_of(cost, chunking, loads, {(0, OFFLOAD): aside, **again})
 
     def fits(work: ScheduleProblem) -> bool:
         return ilp.within(law, work.backward_order, work.ops.moved_bytes, work.room_bytes).all()
@@ -92,7 +94,7 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
         ilp.Solver(), cost, loads, work({}), law, integer=False, steps=("knf",),
         layers=[layers - aside],
     )  # fmt: skip
-    assert (found is not None) == fits(work({"f": layers - aside}))
+    assert (found is not None) == fits(work({(0, "f"): layers - aside}))
     if found is not None:
         assert (sum(found.values()) <= layers - aside).all()
         assert all((grid >= 0).all() for grid in found.values())
@@ -109,7 +111,7 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
     search = Search(batch, ample, ON)
     everything = np.tile(np.array(ample.layers, float)[:, None], (1, chunking.count))
     kept = search.table(chunking)
-    aside = search.recounted(kept, {OFFLOAD: everything})
+    aside = search.recounted(kept, {(0, OFFLOAD): everything})
     quick = search.play(kept, STRICT, "")
     peaks = search.play(aside, STRICT, "").schedule.peak_bytes
     tight = dataclasses.replace(
@@ -117,7 +119,7 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
     )
     found = Search(batch, tight, ON)
     table = found.table(chunking)
-    assert set(table.counts) == {OFFLOAD}
+    assert set(table.counts) == {(0, OFFLOAD)}
     played = found.play(table, STRICT, "")
     assert played.over_bytes == 0
     assert played.seconds == pytest.approx(quick.seconds, rel=1e-12)
@@ -224,7 +226,7 @@ def test_the_hosts_memory_is_counted_by_hand() -> None:
     cost = machine(pp=1)
     text = "plan v1\ndocuments 100 50\nlayers 32\nchunk 0: 0[0:100]\nchunk 1: 1[0:50]\n"
     text += "recompute 0: 2o30k 30f2o\nstage 0: F0 F1 I1 B0 W1\n"
-    layer = cost.profile.saved_bytes["k"].per_token / cost.spread
+    layer = cost.profile.saved_bytes["k"].per_token / cost.shards
     (peak,) = host_peak_bytes(cost, Plan.parse(text))
     assert peak == pytest.approx(2 * layer * 150, abs=1)
     (peak,) = host_peak_bytes(cost, Plan.parse(text.replace("F0 F1 I1 B0 W1", "F0 B0 F1 B1")))

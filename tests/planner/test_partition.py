@@ -7,7 +7,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import Options
 from megatron_epp.planner.partition import (
     Partition,

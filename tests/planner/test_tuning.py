@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.models import MODELS
 from megatron_epp.planner import Options, plan_step
 from megatron_epp.planner.tuning.layouts import Layout, Wanted, divisors, layouts

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import PIPELINES, SIMULATED, Options
 from megatron_epp.planner.virtual.schedule import placement, schedule
 from megatron_epp.planner.virtual.slimpipe import uniform_loads

@@ -6,7 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import BACKWARDS, Kind, check
 from megatron_epp.planner import PIPELINES, Options, evaluation_plan, plan_step
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_epp.cost.cost import Cost, named_cost
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan
 from megatron_epp.planner import PIPELINES, Options
 from megatron_epp.sim.exchange import exchange, messages

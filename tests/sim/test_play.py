@@ -416,7 +416,7 @@ def test_it_answers_without_torch() -> None:
 import sys
 for absent in ("torch", "megatron", "transformer_engine", "triton"):
     sys.modules[absent] = None
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan
 from megatron_epp.sim.play import play
 from tests.plans import EXAMPLE

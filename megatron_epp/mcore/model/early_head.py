@@ -12,16 +12,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS, head_block_tokens
 from megatron_epp.layers.early_loss import early_backward
 from megatron_epp.mcore.patching import cpu_host
 
-# Rows whose logits live at once. Each block makes a gradient of the whole output weight, which is
-# written, read and added to main_grad: on a GPU 0.45 ms for 32K words, beside 2 ms of products for
-# 1024 rows. So larger blocks there, as far as their logits (bf16, and two float32 copies of the
-# loss) take no more than about 2.5 GiB.
+# Rows whose logits live at once without a GPU, where no launch has to pay for itself.
 CPU_BLOCK_TOKENS = 1024
-GPU_BLOCK_TOKENS = (4096, 2048, 1024)
-GPU_BLOCK_LOGITS = 2**28
 
 
 def early_head(args: Any) -> bool:
@@ -41,12 +37,11 @@ def block_tokens(args: Any) -> int:
 
 
 def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
-    """Whose logits live at once; ``words`` of the vocabulary: this rank's, a part of those that its
-    tensor-parallel rank has on all ``stages`` where they are spread."""
-    if not on_gpu:
-        return min(CPU_BLOCK_TOKENS * stages, GPU_BLOCK_TOKENS[0])
-    fitting = (rows for rows in GPU_BLOCK_TOKENS if rows * words <= GPU_BLOCK_LOGITS)
-    return next(fitting, GPU_BLOCK_TOKENS[-1])
+    """Rows whose logits are held at once. ``words``: vocabulary rows of this rank, 1/stages of
+    those of its tensor-parallel rank with vocabulary parallelism."""
+    if on_gpu:
+        return head_block_tokens(words)
+    return min(CPU_BLOCK_TOKENS * stages, HEAD_BLOCK_TOKENS[0])
 
 
 class EarlyHead:

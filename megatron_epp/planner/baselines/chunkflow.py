@@ -54,4 +54,4 @@ def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
     last = np.repeat(chunking.starts[1:], chunking.sizes)
     early = last - np.arange(chunking.count) > kept
     grid = np.outer(np.array(cost.layers, dtype=np.float64), early)
-    return {FULL: grid} if early.any() else {}
+    return cost.kinds.first(FULL, grid)

@@ -109,7 +109,7 @@ def group_costs(
         profile = spread.profile
         token_bytes = (
             saved + profile.first_bytes.per_token + profile.last_bytes.per_token
-        ) / spread.spread
+        ) / spread.shards
         weights = (run + again)[[1, *(at for _, at in spread.window_columns)]]
         if len(weights) > 1:
             # The same at every degree: pairs of all windows are spread alike.
@@ -144,11 +144,6 @@ def group_costs(
 def _first_recomputed(cost: Cost, layers: int) -> tuple[np.ndarray, float]:
     """Of the one stage's first so many layers recomputed in full: the seconds per feature that they
     add, and the bytes per token that all layers save."""
-    if cost.kinds.number == 1:
-        (of,), every = cost.figures, sum(cost.layers)
-        saved = (every - layers) * of.saved_bytes[KEEP].per_token
-        again = layers * cost.recompute_seconds_per(FULL)
-        return again, saved + layers * of.saved_bytes[FULL].per_token
     zero, grid = np.zeros((1, 1)), np.full((1, 1), layers)
     again, saved = np.zeros_like(cost.recompute_seconds_per((0, FULL))), 0.0
     by_kind = cost.kinds.from_front(zero, grid)[:, 0, 0]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layer_kinds import Counts, split_choice
+from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.block import build_block
@@ -174,7 +174,7 @@ class Search:
             if counts is not None:
                 break
         if counts is None:
-            counts = every_layer(self.cost, FULL, left_layers(self.cost, {}, chunking.count))
+            counts = every_layer(FULL, left_layers(self.cost, {}, chunking.count))
         if counts:
             self.effort.spend(PROGRAM_OPS)
             work = self.work(chunking, loads, counts)
@@ -212,7 +212,7 @@ class Search:
             left = left_layers(self.cost, aside, chunking.count)
             # Where even recomputing the rest leaves no room for what is on its way to or from the
             # host, the stage keeps off it; the last one does at times, for its logits.
-            smallest = self.work(chunking, loads, {**aside, **every_layer(self.cost, FULL, left)})
+            smallest = self.work(chunking, loads, {**aside, **every_layer(FULL, left)})
             there = _within(smallest, least)[:, None]
             aside = {choice: grid * there for choice, grid in aside.items()}
             if any(grid.any() for grid in aside.values()):
@@ -388,8 +388,6 @@ class Search:
     def _uniform(self, found: Candidate, letter: str, layers: int) -> Counts:
         aside = offload.offload_of(found.table.counts)
         left = left_layers(self.cost, aside, found.table.chunking.count)
-        if self.cost.kinds.number == 1:
-            return {**aside, letter: np.minimum(left[0], layers)}
         # The first layers of a stage, whatever their kinds, as far as they are not offloaded.
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.kinds.from_front(np.zeros_like(first), first)
@@ -489,7 +487,7 @@ class Search:
 
 def _most_layers(counts: Counts, letter: str) -> int:
     """With that letter, of all kinds, in any stage and chunk."""
-    grids = [grid for choice, grid in counts.items() if split_choice(choice)[1] == letter]
+    grids = [grid for choice, grid in counts.items() if choice[1] == letter]
     return int(np.max(np.sum(grids, axis=0))) if grids else 0
 
 

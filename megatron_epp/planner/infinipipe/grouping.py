@@ -83,7 +83,7 @@ class Programs:
             begin, end = chunking.starts[first], chunking.starts[stop]
             backward = chunking.backward[begin:end] - begin
             grid[:, begin:end] = ilp.broadcast_diagonals(layers, backward, stages)
-        return {FULL: grid} if grid.any() else {}
+        return self.cost.kinds.first(FULL, grid)
 
 
 def group(

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layer_kinds import Counts, split_choice
+from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerFigures
 from megatron_epp.ir import FULL, KEEP
@@ -20,7 +20,7 @@ from megatron_epp.planner.order.problem import ScheduleProblem
 def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
     """[2, 2, stages, chunks]: F makes and B frees I_p[k] of eq. 19. By kind, F and B."""
     profile = cost.profile
-    tokens = loads.tokens / cost.spread
+    tokens = loads.tokens / cost.shards
     held = cost.over_stages([_held(cost, each, loads) for each in cost.figures])
     held[0] += profile.first_bytes.per_token * tokens
     held[-1] += profile.last_bytes.per_token * tokens
@@ -41,7 +41,7 @@ def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
 
 def _held(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
     """[chunks]: one layer's activations, and K and V of a split chunk."""
-    tokens = loads.tokens / cost.spread
+    tokens = loads.tokens / cost.shards
     carries = loads.document >= 0  # 1 - I_k as the prose has it
     kept = of.saved_bytes[KEEP].per_token
     if of.window or of.kv_replicated:
@@ -52,7 +52,7 @@ def _held(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
 def _kept_kv(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
     """[chunks]: of all tokens, or as many as a window reaches back."""
     tokens = np.minimum(loads.tokens, of.window - 1) if of.window else loads.tokens
-    return of.kv_bytes_per_token * tokens / cost.kv_spread(of)
+    return of.kv_bytes_per_token * tokens / cost.kv_shards(of)
 
 
 def _freed(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
@@ -65,7 +65,7 @@ def _freed(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
         - of.saved_bytes[FULL].per_token
         - carries * of.kv_bytes_per_token
     )
-    return np.maximum(per_token, 0.0) * loads.tokens / cost.spread
+    return np.maximum(per_token, 0.0) * loads.tokens / cost.shards
 
 
 def papers_ledger(
@@ -76,14 +76,11 @@ def papers_ledger(
     counts   layers recomputed; selective ones free what their saved bytes say
     """
     whole = paper_moves(cost, loads)
-    for choice, grid in counts.items():
-        kind, letter = split_choice(choice)
-        if choice == FULL:
-            freed = paper_freed(cost, loads)
-        elif letter == FULL:
+    for (kind, letter), grid in counts.items():
+        if letter == FULL:
             freed = _freed(cost, cost.figures[kind], loads)
         else:
-            freed = cost.saved_bytes((kind, KEEP), loads) - cost.saved_bytes(choice, loads)
+            freed = cost.saved_bytes((kind, KEEP), loads) - cost.saved_bytes((kind, letter), loads)
         whole[0, 0] -= grid * freed
         whole[1, 1] -= grid * freed
     moved = np.zeros_like(work.ops.moved_bytes)

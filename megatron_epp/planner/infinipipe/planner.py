@@ -23,7 +23,14 @@ from megatron_epp.planner.infinipipe.grouping import Programs, group
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
-from megatron_epp.planner.order.problem import Counts, loads_of, problem_of, rates_of
+from megatron_epp.planner.order.problem import (
+    Counts,
+    every_layer,
+    left_layers,
+    loads_of,
+    problem_of,
+    rates_of,
+)
 from megatron_epp.planner.order.warmup import pipelines
 from megatron_epp.planner.recompute.ilp import Solver
 from megatron_epp.planner.recompute.uniform import ScoredDraft, strict
@@ -94,9 +101,7 @@ def _anything_that_fits(
     for each group, whatever fits by the exact one and is fastest."""
     best: ScoredDraft | None = None
     for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
-        everything: Counts = {
-            FULL: np.tile(np.array(cost.layers, float)[:, None], (1, chunking.count))
-        }
+        everything = every_layer(FULL, left_layers(cost, {}, chunking.count))
         for cuts in ((), tuple(range(1, chunking.groups))):
             said = f"{note}, everything recomputed"
             played, _ = _play(batch, chunking, cuts, everything, said, cost, options)

@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB
-from megatron_epp.cost.layer_kinds import Counts, split_choice
+from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction, check
 from megatron_epp.ir.recompute import offload_among
@@ -153,18 +153,13 @@ def _orders(draft: Draft) -> tuple[tuple[Op, ...], ...]:
 
 
 def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...], ...]:
-    """Letters per layer: those of ``counts`` first, in its order; then what is kept; what is
-    offloaded evenly among them. So for the layers of every kind, where ``counts`` says so."""
-    if all(isinstance(choice, str) for choice in counts):
-        every = {str(choice): grid for choice, grid in counts.items()}
-        return tuple(
-            _letters(every, stage, layers, chunks) for stage, layers in enumerate(cost.layers)
-        )
+    """Letters per layer. Of the layers of every kind those of ``counts`` first, in its order; then
+    what is kept; what is offloaded evenly among them."""
     rows = []
     for stage, word in enumerate(cost.kinds.words):
         of_kinds = [
             _letters(
-                {c[1]: grid for c, grid in counts.items() if split_choice(c)[0] == kind},
+                {letter: grid for (of, letter), grid in counts.items() if of == kind},
                 stage,
                 int((word == kind).sum()),
                 chunks,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layer_kinds import Choice, Counts, split_choice
+from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads, local_of, over_ranks
 from megatron_epp.ir import (
     BACKWARDS,
@@ -129,32 +129,20 @@ class ScheduleProblem:
 
 def with_kept(cost: Cost, counts: Counts, chunks: int) -> Counts:
     """``counts`` of what is recomputed, and of the layers that are left: kept."""
-    if any(not isinstance(choice, str) for choice in counts):
-        left = left_layers(cost, counts, chunks)
-        return {**counts, **{(kind, KEEP): grid for kind, grid in enumerate(left)}}
-    kept = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, chunks))
-    for grid in counts.values():
-        kept = kept - grid
-    return {**counts, KEEP: kept}
+    return {**counts, **every_layer(KEEP, left_layers(cost, counts, chunks))}
 
 
 def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
     """By kind, [stages, chunks] layers that have none of the choices of ``counts``."""
     left = [np.tile(layers[:, None], (1, chunks)) for layers in cost.kinds.counts]
-    for choice, grid in counts.items():
-        kind, _ = split_choice(choice)
+    for (kind, _), grid in counts.items():
         left[kind] = left[kind] - grid
     return left
 
 
-def choice_of(cost: Cost, kind: int, letter: str) -> Choice:
-    """The letter for layers of that kind; the letter alone where all layers are of one."""
-    return letter if cost.kinds.number == 1 else (kind, letter)
-
-
-def every_layer(cost: Cost, letter: str, left: list[np.ndarray]) -> Counts:
+def every_layer(letter: str, left: list[np.ndarray]) -> Counts:
     """The ``left`` layers of every kind, all with that letter."""
-    return {choice_of(cost, kind, letter): grid for kind, grid in enumerate(left)}
+    return {(kind, letter): grid for kind, grid in enumerate(left)}
 
 
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:

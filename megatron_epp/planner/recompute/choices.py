@@ -8,7 +8,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, KEEP, SELECTIVE
-from megatron_epp.planner.order.problem import ScheduleProblem, choice_of
+from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.recompute import ilp
 
 WHOLE_LAYERS = KEEP + FULL
@@ -143,5 +143,5 @@ def diagonal_counts(
             above = grids[number + 1] if number + 1 < len(grids) else 0
             grid = (grids[number] - above).astype(np.float64)
             if grid.any():
-                counts[choice_of(cost, kind, letter)] = grid
+                counts[kind, letter] = grid
     return counts

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layer_kinds import Choice, Counts, split_choice
+from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind
-from megatron_epp.planner.order.problem import choice_of
 
 
 def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
@@ -18,7 +17,7 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
     of the first kind first: a byte takes as long to copy whichever layer saved it.
 
     Where it is only one or two, all of them are on the device while their chunk's ops run
-    (cost.cost.IN_FLIGHT), and gone while other chunks' do.
+    (ir.IN_FLIGHT), and gone while other chunks' do.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
     seconds = np.min([cost.seconds(kind, loads) for kind in kinds], axis=0)
@@ -26,7 +25,7 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
     for kind, layers in enumerate(cost.kinds.counts):
         copy = cost.copy_seconds(loads, kind)
         grid = np.minimum(np.floor(seconds / copy), layers[:, None])
-        aside[choice_of(cost, kind, OFFLOAD)] = grid
+        aside[kind, OFFLOAD] = grid
         seconds = seconds - grid * copy
     return aside
 
@@ -76,10 +75,8 @@ def layers_aside(
     hidden = hidden_layers(cost, loads)
     part = dataclasses.replace(host, budget_bytes=host.budget_bytes / len(hidden))
     return {
-        choice: part.fitting(
-            grid, cost.saved_bytes((split_choice(choice)[0], KEEP), loads), least, backward
-        )
-        for choice, grid in hidden.items()
+        (kind, letter): part.fitting(grid, cost.saved_bytes((kind, KEEP), loads), least, backward)
+        for (kind, letter), grid in hidden.items()
     }
 
 
@@ -94,8 +91,8 @@ def _host_peak(moved: np.ndarray, least: np.ndarray, backward: np.ndarray) -> fl
 
 
 def without_offload(counts: Counts) -> Counts:
-    return {choice: grid for choice, grid in counts.items() if split_choice(choice)[1] != OFFLOAD}
+    return {choice: grid for choice, grid in counts.items() if choice[1] != OFFLOAD}
 
 
 def offload_of(counts: Counts) -> Counts:
-    return {choice: grid for choice, grid in counts.items() if split_choice(choice)[1] == OFFLOAD}
+    return {choice: grid for choice, grid in counts.items() if choice[1] == OFFLOAD}

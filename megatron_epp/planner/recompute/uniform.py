@@ -60,7 +60,7 @@ def uniform_draft(
 
     def play(layers: int) -> tuple[Counts, Schedule]:
         grid = np.minimum(np.array(cost.layers), layers)[:, None]
-        counts: Counts = {FULL: np.tile(grid, (1, chunking.count))} if layers else {}
+        counts = cost.kinds.first(FULL, np.tile(grid, (1, chunking.count)))
         return counts, list_schedule(problem_of(cost, chunking, loads, counts), strict(least))
 
     low, high = 0, max(cost.layers)  # the fewest that fit lie in low..high

@@ -70,7 +70,7 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> Played:
         for step in range(1, STEPS + 1):
             share = [np.ceil(grid * step / STEPS) for grid in left]
             said = "offload" if letter == OFFLOAD else "recompute"
-            plans.append((every_layer(setup.cost, letter, share), f"{said} {step}/{STEPS}"))
+            plans.append((every_layer(letter, share), f"{said} {step}/{STEPS}"))
     best: Played | None = None
     for counts, said in plans:
         table = setup.cost.table_of(setup.loads, with_kept(setup.cost, counts, chunks))
@@ -172,7 +172,7 @@ def spread_head(cost: Cost, stages: int) -> tuple[Cost, Callable[[OpArrays, np.n
         seconds = work.seconds.copy()
         for kind in OF_LAYERS:
             token, _, chunk = per[kind]
-            seconds[KIND_CODE[kind]] += (token * tokens / cost.spread + chunk) / stages
+            seconds[KIND_CODE[kind]] += (token * tokens / cost.shards + chunk) / stages
         return work._replace(seconds=seconds)
 
     return dataclasses.replace(cost, profile=bare), change

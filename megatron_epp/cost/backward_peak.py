@@ -1,0 +1,159 @@
+"""The peak of a backward, which frees layer by layer while it makes gradients and recomputes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.layer_kinds import Choice, Counts
+from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.memory import ChunkMemory
+from megatron_epp.ir import KEEP, OFFLOAD, Kind, Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerRun:
+    """Some layers of every stage and chunk, at their turn in backward.
+
+    count, saved, again   [stages, chunks]: how many; bytes that each holds from F to B; bytes that
+                          live again while it is recomputed
+    kind                  [stages] the kind's number; any where the stage has none of them
+    """
+
+    count: np.ndarray
+    saved: np.ndarray
+    again: np.ndarray
+    kind: np.ndarray
+
+
+def backward_workspace_bytes(
+    cost: ChunkMemory, kind: Kind, loads: Loads, runs: Iterable[LayerRun]
+) -> np.ndarray:
+    """[stages, chunks]: peak of a B or I beyond all that its chunk holds from F to B, beyond
+    the gradients of K and V that a last slice's makes, and beyond what I leaves for W. At
+    most 0 where no layer is recomputed: what the last layer held is gone before the first
+    makes its gradients, and I turns activations into weight inputs layer by layer.
+
+    ``runs`` come in the order of backward.
+    """
+    loose = (loads.document >= 0) & (loads.later < 0)
+    document = np.maximum(loads.document, 0)
+    made_KC = [
+        np.where(loose, cost.layer_kv_gradient_bytes(each, loads)[document], 0.0)
+        for each in cost.figures
+    ]
+    held = -cost.output_layer.freed_bytes(loads)
+    made = np.zeros_like(held)
+    if kind is Kind.INPUT:
+        made_KC = [
+            made_C + cost.bytes_of(of.weight_input_bytes, loads)
+            for made_C, of in zip(made_KC, cost.figures, strict=True)
+        ]
+        made = cost.output_layer.weight_input_bytes(loads)
+    held = held + made
+    peak = np.maximum(held, 0.0)
+    by_kind = np.stack(made_KC)
+    for run in runs:
+        shrinks = run.saved - by_kind[run.kind]
+        most = run.again + np.maximum(held, held - (run.count - 1) * shrinks)
+        held = held - run.count * shrinks
+        peak = np.maximum(peak, np.where(run.count > 0, np.maximum(most, held), 0.0))
+    return np.ceil(peak - made - cost.over_stages(made_KC))
+
+
+def runs_of_counts(cost: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
+    """The layers of stages that have ``counts`` [stages, chunks] of each choice, last layers first.
+
+    The layers of a kind stand in the order of ``counts``, kept ones last; see _offloaded.
+    """
+    if cost.kinds.number > 1:
+        return list(_layer_by_layer(cost, loads, counts))
+    shape = (cost.stages, loads.chunks)
+    kind = np.zeros(cost.stages, np.int64)
+    order = [choice for choice in counts if choice[1] not in (KEEP, OFFLOAD)]
+    order += [choice for choice in ((0, KEEP), (0, OFFLOAD)) if choice in counts]
+    return [
+        LayerRun(
+            np.broadcast_to(counts[choice], shape),
+            np.broadcast_to(cost.saved_bytes(choice, loads), shape),
+            np.broadcast_to(cost.recompute_workspace_bytes(choice, loads), shape),
+            kind,
+        )
+        for choice in reversed(order)
+    ]
+
+
+def runs_of_plan(cost: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) -> list[LayerRun]:
+    """The layers of stages as ``plan``, which has ``counts``, lists their letters, last layers
+    first; see _offloaded."""
+    return list(_layers_of_plan(cost, plan, loads, counts)) if any(cost.layers) else []
+
+
+def _layers_of_plan(
+    cost: ChunkMemory, plan: Plan, loads: Loads, counts: Counts
+) -> Iterator[LayerRun]:
+    yield from _offloaded(cost, counts)
+    choices = sorted(counts)
+    saved = np.stack([cost.saved_bytes(choice, loads) for choice in choices])
+    again = np.stack([cost.recompute_workspace_bytes(choice, loads) for choice in choices])
+    number = {choice: index for index, choice in enumerate(choices)}
+    offloaded = [number[choice] for choice in choices if choice[1] == OFFLOAD]
+    chunk = np.arange(loads.chunks)
+    kinds_SL = cost.kinds.nth[0]
+    for behind in range(max(cost.layers)):
+        which = np.zeros((cost.stages, loads.chunks), np.int64)
+        for stage, texts in enumerate(plan.recompute):
+            if behind < cost.layers[stage]:
+                kind = int(kinds_SL[stage, behind])
+                which[stage] = [number[kind, text[-1 - behind]] for text in texts]
+        there = (behind < np.array(cost.layers))[:, None] + np.zeros(loads.chunks)
+        there *= ~np.isin(which, offloaded)
+        yield LayerRun(there, saved[which, chunk], again[which, chunk], kinds_SL[:, behind])
+
+
+def _offloaded(cost: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
+    """Offloaded layers come first and together, wherever they stand: they hold nothing, and the
+    gradients and weight inputs that they make count from the start."""
+    for (kind, letter), count in sorted(counts.items()):
+        if letter == OFFLOAD:
+            nothing = np.zeros(count.shape)
+            yield LayerRun(count, nothing, nothing, np.full(cost.stages, kind))
+
+
+def _layer_by_layer(cost: ChunkMemory, loads: Loads, counts: Counts) -> Iterator[LayerRun]:
+    """One layer of every stage and chunk at a time, last layers first. Those of a kind stand in the
+    order of ``counts``, kept ones last."""
+    yield from _offloaded(cost, counts)
+    number, chunk = cost.kinds.number, np.arange(loads.chunks)
+    shape = (cost.stages, loads.chunks)
+    # By kind: its choices in order, and up to which of its layers each reaches.
+    choices: list[Sequence[Choice]] = []
+    reach: list[list[np.ndarray]] = []
+    for kind in range(number):
+        mine = [choice for choice in counts if choice[0] == kind]
+        mine = [choice for choice in mine if choice[1] not in (KEEP, OFFLOAD)]
+        choices.append([*mine, (kind, KEEP)])
+        ends = np.cumsum([np.broadcast_to(counts[choice], shape) for choice in mine], axis=0)
+        reach.append(list(ends))
+        left = cost.kinds.counts[kind][:, None] - counts.get((kind, OFFLOAD), 0.0)
+        reach[kind].append(np.broadcast_to(left, shape))
+    most = max(map(len, choices))
+    saved = np.zeros((number, most, loads.chunks))
+    again = np.zeros((number, most, loads.chunks))
+    # [K, steps, stages, chunks]; beyond the last step nothing is left: infinitely far.
+    edges = np.full((number, most, *shape), np.inf)
+    left_KSC = np.stack([ends[-1] for ends in reach])
+    for kind in range(number):
+        for step, choice in enumerate(choices[kind]):
+            saved[kind, step] = cost.saved_bytes(choice, loads)
+            again[kind, step] = cost.recompute_workspace_bytes(choice, loads)
+            if step + 1 < len(choices[kind]):
+                edges[kind, step] = reach[kind][step]
+    kinds_SL, places_SL = cost.kinds.nth
+    stage = np.arange(cost.stages)
+    for behind in range(max(cost.layers)):
+        kind_S, place_S = kinds_SL[:, behind], places_SL[:, behind]
+        there = (kind_S >= 0)[:, None] & (place_S[:, None] < left_KSC[kind_S, stage])
+        taken = (place_S[:, None] >= edges[kind_S, :, stage].transpose(1, 0, 2)).sum(axis=0)
+        at = kind_S[:, None], taken, chunk
+        yield LayerRun(there, saved[at], again[at], kind_S)

@@ -1,0 +1,119 @@
+"""Costs by the names of a model and a device, and the defaults of a layout."""
+
+import dataclasses
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+from megatron_epp.cost.analytic import budgeted, head_block_tokens
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB, device
+from megatron_epp.cost.models import model
+from megatron_epp.cost.network.topology import FLAT, Network, Topology
+from megatron_epp.cost.network.topology import topology as find_topology
+from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.published import PUBLISHED
+from megatron_epp.ir import Kind
+
+
+def even_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """``layers`` over ``stages``; what is left over goes one each to the first stages, as the
+    last one carries the output layer."""
+    if not 1 <= stages <= layers:
+        raise ValueError(f"pp {stages}: expected 1 to {layers}, the layers of the model")
+    share, rest = divmod(layers, stages)
+    return tuple(share + (stage < rest) for stage in range(stages))
+
+
+def named_cost(
+    model_name: str,
+    device_name: str,
+    *,
+    pp: int,
+    tp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    zero: int | None = None,
+    memory_budget_gib: float | None = None,
+    layers: Sequence[int] | None = None,
+    ep: int | None = None,
+    layer_kinds: Sequence[str] = (),
+    profile: Profile | None = None,
+    topology: str | Topology = FLAT,
+    vocabulary_parallel: bool = False,
+    **assumptions: Any,
+) -> Cost:
+    """The cost of a model on devices, both by name or file.
+
+    Defaults: the device's own budget; even layers; zero 3 for the GPT models of the papers, else
+    1; experts shared by as many of a stage's devices as their number allows; an analytic profile,
+    to which ``assumptions`` go (:func:`analytic.profile`). ``layer_kinds``: of all layers, as a
+    ``profile`` calls them, where the model does not say. ``topology``: by name or file, of an
+    analytic profile; a measured one has its own groups' rates. ``vocabulary_parallel``: the output
+    layer over all stages.
+    """
+    the_model, the_device = model(model_name), device(device_name)
+    if zero is None:
+        zero = 3 if the_model.name in PUBLISHED else 1
+    stage_layers = even_layers(the_model.layers, pp) if layers is None else tuple(layers)
+    if len(stage_layers) != pp or sum(stage_layers) != the_model.layers:
+        raise ValueError(
+            f"layers {' '.join(map(str, stage_layers))}: expected {pp} numbers that add up to "
+            f"{the_model.layers}"
+        )
+    network = None
+    if profile is None:
+        profile = analytic_profile(the_model, the_device, **assumptions)
+        profile = _with_blocks(profile, the_model.vocabulary // tp, cp)
+        joined = find_topology(topology) if isinstance(topology, str) else topology
+        if joined is not None:
+            network = Network.of(joined, the_device)
+            if profile.link_seconds_per_token:
+                boundary = profile.link_seconds_per_token * the_device.link_bytes_per_second
+                rate = network.to_neighbour(tp * cp, dp, pp)
+                profile = dataclasses.replace(profile, link_seconds_per_token=boundary / rate)
+    budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
+    kinds = tuple(layer_kinds) or the_model.layer_kinds
+    if not layer_kinds and len(profile.kinds) == 1:
+        kinds = ()  # measured before there were kinds, or of one that has another name
+    cost = Cost(
+        budgeted(profile),
+        stage_layers,
+        (budget,) * pp,
+        tp,
+        cp,
+        dp,
+        zero,
+        expert_degree(ep, tp, cp, the_model.most_experts, dp),
+        kinds,
+        network=network,
+        vocabulary_parallel=vocabulary_parallel,
+    )
+    cost.require_states_fit()
+    return cost
+
+
+def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:
+    """Where the output layer runs early, it takes a block of each rank's rows at a time."""
+    if profile.last_bytes.per_token or not profile.last_workspace_bytes[Kind.FORWARD].per_token:
+        return profile
+    return dataclasses.replace(profile, last_workspace_tokens=float(head_block_tokens(words) * cp))
+
+
+def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int = 1) -> int:
+    """Devices that share a layer's ``experts`` (None: some number): ``ep``, where it is possible;
+    default: as many of the tp * cp as divide them. More than those are of several of the ``dp``
+    replicas, all of each."""
+    if ep is None:
+        return tp * cp if experts is None else gcd(tp * cp, experts) if experts else 1
+    if ep > 1 and experts == 0:
+        raise ValueError(f"ep {ep}: the model has no experts; leave it out")
+    if (tp * cp) % ep and (ep % (tp * cp) or dp % (ep // (tp * cp))):
+        raise ValueError(
+            f"ep {ep}: expected a divisor of tp x cp, {tp * cp}, or a multiple of it whose share "
+            f"divides dp, {dp}"
+        )
+    if experts and experts % ep:
+        raise ValueError(f"ep {ep}: expected a divisor of the {experts} experts")
+    return ep

@@ -1,0 +1,204 @@
+"""Bytes of model states, and what every chunk holds and needs on every stage.
+
+K, V and their gradients are charged to cut documents only, once for all that later slices attend to
+(the rule table says from when to when); a backward frees layer by layer while it makes gradients
+and recomputes (:mod:`megatron_epp.cost.backward_peak`).
+"""
+
+from functools import cached_property
+
+import numpy as np
+
+from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.layer_kinds import Choice, Counts
+from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.profile import LayerFigures
+from megatron_epp.cost.seconds import OpSeconds
+from megatron_epp.ir import FULL, KEEP, OFFLOAD, SELECTIVE, Kind
+
+# Letters of layers whose MLP holds nothing from F to B, and lives again while B runs.
+_WITHOUT_MLP = frozenset({FULL, *(a for a, modules in SELECTIVE.items() if "mlp" in modules)})
+
+
+class ChunkMemory(OpSeconds):
+    """A layout with its seconds and the bytes of its states and chunks."""
+
+    # --- states ----------------------------------------------------------------------------------
+
+    @cached_property
+    def states_bytes(self) -> tuple[float, ...]:
+        """Weights, gradients, optimizer and gather buffers of every stage, on one device."""
+        return tuple(map(float, self._states_bytes()))
+
+    @property
+    def room_bytes(self) -> np.ndarray:
+        """[stages]: what the budget leaves beside states, for chunks."""
+        return np.array(self.budget_bytes) - np.array(self.states_bytes)
+
+    @cached_property
+    def parameters(self) -> tuple[np.ndarray, np.ndarray]:
+        """[stages] weights that a device holds under ZeRO 1: those sharded over tensor-parallel
+        ranks, and those of experts."""
+        of_layers = [np.array([each.layer_parameters]) for each in self.figures]
+        of_experts = [np.array([each.expert_parameters]) for each in self.figures]
+        parameters = self.over_stages(of_layers)[:, 0]
+        parameters[0] += self.profile.first_parameters
+        parameters += self.output_layer.parameters()
+        return parameters / self.tp, self.over_stages(of_experts)[:, 0] / self.ep
+
+    def _states_bytes(self) -> np.ndarray:
+        states = self.profile.states
+        of_layers = [np.array([each.layer_parameters]) for each in self.figures]
+        of_experts = [np.array([each.expert_parameters]) for each in self.figures]
+        parameters, experts = self.parameters
+        # Optimizers are sharded over all devices that hold the same weights.
+        sharded = parameters / (self.cp * self.dp)
+        sharded = sharded + experts * (self.ep / (self.tp * self.cp * self.dp))
+        parameters = parameters + experts
+        if self.zero == 1:
+            return np.ceil(states.zero1_resident * parameters + states.zero1_sharded * sharded)
+        largest = self.most_over_stages(
+            [
+                layers + experts * (self.tp / self.ep)
+                for layers, experts in zip(of_layers, of_experts, strict=True)
+            ]
+        )[:, 0]
+        gathered = np.minimum(self.layers, states.zero3_layers) * largest / self.tp
+        return np.ceil(states.zero3_sharded * sharded + states.zero3_gathered * gathered)
+
+    def require_states_fit(self) -> None:
+        """A ValueError that says what would be needed, where a stage's states exceed its budget."""
+        for stage, (states, budget) in enumerate(
+            zip(self.states_bytes, self.budget_bytes, strict=True)
+        ):
+            if states >= budget:
+                raise ValueError(
+                    f"memory budget {budget / GIB:.4g} GiB: stage {stage} needs more than "
+                    f"{states / GIB:.4g} GiB for its model states alone; raise the budget, or use "
+                    "more stages or devices"
+                )
+
+    # --- from F to B, and from I to W ------------------------------------------------------------
+
+    def saved_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
+        """[chunks]: what one layer holds from F to B, K and V that later slices attend to apart."""
+        kind, letter = choice
+        of = self.figures[kind]
+        if letter == OFFLOAD:
+            return np.zeros(loads.chunks)
+        held = self.bytes_of(of.saved_bytes[letter], loads)
+        if letter not in _WITHOUT_MLP and self._is_routed(of):
+            held = held + self._routed(of, loads)
+        return held
+
+    def _routed(self, of: LayerFigures, loads: Loads) -> np.ndarray:
+        """[chunks]: what one layer's experts hold beyond an even share, on the fullest device of
+        those that share them. Counted among it is all that a recomputed MLP does not hold."""
+        kept, without_mlp = of.saved_bytes[KEEP], of.saved_bytes["m"]
+        inside = self.bytes_of(kept, loads) - self.bytes_of(without_mlp, loads)
+        return (self.profile.routing - 1) * np.maximum(inside, 0.0)
+
+    def _is_routed(self, of: LayerFigures) -> bool:
+        """Whether more than an even share is known of what the kind's experts hold."""
+        return self.profile.routing > 1 and self.ep > 1 and of.expert_parameters > 0
+
+    def end_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: what the first and the last stage hold besides from F to B."""
+        held = self.output_layer.held_bytes(loads)
+        held[0] += self.bytes_of(self.profile.first_bytes, loads)
+        return held
+
+    def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
+        """[stages, chunks]: from F to B; ``counts`` layers have each choice."""
+        held = self.end_bytes(loads)
+        for choice, count in counts.items():
+            held += count * self.saved_bytes(choice, loads)
+        return np.ceil(held)
+
+    def kv_shards(self, of: LayerFigures) -> float:
+        """Divisor of bytes of K and V, or of latents."""
+        return 1.0 if of.kv_replicated else self.shards
+
+    def kv_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, documents]: the buffer of a cut document's K and V; 0 of whole documents."""
+        rows = []
+        for each in self.figures:
+            kept = loads.tail_tokens(each.window)
+            if self.profile.keeps_last and not each.window:
+                kept = np.where(kept > 0, loads.lengths, 0.0)
+            rows.append(each.kv_bytes_per_token * kept / self.kv_shards(each))
+        return np.ceil(self.over_stages(rows))
+
+    def kv_gradient_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, documents]: their gradients."""
+        rows = [self.layer_kv_gradient_bytes(each, loads) for each in self.figures]
+        return np.ceil(self.over_stages(rows))
+
+    def layer_kv_gradient_bytes(self, of: LayerFigures, loads: Loads) -> np.ndarray:
+        """[documents]: of one layer."""
+        made = of.kv_gradient_bytes_per_token * loads.tail_tokens(of.window)
+        return made / self.kv_shards(of)
+
+    def weight_input_bytes(self, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: from I to W."""
+        held = self.over_stages(
+            [self.bytes_of(each.weight_input_bytes, loads) for each in self.figures]
+        )
+        return np.ceil(held + self.output_layer.weight_input_bytes(loads))
+
+    # --- while an op runs ------------------------------------------------------------------------
+
+    def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """[stages, chunks]: while the op runs, without recompute."""
+        rows = [self.workspace_of(each.workspace_bytes[kind], loads) for each in self.figures]
+        held = self.most_over_stages(rows)
+        return np.ceil(held + self.output_layer.workspace_bytes(kind, loads))
+
+    def forward_workspace_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
+        """[stages, chunks]: while F runs, the most that a layer with one of the choices in use
+        needs: a layer that is recomputed lives as long as its forward runs. A letter of which
+        nothing is known needs what a kept layer does."""
+        if not any(each.forward_workspace_bytes for each in self.figures):
+            return self.workspace_bytes(Kind.FORWARD, loads)
+        held = np.zeros((self.stages, loads.chunks))
+        for (kind, letter), count in counts.items():
+            of = self.figures[kind]
+            per = of.forward_workspace_bytes.get(letter, of.workspace_bytes[Kind.FORWARD])
+            most = self.workspace_of(per, loads)
+            if letter in _WITHOUT_MLP and self._is_routed(of):
+                most = most + self._routed(of, loads)
+            held = np.maximum(held, np.where(count > 0, most, 0.0))
+        return np.ceil(held + self.output_layer.workspace_bytes(Kind.FORWARD, loads))
+
+    def recompute_workspace_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
+        """[chunks]: of the layer that lives again while its B or I runs."""
+        kind, letter = choice
+        if letter in (KEEP, OFFLOAD):
+            return np.zeros(loads.chunks)
+        of = self.figures[kind]
+        again = self.bytes_of(of.recompute_workspace_bytes[letter], loads)
+        if letter in _WITHOUT_MLP and self._is_routed(of):
+            again = again + self._routed(of, loads)
+        return np.ceil(again)
+
+    # --- to the host's memory --------------------------------------------------------------------
+
+    def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:
+        """[chunks]: of what one layer of the kind saved, to the host's memory or back."""
+        rate = self.profile.host_bytes_per_second
+        if not rate:
+            raise ValueError(
+                f"the plan offloads layers (choice {OFFLOAD}), but the cost model of "
+                f"{self.profile.provenance.device} has no rate to the host's memory "
+                "(host_bytes_per_second is 0): plan without the lever offload, or give that rate"
+            )
+        return self.saved_bytes((kind, KEEP), loads) / rate
+
+    def offloaded_workspace(self, op: Kind, loads: Loads, kind: int) -> np.ndarray:
+        """[chunks]: of one offloaded layer of that kind on the device while ``op`` runs."""
+        layer = self.saved_bytes((kind, KEEP), loads)
+        if op is Kind.INPUT:
+            # Of what I leaves for W, counted from its start, theirs is still to be made.
+            left = self.bytes_of(self.figures[kind].weight_input_bytes, loads)
+            layer = np.maximum(layer - left, 0.0)
+        return layer
