@@ -74,6 +74,25 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     assert "latents of " in lines[0]
 
 
+# Attention of GPUs as certify has it there, on a host without any.
+EXACT = """
+from megatron_epp.mcore.certify.rank import exact_attention
+from megatron_epp.mcore.setup import Hooks
+HOOKS = Hooks(attention_for=exact_attention)
+"""
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_latent_attention_by_the_kernels_of_gpus(cp, tmp_path) -> None:
+    exact = tmp_path / "exact.py"
+    exact.write_text(EXACT)
+    model = tuple(f"{V3} --num-layers 2 --epp-mla-keeps expanded".split())
+    trial = Trial(Degrees(1, 1, 1, cp=cp), (model,), batches=4, interfere=exact)
+    judged = certify(trial)
+    assert all(batch.passed for batch in judged), verdict(judged)
+    assert sum(batch.coverage.cut for batch in judged) > 0
+
+
 # ------------------------------------------------------------------ broken on purpose
 
 WAYS = (

@@ -39,7 +39,6 @@ class Attention(Protocol):
     name: str
     keeps_last: bool
     latents: bool
-    scale: float
 
     @property
     def whole(self) -> "Attention": ...
@@ -50,7 +49,7 @@ class Attention(Protocol):
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "Attention":
         """The attention of a layer with a window (queries see ``before`` inputs in front of them)
-        or with sinks (logits of its heads, [H])."""
+        or with sinks (logits of its heads, [H]). ValueError: its kernels know neither."""
         ...
 
 

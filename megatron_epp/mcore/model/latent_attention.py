@@ -44,7 +44,7 @@ from megatron_epp.layers.recompute.outputs import (
     saving_handles,
 )
 from megatron_epp.layers.recompute.wrap import wrap_consumer
-from megatron_epp.mcore.model.attention import Attention
+from megatron_epp.mcore.model.attention import Attention, Heads
 
 UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
 _TABLE = "rotary rows of latent attention"  # in a chunk's scratch: all layers have the same
@@ -70,7 +70,7 @@ class LatentLayer:
         self.local = local
         self.context, self.dropped, self.ulysses, self._alone = context, dropped, ulysses, alone
         self.keeps_last = attention.keeps_last
-        self._latents = LatentsAttention(attention.scale)
+        self._latents = LatentsAttention(Heads.of(around.config).scale)
         self._made: _Made | None = None  # by project, for attend
         config = around.config
         self._tensor = config.tensor_model_parallel_size
