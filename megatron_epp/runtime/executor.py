@@ -25,7 +25,6 @@ from megatron_epp.ir import (
 )
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.kv_store import Store
-from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.malloc_trim import HostHeap
 from megatron_epp.runtime.memory_meter import Meter, free_cached_memory, out_of_memory
 from megatron_epp.runtime.stage_peers import Peers
@@ -64,6 +63,27 @@ class Compute(Protocol):
         """Free everything that is kept for later ops: there will be none."""
 
 
+class LinkEnds(Protocol):
+    """What messages come and go by: :class:`~megatron_epp.runtime.link.Links` in training."""
+
+    sent: int
+    received: int
+
+    def post(self, message: Message) -> None: ...
+
+    def receive(self, message: Message) -> Tensor: ...
+
+    def send(self, message: Message, tensor: Tensor) -> None: ...
+
+    def zeros(self, message: Message) -> Tensor: ...
+
+    def oldest_sending(self) -> Message | None: ...
+
+    def oldest_arriving(self) -> Message | None: ...
+
+    def finish(self) -> None: ...
+
+
 class OutOfMemory(RuntimeError):
     """One of the ranks that compute an op together has no memory for it: none can go on."""
 
@@ -94,7 +114,7 @@ class Waiting:
     iteration: int = 0
     what: Op | Transfer | str = BEFORE
     since: float = field(default_factory=time.monotonic)
-    links: Links | None = None
+    links: LinkEnds | None = None
 
     def enter(self, what: Op | Transfer | str):
         self.what, self.since = what, time.monotonic()
@@ -131,7 +151,7 @@ class Executor:
         self,
         program: Program,
         compute: Compute,
-        links: Links,
+        links: LinkEnds,
         store: Store,
         clock: HostClock | CudaClock,
         meter: Meter,

@@ -155,9 +155,7 @@ class VarlenAttention:
     def whole(self) -> "VarlenAttention":
         return self if self._whole is None else VarlenAttention(self._whole)
 
-    def of_layer(
-        self, before: int | None, sinks: Callable[[], Tensor | None]
-    ) -> "VarlenAttention":
+    def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "VarlenAttention":
         raise ValueError("attention kernels of GPUs know neither windows nor sinks")
 
     def __call__(

@@ -236,7 +236,7 @@ def calibrate(
 
 def _measure_bytes(
     probe: Probe, readings: Readings, context: int, layer: Layer | None, *, ends: bool = True
-):
+) -> None:
     """Of the ``layer`` that the probe runs, if any, and of the ``ends``."""
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
@@ -261,7 +261,7 @@ def _measure_bytes(
 
 def _measure_layer_bytes(
     probe: Probe, readings: Readings, tokens: int, fits_line: bool, layer: Layer
-):
+) -> None:
     """``fits_line``: whether what is held from F to B is one of the fit's samples."""
     for letter in letters_of(layer):
         for cut in (False, True):
@@ -321,7 +321,7 @@ def _measure_seconds(
     shapes: Sequence[tuple[Shape, str]],
     readings: Readings,
     layer: Layer,
-):
+) -> None:
     """``probe``: None where the stage has no such ``layer``; it waits for those that have."""
     runs: dict[tuple[Shape, str], list[Measured]] = {}
     if probe is not None:
@@ -349,7 +349,7 @@ def _measure_seconds(
 
 def _measure_end_seconds(
     probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
-):
+) -> None:
     """In rounds, of small and large chunks: an output layer takes as long as many layers, and what
     disturbs one moment must not pass for what every chunk costs."""
     largest = max(shape.tokens for shape, _ in shapes)
@@ -370,7 +370,7 @@ def _measure_end_seconds(
             readings.backward.append(Sample("", *ends, backward))
 
 
-def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings):
+def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings) -> None:
     """Of what selective recompute runs again; a module that the layer has not takes nothing."""
     layer = probe.layer
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
@@ -386,7 +386,7 @@ def _measure_exchange(
     groups: Groups,
     shapes: Sequence[tuple[Shape, str]],
     readings: Readings,
-):
+) -> None:
     """The same documents, as many as there are context-parallel ranks, spread and local."""
     for part in (4, 2):
         dist.barrier(groups.control)
@@ -403,7 +403,7 @@ def _measure_exchange(
         readings.exchange.append((rows, forward, backward))
 
 
-def _measure_links(probe: Probe, groups: Groups, readings: Readings):
+def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
     """Round trips between the first two stages of every pipeline, through the groups of F and B."""
     if groups.stages < 2:
         return
@@ -568,8 +568,8 @@ def _workspaces(
     kept = {p.tokens: p.bytes for p in plain}  # of several ranks the least
     for letter in (FULL, *SELECTIVE):
         # Beyond what the same chunk takes without recompute: constants are in both.
-        points = sorted(of(Kind.BACKWARD, letter, False), key=lambda p: p.tokens)[-2:]
-        alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in points), default=0.0)
+        largest = sorted(of(Kind.BACKWARD, letter, False), key=lambda p: p.tokens)[-2:]
+        alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in largest), default=0.0)
         again[letter] = _alike(Bytes(max(0.0, alive)))
     forward = {}
     for letter in (FULL, *SELECTIVE):

@@ -294,7 +294,7 @@ class Probe:
             return _AllocatorScale(store)
         return _SavedScale(SavedBytesMeter(self.model.parameters()))
 
-    def _answer(self, store: Store):
+    def _answer(self, store: Store) -> None:
         """What a later slice's backward leaves behind for one that is not the last."""
         for layer, document, key_CGD in store:
             kept = store.context(layer, document, len(key_CGD))
@@ -308,8 +308,8 @@ class Probe:
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(letters)):
             if shape.context and has_attention(self.model.decoder.layers[layer]):
-                kept = (self._normal((shape.context, *size)) for size in self._kept_sizes)
-                store.append(layer, 0, 0, *kept)
+                key, value = (self._normal((shape.context, *size)) for size in self._kept_sizes)
+                store.append(layer, 0, 0, key, value)
         rows = self.share.padded(shape.tokens)
         letters = KEEP * self.at + letters
         if shape.local:
@@ -473,7 +473,7 @@ def undisturbed(model: Any) -> Iterator[None]:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         for parameter in lent:
-            del parameter.main_grad
+            delattr(parameter, "main_grad")
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()
         torch.set_rng_state(cpu)

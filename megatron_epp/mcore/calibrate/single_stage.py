@@ -156,14 +156,14 @@ class MadeUpLinks:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.sent = self.received = 0
 
-    def post(self, message: Message):
+    def post(self, message: Message) -> None:
         """Nothing will come."""
 
     def receive(self, message: Message) -> Tensor:
         self.received += 1
         return torch.randn(self.shape(message), dtype=self.dtype, device=self.device)
 
-    def send(self, message: Message, tensor: Tensor):
+    def send(self, message: Message, tensor: Tensor) -> None:
         assert tuple(tensor.shape) == self.shape(message)
         self.sent += 1
 
@@ -176,7 +176,7 @@ class MadeUpLinks:
     def oldest_arriving(self) -> None:
         """Nothing is under way."""
 
-    def finish(self):
+    def finish(self) -> None:
         """Nothing is waited for."""
 
 

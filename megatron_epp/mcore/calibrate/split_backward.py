@@ -69,11 +69,8 @@ def _seconds(probe: Probe, largest: int) -> Iterator[Split]:
         yield Split(False, tokens, *map(min, zip(*runs, strict=True)))
     if probe.last:
         shape = Shape(largest // 2)
-        runs = []
-        for _ in range(REPEATS):
-            halves = probe.ends(shape, split=True)
-            runs.append((halves.backward_seconds, halves.weight_seconds))
-        seconds, weight = map(min, zip(*runs, strict=True))
+        ends = [probe.ends(shape, split=True) for _ in range(REPEATS)]
+        seconds, weight = min(e.backward_seconds for e in ends), min(e.weight_seconds for e in ends)
         yield Split(True, shape.tokens, seconds + weight, seconds, weight)
 
 
@@ -113,7 +110,7 @@ def with_split(profile: Profile, splits: Sequence[Split]) -> Profile:
     )
     points = [(s.tokens, s.input_bytes) for s in weighed if not s.end]
     while_i, constant = line_above(points, goes_on=True)
-    whole = profile.workspace_bytes[Kind.BACKWARD]
+    unsplit = profile.workspace_bytes[Kind.BACKWARD]
     return dataclasses.replace(
         profile,
         layer_seconds=layer,
@@ -122,7 +119,7 @@ def with_split(profile: Profile, splits: Sequence[Split]) -> Profile:
         last_weight_input_bytes=Bytes(behind, behind),
         workspace_bytes={
             **profile.workspace_bytes,
-            Kind.INPUT: Workspace(while_i, while_i, whole.per_context_token, constant),
+            Kind.INPUT: Workspace(while_i, while_i, unsplit.per_context_token, constant),
         },
     )
 

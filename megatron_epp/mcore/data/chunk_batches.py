@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
-from megatron_epp.mcore.data.global_batches import DocumentSource
+from megatron_epp.mcore.data.global_batches import TokenSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.hooks import ChunkParams
 from megatron_epp.runtime.kv_store import Store
@@ -35,6 +35,10 @@ class ChunkBatch:
     hidden_only: bool = False
 
 
+# Tokens, positions, labels, loss mask.
+_Tensors = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]
+
+
 class ChunkBatchBuilder:
     """Makes the batches of a plan's chunks. ``samples[d]`` is document d's place in the corpus."""
 
@@ -43,7 +47,7 @@ class ChunkBatchBuilder:
         plan: Plan,
         slices: Slices,
         samples: numpy.ndarray,
-        documents: DocumentSource,
+        documents: TokenSource,
         stage: int,
         share: RowShare,
         device: torch.device,
@@ -51,7 +55,7 @@ class ChunkBatchBuilder:
         self.plan, self.slices, self.samples = plan, slices, samples
         self.documents, self.stage, self.share = documents, stage, share
         self.device = device
-        self._ready: dict[int, tuple[Tensor | None, ...]] = {}
+        self._ready: dict[int, _Tensors] = {}
 
     def rows(self, chunk: int) -> int:
         """Rows of the chunk's tensors over all ranks: its tokens, padded."""
@@ -85,11 +89,11 @@ class ChunkBatchBuilder:
             hidden_only=self.plan.vocabulary_parallel,
         )
 
-    def prepare(self, chunk: int):
+    def prepare(self, chunk: int) -> None:
         """Read the tokens of ``chunk`` now: while a GPU computes what was asked before."""
         self._ready[chunk] = self._tensors(chunk)
 
-    def _tensors(self, chunk: int) -> tuple[Tensor | None, ...]:
+    def _tensors(self, chunk: int) -> _Tensors:
         """Tokens, positions, labels and loss mask of this rank's rows."""
         first, last = self.stage == 0, self.stage == self.plan.stages - 1
         last = last or self.plan.vocabulary_parallel  # every stage has words to find labels among
@@ -103,9 +107,14 @@ class ChunkBatchBuilder:
             positions[mine] = numpy.arange(start, stop)
             if tokens is not None:
                 tokens[mine] = self.documents.inputs(sample, start, stop)
-            if labels is not None:
+            if labels is not None and loss_mask is not None:
                 labels[mine], loss_mask[mine] = self.documents.targets(sample, start, stop)
-        return tuple(map(self._tensor, (tokens, positions, labels, loss_mask)))
+        return (
+            None if tokens is None else self._tensor(tokens),
+            self._tensor(positions),
+            None if labels is None else self._tensor(labels),
+            None if loss_mask is None else self._tensor(loss_mask),
+        )
 
     def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
         """(rows of this rank, span, start, stop): which inputs of which document they hold."""
@@ -120,10 +129,8 @@ class ChunkBatchBuilder:
         for rows in chunk_rows(self.plan, self.slices, chunk, self.share.part):
             yield slice(spread + rows.start, spread + rows.stop), rows.span, 0, rows.span.stop
 
-    def _tensor(self, array: numpy.ndarray | None) -> Tensor | None:
+    def _tensor(self, array: numpy.ndarray) -> Tensor:
         """[T] on the host -> [1, T] on the device; pinned first, so that no copy is waited for."""
-        if array is None:
-            return None
         tensor = torch.from_numpy(array)[None]
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)

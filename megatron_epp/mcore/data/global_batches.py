@@ -24,8 +24,18 @@ from megatron_epp.mcore.data.documents import (
 )
 
 
-class DocumentSource(Protocol):
-    """What batches and their tensors are made of; see :class:`Documents` for each method."""
+class TokenSource(Protocol):
+    """Any span of the documents' tokens; see :class:`Documents` for each method."""
+
+    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray: ...
+
+    def targets(
+        self, sample: int, start: int, stop: int
+    ) -> tuple[numpy.ndarray, numpy.ndarray]: ...
+
+
+class DocumentSource(TokenSource, Protocol):
+    """Documents whose lengths are known, too, as batches are made of them."""
 
     @property
     def counts(self) -> Counts: ...
@@ -33,12 +43,6 @@ class DocumentSource(Protocol):
     def __len__(self) -> int: ...
 
     def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray: ...
-
-    def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray: ...
-
-    def targets(
-        self, sample: int, start: int, stop: int
-    ) -> tuple[numpy.ndarray, numpy.ndarray]: ...
 
 
 class Documents:

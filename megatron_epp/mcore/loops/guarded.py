@@ -47,6 +47,12 @@ class Guarded:
     def weight_backward(self, chunk: int) -> None:
         self._do(lambda: self._compute.weight_backward(chunk), None)
 
+    def head(self, chunk: int, received: Tensor) -> Tensor | None:
+        raise NotImplementedError(f"H{chunk}: a loop's output layer lies on its last stage")
+
+    def head_weight(self, chunk: int) -> None:
+        raise NotImplementedError(f"G{chunk}: a loop's output layer lies on its last stage")
+
     def abandon(self) -> None:
         self._compute.abandon()
 

@@ -40,7 +40,7 @@ class ReadyOrder:
         self._order: list[Parameter] = []
         self._noting = False
 
-    def note(self, parameter: Parameter):
+    def note(self, parameter: Parameter) -> None:
         """Its gradient was accumulated, or set aside: here a B reports it."""
         if self._noting:
             self._order.append(parameter)
@@ -57,7 +57,7 @@ class ReadyOrder:
             for handle in handles:
                 handle.remove()
 
-    def finish(self, deferred: DeferredWeightGrads | None = None):
+    def finish(self, deferred: DeferredWeightGrads | None = None) -> None:
         """The stage's last W, with DDP's hooks awake, or its last G, which has woken them for the
         first and left nothing ``deferred``."""
         if deferred is None:

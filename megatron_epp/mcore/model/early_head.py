@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -91,7 +91,7 @@ class EarlyHead:
 
 
 @contextmanager
-def _on_gathered_rows(output_layer: torch.nn.Module) -> Iterator[None]:
+def _on_gathered_rows(output_layer: ColumnParallelLinear) -> Iterator[None]:
     """The output layer neither gathers its rows nor adds up their gradients over the ranks."""
     before = output_layer.sequence_parallel, output_layer.disable_grad_reduce
     output_layer.sequence_parallel, output_layer.disable_grad_reduce = False, True

@@ -31,13 +31,16 @@ def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any
     return output, partial(loss, batch.loss_mask)
 
 
-def loss(loss_mask_1T: Tensor, token_losses_1T: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss(
+    loss_mask_1T: Tensor | None, token_losses_1T: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss summed over the chunk's unmasked tokens, their number, and both for the log.
 
     The divisor comes once per iteration, over the whole global batch (--calculate-per-token-loss).
     Megatron's log divides without a look, so the number that it gets is never exactly zero: a batch
     without any target has the loss 0, and no other number is changed by it.
     """
+    assert loss_mask_1T is not None, "the last stage has one"
     mask = loss_mask_1T.view(-1)
     dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)
     total = torch.sum(token_losses_1T.view(-1).to(dtype) * mask)

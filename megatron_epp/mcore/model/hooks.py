@@ -21,7 +21,7 @@ from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
-from megatron_epp.layers.recompute.outputs import DroppedOutputs
+from megatron_epp.layers.recompute.outputs import DroppedOutputs, RecomputeHandle
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.experts.router import install_in_experts, prepare_log
@@ -29,7 +29,7 @@ from megatron_epp.mcore.model.hybrid.stack import has_attention, has_mlp, take_o
 from megatron_epp.mcore.model.latent_attention import LatentLayer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ChunkParams(PackedSeqParams):
     """Megatron hands this to every layer, in recomputation too.
 
@@ -38,8 +38,8 @@ class ChunkParams(PackedSeqParams):
     rows in their documents, for the rotary embedding.
     """
 
-    state: ChunkState | None = None
-    positions: Tensor | None = None
+    state: ChunkState
+    positions: Tensor
 
     @classmethod
     def of(cls, state: ChunkState, positions: Tensor) -> "ChunkParams":
@@ -91,12 +91,17 @@ class ElasticAttention:
         state = packed_seq_params.state
         drop = "core_attn" in self.dropped.modules
         qkv = query_tHD, key_tGD, value_tGD
+
+        def local(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
+            assert state.local is not None, "of a chunk with local documents"
+            return self.local(q, k, v, state.local, self.layer, drop)
+
         out, handle = attend_parts(
             qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state),
             state,
             self.ulysses,
             lambda q, k, v: self.attention(q, k, v, state, self.layer, drop),
-            lambda q, k, v: self.local(q, k, v, state.local, self.layer, drop),
+            local,
         )
         if handle is not None:
             self.dropped.add(out, handle)
@@ -158,7 +163,8 @@ def install_in_model(model: GPTModel | HybridModel, context: int, attention: Att
         prepare_log(model.config)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
     for index, layer in enumerate(model.decoder.layers):
-        dropped, consumers = DroppedOutputs(), ()
+        dropped = DroppedOutputs()
+        consumers: tuple[nn.Module, ...] = ()
         if has_attention(layer):
             consumers = _install_in_attention(layer, index, context, attention, dropped)
         experts = isinstance(layer.mlp, MoELayer)
@@ -223,7 +229,7 @@ def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_layer(
-    config: Any, number: int, core_attention: nn.Module, attention: Attention, ranks: Any
+    config: Any, number: int, core_attention: Any, attention: Attention, ranks: Any
 ) -> Attention:
     """``attention`` as layer ``number`` of the model has it: with its window, and with the sinks of
     the heads that this one of ``ranks`` attends to. The sinks stay ``core_attention``'s."""
@@ -246,9 +252,7 @@ def add_every_gradient(model: nn.Module) -> None:
     They overwrite them in the backward of what they take for an iteration's first micro-batch: the
     first that runs forward. Here others run backward before it, and their share would be lost.
     """
-    for module in model.modules():
-        if hasattr(module, "is_first_microbatch"):
-            module.is_first_microbatch = False
+    _set_in_modules(model, "is_first_microbatch", False)
 
 
 def fuse_weight_gradients(model: nn.Module) -> None:
@@ -258,9 +262,14 @@ def fuse_weight_gradients(model: nn.Module) -> None:
     They are built without, as Megatron's output layer has one flag with them and would ask for
     apex. DDP is told of each parameter whether its gradient has been added.
     """
+    _set_in_modules(model, "fuse_wgrad_accumulation", True)
+
+
+def _set_in_modules(model: nn.Module, attribute: str, value: bool) -> None:
+    """Set ``attribute`` in every module that has it."""
     for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+        if hasattr(module, attribute):
+            setattr(module, attribute, value)
 
 
 def _state_of(arguments: dict[str, Any]) -> ChunkState | None:
@@ -268,5 +277,5 @@ def _state_of(arguments: dict[str, Any]) -> ChunkState | None:
     return params.state if isinstance(params, ChunkParams) else None
 
 
-def _checkpoint(distribute: bool, function, tensor: Tensor) -> Tensor:
+def _checkpoint(distribute: bool, function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     return tensor_parallel.checkpoint(function, bool(distribute), tensor)

@@ -92,7 +92,7 @@ class Deferral:
             module.forward = partial(self._run, module, module.forward)
         return self
 
-    def __exit__(self, *error: Any):
+    def __exit__(self, *error: Any) -> None:
         for module in self.linears:
             del module.epp_multiply
         for module, own in zip(self.engines, self._own, strict=True):
@@ -118,7 +118,7 @@ class Deferral:
 
     def _multiply(
         self,
-        module: nn.Module,
+        module: ColumnParallelLinear | RowParallelLinear,
         input: Tensor,
         weight: Parameter,
         *,
@@ -131,14 +131,13 @@ class Deferral:
     ) -> Any:
         """The output, or NotImplemented where ``module`` is to multiply by itself."""
         deferred = (
-            self._deferred is not None
-            and weight is module.weight
+            weight is module.weight
             and weight.requires_grad
             and input.requires_grad
             and gtp_remat_size == 1
             and output_dtype in (None, input.dtype)
         )
-        if not deferred:
+        if self._deferred is None or not deferred:
             return NotImplemented
         linear = Linear(weight, module.tp_group, sequence_parallel, allreduce_dgrad)
         return deferred_linear(input, bias, linear, self._deferred)

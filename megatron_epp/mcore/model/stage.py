@@ -96,7 +96,7 @@ class ModelStage:
             self._patched.enter_context(self._deferral)
         return self
 
-    def __exit__(self, *error: Any):
+    def __exit__(self, *error: Any) -> None:
         self._no_sync.close()
         self._patched.close()
         if self._abandoned and self.training:
@@ -115,7 +115,7 @@ class ModelStage:
             if self.config.grad_sync_func is not None and self.stage > 0:
                 self.config.grad_sync_func(self.model.parameters())
 
-    def abandon(self):
+    def abandon(self) -> None:
         """Free what is kept for later ops; this iteration's gradients will be dropped."""
         self._saved.clear()
         self._deferred.clear()
@@ -126,7 +126,7 @@ class ModelStage:
         self._ready = None
         self._abandoned = True
 
-    def _reduce_anyway(self):
+    def _reduce_anyway(self) -> None:
         """Start the reductions that the abandoned ops' hooks would have started: the replicas wait
         in theirs. What the hooks had counted is forgotten; no iteration may learn from it."""
         groups = (
@@ -160,6 +160,7 @@ class ModelStage:
         batch.params.state.host = self.host if offloads else None
         batch.params.state.router_stats = self._router_stats
         if self._early_head:
+            assert batch.loss_mask is not None, "the last stage's"
             batch = replace(batch, known_gradient=self._loss_gradient(batch.loss_mask))
         with self._deferring(chunk):
             output, loss_of = self.forward_step(iter((batch,)), self.model)
@@ -241,9 +242,11 @@ class ModelStage:
         if self.head_ops is not None:
             gradient = self.head_ops.gradient(op.chunk, gradient)
         self.host.recall(op.chunk)
-        noting = self._ready is not None and op == self._last_backward
+        noting: AbstractContextManager = nullcontext()
+        if self._ready is not None and op == self._last_backward:
+            noting = self._ready.noting()
         # A recomputed forward runs in here: it defers as the forward did.
-        with self._deferring(op.chunk), self._ready.noting() if noting else nullcontext():
+        with self._deferring(op.chunk), noting:
             made = backward_step(received, output, gradient, self.config)
         return made if self.head_ops is None else self.head_ops.hand_back(op.chunk, made)
 
@@ -254,7 +257,7 @@ class ModelStage:
             return nullcontext()
         return self._deferral.into(self._deferred.get(chunk))
 
-    def _set_aside(self, weight: Parameter):
+    def _set_aside(self, weight: Parameter) -> None:
         if self._ready is not None:
             self._ready.note(weight)
 
@@ -266,7 +269,7 @@ class ModelStage:
         (grad_sync_func) they do so on the first stage only, as in Megatron's schedules."""
         return self.config.grad_sync_func is None or self.stage == 0
 
-    def _reduce_from(self, op: Op):
+    def _reduce_from(self, op: Op) -> None:
         """Wake DDP's hooks for the stage's last op that makes gradients."""
         if op == self._last_gradients and self._hooks_reduce:
             self._no_sync.close()
@@ -281,7 +284,7 @@ class ModelStage:
         weight = None if self.head_ops is None else self.head_ops.shard.weight
         return () if weight is None else (weight,)
 
-    def _report_ready(self, parameter: Parameter):
+    def _report_ready(self, parameter: Parameter) -> None:
         groups = self.model.param_to_bucket_group
         groups[parameter].register_grad_ready(parameter, self.model.force_all_reduce)
 

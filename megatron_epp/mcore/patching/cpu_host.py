@@ -246,7 +246,7 @@ def double_precision() -> Iterator[None]:
         return plain_softmax(input, *args, **kwargs)
 
     torch.softmax = softmax_or_double
-    torch.Tensor.float = float_or_double  # type: ignore[method-assign]
+    torch.Tensor.float = float_or_double  # type: ignore[assignment, method-assign]
     torch.set_default_dtype(torch.float64)
     try:
         yield

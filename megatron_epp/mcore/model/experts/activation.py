@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ def wrap_activations(layer: MoELayer, dropped: DroppedOutputs) -> None:
         _wrap(expert, dropped)
 
 
-def _tell(experts: nn.Module, dropped: DroppedOutputs) -> None:
+def _tell(experts: MegatronModule, dropped: DroppedOutputs) -> None:
     forward = experts.forward
 
     @wraps(forward)

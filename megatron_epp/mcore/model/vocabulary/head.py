@@ -106,9 +106,10 @@ class ShardedHead:
             hidden_tH = hidden_t1H.view(-1, hidden_t1H.shape[-1])
         else:
             # A copy: a part of the message would keep all of it.
-            hidden_tH, *wide = wide[0].clone(), *wide[1:]
+            hidden_tH, wide = wide[0].clone(), wide[1:]
         rows = WeightRows(*wide) if self.training else None
-        return hidden_tH, Statistics(*narrow, rows)
+        lse_t, logit_t = narrow
+        return hidden_tH, Statistics(lse_t, logit_t, rows)
 
     def _finish(self, chunk: int, every: Statistics) -> Tensor:
         words, weights_T = self.shard.words, self._weights[chunk]

@@ -50,7 +50,7 @@ class VocabularyShard(nn.Module):
         super().__init__()
         assert (weight_VH is None) == (of is not None)
         self.weight = weight_VH
-        self._of = () if of is None else (of,)  # no parameter of this module
+        self._of: tuple[Parameter, ...] = () if of is None else (of,)  # no parameter of this module
         self.index, self.shards = index, shards
         self.tp_group, self.scattered = tp, scattered
         self.hold: Callable[[Tensor], Any] = id  # what counts logits, of the iteration that runs
@@ -95,7 +95,7 @@ class VocabularyShard(nn.Module):
         torch.autograd.backward(root, root.detach())
 
     def _add(self, part_VH: Tensor) -> None:
-        (weight,) = self._of or (self.weight,)
+        weight = self._of[0] if self.weight is None else self.weight
         total = getattr(weight, "main_grad", None)
         if total is None:
             if weight.grad is None:
@@ -166,8 +166,18 @@ class _BroughtGradient(torch.autograd.Function):
         return weight_VH.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor):
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.gradient, None
+
+
+# As Megatron's linears and its output layer have it (tensor_parallel/layers.py).
+_OF_OUTPUT_WEIGHTS = {
+    "tensor_model_parallel": True,
+    "partition_dim": 0,
+    "partition_stride": 1,
+    "allreduce": True,
+    "is_embedding_or_output_parameter": True,
+}
 
 
 def spread_output_layer(model: Any, device: torch.device) -> None:
@@ -193,9 +203,8 @@ def spread_output_layer(model: Any, device: torch.device) -> None:
         if target == stage:
             weight.data.copy_(part)
     shared = tied and stage == 0  # with the embedding: it has no copy
-    # As Megatron's linears and its output layer have it (tensor_parallel/layers.py).
-    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
-    weight.allreduce = weight.is_embedding_or_output_parameter = True
+    for name, value in _OF_OUTPUT_WEIGHTS.items():
+        setattr(weight, name, value)
     model.output_layer = VocabularyShard(
         None if shared else weight,
         tp.rank() * stages + stage,
@@ -232,7 +241,8 @@ def whole_output_layer(model: Any) -> Iterator[None]:
     )
     if config.gradient_accumulation_fusion:
         made.weight.main_grad = torch.zeros_like(made.weight, dtype=torch.float32)
-    model.output_layer = made.to(own.weight.device, own.weight.dtype)
+    weight_VH = own.words.weight_VH
+    model.output_layer = made.to(weight_VH.device, weight_VH.dtype)
     try:
         yield
     finally:

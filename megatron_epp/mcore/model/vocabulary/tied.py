@@ -56,6 +56,7 @@ def _tie_state_dict(
     if group is None:
         group = mpu.get_data_parallel_group(with_context_parallel=True)
     if not model.pre_process:
+        assert shard.weight is not None, "the first stage's alone lies in the embedding"
         state[output_key] = sharded_words(
             embedding_key, shard.weight, shard.index, shard.shards, replica=(1, 0, group.rank())
         )
@@ -116,4 +117,6 @@ def _whole_gradient(model: Any, weight: Parameter) -> Tensor:
             if weight in bucket.params and replicas.size() > 1:
                 mine = bucket.grad_data.view(replicas.size(), -1)[replicas.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, mine, group=replicas)
-    return weight.main_grad
+    total = getattr(weight, "main_grad", None)
+    assert total is not None, "DDP gives every weight its gradient"
+    return total
