@@ -20,8 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from quickstart_curve import draw_curves
+
 from megatron_epp.ir import COMPUTE, Step, Timed, parse_records
-from megatron_epp.show.curve import draw_curves
 from megatron_epp.show.png import to_png
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.table import plain

@@ -3,7 +3,7 @@
 The wheel of megatron-core holds the trainer but not the script that calls it. This is that script's
 work: read the flags, build the configuration, hand over data, forward step and loss (with --epp
 setup.py, else megatron_gpt.py), train. Without ``--epp`` it computes the same numbers as
-Megatron-LM's own script, bit for bit (scripts/compare_upstream.py).
+Megatron-LM's own script, bit for bit (scripts/upstream/compare_upstream.py).
 
 A user's mistake ends every rank with status 2 and one line (job_exit.py).
 """

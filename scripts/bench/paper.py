@@ -25,6 +25,8 @@ from headline import ROOT, heading, host, write
 
 sys.path.insert(0, str(ROOT))
 
+import homogeneous
+
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
@@ -32,7 +34,6 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import ALL, PIPELINES, PLANNERS, SIMULATED, Options
 from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
 from megatron_epp.planner.chunks.slicing import Rates
-from megatron_epp.planner.device_groups import homogeneous
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.tuning.partitions import partition_of

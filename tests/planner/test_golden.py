@@ -1,15 +1,11 @@
-"""Plans of 41 batches come out byte for byte: ``scripts/golden_plans.py --write`` rewrites them."""
+"""Plans of 41 batches come out byte for byte: ``golden_plans.py --write`` rewrites them."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "golden_plans.py"
-spec = importlib.util.spec_from_file_location("golden_plans", SCRIPT)
-assert spec is not None and spec.loader is not None
-golden_plans = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(golden_plans)
+from tests.planner import golden_plans
+
 CASES = list(golden_plans.cases())
 
 

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "rehearsal" / "slurm.sh"
+SCRIPT = Path(__file__).parents[2] / "tests" / "rehearsal" / "slurm.sh"
 BASH = shutil.which("bash") or "bash"
 
 

@@ -16,7 +16,7 @@ from megatron_epp.mcore.patching.checkout import Checkout, look
 from megatron_epp.mcore.patching.releases import MAIN, NEWEST, RELEASES, STABLE, release_of
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "check_upstream.py"
+SCRIPT = ROOT / "scripts" / "upstream" / "check_upstream.py"
 
 
 def installed() -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_upstream.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "upstream" / "compare_upstream.py"
 
 
 def test_one_bit_and_a_missing_tensor_are_differences():

@@ -36,7 +36,7 @@ class Day:
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
         self.calls.write_text("")
         return subprocess.run(
-            [BASH, ROOT / "scripts" / "gpu_day.sh", "--results", str(self.results), *words],
+            [BASH, ROOT / "scripts" / "gpu" / "gpu_day.sh", "--results", str(self.results), *words],
             env={
                 **os.environ,
                 "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
@@ -115,7 +115,7 @@ def test_what_cannot_be_meant_is_one_line(tmp_path: Path, words: tuple, says: st
 
 
 def test_every_step_names_files_that_there_are() -> None:
-    text = (ROOT / "scripts" / "gpu_day.sh").read_text()
+    text = (ROOT / "scripts" / "gpu" / "gpu_day.sh").read_text()
     named = {word.strip('"') for word in text.split() if word.endswith((".py", ".sh"))}
     files = {name for name in named if name.startswith(("scripts/", "tests/", "examples/"))}
     assert len(files) > 12

@@ -13,7 +13,7 @@ cpu_host.install_cpu_host()
 from megatron_epp.mcore.certify.flags import parsed, scaled  # noqa: E402
 from megatron_epp.mcore.certify.scale_down import Degrees  # noqa: E402
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "model_recipes.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "upstream" / "model_recipes.py"
 _spec = importlib.util.spec_from_file_location("model_recipes", SCRIPT)
 assert _spec is not None and _spec.loader is not None
 model_recipes = sys.modules["model_recipes"] = importlib.util.module_from_spec(_spec)

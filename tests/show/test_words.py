@@ -1,11 +1,9 @@
-"""Units, axes, tables and curves."""
+"""Units, axes and tables."""
 
 import math
 
 import pytest
 
-from megatron_epp.show.curve import draw_curves
-from megatron_epp.show.shapes import Label, Path
 from megatron_epp.show.table import markdown, plain
 from megatron_epp.show.units import (
     bytes_text,
@@ -71,17 +69,3 @@ def test_a_markdown_table():
     assert markdown(["planner", "gap"], [["epp", "0.5%"]]) == (
         "| planner |  gap |\n| ------- | ---: |\n| epp     | 0.5% |\n"
     )
-
-
-def test_curves_go_where_their_values_are():
-    drawing = draw_curves([("stock", [4.0, 3.0, 2.0]), ("epp", [4.0, math.nan, 2.0])], "Loss")
-    lines = [s for s in drawing.shapes if isinstance(s, Path) and s.stroke_width == 1.8]
-    whole, *parts = lines
-    xs, ys = zip(*whole.points, strict=True)
-    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1])
-    assert ys[1] - ys[0] == pytest.approx(ys[2] - ys[1]) and ys[0] < ys[2]  # y grows downwards
-    assert len(parts) == 2 and all(part.dashed for part in parts)  # a gap in the second
-    names = {shape.text for shape in drawing.shapes if isinstance(shape, Label)}
-    assert {"Loss", "stock", "epp", "iteration", "loss"} <= names
-    with pytest.raises(ValueError, match="no finite value to draw"):
-        draw_curves([("x", [math.nan])])

@@ -7,8 +7,8 @@
 A fingerprint is of the sources of the seam's target and of what it relies on (seams.py). Between
 these two, what changed at four seams are spans of telemetry and options that --epp does not set,
 so the replacements are the same. A new release is a new entry here, once somebody has read what
-``scripts/check_upstream.py`` shows of it; where a replacement must differ, the seam gets a second
-one and the table says which release takes it.
+``scripts/upstream/check_upstream.py`` shows of it; where a replacement must differ, the seam gets a
+second one and the table says which release takes it.
 
 main changes its sources under one version number: there only the fingerprints tell.
 """

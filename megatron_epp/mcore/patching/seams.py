@@ -91,8 +91,8 @@ def check_seams(seams: Sequence[Seam] | None = None) -> None:
                 f"seam '{seam.name}': the source of {' or '.join((seam.target, *seam.relies_on))} "
                 f"is not that of megatron-core {release} (fingerprint {found}, expected "
                 f"{known}): undo the local change or reinstall it, pip install --force-reinstall "
-                f"--no-deps megatron-core=={NEWEST}; scripts/check_upstream.py shows a checkout's "
-                "difference"
+                f"--no-deps megatron-core=={NEWEST}; scripts/upstream/check_upstream.py shows "
+                "a checkout's difference"
             )
 
 

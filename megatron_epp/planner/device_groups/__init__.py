@@ -1,1 +1,1 @@
-"""Methods without a pipeline, simulated: flexsp, megatron-hybrid-cp, homogeneous groups."""
+"""Methods without a pipeline, simulated: flexsp, megatron-hybrid-cp."""

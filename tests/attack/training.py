@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attack.contract import Attack, Skipped, expect
-from attack.jobs import Job, Logged, flags, own_mounts, require_same, tmpfs
-from attack.material import write_corpus
+from tests.attack.contract import Attack, Skipped, expect
+from tests.attack.jobs import Job, Logged, flags, own_mounts, require_same, tmpfs
+from tests.attack.material import write_corpus
 
 # A plan of these is cut and packed where memory is short.
 TOKENS = (129, 12, 40, 7, 90, 33, 64, 5, 101, 18, 128, 26) * 4

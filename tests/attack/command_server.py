@@ -3,7 +3,7 @@
 A start of the interpreter takes a second without torch and ten with it; a fork takes milliseconds,
 and still every command line has a process, limits and an end of its own.
 
-    python -m attack.command_server [--torch]      requests and replies: JSON, one a line
+    python -m tests.attack.command_server [--torch]      requests and replies: JSON, one a line
 """
 
 import atexit
@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 DATA_BYTES = 4 << 30  # private memory of a command line
 FILE_BYTES = 1 << 30  # of what it writes
 SHOWN_BYTES = 20_000
@@ -60,7 +61,7 @@ class CommandServer:
     """Servers, as many as threads ask at a time. Leaving the context ends them."""
 
     def __init__(self, torch: bool = False):
-        self._words = [sys.executable, "-m", "attack.command_server", *(["--torch"] * torch)]
+        self._words = [sys.executable, "-m", "tests.attack.command_server", *(["--torch"] * torch)]
         self._all: list[subprocess.Popen[str]] = []
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
 
@@ -83,7 +84,12 @@ class CommandServer:
 
     def _started(self) -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            self._words,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self._all.append(process)
         return process

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from attack.contract import GaveWay, Skipped
+from tests.attack.command_server import ROOT
+from tests.attack.contract import GaveWay, Skipped
 
-ROOT = Path(__file__).parents[2]
 DATA_BYTES = 4 << 30  # private memory of a process
 _TOKEN = "EPP_ATTACK"
 _MODEL = """

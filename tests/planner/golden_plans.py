@@ -1,7 +1,7 @@
 """Writes or compares the golden plans of ``tests/golden``: 41 batches through the command line.
 
-    python scripts/golden_plans.py           # names the plans that changed; then exit status 1
-    python scripts/golden_plans.py --write   # rewrites them, to be reviewed as a diff
+    python tests/planner/golden_plans.py           # names the plans that changed, exit status 1
+    python tests/planner/golden_plans.py --write   # rewrites them, to be reviewed as a diff
 
 A plan is a pure function of lengths, flags and cost model, so its text may change only where
 somebody meant to change what the planner does.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "golden"
 
 _LLAMA = "--model llama3-8b --device h100-80g"

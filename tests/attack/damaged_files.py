@@ -8,11 +8,11 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from attack.command_server import CommandServer
-from attack.contract import Attack, expect
-from attack.jobs import flags
-from attack.lines import EITHER, REFUSED, RUNS, Line, judge, run_lines
-from attack.material import INDEX_HEAD_BYTES, LENGTHS, Material, write_corpus
+from tests.attack.command_server import CommandServer
+from tests.attack.contract import Attack, expect
+from tests.attack.jobs import flags
+from tests.attack.lines import EITHER, REFUSED, RUNS, Line, judge, run_lines
+from tests.attack.material import INDEX_HEAD_BYTES, LENGTHS, Material, write_corpus
 
 SEED = 20260101
 FLIPS = 24  # bits of one file, at random

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from attack.command_server import CommandServer, Ended
-from attack.contract import Attack, expect
-from attack.jobs import flags
-from attack.material import Material, write_corpus
+from tests.attack.command_server import CommandServer, Ended
+from tests.attack.contract import Attack, expect
+from tests.attack.jobs import flags
+from tests.attack.material import Material, write_corpus
 
 REFUSED = "refused"  # must be
 RUNS = "runs"  # must

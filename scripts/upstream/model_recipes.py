@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Megatron-LM's own example configurations through ``certify``, their flags as they stand.
 
-    scripts/model_recipes.py [NAME ...] [--pp 2] [--batches 2] [--list] [-o RESULT.md]
+    scripts/upstream/model_recipes.py [NAME ...] [--pp 2] [--batches 2] [--list] [-o RESULT.md]
 
 The model flags of the configurations that NVIDIA/Megatron-LM ships (at commit d98e8a64 of
 2026-08-22; each line's folder and file below), scaled down by certify with their structure kept.
@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 MODELOPT = "examples/post_training/modelopt/conf"

@@ -1,6 +1,6 @@
 """Which of our seams hold in a Megatron-LM checkout, which drifted, and by what.
 
-    python scripts/check_upstream.py --megatron CHECKOUT [--known PATH] [--quiet]
+    python scripts/upstream/check_upstream.py --megatron CHECKOUT [--known PATH] [--quiet]
 
 CHECKOUT is any Megatron-LM: a clone, a release's tree, an unpacked wheel. Nothing of it is imported
 or run, so it needs none of its dependencies; a nightly job can point this at a fresh clone of main.
@@ -20,7 +20,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:

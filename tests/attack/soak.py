@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
-from attack.contract import Attack, expect
-from attack.jobs import Job, flags
-from attack.material import write_corpus
-from attack.training import TOKENS
+from tests.attack.contract import Attack, expect
+from tests.attack.jobs import Job, flags
+from tests.attack.material import write_corpus
+from tests.attack.training import TOKENS
 
 GIB = 1 << 30
 BUDGET_GIB = 2e-4  # about a third of what whole batches would hold

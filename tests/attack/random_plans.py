@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from attack.command_server import CommandServer
-from attack.contract import Attack, GaveWay, expect
+from tests.attack.command_server import CommandServer
+from tests.attack.contract import Attack, GaveWay, expect
 
 SILENCE_SECONDS = 90  # of a process, before it counts as hung
 SECONDS = 1800.0

@@ -3,7 +3,7 @@
 """NeMo-RL's own training loop over Megatron, run by Megatron's schedule and by ours.
 
     git clone --depth 1 https://github.com/NVIDIA-NeMo/RL NeMo-RL
-    scripts/nemo_rl_loop.py --nemo-rl NeMo-RL
+    scripts/upstream/nemo_rl_loop.py --nemo-rl NeMo-RL
 
 Executes nemo_rl/models/megatron/train.py of that checkout: its megatron_forward_backward, forward
 step and loss post-processing, in two processes with a stage each of a tiny GPT in float64. What
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import rl_loop

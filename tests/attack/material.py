@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from attack.command_server import CommandServer
+from tests.attack.command_server import CommandServer
 
 LENGTHS = (900, 40, 37, 12, 300, 5, 61, 8)  # inputs of documents
 MODEL = {

@@ -1,6 +1,6 @@
 """Without --epp, this package trains as Megatron-LM's own pretrain_gpt.py does: bit for bit.
 
-    python scripts/compare_upstream.py --megatron PATH [flags of Megatron's, after --]
+    python scripts/upstream/compare_upstream.py --megatron PATH [flags of Megatron's, after --]
 
 PATH is a Megatron-LM checkout, at tag core_v0.19.0 for any 0.19. Its pretrain_gpt.py and ours each
 train a tiny model with the same flags and the same seed, dropout included, with mock data and with
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 10
 MODEL = (  # noqa: SIM905 (a command line reads better than a list of its words)
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 "

@@ -2,7 +2,7 @@
 """Megatron-LM's own tests of its schedules, run against the schedule that stands in for them.
 
     git clone --branch core_v0.19.0 --depth 1 https://github.com/NVIDIA/Megatron-LM
-    scripts/upstream_schedule_tests.py --megatron Megatron-LM
+    scripts/upstream/upstream_schedule_tests.py --megatron Megatron-LM
 
 Runs those of that checkout's unit tests that call a schedule, or pack sequences for one (TESTS), in
 as many processes as they want, on this host's CPU or its GPUs: as they are, and with
@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # By file, the processes that they want.
 TESTS = {
     "tests/unit_tests/pipeline_parallel/test_schedules.py": 8,

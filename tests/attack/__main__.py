@@ -1,9 +1,15 @@
-"""``scripts/attack.sh [--part NAME] [--minutes M] [--iterations N] [--list]``: a table of attacks.
+"""Attacks the package as a careless user, a failing machine and an adversary would.
 
-Exit status 0: all held; 1: something gave way, or there was no time to try it.
+    .venv/bin/python -m tests.attack                     everything: 16 minutes on two quiet cores
+    .venv/bin/python -m tests.attack --part lines        one part; --list shows all attacks
+
+Run on demand, from the project's folder; pytest tries a few of them (test_attack.py). Everything
+happens in temporary folders, bounded in memory and time. Exit status 0: all held; 1: something gave
+way, or there was no time to try it.
 """
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
@@ -17,10 +23,10 @@ from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
-from attack import damaged_files, lines, random_plans, soak, training
-from attack.command_server import CommandServer
-from attack.contract import Attack, Outcome, attempt
-from attack.material import Material
+from tests.attack import damaged_files, lines, random_plans, soak, training
+from tests.attack.command_server import CommandServer
+from tests.attack.contract import Attack, Outcome, attempt
+from tests.attack.material import Material
 
 PARTS = ("lines", "files", "training", "plans", "soak")
 # Nothing in these is timed, and most of it needs one core: two attacks at a time.
@@ -139,7 +145,7 @@ def _show(outcome: Outcome) -> None:
 
 def _read() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="attack.sh", description="Attacks the package and says what gave way."
+        prog="python -m tests.attack", description="Attacks the package and says what gave way."
     )
     add = parser.add_argument
     add("--part", action="append", choices=PARTS, help="one part (may be given several times)")
@@ -155,4 +161,5 @@ def _read() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
     sys.exit(main())

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only GPUs can tell, in the order in which one thing rests on another; one page of results.
 #
-#   bash scripts/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--gpus N] [--list] [STEP...]
+#   bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--gpus N] [--list] [STEP...]
 #
 # Each step has a bound of its own and a log in FOLDER (outputs/gpu-day); FOLDER/README.md is the page, written anew after
 # every step. A step that fails or runs out of time hides nothing that comes after it. A second run skips what was ok, so the
@@ -10,7 +10,7 @@
 #   python=... the interpreter (.venv/bin/python, else python3), with PYTHONPATH as it is: the project's environment need not exist.
 # Exit status: 0 all ok or skipped, 1 something failed, ran out of time or was not reached, 2 a wrong flag.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 
 fail() { printf 'gpu_day: %s\n' "$1" >&2; exit 2; }
 
@@ -19,7 +19,7 @@ while (($#)); do
     case $1 in
         --minutes | --bound | --results | --gpus) (($# > 1)) || fail "$1 needs a value"; declare "${1#--}=$2"; shift ;;
         --list) list=true ;;
-        -*) fail "unknown flag $1; usage: bash scripts/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--gpus N] [--list] [STEP...]" ;;
+        -*) fail "unknown flag $1; usage: bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--gpus N] [--list] [STEP...]" ;;
         *) only+=("$1") ;;
     esac
     shift
@@ -49,7 +49,7 @@ add() {
 summary() { # the page
     {
         printf '# A day with GPUs\n\n'
-        printf '`bash scripts/gpu_day.sh`, %s, commit %s.\n\n' "$(date -u +%Y-%m-%d)" "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+        printf '`bash scripts/gpu/gpu_day.sh`, %s, commit %s.\n\n' "$(date -u +%Y-%m-%d)" "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
         printf '    %s\n' "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sort | uniq -c || true)"
         printf '\n| step | settles | result | seconds |\n|---|---|---|---|\n'
         local entry name state

@@ -2,7 +2,7 @@
 # A dress rehearsal of examples/slurm/pretrain_llama_7b.sbatch without a cluster and without GPUs: a
 # slurmctld and two slurmd on this host, two nodes of one process each, gloo.
 #
-#   sudo bash scripts/rehearsal/slurm.sh [FOLDER for what they write]
+#   sudo bash tests/rehearsal/slurm.sh [FOLDER for what they write]
 #
 # A job trains; a TERM, as Slurm sends before the limit, makes it write a checkpoint and end; a second
 # job goes on where it stopped. The sbatch file runs as it is: what is smaller is given on sbatch's

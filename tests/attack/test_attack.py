@@ -6,22 +6,17 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from attack import damaged_files, lines  # noqa: E402
-from attack.command_server import CommandServer, Ended  # noqa: E402
-from attack.contract import Attack, GaveWay, Skipped, attempt, expect  # noqa: E402
-from attack.jobs import Job, Logged, require_same  # noqa: E402
-from attack.material import Material, write_corpus  # noqa: E402
+from tests.attack import damaged_files, lines
+from tests.attack.command_server import ROOT, CommandServer, Ended
+from tests.attack.contract import Attack, GaveWay, Skipped, attempt, expect
+from tests.attack.jobs import Job, Logged, require_same
+from tests.attack.material import Material, write_corpus
 
 
 @pytest.fixture(scope="module")
 def server():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{SCRIPTS}:{SCRIPTS.parent}")
-        with CommandServer() as started:
-            yield started
+    with CommandServer() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +25,7 @@ def material(server, tmp_path_factory) -> Material:
 
 
 def test_a_few_attacks_hold(server, material, tmp_path) -> None:
-    """A tenth of the lines and files; all of them: scripts/attack.sh."""
+    """A tenth of the lines and files; all of them: ``python -m tests.attack``."""
     few = [
         *lines.attacks(server, material, few=True),
         *damaged_files.attacks(server, material, few=True),
@@ -104,7 +99,7 @@ def test_a_job_is_watched_to_its_end(tmp_path, monkeypatch) -> None:
         "print('megatron_epp: error: no') if os.environ['RANK'] == '0' else None\n"
         "sys.exit(2)\n"
     )
-    monkeypatch.setattr("attack.jobs.MODULE", [str(trainer)])
+    monkeypatch.setattr("tests.attack.jobs.MODULE", [str(trainer)])
     with Job(tmp_path, []) as job:
         assert job.require_refusal("no") == "no"
         assert job.logged() == {1: Logged("4.5E+00", "1.250")}
@@ -139,7 +134,8 @@ def test_the_corpus_is_megatrons(tmp_path) -> None:
 
 def test_the_list(tmp_path) -> None:
     listed = subprocess.run(
-        ["bash", SCRIPTS / "attack.sh", "--part", "training", "--part", "soak", "--list"],
+        [sys.executable, "-m", "tests.attack", "--part", "training", "--part", "soak", "--list"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
