@@ -33,7 +33,7 @@ MODULES = """
     planner/slicing
 """
 CONSTANTS = """
-    cli/COLUMNS cli/PAYS control/FILE_NAME mcore/AUTO mcore/EXPERTS mcore/HEADER mcore/MASKED
+    mcore/AUTO mcore/EXPERTS mcore/HEADER mcore/MASKED
     mcore/OTHERS mcore/REPEATS planner/B planner/CALLS planner/F planner/GAIN planner/I
     planner/LIKELY_CHUNKS planner/SHARES planner/SKETCH_EFFORT planner/SLACK planner/STEP
     planner/STEPS planner/W runtime/PATIENCE_SECONDS

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kinds(cost: Cost) -> str:
-    """What is said of layers of several kinds, of experts, and of the output layer."""
+    """Notes on layers of several kinds, on experts, and on the output layer."""
     kinds = f", of the kinds {cost.kinds_text}" if cost.kinds_text else ""
     experts = f", ep {cost.ep}" if cost.ep > 1 else ""
     return kinds + experts + (", vocabulary over the stages" * cost.vocabulary_parallel)
@@ -199,7 +199,7 @@ def _median_share(shares: Sequence[float]) -> str:
 
 
 def _lockstep_prices(names: Sequence[str], made: Sequence[Outcome], lockstep: int) -> list[str]:
-    """What every planner takes in lockstep against replicas that run freely."""
+    """Time of every planner in lockstep over that of replicas that run freely."""
     told = []
     for name in names:
         prices = [

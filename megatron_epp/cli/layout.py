@@ -76,7 +76,7 @@ def partitioned(
 
 
 def _expected(batches: Batches) -> list[tuple[int, ...]]:
-    """What a run is expected to see."""
+    """Batches that a run is expected to see."""
     return [batches[number] for number in range(1 if batches.size is None else EXPECTED)]
 
 

@@ -1,4 +1,4 @@
-"""What a plan was made for, as a comment before it: ``simulate`` and ``draw`` read it back.
+"""A comment before a plan that says what it was made for: ``simulate`` and ``draw`` read it back.
 
     # made for: --model llama3-8b --device h100-80g --tp 8
 

@@ -346,7 +346,7 @@ def _degrees(group: Any, pp: bool) -> None:
 
 
 def _parts_of_stages(group: Any, pp: bool, partition: bool) -> None:
-    """What of the model each stage has."""
+    """Parts of the model that each stage has."""
     group.add_argument(
         "--layers",
         type=whole_number(0),

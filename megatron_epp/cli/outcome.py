@@ -1,4 +1,4 @@
-"""What a planner made of one batch, over all replicas, as numbers for tables and JSON."""
+"""Outcome of planning one batch, over all replicas, as numbers for tables and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def lockstep_price(self) -> float:
-        """What lockstep adds, as a share of what replicas take that run freely."""
+        """Time that lockstep adds, as a fraction of what replicas take that run freely."""
         return self.seconds / self.free_seconds - 1 if self.free_seconds else 0.0
 
     @property

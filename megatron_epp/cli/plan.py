@@ -73,7 +73,7 @@ def _read(counts: Counts) -> dict[str, int]:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """What the planner may do: stages' layers are open where --layers does not name them."""
+    """Options of the planner: stages' layers are open where --layers does not name them."""
     levers = parse_levers(arguments.levers)
     if arguments.layers and "uneven" in map(str.strip, arguments.levers.split(",")):
         raise UsageError(
@@ -178,7 +178,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
 
 
 def _lockstep_lines(made: Outcome) -> list[str]:
-    """What lockstep costs, where there is one."""
+    """Lines on what lockstep costs, where there is one."""
     if made.step is None or made.free_seconds is None:
         return []
     empty = sum(not chunk.spans for plan in made.step.plans for chunk in plan.chunks)
@@ -190,7 +190,7 @@ def _lockstep_lines(made: Outcome) -> list[str]:
 
 
 def _overlapped(plan: Plan, cost: Cost) -> list[str]:
-    """What goes on beside computation, and how much of it is waited for all the same."""
+    """Lines on what goes on beside computation, and how much of it is waited for all the same."""
     cost = dataclasses.replace(cost, layers=plan.layers)  # the lever uneven may have moved some
     table = cost.table(plan)
     played = play(plan, table)

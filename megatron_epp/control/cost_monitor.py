@@ -88,7 +88,7 @@ class CostMonitor:
         )
 
     def judge(self, step: Step, report: IterationReport) -> list[str]:
-        """What to tell about the iteration; the same on every rank."""
+        """Warnings about the iteration; the same on every rank."""
         predicted = [plan.predicted.seconds for plan in step.plans if plan.predicted is not None]
         return self.drift.see(max(predicted, default=0.0), report)
 

@@ -1,4 +1,4 @@
-"""Whether iterations take what was predicted, and whether one rank is slower than the others.
+"""Detection of iterations that take another time than predicted, and of a slow rank.
 
 A warning says what to do, or that nothing needs to be done.
 """
@@ -29,7 +29,7 @@ class Drift:
     _slow: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def see(self, predicted_seconds: float, report: IterationReport) -> list[str]:
-        """What to tell about the iteration, if anything."""
+        """Warnings about the iteration, if any."""
         return [*self._drifts(predicted_seconds, report), *self._lags(report)]
 
     def forget(self) -> None:

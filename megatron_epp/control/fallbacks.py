@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_epp.control.files import BestEffort, write_whole
 
-FILE_NAME = "epp-fallbacks.txt"
+FALLBACKS_FILE = "epp-fallbacks.txt"
 
 _LINE = re.compile(r"iteration ([1-9]\d*) planner (\S+) (.+)")
 
@@ -30,7 +30,7 @@ class Fallbacks:
         self._try = BestEffort()
         self._lines: dict[int, str] = {}
         self._planners: dict[int, str] = {}
-        if loaded_from is not None and (path := Path(loaded_from) / FILE_NAME).exists():
+        if loaded_from is not None and (path := Path(loaded_from) / FALLBACKS_FILE).exists():
             text = path.read_text(encoding="utf-8", errors="replace")
             for number, line in enumerate(text.splitlines(), 1):
                 match = _LINE.fullmatch(line)
@@ -42,7 +42,7 @@ class Fallbacks:
                     )
                 self._note(int(match[1]), match[2], line)
         for folder in self.folders:
-            if self._lines or (Path(folder) / FILE_NAME).exists():
+            if self._lines or (Path(folder) / FALLBACKS_FILE).exists():
                 self._write(folder)
 
     def of(self, iteration: int) -> str | None:
@@ -54,7 +54,7 @@ class Fallbacks:
         self._note(iteration, planner, f"iteration {iteration} planner {planner} {words}")
         for folder in self.folders:
             self._try(
-                f"which iterations were planned by a fallback, in {folder}/{FILE_NAME},",
+                f"which iterations were planned by a fallback, in {folder}/{FALLBACKS_FILE},",
                 partial(self._write, folder),
             )
 
@@ -63,4 +63,4 @@ class Fallbacks:
 
     def _write(self, folder: str) -> None:
         lines = (line for _, line in sorted(self._lines.items()))
-        write_whole(Path(folder) / FILE_NAME, "".join(f"{line}\n" for line in lines))
+        write_whole(Path(folder) / FALLBACKS_FILE, "".join(f"{line}\n" for line in lines))

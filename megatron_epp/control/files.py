@@ -1,4 +1,4 @@
-"""What a job keeps in folders: written whole or not at all, by one job at a time.
+"""Files that a job keeps in folders: written whole or not at all, by one job at a time.
 
 A job may be killed while it writes, its disk may be full, and another job may have been given the
 same folder. None of these may leave a file that cannot be read, or end a training that could go on.

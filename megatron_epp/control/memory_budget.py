@@ -1,4 +1,4 @@
-"""What each stage may hold, and what training learnt about it: near misses, and real failures.
+"""Memory that each stage may hold, corrected by near misses and real failures in training.
 
 Two things can be wrong, and each is learnt as what it is. The budget: a stage that ran out of
 memory may hold less than was thought. The prediction: a stage that held more than was predicted is
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_epp.control.files import write_whole
 
-FILE_NAME = "epp-budget.txt"
+BUDGET_FILE = "epp-budget.txt"
 NEAR = 0.97  # of what a stage may hold: above it a wrong prediction matters
 TOLERANCE = 1.01  # measured over corrected prediction; below it nothing is learnt
 SPARE = 0.95  # of what was held when memory ran out
@@ -34,8 +34,8 @@ _EVENT = re.compile(
 
 
 def cut(tried: int) -> float:
-    """What is left of the room when an iteration has failed for the ``tried``-th time: 0.9, 0.81 of
-    that, 0.66 of that, and then a half each time."""
+    """Fraction of the room that is left when an iteration has failed for the ``tried``-th time:
+    0.9, 0.81 of that, 0.66 of that, and then a half each time."""
     return max(LEAST_SHRINK, SHRINK**2 ** (tried - 1))
 
 
@@ -93,7 +93,7 @@ class MemoryBudget:
 
     @property
     def planned_bytes(self) -> tuple[float, ...]:
-        """What plans may predict for every stage, states included."""
+        """Bytes that plans may predict for every stage, states included."""
         return tuple(
             states + (budget - states) / correction
             for budget, states, correction in zip(
@@ -126,7 +126,8 @@ class MemoryBudget:
         peak_bytes: Sequence[float],
         routed_bytes: Callable[[], Sequence[float]] = tuple,
     ) -> list[Event]:
-        """What the iteration's peaks (for chunks) say of the predicted ones (states included).
+        """Events that follow from the iteration's peaks (for chunks), measured against the
+        predicted ones (states included).
 
         ``routed_bytes()``: by how much each stage's would grow if the fullest device's experts got
         one even share more; asked for only where more was held than predicted.
@@ -177,7 +178,7 @@ class MemoryBudget:
         )
 
     def _adopt(self, event: Event) -> Event:
-        """What is known to be too much stays too much: nothing is ever raised."""
+        """Apply ``event``. A budget is only lowered, a factor only raised."""
         at = event.stage
         if event.budget_bytes < math.floor(self.stage_bytes[at]):
             self.stage_bytes = _with(self.stage_bytes, at, float(event.budget_bytes))
@@ -190,12 +191,12 @@ class MemoryBudget:
 
     def save(self, folder: str) -> None:
         lines = (f"stages {len(self.stage_bytes)}", *self.events, *self._recorded)
-        write_whole(Path(folder) / FILE_NAME, "".join(f"{line}\n" for line in lines))
+        write_whole(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
 
     def load(self, folder: str, iteration: int) -> None:
         """Adopt the events of a run that is resumed behind ``iteration``; later ones when it is
         their turn. ValueError: a file that cannot be read."""
-        path = Path(folder) / FILE_NAME
+        path = Path(folder) / BUDGET_FILE
         if not path.exists():
             return
         head, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]

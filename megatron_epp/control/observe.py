@@ -1,4 +1,4 @@
-"""What an iteration was: told, recorded, drawn, compared with its prediction, and learnt from."""
+"""An iteration observed: logged, recorded, drawn, compared with its prediction, learnt from."""
 
 import json
 import logging
@@ -85,8 +85,8 @@ class Observer:
         failure: Failure | None,
         host_bytes: int = 0,
     ) -> IterationReport:
-        """What became of ``step`` on all ranks; this rank's ``records`` of it, and the most that it
-        held in its host's memory. Collective."""
+        """Reports of ``step`` from all ranks, given this rank's ``records`` of it and the most that
+        it held in its host's memory. Collective."""
         groups, predicted = self.groups, 0.0
         plan = step.plans[groups.replica]
         if isinstance(self.steps, PredictingSource) and failure is None and not plan.forward_only:
@@ -144,7 +144,7 @@ class Observer:
             steps.narrow()
 
     def _routed(self, cost: Cost, step: Step) -> list[float]:
-        """What of the stages' peaks routing decides, from rank 0, which has what plays plans.
+        """The part of each stage's peak that routing decides, from rank 0, which simulates plans.
         Collective: peaks and predictions, by which it is asked for, are the same on all ranks."""
         group, text = self.groups.control, ""
         if group.rank() == 0:
@@ -153,7 +153,7 @@ class Observer:
 
 
 def predicted_peak_bytes(step: Step) -> Sequence[float]:
-    """Of every stage, the worst replica's; nothing where plans predict nothing."""
+    """The worst replica's peak of every stage; empty where plans predict nothing."""
     predictions = [plan.predicted.peak_gib for plan in step.plans if plan.predicted is not None]
     return [max(stage) * GIB for stage in zip(*predictions, strict=True)]
 

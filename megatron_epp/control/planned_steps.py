@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import BestEffort
-from megatron_epp.control.memory_budget import FILE_NAME, MemoryBudget
+from megatron_epp.control.memory_budget import BUDGET_FILE, MemoryBudget
 from megatron_epp.control.planner_process import PlannerFailed, PlannerProcess, PlannerRefused
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.cost.cost import Cost
@@ -28,7 +28,7 @@ _ROUNDING = 1e-9  # of a prediction in GiB
 
 
 class PlannedSteps:
-    """Rank 0 plans, all ranks get its text; a refusal on rank 0 is refused everywhere.
+    """Steps planned by rank 0, whose text all ranks get; a refusal on rank 0 is one everywhere.
 
     With ``ahead`` a process of its own plans, asked one iteration early. When it fails, training
     goes on with the fallback planner for that iteration, which is logged and kept: ``fallbacks``
@@ -73,7 +73,7 @@ class PlannedSteps:
         if self.groups.control.rank() == 0:
             for folder in self.folders:
                 self._try(
-                    f"what was learnt about memory, {folder}/{FILE_NAME},",
+                    f"what was learnt about memory, {folder}/{BUDGET_FILE},",
                     partial(self.budget.save, folder),
                 )
         self._start_ahead()
@@ -162,7 +162,7 @@ class PlannedSteps:
         return SourcedStep(step, str(step))
 
     def _require_fit(self, step: Step) -> None:
-        """What is predicted of every stage is within its budget, or nobody trains."""
+        """Raise a PlanError where a stage's predicted peak is above its budget."""
         for plan in step.plans:
             if plan.predicted is None:
                 continue
@@ -190,9 +190,9 @@ class PlannedSteps:
 
 
 def shared(plan: Callable[[], SourcedStep], group: dist.ProcessGroup) -> SourcedStep:
-    """What rank 0 of ``group`` plans, on every rank; its refusal is everybody's. Collective.
+    """The step that rank 0 of ``group`` plans, on every rank; its refusal is everybody's.
 
-    The text is printed once, by who made the step, and parsed once on every rank.
+    Collective. The text is printed once, by who made the step, and parsed once on every rank.
     """
     made, text, error = None, None, None
     if group.rank() == 0:

@@ -127,7 +127,7 @@ class PlannerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process id, while there is a process."""
         return None if self._process is None else self._process.pid
 
     @property

@@ -1,8 +1,8 @@
-"""What an iteration took: every stage's records, gathered, summed up and, if wanted, written."""
+"""Reports of an iteration: every stage's records, gathered, summed up and, if wanted, written."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -69,33 +69,18 @@ class StageReport:
         )
 
     def row(self) -> list[float]:
-        """As numbers; ``from_row`` is the way back."""
-        failed = (
-            (-1, 0)
-            if self.failure is None
-            else (COMPUTE.index(self.failure.kind), self.failure.chunk)
-        )
-        seconds = (self.start, self.stop, self.busy, self.waiting)
-        bytes_ = (self.peak_bytes, self.predicted_busy)
-        where, held = (self.replica, self.stage), (self.held_bytes, self.host_bytes)
-        return [*map(float, (*where, *seconds, *bytes_, *failed, *held))]
+        """Every field as a number, an op as two in front; ``from_row`` is the way back."""
+        op = self.failure
+        failure = (-1, 0) if op is None else (COMPUTE.index(op.kind), op.chunk)
+        return [*map(float, (*failure, *(getattr(self, field.name) for field in _numbers())))]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "StageReport":
-        replica, stage, start, stop, busy, waiting, peak, predicted, kind, chunk, held, host = row
-        return cls(
-            int(replica),
-            int(stage),
-            start,
-            stop,
-            busy,
-            waiting,
-            int(peak),
-            predicted,
-            None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk)),
-            int(held),
-            int(host),
-        )
+        kind, chunk, *numbers = row
+        failure = None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk))
+        pairs = zip(_numbers(), numbers, strict=True)
+        values = {f.name: int(number) if f.type is int else number for f, number in pairs}
+        return cls(**values, failure=failure)  # type: ignore[arg-type]
 
     @property
     def own_seconds(self) -> float:
@@ -103,7 +88,8 @@ class StageReport:
         return self.stop - self.start - self.busy - self.waiting
 
 
-_FAILED = 8  # the place in a row that tells of a failure
+def _numbers() -> list[Field[Any]]:
+    return [field for field in fields(StageReport) if field.name != "failure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +98,7 @@ class IterationReport:
 
     @property
     def failures(self) -> tuple[StageReport, ...]:
-        """Of the stages that ran out of memory."""
+        """Reports of the stages that ran out of memory."""
         return tuple(s for s in self.stages if s.failure is not None)
 
     @property
@@ -132,17 +118,17 @@ class IterationReport:
     @property
     def peak_bytes(self) -> tuple[int, ...]:
         """Per stage, the worst replica's."""
-        count = 1 + max(s.stage for s in self.stages)
-        return tuple(
-            max(s.peak_bytes for s in self.stages if s.stage == stage) for stage in range(count)
-        )
+        return self._worst(lambda report: report.peak_bytes)
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
         """Per stage, the worst replica's."""
+        return self._worst(lambda report: report.host_bytes)
+
+    def _worst(self, bytes_of: Callable[[StageReport], int]) -> tuple[int, ...]:
         count = 1 + max(s.stage for s in self.stages)
         return tuple(
-            max(s.host_bytes for s in self.stages if s.stage == stage) for stage in range(count)
+            max(bytes_of(s) for s in self.stages if s.stage == stage) for stage in range(count)
         )
 
 
@@ -152,12 +138,11 @@ def gather_report(mine: StageReport, leads: bool, group: dist.ProcessGroup) -> I
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)
     # A failure of any rank counts, whichever reports its stage.
-    stages = tuple(
-        StageReport.from_row(report)
+    read = [
+        (leading, StageReport.from_row(report))
         for leading, *report in rows.view(group.size(), -1).tolist()
-        if leading or report[_FAILED] >= 0
-    )
-    return IterationReport(stages)
+    ]
+    return IterationReport(tuple(r for leading, r in read if leading or r.failure is not None))
 
 
 class Recorder:

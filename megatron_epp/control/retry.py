@@ -115,7 +115,7 @@ class Retry:
 
 
 def _tokens(step: Step, failed: StageReport) -> int:
-    """Of the chunk at which memory ran out; in lockstep, of the largest that ran with it."""
+    """Tokens of the chunk at which memory ran out; in lockstep, of the largest that ran with it."""
     assert failed.failure is not None
     chunk = failed.failure.chunk
     return max(plan.chunks[chunk].tokens for plan in step.block(failed.replica))

@@ -1,4 +1,4 @@
-"""What of a step's memory depends on which experts its tokens choose."""
+"""The part of a step's memory that depends on which experts its tokens choose."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from megatron_epp.ir import Step
 
 
 def routed_bytes(cost: Cost, step: Step) -> list[float]:
-    """By how much every stage's predicted peak would grow, of the replica where it grows most, if
+    """Growth of every stage's predicted peak, in the replica where it grows most, if
     the fullest device's experts got one even share of tokens more."""
     # Imported where plans are played, on rank 0: its loops are compiled when first used.
     from megatron_epp.sim.play import play

@@ -1,4 +1,4 @@
-"""Where steps come from, as types: given ones, predicted ones, and those that learn as they go."""
+"""Sources of steps, as types: given ones, predicted ones, and those that learn as they go."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class AdaptiveSource(PredictingSource, Protocol):
 
     @property
     def budget(self) -> MemoryBudget:
-        """What plans must stay within; whoever changes it calls :meth:`narrow`."""
+        """The budget of plans; whoever changes it calls :meth:`narrow`."""
 
     def narrow(self) -> None:
         """The budget has changed: keep it, and plan with it from now on."""

@@ -1,4 +1,4 @@
-"""What becomes of documents longer than the context: the one rule, for planning and for training.
+"""Documents longer than the context: one rule for them, in planning and in training.
 
 A document of L tokens has L - 1 inputs; one without inputs has nothing to predict and is skipped.
 
@@ -14,7 +14,7 @@ OVERLONG = ("truncate", "drop", "split")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the policy made of the sequences that were read. Tokens count inputs."""
+    """Sequences by what the policy made of them. Tokens count inputs."""
 
     sequences: int = 0
     documents: int = 0

@@ -1,6 +1,6 @@
-"""What a layer must know of the chunk that passes through it."""
+"""State of a chunk on its way through a stage's layers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ class ChunkState:
     recompute   one letter per layer of this stage
     store       the K/V of cut documents
     host        what offloaded layers saved; None where there is none
-    ledger      what routers have seen of its documents, in training with experts
+    router_stats   what routers have seen of its documents, in training with experts
                 (experts.router_stats.RouterStats, which reads this)
     local       of the documents that this rank computes alone: their rows are behind its share of
                 those spread; None where no rank has any
@@ -50,12 +50,18 @@ class ChunkState:
     router_stats: Any = None
     local: "ChunkState | None" = None
     local_documents: tuple[int, ...] = ()
-    scratch: dict = field(default_factory=dict)
+    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def used(self) -> int:
         """Rows in front of the padding; none of an empty chunk."""
         return self.rows[-1].stop if self.rows else 0
+
+    def once[T](self, name: str, make: Callable[[], T]) -> T:
+        """``make()`` of the first layer that asks for ``name``; all others get the same."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
@@ -90,7 +96,7 @@ def store_for(plan: Plan, slices: Slices, keeps_last: bool) -> Store:
 
 
 def borders_of(plan: Plan, documents: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """Where the slices but the last of each of the cut ``documents`` end."""
+    """Ends of the slices, but the last, of each of the cut ``documents``."""
     stops: dict[int, list[int]] = {document: [] for document in documents}
     for chunk in plan.chunks:
         for span in chunk.spans:

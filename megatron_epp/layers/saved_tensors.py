@@ -1,4 +1,4 @@
-"""What is kept for backward beside autograd's own saving, through the same hooks."""
+"""Tensors kept for backward beside autograd's own saving, through the same hooks."""
 
 from typing import Any
 

@@ -9,7 +9,7 @@ the rows of the weight under the softmax so far. Behind the last words
 
     loss = lse - label's logit        gradient of hidden = mean - label's row
 
-each times the row's share in the loss, so that no logits are kept, and none but a block of them
+each times the row's weight in the loss, so that no logits are kept, and none but a block of them
 ever lives. G makes them again: softmax = exp(logit - lse), the exact one.
 
 Statistics are float32, or float64 where the hidden states are; means and rows have their dtype.
@@ -29,8 +29,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class OutputWeightShard:
-    """The words [first, first + V) of the vocabulary, whose rows are ``weight``, and ``block``: of
-    how many rows the logits are made at once.
+    """Rows [first, first + V) of the output layer's weight, one per word of the vocabulary; logits
+    of ``block`` rows of the chunk live at once.
 
     group       the tensor-parallel ranks, which have other words; None: this rank is alone
     scattered   whether each of them has other rows of the chunk, too (sequence parallelism)
@@ -79,20 +79,20 @@ class OutputWeightShard:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of the words so far. ``rows``: what a gradient needs besides; None where there is none."""
+    """Softmax statistics over the words so far. ``rows``: None where no gradient is wanted."""
 
     lse_t: Tensor  # logarithm of the sum of their logits' exponentials
     logit_t: Tensor  # the label's, 0 where the label is none of them
     rows: "WeightRows | None"
 
     def merged(self, other: "Statistics") -> "Statistics":
-        """With those of other words. The rows of both are given up for the result's."""
+        """Merged with those of other words. The rows of both are given up for the result's."""
         lse_t = torch.logaddexp(self.lse_t, other.lse_t)
         rows = None
         if self.rows is not None and other.rows is not None:
             mean_tH, others_tH = self.rows.mean_tH, other.rows.mean_tH
-            mean_tH *= _share(self.lse_t, lse_t, mean_tH)
-            others_tH *= _share(other.lse_t, lse_t, mean_tH)
+            mean_tH *= _mass(self.lse_t, lse_t, mean_tH)
+            others_tH *= _mass(other.lse_t, lse_t, mean_tH)
             mean_tH += others_tH
             label_tH = self.rows.label_tH
             label_tH += other.rows.label_tH
@@ -101,20 +101,20 @@ class Statistics:
 
     @property
     def losses_t(self) -> Tensor:
-        """Where these are all words: of every row."""
+        """Loss of every row, once these are all words."""
         return self.lse_t - self.logit_t
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRows:
-    """Of the weight: their mean under the softmax of the words so far, and the label's, 0 where
+    """Mean of the weight's rows under the softmax of the words so far, and the label's row, 0 where
     the label is none of them."""
 
     mean_tH: Tensor
     label_tH: Tensor
 
     def gradient(self, weights_t: Tensor) -> Tensor:
-        """Where these are all words: of the hidden states; ``weights``: of the losses."""
+        """Gradient of the hidden states, once these are all words; ``weights``: of the losses."""
         return (self.mean_tH - self.label_tH) * weights_t[:, None].to(self.mean_tH.dtype)
 
 
@@ -138,7 +138,7 @@ def statistics(
     dist.all_reduce(logit_T, group=words.group)
     rows = None
     if own.rows is not None:
-        mean_TH = own.rows.mean_tH * _share(own.lse_t, lse_T, own.rows.mean_tH)
+        mean_TH = own.rows.mean_tH * _mass(own.lse_t, lse_T, own.rows.mean_tH)
         # [T, 2, H], so that a sum that scatters gives each rank its rows of both.
         both = torch.stack((mean_TH, own.rows.label_tH), 1)
         both = words.summed(both)
@@ -195,7 +195,7 @@ def weight_gradients(
 
 
 def _log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
-    """Of the exponentials of all ranks' words."""
+    """Log-sum-exp over all ranks' words."""
     most_T = lse_T.clone()
     dist.all_reduce(most_T, dist.ReduceOp.MAX, group=words.group)
     sum_T = torch.exp(lse_T - most_T)
@@ -203,8 +203,8 @@ def _log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
     return most_T + sum_T.log_()
 
 
-def _share(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
-    """Of some words' exponentials in those of more words: [t, 1]."""
+def _mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
+    """Softmax mass of some words among more words: [t, 1]."""
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 
 
@@ -236,7 +236,7 @@ class Packing:
 
     @property
     def _numbers(self) -> int:
-        """That take a statistic's place."""
+        """Numbers that take a statistic's place."""
         return statistics_dtype(self.dtype).itemsize // self.dtype.itemsize
 
     @property

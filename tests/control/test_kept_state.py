@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_epp.control.cost_monitor import CostMonitor
-from megatron_epp.control.fallbacks import FILE_NAME as FALLBACKS
+from megatron_epp.control.fallbacks import FALLBACKS_FILE as FALLBACKS
 from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.devices import DEVICES

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.control.drift import BAND, PATIENCE, WINDOW, Drift
-from megatron_epp.control.memory_budget import FILE_NAME, NEAR, Event, MemoryBudget, cut
+from megatron_epp.control.memory_budget import BUDGET_FILE, NEAR, Event, MemoryBudget, cut
 from megatron_epp.control.report import IterationReport, StageReport
 from megatron_epp.ir import Kind, Op
 
@@ -145,7 +145,7 @@ def test_what_was_learnt_behind_the_checkpoint_is_learnt_again_in_time(tmp_path)
     # A near miss of an iteration that had none then is not learnt: the next plans would differ.
     assert again.measured(6, (900.0, 900.0), (10, 990)) == []
     again.save(str(tmp_path))
-    assert (tmp_path / FILE_NAME).read_text().count("iteration") == 2
+    assert (tmp_path / BUDGET_FILE).read_text().count("iteration") == 2
     # What is lower by now, because memory ran out on the way, is not raised.
     again.failed(7, 1, 300, "F2")
     (event,) = again.measured(8, (950.0, 900.0), (0, 10))
@@ -186,10 +186,10 @@ def test_what_experts_hold_is_learnt_before_memory_is_short(tmp_path) -> None:
 
 
 def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
-    (tmp_path / FILE_NAME).write_text(
+    (tmp_path / BUDGET_FILE).write_text(
         "stages 2\niteration 1 stage 0 budget_bytes 5 correction 1.000000 why\nno\n"
     )
-    with pytest.raises(ValueError, match=rf"{FILE_NAME}, line 3: 'no' .* delete the file: "):
+    with pytest.raises(ValueError, match=rf"{BUDGET_FILE}, line 3: 'no' .* delete the file: "):
         budget().load(str(tmp_path), 9)
 
 

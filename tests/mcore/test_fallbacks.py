@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.control.fallbacks import FILE_NAME, Fallbacks
+from megatron_epp.control.fallbacks import FALLBACKS_FILE, Fallbacks
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.control.planner_process import PlannerFailed
 from megatron_epp.cost.analytic import profile as analytic_profile
@@ -28,21 +28,23 @@ def test_fallbacks_are_kept_and_read_again(tmp_path) -> None:
     assert not (tmp_path / "a").exists()
     ours.add(12, "packing", "it was\nkilled")
     ours.add(7, "packing", "")
-    text = (tmp_path / "b" / FILE_NAME).read_text()
+    text = (tmp_path / "b" / FALLBACKS_FILE).read_text()
     assert text == (
         "iteration 7 planner packing no reason\niteration 12 planner packing it was killed\n"
     )
     again = Fallbacks([str(tmp_path / "c")], str(tmp_path / "a"))
     assert (again.of(7), again.of(8), again.of(12)) == ("packing", None, "packing")
-    assert (tmp_path / "c" / FILE_NAME).read_text() == text
+    assert (tmp_path / "c" / FALLBACKS_FILE).read_text() == text
     # A run that resumes nothing forgets what another left in its folder.
     Fallbacks([str(tmp_path / "c")])
     assert Fallbacks([], str(tmp_path / "c")).of(7) is None
 
 
 def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
-    (tmp_path / FILE_NAME).write_text("iteration 7 planner packing died\niteration 0 no\n")
-    with pytest.raises(ValueError, match=rf"{FILE_NAME}, line 2: 'iteration 0 no' is no fallback"):
+    (tmp_path / FALLBACKS_FILE).write_text("iteration 7 planner packing died\niteration 0 no\n")
+    with pytest.raises(
+        ValueError, match=rf"{FALLBACKS_FILE}, line 2: 'iteration 0 no' is no fallback"
+    ):
         Fallbacks([], str(tmp_path))
 
 
@@ -120,7 +122,7 @@ def test_a_resumed_run_repeats_the_fallback(tmp_path) -> None:
     assert resumed.losses[-1] == died.losses[-1]
 
     # Without the file the planner, which lives, is asked.
-    (first / FILE_NAME).unlink()
+    (first / FALLBACKS_FILE).unlink()
     shutil.rmtree(again)
     forgot = train(flags(corpus, **common, load=first, ckpt_step=1, epp_record=again / "plans"))
     assert forgot.status == 0, forgot.output

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.control.files import claim
-from megatron_epp.control.memory_budget import FILE_NAME
+from megatron_epp.control.memory_budget import BUDGET_FILE
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.test_refusals import ONE, refused
 
@@ -26,7 +26,7 @@ def test_what_was_predicted_too_little_is_learnt_once_and_nothing_of_it_ends_tra
     every iteration; and what cannot be kept ended the training."""
     records = tmp_path / "records"
     (records / "errors.txt").mkdir(parents=True)
-    (records / FILE_NAME).mkdir()
+    (records / BUDGET_FILE).mkdir()
     run = train(
         flags(corpus, epp=True, train_iters=8, epp_memory_budget_gib=BUDGET_GIB, epp_record=records)
     )
@@ -42,7 +42,7 @@ def test_what_was_predicted_too_little_is_learnt_once_and_nothing_of_it_ends_tra
     # Documents differ, so does the error; what is learnt once is not learnt again.
     assert len(learnt) <= 6
     assert all(int(iteration) <= 5 for iteration, _, _, _ in learnt)
-    cut = [f"{records}/{FILE_NAME}, cannot be kept", f"--epp-record {records} cannot be kept"]
+    cut = [f"{records}/{BUDGET_FILE}, cannot be kept", f"--epp-record {records} cannot be kept"]
     for words in cut:
         assert run.output.count(words) == 1, run.output
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.control.memory_budget import FILE_NAME
+from megatron_epp.control.memory_budget import BUDGET_FILE
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import DEVICES, GIB
 from megatron_epp.cost.models import Model
@@ -60,7 +60,7 @@ def test_a_limit_that_nobody_knew_of_is_survived(corpus, cost_model, tmp_path) -
     repeated = re.findall(r"repeated with less memory: (iteration \d+ stage \d .*)", hit.output)
     assert repeated
     assert re.search(r"stage \d, iteration \d+: was in [FB]\d+ .*: out of memory", hit.output)
-    kept = (tmp_path / "hit" / FILE_NAME).read_text()
+    kept = (tmp_path / "hit" / BUDGET_FILE).read_text()
     assert all(line in kept for line in repeated)
     budgets = dict(re.findall(r"stage (\d) budget_bytes (\d+)", kept))
     assert budgets["0"] == budgets["1"]

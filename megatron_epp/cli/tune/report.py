@@ -4,14 +4,12 @@ import statistics
 import textwrap
 from collections.abc import Sequence
 
+from megatron_epp.cli.compare import COLUMNS, PAYS
 from megatron_epp.planner.partition import layout_flags
 from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, Choice, Survey
 from megatron_epp.show.table import plain
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
 
-# A gain below this is none: no model of costs is that exact.
-PAYS = 0.01
-COLUMNS = 100
 _HEADERS = (
     *("", "tp", "cp", "pp", "dp", "layers", "runs", "tokens/s", "seconds", "idle", "redo"),
     *("comm", "dp s", "GiB"),
@@ -111,8 +109,7 @@ def _verdict(made: Survey) -> list[str]:
 
 
 def _why(choices: Sequence[Choice]) -> list[str]:
-    """What the first has that the next other layouts have not: the part of the time that differs
-    most."""
+    """Advantage of the first over the next other layouts: the largest difference in time."""
     first = choices[0]
     others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
     lines = []
@@ -133,7 +130,7 @@ def _why(choices: Sequence[Choice]) -> list[str]:
 
 
 def spread(played: Sequence[Choice]) -> str:
-    """Of iterations one after another: the least, the median and the most."""
+    """The least, the median and the most of iterations one after another."""
     rows = []
     for name, values in (
         ("seconds", [each.seconds for each in played]),

@@ -173,7 +173,7 @@ class ChunkAttention(torch.autograd.Function):
             gradient[used:] = 0
         dsinks_H = None
         if seeing.sinks_H is not None and ctx.needs_input_grad[8]:
-            # Of every row the sink's share of its softmax, which nothing is gained by.
+            # The sink's part of every row's softmax; it adds nothing to the output.
             shares_TH = (seeing.sinks_H - lse_TH[:used]).exp()
             gains_TH = (grad_THD[:used] * out_THD[:used]).sum(-1)
             dsinks_H = -(shares_TH * gains_TH).sum(0).to(seeing.sinks_H.dtype)
@@ -188,7 +188,7 @@ def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """What a query of a layer sees: ``before`` inputs in front of it, or all; a sink per head."""
+    """View of a layer's queries: ``before`` inputs in front of each, or all; a sink per head."""
 
     scale: float
     before: int | None

@@ -1,4 +1,4 @@
-"""Attention of a slice over a context that is kept as latents, of which K and V are made again.
+"""Attention of a slice over a context that is kept as latents, from which K and V are recomputed.
 
     kept of a token      latent [R] and rotated key [P], whatever the number of heads H
     of block of context  K = [latent U_K | rotated key for every head]      [S, H, D]
@@ -12,8 +12,8 @@ backward. Parts are merged by their log-sum-exp, as in cpu.py.
     backward    for block in context: dK, dV -> dU += [dK | dV]^T latent; to the store
                 [dK | dV] U and the sum of dK's rotary part over heads
 
-The heads here may be some of the layer's: what reaches latents is then a share, in the store as in
-what is returned, and whoever handed the latents in adds the shares up over its ranks.
+The heads here may be some of the layer's. The gradients of latents, in the store and returned, are
+then those of these heads only, and whoever handed the latents in adds them up over its ranks.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ BLOCK = 2048  # tokens of the context whose K and V live at a time
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """What K and V of the T rows of a chunk are made of.
+    """Tensors that K and V of the T rows of a chunk are computed from.
 
     latent_T1R    inputs of the up-projection       rotary_T1P    keys common to all heads, rotated
     weight_NR     the up-projection of the H heads here, N = H (D - P + V): of each its K, its V

@@ -1,4 +1,4 @@
-"""Which rows of a cut document a layer with a window keeps for later slices: tails, not all of it.
+"""Rows of a cut document that a layer with a window keeps for later slices: tails, not all of it.
 
 A query sees itself and the W inputs before it. So of each slice but the last only its last W rows
 are wanted later, and of the documents' rows those of every border lie one behind the other:
@@ -17,8 +17,8 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Tails:
-    """Of a document cut at ``borders`` (where its slices but the last end), for a window of
-    ``before`` inputs in front of each."""
+    """Rows kept of a document cut at ``borders`` (where its slices but the last end), for a window
+    of ``before`` inputs in front of each."""
 
     before: int
     borders: tuple[int, ...] | None

@@ -153,7 +153,7 @@ class _Run:
         sources.now = []
 
     def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Of q, k and v; once."""
+        """Gradients of q, k and v; once."""
         output, self._output = self._output, None
         assert output is not None, "a call's backward ran twice"
         self._sources.now = inputs

@@ -35,7 +35,7 @@ from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
 @dataclass(frozen=True, slots=True)
 class CuSeqlens:
-    """Where the documents of one call begin and end.
+    """Cumulative lengths of the documents of one call: where each begins and ends.
 
     queries, keys         [documents + 1] int32 on the device, cumulative
     most_queries, most_keys   of one document
@@ -69,7 +69,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What one call attends with: queries [T, H, D], keys and values [S, G, D], all contiguous."""
+    """Operands of one call: queries [T, H, D], keys and values [S, G, D], all contiguous."""
 
     q_THD: Tensor
     k_SGD: Tensor
@@ -115,10 +115,7 @@ class Piece:
 
 def pieces_of(state: ChunkState, device: torch.device) -> tuple[Piece, ...]:
     """The calls that ``state``'s chunk takes; made for its first layer, used by all."""
-    made = state.scratch.get("pieces")
-    if made is None:
-        made = state.scratch["pieces"] = tuple(_pieces(state.rows, device))
-    return made
+    return state.once("pieces", lambda: tuple(_pieces(state.rows, device)))
 
 
 def _pieces(rows: Sequence[Rows], device: torch.device):
@@ -229,13 +226,13 @@ class _Attend(torch.autograd.Function):
 
 
 def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
-    """What a kernel needs of its forward, with ``change`` applied where that is plain tensors."""
+    """``change`` applied to the tensors that a kernel keeps, where they are plain tensors."""
     return tuple(map(change, needed)) if isinstance(needed, tuple) else needed
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One layer's attention of one chunk. ``kept``: of every piece."""
+    """One layer's attention of one chunk; ``kept`` has an entry per piece."""
 
     kernel: Kernel
     state: ChunkState
@@ -282,7 +279,7 @@ class _Call:
     def _operands(
         self, piece: Piece, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None
     ) -> Operands:
-        """Of the piece's call; of a slice, the keys and values of its context first."""
+        """Operands of the piece's call; a slice's begin with the keys and values of its context."""
         if piece.slice is None:
             assert k_TGD is not None and v_TGD is not None, "whole documents lie in no store"
             keys = k_TGD[piece.mine], v_TGD[piece.mine]

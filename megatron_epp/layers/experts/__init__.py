@@ -1,1 +1,1 @@
-"""What a layer of experts must know of the chunk that passes: which rows, how balanced so far."""
+"""Experts in chunks: the chunk that a layer runs now, and how balanced its routers are."""

@@ -1,4 +1,4 @@
-"""Losses that keep experts balanced, whatever the plan: of every document, once.
+"""Losses that keep experts balanced, once for every document, whatever the plan.
 
 The auxiliary loss of document d in one layer is what Megatron computes where d is a micro-batch:
 
@@ -26,8 +26,6 @@ from torch import Tensor
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
 
-_OWNERS = "rows of documents"  # in a state's scratch
-
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
@@ -52,16 +50,15 @@ class Balancing:
 
     @property
     def coefficient(self) -> float:
-        """Of all auxiliary losses: of one document they are the same loss under several names."""
+        """Sum over auxiliary losses: for one document they are one loss under several names."""
         return sum(coefficient for _, coefficient in self.auxiliary)
 
 
 class RouterStats:
-    """What a stage's routers have seen in one iteration.
+    """Counts and scores that a stage's routers have seen in one iteration.
 
-    ``documents[d]``: T_d. ``scale``: what the loss is multiplied with before backward. ``passed``
-    tells a layer's first run of a chunk from those that only make it again; tokens are counted in
-    the first.
+    ``documents[d]``: T_d. ``scale``: factor of the loss before backward. Tokens are counted in a
+    layer's first run of a chunk, not in those that recompute it.
     """
 
     def __init__(
@@ -91,10 +88,7 @@ class RouterStats:
 
     def owners(self, state: ChunkState, device: torch.device) -> Tensor:
         """The document of each of this rank's rows, [t] int64; of padding: their number."""
-        found = state.scratch.get(_OWNERS)
-        if found is None:
-            found = state.scratch[_OWNERS] = on_device(self._owners(state), device)
-        return found
+        return state.once("owners", lambda: on_device(self._owners(state), device))
 
     def _owners(self, state: ChunkState) -> Tensor:
         rules = self.balancing
@@ -105,14 +99,14 @@ class RouterStats:
         return torch.from_numpy(owners.copy())
 
     def _owners_of(self, state: ChunkState) -> numpy.ndarray:
-        """Of all rows that ``state`` counts."""
+        """The document of each row that ``state`` counts."""
         owners = numpy.full(state.tokens, len(self.documents), dtype=numpy.int64)
         for rows in state.rows:
             owners[rows.start : rows.stop] = rows.span.document
         return owners
 
     def valid(self, state: ChunkState, device: torch.device) -> Tensor:
-        """Which of this rank's rows are no padding, [t] bool."""
+        """Mask of this rank's rows that are no padding, [t] bool."""
         return self.owners(state, device) < len(self.documents)
 
     # -------------------------------------------------------------- auxiliary losses
@@ -174,12 +168,12 @@ class RouterStats:
         if self.balancing.group is not None:
             dist.all_reduce(counts_DLE, group=self.balancing.group)
             self._counts_DLE.index_copy_(0, which, counts_DLE)
-        # This rank's share of the losses, for the log: the counts are everybody's, the scores its.
+        # This rank's part of the losses, for the log: counts of all ranks, scores of its own rows.
         rules = self.balancing
-        shares_DL = (counts_DLE * self._scores_DLE.index_select(0, which)).sum(-1)
+        losses_DL = (counts_DLE * self._scores_DLE.index_select(0, which)).sum(-1)
         weights_D = self._inverse(counts_DLE).index_select(0, which) ** 2
         assert self._auxiliary_L is not None
-        self._auxiliary_L += (shares_DL * weights_D[:, None]).sum(0) * (rules.experts / rules.topk)
+        self._auxiliary_L += (losses_DL * weights_D[:, None]).sum(0) * (rules.experts / rules.topk)
 
     def _inverse(self, like: Tensor) -> Tensor:
         if self._inverse_D is None:
@@ -216,7 +210,7 @@ class RouterStats:
     # -------------------------------------------------------------- for the log
 
     def losses(self) -> dict[str, Tensor]:
-        """This rank's share of every loss without its coefficient, summed over this replica's
+        """This rank's part of every loss without its coefficient, summed over this replica's
         documents, [layers], by its name in the log."""
         found: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_epp.layers.chunk_state import ChunkState
 
 
-def laid_aside(
+def offloading(
     state: ChunkState, layer: int, others: Mapping[str, Any]
 ) -> AbstractContextManager[None]:
     """A context for the forward of ``layer``, which is given ``others`` beside its input."""

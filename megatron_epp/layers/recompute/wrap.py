@@ -1,5 +1,4 @@
-"""What becomes of what a layer saves, by chunk, stage and layer: its forward, wrapped, and its
-modules'."""
+"""Forwards of a layer and its modules, wrapped: they keep, recompute or offload as planned."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_epp.ir import FULL, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.recompute.offload import laid_aside
+from megatron_epp.layers.recompute.offload import offloading
 from megatron_epp.layers.recompute.outputs import DroppedOutputs, recomputable, saving_handle
 
 # checkpoint(function, tensor) -> function(tensor), saving only the tensor for backward
@@ -49,10 +48,10 @@ def wrap_layer(
         if choice == FULL:
             hidden = checkpoint(lambda x: forward(hidden_states=x, **others)[0], hidden_states)
             return hidden, None
-        aside: AbstractContextManager[None] = nullcontext()
+        offloaded: AbstractContextManager[None] = nullcontext()
         if state is not None and choice == OFFLOAD:
-            aside = laid_aside(state, index, others)
-        with aside, dropped.by(MODULES.get(choice, frozenset())):
+            offloaded = offloading(state, index, others)
+        with offloaded, dropped.by(MODULES.get(choice, frozenset())):
             return forward(hidden_states=hidden_states, **others)
 
     return wrapped

@@ -40,7 +40,7 @@ class Linear:
 
 
 class DeferredWeightGrads:
-    """What one chunk's I leaves for its W: a root per linear, in the order of backward.
+    """Weight gradients that one chunk's I leaves to its W: a root per linear, in backward's order.
 
     ``noticed`` is called with every weight whose gradient is set aside.
     """

@@ -44,11 +44,11 @@ def deferred_forward(
     module: Any, forward: Callable[..., Any], deferred: DeferredWeightGrads, *args, **others
 ):
     """``forward(*args, **others)`` of ``module``; the product's gradients go to ``deferred``."""
-    lent = _Lent(module, deferred)
+    store = _DeferringStore(module, deferred)
     parameters, own = module._parameters, module.wgrad_store
-    real = {name: parameters[name] for name in lent.leaves}
-    parameters.update(lent.leaves)
-    module.wgrad_store = lent
+    real = {name: parameters[name] for name in store.leaves}
+    parameters.update(store.leaves)
+    module.wgrad_store = store
     try:
         return forward(*args, **others)
     finally:
@@ -56,11 +56,11 @@ def deferred_forward(
         module.wgrad_store = own
 
 
-class _Lent:
-    """In the place of a module's ``wgrad_store`` for one forward and its backward.
+class _DeferringStore:
+    """Replaces ``module.wgrad_store`` during one forward and its backward.
 
-    ``leaves``: what the module takes for its parameters. A bias is among them where the product
-    that makes the weight's gradient makes the bias's, too; elsewhere it is autograd's.
+    ``leaves``: tensors that the module takes for its parameters, a bias among them where the
+    product that makes the weight's gradient makes the bias's, too; elsewhere it is autograd's.
     """
 
     def __init__(self, module: Any, deferred: DeferredWeightGrads):
@@ -114,8 +114,8 @@ class _Product(torch.autograd.Function):
 
 
 def _added(weight: Parameter) -> Tensor | None:
-    """What stands for a gradient that was added to ``main_grad``, where Megatron's reduction waits
-    for one: its hook asks for any, and takes it away."""
+    """Placeholder of a gradient that was added to ``main_grad``: the hook of Megatron's reduction
+    waits for any tensor, and takes it away."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

@@ -73,7 +73,7 @@ def check_chat_flags(args: Any) -> None:
 
 
 def _chat_files(args: Any) -> tuple[str, ...]:
-    """What the data flags name, weights and splits aside."""
+    """Files that the data flags name, without weights and splits."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     blends = [one for one in (blend, *(blend_per_split or ())) if one is not None]
     return tuple(dict.fromkeys(path for prefixes, _ in blends for path in prefixes))
@@ -120,7 +120,7 @@ def _tokenizer_files(path: str) -> list[Path]:
 
 
 def _digest(files: Sequence[Path], beat: Callable[[], None], text: str = "") -> str:
-    """Of ``text``, and of the names and bytes of ``files``; linear in them."""
+    """Digest of ``text`` and of the names and bytes of ``files``; linear in them."""
     digest = hashlib.sha256(text.encode())
     for file in files:
         digest.update(f"\0{file.name}\0".encode())

@@ -17,7 +17,7 @@ from megatron_epp.runtime.kv_store import Store
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """What a forward step needs of this rank's t rows of a chunk: [1, t], None where not needed.
+    """Inputs of a forward step, this rank's t rows of a chunk: [1, t], None where not needed.
 
     tokens      int64, first stage      labels      int64, last stage
     positions   int64, every stage      loss_mask   float32, last stage; 0 on padding

@@ -34,7 +34,7 @@ Message = Mapping[str, Any]
 
 
 class ChatTokenizer(Protocol):
-    """What is asked of Megatron's SFTTokenizer, wrapped by its build_tokenizer or not."""
+    """Megatron's SFTTokenizer, wrapped by its build_tokenizer or not: what is asked of it."""
 
     vocab_size: int
     pad_id: int | None
@@ -46,7 +46,7 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChats:
-    """What a chat file was made into. ``lengths``: [conversations] int64 tokens of each."""
+    """Conversations of a chat file as tokens. ``lengths``: [conversations] int64 tokens of each."""
 
     lines: int
     lengths: numpy.ndarray
@@ -140,7 +140,7 @@ def encode(
 
 
 def _check_turns(conversation: Sequence[Message]) -> None:
-    """What SFTTokenizer would meet with an assertion."""
+    """Raise a ValueError for turns that SFTTokenizer would meet with an assertion."""
     before = ""
     for place, message in enumerate(conversation):
         role = message["role"].lower()

@@ -122,7 +122,7 @@ class DocumentDataset(MegatronDataset):
         return self.counts.documents if self.num_samples is None else self.num_samples
 
     def documents(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Which document each item is: [n] -> [n] int64, into ``self.index``."""
+        """Index into ``self.index`` of each item's document: [n] -> [n] int64."""
         items = numpy.asarray(items, dtype=numpy.int64)
         count = self.counts.documents
         found = numpy.empty_like(items)

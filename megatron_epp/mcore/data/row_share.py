@@ -1,4 +1,4 @@
-"""Which rows of a chunk a rank holds outside attention."""
+"""Rows of a chunk that a rank holds outside attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ class RowShare:
         return -(-max(1, tokens) // self.multiple) * self.multiple
 
     def rows(self, chunk: Chunk) -> int:
-        """Of a chunk's tensors over all ranks, padding included."""
+        """Rows of a chunk's tensors over all ranks, padding included."""
         return self.padded(chunk.rows(self.parts))
 
     def spread_rows(self, chunk: Chunk) -> int:

@@ -47,7 +47,6 @@ from megatron_epp.layers.recompute.wrap import wrap_consumer
 from megatron_epp.mcore.model.attention import Attention, Heads
 
 UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
-_TABLE = "rotary rows of latent attention"  # in a chunk's scratch: all layers have the same
 
 
 class LatentLayer:
@@ -196,12 +195,13 @@ class LatentLayer:
 
     def _table(self, state: ChunkState, positions_t: Tensor) -> tuple[Tensor, float]:
         """The rotary embedding's rows of this rank's rows [t, 1, 1, P], and YaRN's factor."""
-        found = state.scratch.get(_TABLE)
-        if found is None:
+
+        def table() -> tuple[Tensor, float]:
             made = self.around.rotary_pos_emb(self.context, packed_seq=True)
-            table, factor = made if isinstance(made, tuple) else (made, 1.0)
-            found = state.scratch[_TABLE] = table.index_select(0, positions_t), factor
-        return found
+            whole, factor = made if isinstance(made, tuple) else (made, 1.0)
+            return whole.index_select(0, positions_t), factor
+
+        return state.once("rotary table", table)  # all latent layers have the same
 
     def _rotated(self, x_tHP: Tensor, table: Tensor, factor: float) -> Tensor:
         """Not Megatron's fused kernels, which count positions from 0."""

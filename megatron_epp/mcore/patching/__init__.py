@@ -1,1 +1,1 @@
-"""What is replaced in Megatron, by name, and what a host without a GPU needs."""
+"""Seams: attributes of Megatron that are replaced, by name, and what a host without a GPU needs."""

@@ -34,7 +34,7 @@ class Checkout:
 
     @property
     def version(self) -> str:
-        """What ``megatron.core.__version__`` would be, without the commit behind a ``+``."""
+        """``megatron.core.__version__`` as it would be, without the commit behind a ``+``."""
         parts: dict[str, object] = {}
         for node in _tree(self.root / "megatron" / "core" / "package_info.py").body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
@@ -209,7 +209,7 @@ def _defined(scope: ast.Module | _Definition, name: str) -> _Definition | None:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """What a module binds at its top."""
+    """Names that a module binds at its top."""
     bound = set()
     for node in _statements(tree):
         if isinstance(node, _Definition):

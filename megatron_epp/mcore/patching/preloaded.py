@@ -1,4 +1,4 @@
-"""What a fork server imports so that its processes need not: Megatron's trainer, on the CPU.
+"""Imports of a fork server that its processes then need not do: Megatron's trainer, on the CPU.
 
 For that server alone. Unlike every other module it changes the process that imports it, and so,
 once for all, what each of the server's processes would change in itself.

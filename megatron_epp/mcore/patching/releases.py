@@ -1,4 +1,4 @@
-"""Which Megatron the seams were read against: one table of releases, a fingerprint per seam.
+"""Releases of Megatron that the seams were read against: one table, a fingerprint per seam.
 
     release    megatron.core calls itself   where its sources are
     0.19       0.19.0, 0.19.1, 0.19.2       the wheels (0.19.1 was withdrawn), tag core_v0.19.0
