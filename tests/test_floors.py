@@ -5,7 +5,7 @@
     floor 3  planner  show     | layers   layers: the only folder that imports transformer_engine
     floor 2  sim
     floor 1  corpus  cost      | runtime
-    floor 0  ir                           the standard library only
+    floor 0  ir  flag_fields              the standard library only
              thinking            doing    two towers: they share ir and meet in control and mcore
 
 The thinking tower never imports torch. ``__init__``, ``__main__`` and ``cli`` belong to it, and may
@@ -24,6 +24,7 @@ PACKAGE = "megatron_epp"
 ROOT = Path(__file__).parents[1] / PACKAGE
 FLOORS = {
     "ir": 0,
+    "flag_fields": 0,
     "corpus": 1,
     "cost": 1,
     "runtime": 1,
@@ -70,7 +71,7 @@ def imports(source: str, module: str) -> Iterator[tuple[int, str, bool]]:
 def refusal(own: str, imported: str, lazy: bool) -> str:
     """Why ``own`` (a folder, or a file beside the folders) may not import; empty if it may."""
     outer = imported.split(".")[0]
-    thinks = own == "ir" or own in THINKING or own in FRONT_DOORS
+    thinks = own in {"ir", "flag_fields"} or own in THINKING or own in FRONT_DOORS
     if outer == "megatron" and own != "mcore":
         return "only mcore imports megatron"
     if outer == "transformer_engine" and own != "layers":
@@ -78,8 +79,8 @@ def refusal(own: str, imported: str, lazy: bool) -> str:
     if outer in {"torch", "triton"} and thinks:
         return "the thinking tower never imports torch"
     if outer != PACKAGE:
-        if own == "ir" and outer not in sys.stdlib_module_names:
-            return "ir stands on the standard library only"
+        if own in {"ir", "flag_fields"} and outer not in sys.stdlib_module_names:
+            return f"{own} stands on the standard library only"
         return ""
 
     target = imported.split(".")[1] if "." in imported else "__init__"
@@ -91,7 +92,11 @@ def refusal(own: str, imported: str, lazy: bool) -> str:
         # ``from megatron_epp import __version__`` names the package itself.
         return "" if own in FRONT_DOORS else f"{target} is no floor below {own}"
     if own in FRONT_DOORS:
-        return "" if target == "ir" or target in THINKING else f"{own} imports {target} lazily only"
+        return (
+            ""
+            if FLOORS[target] == 0 or target in THINKING
+            else f"{own} imports {target} lazily only"
+        )
     if FLOORS[target] >= FLOORS[own]:
         return f"{own} (floor {FLOORS[own]}) may not import {target} (floor {FLOORS[target]})"
     if (own in THINKING and target in DOING) or (own in DOING and target in THINKING):
@@ -124,7 +129,7 @@ def test_imports_keep_the_floors() -> None:
 def test_every_folder_is_a_package() -> None:
     """A folder without __init__.py works from a checkout and is missing from the wheel."""
     folders = {file.parent for file in ROOT.rglob("*.py")}
-    assert {ROOT / floor for floor in FLOORS} <= folders
+    assert {ROOT / floor for floor in FLOORS if floor != "flag_fields"} <= folders
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").exists()]
 
 

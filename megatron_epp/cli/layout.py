@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from megatron_epp.cli import machine
 from megatron_epp.cli.documents import Batches
-from megatron_epp.cli.options import AUTO, UsageError
+from megatron_epp.cli.flags import AUTO
+from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import PIPELINES, Options, plan_step
 from megatron_epp.planner.partition import layout_flags

@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from megatron_epp.cli.options import ASSUMPTIONS, UsageError
+from megatron_epp.cli.flags import ASSUMPTIONS
+from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.build import expert_degree, named_cost
 from megatron_epp.cost.cost import Cost

@@ -10,7 +10,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from megatron_epp.cli.options import ASSUMPTIONS, machine_flags
+from megatron_epp.cli.flags import ASSUMPTIONS
+from megatron_epp.cli.options import machine_flags
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import MODELS

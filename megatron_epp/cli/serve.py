@@ -28,7 +28,8 @@ from typing import Any, TextIO
 
 from megatron_epp.cli import machine
 from megatron_epp.cli.documents import require_batch
-from megatron_epp.cli.options import AUTO, UsageError
+from megatron_epp.cli.flags import AUTO
+from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import outcome
 from megatron_epp.cli.plan import options_of
 from megatron_epp.cost.cost import Cost

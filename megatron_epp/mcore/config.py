@@ -5,10 +5,11 @@ import dataclasses
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import lcm
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.devices import MOST_GIB
+from megatron_epp.flag_fields import add_flags, flag, flag_of
 from megatron_epp.mcore import replaced
 from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
@@ -24,60 +25,53 @@ ON, OFF = "on", "off"
 AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
 
 
-def _flag(default: Any, help_: str, **how: Any) -> Any:
-    """A field whose flag is ``--its-name``; ``how`` goes to ``add_argument``."""
-    return dataclasses.field(default=default, metadata={"help": help_, **how})
-
-
 @dataclass(frozen=True, slots=True)
 class Config:
     """What the user says about elastic pipelines. On Megatron's args the values are plain, so that
     checkpoints can hold them."""
 
-    epp: bool = _flag(False, "Train through elastic pipelines; without it Megatron is untouched.")
-    epp_planner: str = _flag("epp", "Planner: epp, infinipipe, seq1f1b, packing, ...")
-    epp_levers: str = _flag(
+    TITLE: ClassVar = "elastic pipeline parallelism"
+
+    epp: bool = flag(False, "Train through elastic pipelines; without it Megatron is untouched.")
+    epp_planner: str = flag("epp", "Planner: epp, infinipipe, seq1f1b, packing, ...")
+    epp_levers: str = flag(
         "default",
         "What the epp planner may use: default (all that this job's layers can run, but offload), "
         "all, none, or names joined by commas; default,-name takes one away.",
     )
-    epp_plan: str | None = _flag(
+    epp_plan: str | None = flag(
         None,
         "Run these plans instead of planning: a file (one plan for every iteration, refused when "
         "the documents' lengths differ) or a folder as --epp-record wrote it.",
         metavar="PATH",
-        type=str,
     )
-    epp_memory_budget_gib: float | None = _flag(
+    epp_memory_budget_gib: float | None = flag(
         None,
         "GiB per device that plans must stay within: on a GPU all that training holds (default: "
         "the device less a margin), on a CPU what chunks hold between forward and backward "
         "(default: 0.8 of the available memory, shared by the local ranks).",
         metavar="GIB",
-        type=float,
     )
-    epp_memory_limit_gib: float | None = _flag(
+    epp_memory_limit_gib: float | None = flag(
         None,
         "On a host without a GPU: GiB at which a rank's chunks run out of memory, as on a device "
         "of that size; training then goes on with plans that need less (default: none).",
         metavar="GIB",
-        type=float,
     )
-    epp_host_memory_gib: float | None = _flag(
+    epp_host_memory_gib: float | None = flag(
         None,
         "GiB of its host's memory that a rank may take for what its layers offload (the lever "
         "offload, or letter o of a plan), pinned where there is a GPU (default: half of what is "
         "available, without a GPU 0.15 of it, shared by the local ranks).",
         metavar="GIB",
-        type=float,
     )
-    epp_attention: str = _flag(
+    epp_attention: str = flag(
         "auto",
         "Attention kernels on a GPU: te (Transformer Engine), torch, or auto: the first of these "
         "that computes rightly on this device, tried at start. A CPU has torch's.",
         choices=("auto", "te", "torch"),
     )
-    epp_mla_keeps: str = _flag(
+    epp_mla_keeps: str = flag(
         "auto",
         "What multi-latent attention keeps of a cut document for its later slices: expanded (K and "
         "V of all heads), latents (which have no heads, and K and V are made of them again for "
@@ -85,35 +79,33 @@ class Config:
         "model.",
         choices=MLA_KEEPS,
     )
-    epp_cost_model: str | None = _flag(
+    epp_cost_model: str | None = flag(
         None,
         "Cost-model file (JSON) as `python -m megatron_epp profile` writes it, or `analytic`: from "
         "the model's shape and the device's name. Default: the file kept beside the checkpoint "
         "that is loaded, else measured at start, which takes seconds, and kept with --save.",
         metavar="FILE",
-        type=str,
     )
-    epp_effort: int = _flag(4, "How much work the planner's search may do; 0: first good plan.")
-    epp_overlong: str = _flag(
+    epp_effort: int = flag(4, "How much work the planner's search may do; 0: first good plan.")
+    epp_overlong: str = flag(
         "truncate",
         "Documents with more inputs than --seq-length: truncate them, drop them, or split them "
         "into documents of their own.",
         choices=OVERLONG,
     )
-    epp_record: str | None = _flag(
+    epp_record: str | None = flag(
         None,
         "Folder for the plans, timed records and traces of every iteration.",
         metavar="DIR",
-        type=str,
     )
-    epp_partition: str = _flag(
+    epp_partition: str = flag(
         "flags",
         "Layers of the stages: flags: as Megatron's own say (default); auto: by time on the "
         "corpus's lengths (of --hybrid-layer-pattern, where its | go), with the cost model of "
         "--epp-cost-model, else the device's figures. A run that resumes keeps its checkpoint's.",
         choices=("flags", PARTITION_AUTO),
     )
-    epp_vocab_parallel: str = _flag(
+    epp_vocab_parallel: str = flag(
         OFF,
         "on: the output layer's words lie over all stages, each of which computes its part of the "
         "loss and of the gradients (ops H and G of a plan); off: the last stage has them all "
@@ -122,7 +114,7 @@ class Config:
         "Checkpoints' weights load either way.",
         choices=(AUTO, ON, OFF),
     )
-    epp_plan_ahead: bool = _flag(
+    epp_plan_ahead: bool = flag(
         True,
         "Plan in a process of its own, one iteration ahead of training (--no-epp-plan-ahead: in "
         "the trainer, which then waits for every plan).",
@@ -133,9 +125,8 @@ class Config:
         for name in ("epp_memory_budget_gib", "epp_memory_limit_gib", "epp_host_memory_gib"):
             value = getattr(self, name)
             if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
-                flag = "--" + name.replace("_", "-")
                 raise ValueError(
-                    f"{flag} {value:g}: expected from {1 / MOST_GIB:g} to {MOST_GIB:g} GiB"
+                    f"{flag_of(name)} {value:g}: expected from {1 / MOST_GIB:g} to {MOST_GIB:g} GiB"
                 )
         if not 0 <= self.epp_effort <= MOST_EFFORT:
             # Not the number: it may have thousands of digits.
@@ -150,14 +141,7 @@ class Config:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The flags of :class:`Config`, as a group of Megatron's parser, which with --epp takes out
     those of its own whose job a plan does (replaced.py)."""
-    group = parser.add_argument_group("elastic pipeline parallelism")
-    for field in dataclasses.fields(Config):
-        how = dict(field.metadata)
-        if "action" not in how and field.type is bool:
-            how["action"] = "store_true"
-        elif "action" not in how:
-            how.setdefault("type", field.type)
-        group.add_argument("--" + field.name.replace("_", "-"), default=field.default, **how)
+    add_flags(parser, Config)
     modelopt_flags.add_arguments(parser)
     _mend_help(parser)
     replaced.watch(parser)

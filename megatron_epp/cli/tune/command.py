@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from megatron_epp.cli import machine
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
-from megatron_epp.cli.options import ASSUMPTIONS, UsageError
+from megatron_epp.cli.flags import ASSUMPTIONS
+from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.progress import bar
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script

@@ -1,0 +1,461 @@
+"""Flags of the commands that need no torch: a field each, with its type, default, unit and help."""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
+from megatron_epp.corpus.overlong import OVERLONG
+from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
+from megatron_epp.flag_fields import add_flags, flag, fraction, one_of, positive, whole_number
+from megatron_epp.planner.options import LEVERS, Options
+
+AUTO = 0  # instead of a degree that the planner is to choose
+# A batch of more documents is a mistake: planning it would take minutes.
+MOST_DOCUMENTS = 32_768
+
+
+def whole_or_auto(text: str) -> int:
+    if text == "auto":
+        return AUTO
+    try:
+        return whole_number(1)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+
+
+# A metavar and what reads the word.
+COUNT, NUMBER, INDEX = ("N", whole_number(1)), ("N", whole_number(0)), ("I", whole_number(0))
+TOKENS, GIB = ("TOKENS", whole_number(1)), ("X", positive("GiB"))
+DEGREE, NODES = ("N", whole_or_auto), ("N", whole_number(1, 1_000_000))
+EFFORT = ("N", whole_number(0, 1_000_000))
+NAMED, FILE, LIST = ("NAME|FILE", str), ("FILE", str), ("LIST", str)
+PARTITION, SWITCH = ("HOW", one_of("even", "auto")), ("HOW", one_of("auto", "on", "off"))
+
+
+@dataclass
+class DocumentFlags:
+    TITLE: ClassVar = "documents"
+
+    lengths: str = flag(
+        None,
+        "a text file with the inputs of one document on each line (.gz too), a Megatron "
+        f".idx, or a shipped distribution: {', '.join(distribution_names())}",
+        ("FILE|NAME", str),
+        required=True,
+    )
+    context: int = flag(0, "the most inputs of a document (default: no limit)", TOKENS)
+    overlong: str = flag(
+        "truncate",
+        "documents longer than the context: truncate (default), drop, or split",
+        ("HOW", one_of(*OVERLONG)),
+    )
+    global_batch_size: int | None = flag(
+        None,
+        "documents in a batch, over all replicas (default: 512; all of a text file of at "
+        "most 16384 lengths, in the order of the file, where one batch is asked for)",
+        ("N", whole_number(1, MOST_DOCUMENTS)),
+    )
+    seed: int = flag(
+        DEFAULT_SEED,
+        f"of the shuffle, as in training (default: {DEFAULT_SEED}, Megatron's)",
+        NUMBER,
+    )
+
+
+@dataclass
+class MachineFlags:
+    """The machine that a plan is made for."""
+
+    TITLE: ClassVar = "model and machine"
+
+    model: str | None = flag(None, f"{', '.join(MODELS)}, or a JSON file", NAMED)
+    device: str | None = flag(None, f"{', '.join(DEVICES)}, or a JSON file", NAMED)
+    cost_model: str | None = flag(
+        None, "a measured profile (from the profile command) instead of the analytic one", FILE
+    )
+    pp: int | None = flag(None, "pipeline stages, or auto", DEGREE)
+    cp: int | None = flag(1, "context-parallel (Ulysses) degree, or auto (default: 1)", DEGREE)
+    devices: int | None = flag(None, "all devices of the job; for --pp auto and --cp auto", COUNT)
+    tp: int | None = flag(1, "tensor-parallel degree (default: 1)", COUNT)
+    dp: int | None = flag(1, "data-parallel replicas (default: 1)", COUNT)
+    ep: int | None = flag(
+        None,
+        "devices that share a layer's experts: a divisor of tp x cp (default: as many as "
+        "divide the experts), or a multiple, over replicas that then run in lockstep",
+        COUNT,
+    )
+    layers: tuple[int, ...] | None = flag(
+        None, "transformer layers of every stage (default: even)", NUMBER, nargs="+"
+    )
+    partition: str = flag(
+        "even",
+        "layers of the stages where --layers does not name them: even (default), or auto: "
+        "by time on the corpus's expected lengths",
+        PARTITION,
+    )
+    vocab_parallel: str | None = flag(
+        "off",
+        "cut the output layer over the stages: on, off (default), or auto: on where plans for "
+        "the corpus's first batches take at least 1%% less time",
+        SWITCH,
+    )
+    layer_kinds: str | None = flag(
+        None,
+        "the kinds of all layers, first to last, where --cost-model knows several and no "
+        "--model says which is which, as in '3*dense 58*experts'",
+        ("KINDS", str),
+    )
+    memory_budget_gib: tuple[float, ...] | None = flag(
+        None,
+        "of one device, model states included (on a CPU without them); one number, or one "
+        "for every stage (default: the device's own)",
+        GIB,
+        nargs="+",
+    )
+    zero: str | None = flag(
+        None,
+        "1: weights stay on every device; 3: states are spread and layers gathered for every "
+        "chunk (default: 3 for gpt-*, else 1)",
+        ("1|3", one_of("1", "3")),
+    )
+
+
+@dataclass
+class PlansMachineFlags(MachineFlags):
+    """The machine that a plan is played on: the plan itself says the rest."""
+
+    NOTE: ClassVar = "What `plan -o` wrote in the plan's comment stands where no option does."
+    OMIT: ClassVar = ("pp", "devices", "partition")
+
+    cp: int | None = flag(None, "context-parallel (Ulysses) degree (default: 1)", COUNT)
+    tp: int | None = flag(None, "tensor-parallel degree (default: 1)", COUNT)
+    dp: int | None = flag(None, "replicas (default: the plan's)", COUNT)
+    layers: tuple[int, ...] | None = flag(
+        None,
+        "transformer layers of every stage (default: even; a plan names its own)",
+        NUMBER,
+        nargs="+",
+    )
+    vocab_parallel: str | None = flag(
+        None,
+        "whether the plan must have the output layer cut over the stages, on or off (default: "
+        "auto, as it has)",
+        SWITCH,
+    )
+
+
+@dataclass
+class DrawnMachineFlags(PlansMachineFlags):
+    model: str | None = flag(
+        None,
+        f"{', '.join(MODELS)}, or a JSON file (without: every op takes a round number of units)",
+        NAMED,
+    )
+
+
+class CheckedMachineFlags(PlansMachineFlags):
+    NOTE: ClassVar = "To hold the plan against the memory of its stages, too."
+
+
+class ServedMachineFlags(MachineFlags):
+    OMIT: ClassVar = ("partition",)
+
+
+@dataclass
+class AssumptionFlags:
+    """Fields that only an analytic cost model has."""
+
+    TITLE: ClassVar = "assumptions of the analytic cost model"
+
+    b1_divisor: float | None = flag(
+        None, "of the papers' constant per chunk (default: 5)", ("X", positive("times"))
+    )
+    head_seconds: bool | None = flag(
+        None, "whether the output layer costs time", action=argparse.BooleanOptionalAction
+    )
+    link_seconds: bool | None = flag(
+        None, "whether messages between stages cost time", action=argparse.BooleanOptionalAction
+    )
+    logits_held: bool | None = flag(
+        None,
+        "whether logits live from forward to backward (default: not; the output layer runs its "
+        "backward in forward, as in training)",
+        action=argparse.BooleanOptionalAction,
+    )
+    kv_read: bool | None = flag(
+        None,
+        "whether a slice pays for reading its context's K and V (default: yes; never with the "
+        "papers' constants)",
+        action=argparse.BooleanOptionalAction,
+    )
+    topology: str | None = flag(
+        None,
+        f"how devices are joined: {', '.join(TOPOLOGIES)}, a JSON file, or {FLAT}: rates by a "
+        "group's size alone, wherever it lies (default: nodes, of the device's own size)",
+        NAMED,
+    )
+
+
+ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
+
+
+def _planners_help() -> str:
+    from megatron_epp.planner import PLANNERS  # loads a compiler and a solver
+
+    return f"which to compare (default: all of {', '.join(PLANNERS)})"
+
+
+@dataclass
+class PlannerFlags:
+    TITLE: ClassVar = "planner"
+
+    planner: str | tuple[str, ...] | None = flag(
+        "epp", "epp (default), infinipipe, packing, ...", ("NAME", str)
+    )
+    levers: str = flag(
+        "default",
+        "what the epp planner may use: default (what training does by default), all (also "
+        "what can only be simulated), none, or names joined by commas; default,-NAME takes one "
+        "away",
+        LIST,
+    )
+    host_memory_gib: float | None = flag(
+        None,
+        "of the host's memory, for what one device offloads (lever offload; default: any)",
+        GIB,
+    )
+    effort: int | None = flag(
+        None,
+        "how much work the search may do, in proportion; 0 takes the first good plan "
+        f"(default: {Options().effort})",
+        EFFORT,
+    )
+    multiple: int = flag(
+        1,
+        "chunks are padded to a multiple of this (default: 1)",
+        ("TOKENS", whole_number(1, 1 << 20)),
+    )
+    lockstep: int | None = flag(
+        None,
+        "replicas that run op by op together, a divisor of --dp (default: those that share a "
+        "layer's experts, ep / (tp x cp))",
+        COUNT,
+    )
+
+
+class ServedPlannerFlags(PlannerFlags):
+    OMIT: ClassVar = ("planner",)
+
+
+@dataclass
+class PlannersFlags(PlannerFlags):
+    planner: str | tuple[str, ...] | None = flag(None, _planners_help, ("NAME", str), nargs="+")
+
+
+@dataclass
+class PlanFileFlags:
+    plan: str = flag(None, "a plan or step file; - for stdin", ("PLAN", str), positional=True)
+
+
+@dataclass
+class ReplicaFlags:
+    replica: int = flag(0, "which replica of a step of several (default: 0)", NUMBER)
+
+
+@dataclass
+class JsonFlags:
+    json: bool = flag(False, "print JSON instead of text")
+
+
+@dataclass
+class BatchFlags:
+    batch: int = flag(0, "which batch, from 0 (default: 0)", INDEX)
+
+
+@dataclass
+class BatchesFlags:
+    batches: int = flag(1, "how many batches (default: 1)", COUNT)
+    first_batch: int = flag(0, "number of the first one (default: 0)", INDEX)
+
+
+@dataclass
+class PlanFlags:
+    forward_only: bool = flag(False, "a plan of forwards alone, for evaluation")
+    output: str | None = flag(
+        None, "write the plan here instead of to stdout", ("PLAN", str), short="-o"
+    )
+
+
+@dataclass
+class SimulateFlags:
+    noise: float = flag(
+        0.0,
+        "standard deviation of every duration, as a share of it (default: 0)",
+        ("SHARE", fraction),
+    )
+    seed: int = flag(0, "of the noise", NUMBER)
+    output: str | None = flag(
+        None, "write the timed records here, for draw", ("RECORDS", str), short="-o"
+    )
+
+
+@dataclass
+class DrawFlags:
+    output: str | None = flag(
+        None,
+        "x.svg, x.png, x.html, x.txt, x.json (Chrome trace, for ui.perfetto.dev) or x.csv "
+        "(torch.distributed.pipelining); without it, text on stdout",
+        FILE,
+        short="-o",
+    )
+    records: str | None = flag(
+        None, "timed records of a run of this plan; with a model, drawn below the prediction", FILE
+    )
+    title: str | None = flag(None, "heading (default: the file's name)", ("TEXT", str))
+    width: int | None = flag(
+        None,
+        "columns of text (default: the terminal's), or pixels of a picture (default: at most "
+        "2400, for a screen; very short ops show their numbers in a wider one, or in x.html)",
+        ("N", whole_number(40, 100_000)),
+    )
+
+
+@dataclass
+class ServeFlags:
+    context: int = flag(0, "what packing packs to", TOKENS)
+
+
+@dataclass
+class TunedBatchesFlags:
+    batches: int = flag(
+        2, "batches that the best layouts are planned on (default: 2)", ("N", whole_number(1, 1000))
+    )
+
+
+@dataclass
+class TunedMachineFlags:
+    """A machine whose layout is to be found."""
+
+    TITLE: ClassVar = "model and machine"
+
+    model: str = flag(None, f"{', '.join(MODELS)}, or a JSON file", NAMED, required=True)
+    device: str = flag(None, f"{', '.join(DEVICES)}, or a JSON file", NAMED, required=True)
+    nodes: int = flag(None, "nodes of the job", NODES, required=True)
+    ep: int | None = flag(
+        None,
+        "devices that share a layer's experts, in every layout that can: more than its tp x "
+        "cp are of several replicas, which run in lockstep (default: as many of the tp x cp as "
+        "divide the experts)",
+        COUNT,
+    )
+    devices_per_node: int | None = flag(
+        None, "devices of a node (default: the device's own, 8)", NODES
+    )
+    memory_budget_gib: tuple[float, ...] | None = flag(
+        None, "of one device, model states included (default: the device's own)", GIB, nargs=1
+    )
+    tp: int | None = flag(None, "only with this tensor-parallel degree (default: any)", COUNT)
+    cp: int | None = flag(
+        None, "only with this context-parallel (Ulysses) degree (default: any)", COUNT
+    )
+    pp: int | None = flag(None, "only with this pipeline stages (default: any)", COUNT)
+    dp: int | None = flag(None, "only with this data-parallel replicas (default: any)", COUNT)
+    partition: str = flag(
+        "auto",
+        "layers of the stages: auto: by time where that is faster (default), or even",
+        PARTITION,
+    )
+    vocab_parallel: str = flag(
+        "off",
+        "cut the output layer over the stages: on, off (default), or auto: where that takes "
+        "at least 1%% less time",
+        SWITCH,
+    )
+
+
+@dataclass
+class TunePlannerFlags:
+    TITLE: ClassVar = "planner"
+
+    levers: str = flag(
+        "default",
+        "what the epp planner may use, as for plan; offloading is tried where memory is tight",
+        LIST,
+    )
+    effort: int | None = flag(
+        None,
+        "how much work the search for the best layouts' plans may do (default: "
+        f"{Options().effort})",
+        EFFORT,
+    )
+    top: int = flag(10, "rows to print (default: 10)", ("N", whole_number(1, 1000)))
+
+
+@dataclass
+class TuneFlags:
+    script: str | None = flag(None, "write the first choice's launch script", FILE)
+    dry_run_corpus: int | None = flag(
+        None,
+        "play N iterations of the corpus with the first choice, and print their spread",
+        ("N", whole_number(1, 100_000)),
+    )
+
+
+# The schemas of every command, in the order of its usage line.
+FLAGS: dict[str, tuple[type, ...]] = {
+    "plan": (
+        DocumentFlags,
+        BatchFlags,
+        MachineFlags,
+        AssumptionFlags,
+        PlannerFlags,
+        PlanFlags,
+        JsonFlags,
+    ),
+    "compare": (
+        DocumentFlags,
+        BatchesFlags,
+        MachineFlags,
+        AssumptionFlags,
+        PlannersFlags,
+        JsonFlags,
+    ),
+    "tune": (
+        DocumentFlags,
+        TunedBatchesFlags,
+        TunedMachineFlags,
+        AssumptionFlags,
+        TunePlannerFlags,
+        TuneFlags,
+        JsonFlags,
+    ),
+    "simulate": (
+        PlanFileFlags,
+        PlansMachineFlags,
+        AssumptionFlags,
+        SimulateFlags,
+        ReplicaFlags,
+        JsonFlags,
+    ),
+    "draw": (PlanFileFlags, DrawFlags, ReplicaFlags, DrawnMachineFlags, AssumptionFlags),
+    "check": (PlanFileFlags, CheckedMachineFlags, AssumptionFlags, JsonFlags),
+    "serve": (ServedMachineFlags, AssumptionFlags, ServedPlannerFlags, ServeFlags),
+}
+
+
+def add_command_flags(command: argparse.ArgumentParser, schemas: Sequence[type]) -> None:
+    """Add the fields of ``schemas``; the levers are explained below those of the planner."""
+    for schema in schemas:
+        add_flags(command, schema)
+        if issubclass(schema, PlannerFlags):
+            width = max(map(len, LEVERS))
+            lines = (
+                textwrap.fill(f"  {name:<{width}}  {text}", 79, subsequent_indent=" " * (width + 4))
+                for name, text in LEVERS.items()
+            )
+            command.epilog = "\n".join(["levers of the epp planner:", *lines])

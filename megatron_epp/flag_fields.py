@@ -1,0 +1,113 @@
+"""Flags of a command line as fields of a dataclass, each with its type, default, unit and help."""
+
+import argparse
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import Field, field, fields
+from types import NoneType
+from typing import Any, get_args
+
+
+def flag(
+    default: Any,
+    help_: str | Callable[[], str],
+    word: tuple[str, Callable[[str], Any]] | None = None,
+    **how: Any,
+) -> Any:
+    """A field whose flag is ``--its-name``; ``how`` goes to ``add_argument``.
+
+    help_   a function is called when the flag is added: for what takes long to import
+    word    (metavar, type), where the field's own type does not read it
+    short   ``-o`` beside ``--output``; ``positional``: the name without dashes, no default
+    """
+    read = {} if word is None else {"metavar": word[0], "type": word[1]}
+    return field(default=default, metadata={"help": help_, **read, **how})
+
+
+def add_flags(parser: Any, schema: type) -> None:
+    """Add the fields of the dataclass ``schema``, as a group where it has a TITLE (and a NOTE),
+    but for those that it says to OMIT."""
+    if title := getattr(schema, "TITLE", None):
+        parser = parser.add_argument_group(title, getattr(schema, "NOTE", None))
+    for each in fields(schema):
+        if each.name not in getattr(schema, "OMIT", ()):
+            _add_flag(parser, each)
+
+
+def _add_flag(parser: Any, each: Field[Any]) -> None:
+    how = dict(each.metadata)
+    if callable(how["help"]):
+        how["help"] = how["help"]()
+    if how.pop("positional", False):
+        parser.add_argument(each.name, **how)
+        return
+    own = next((t for t in get_args(each.type) if t is not NoneType), each.type)
+    if "action" not in how:
+        if own is bool:
+            how["action"] = "store_true"
+        else:
+            how.setdefault("type", own)
+    names = [name for name in (how.pop("short", None), flag_of(each.name)) if name]
+    parser.add_argument(*names, default=each.default, **how)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# ------------------------------------------------------------------ types
+
+
+def whole_number(least: int, most: int = 10**15 - 1) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            value = int(text) if len(text) <= 15 else most + 1
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            limits = f"of at least {least}" if value < least else f"of at most {most}"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number {limits}")
+        return value
+
+    return read
+
+
+def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0, in {unit}")
+        if not 1 / most <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected a number from {1 / most:g} to {most:g}, in {unit}"
+            )
+        return value
+
+    return read
+
+
+def fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a share from 0 to below 1, as 0.05")
+    return value
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """Instead of argparse's choices, whose refusal shows no near match."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            near = difflib.get_close_matches(text, names, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise argparse.ArgumentTypeError(f"{text!r}: {hint}expected {', '.join(names)}")
+        return text
+
+    return read
