@@ -1,6 +1,8 @@
 """Plans for tests: one known by heart, and arbitrary ones."""
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ from megatron_epp.ir import (
     Transfer,
     lower,
 )
-from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.ir.random_plan import arbitrary_plan, by_stage, random_place
 
 # The plan of the README and of design.md: a cut document, a hybrid chunk, a whole document.
 EXAMPLE = """\
@@ -37,6 +39,32 @@ stage 1: F0 F1 B1 B0 F2 B2
 predicted seconds 1.234 peak_gib 10.5 9.8 planner epp
 """
 
+# Four stages on two ranks: interleaved 1F1B, and a V, in which rank 1 has the fold.
+_FOUR_STAGES = """\
+plan v1
+replica 0 of 1
+documents 6 9
+layers 1 1 1 1
+place {place}
+chunk 0: 0[0:6]
+chunk 1: 1[0:9]
+recompute 0: 1k 1k
+recompute 1: 1k 1f
+recompute 2: 1k 1k
+recompute 3: 1k 1k
+{orders}
+"""
+INTERLEAVED = _FOUR_STAGES.format(
+    place="0 1 0 1",
+    orders="rank 0: F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1\n"
+    "rank 1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1",
+)
+V_SHAPE = _FOUR_STAGES.format(
+    place="0 1 1 0",
+    orders="rank 0: F0.0 F0.1 F3.0 B3.0 F3.1 B3.1 B0.0 B0.1\n"
+    "rank 1: F1.0 F2.0 F1.1 F2.1 B2.0 B1.0 B2.1 B1.1",
+)
+
 LETTERS = "kfcmnabo"
 
 
@@ -46,33 +74,45 @@ def plans(
     most_stages: int = 4,
     split_backward: float | None = None,
     vocabulary_parallel: bool = False,
+    shares_ranks: bool = False,
 ) -> Plan:
-    """Plans that run: any cut, packing, order and recompute."""
+    """Plans that run: any cut, packing, order and recompute; ``shares_ranks``: with stages that lie
+    on any rank."""
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=7))
     fewest = 2 if vocabulary_parallel else 1
     layers = draw(st.lists(st.integers(0, 4), min_size=fewest, max_size=most_stages))
-    seed = draw(st.integers(0, 2**32))
+    random = Random(draw(st.integers(0, 2**32)))
     share = draw(st.sampled_from((0.0, 0.5, 1.0))) if split_backward is None else split_backward
     return arbitrary_plan(
         lengths,
         layers,
-        Random(seed),
+        random,
         split_backward=share,
         letters=LETTERS,
         vocabulary_parallel=vocabulary_parallel,
+        place=random_place(len(layers), random) if shares_ranks else (),
     )
 
 
-def any_plans() -> st.SearchStrategy[Plan]:
-    """With vocabulary parallelism and without."""
-    return st.one_of(plans(), plans(vocabulary_parallel=True))
+def any_plans(places: bool = True) -> st.SearchStrategy[Plan]:
+    """With vocabulary parallelism and without; ``places``: and with stages on any rank."""
+    one_each = (plans(), plans(vocabulary_parallel=True))
+    shared = [plans(6, vocabulary_parallel=cut, shares_ranks=True) for cut in (False, True)]
+    return st.one_of(*one_each, *(shared if places else ()))
 
 
 def evaluation(plan: Plan) -> Plan:
     """The forwards of ``plan``, and its H."""
     kept = (Kind.FORWARD, Kind.HEAD)
-    orders = tuple(tuple(op for op in order if op.kind in kept) for order in plan.orders)
-    return Plan(plan.documents, plan.layers, plan.chunks, plan.recompute, orders)
+    ran = [[place for place in order if place[1].kind in kept] for order in plan.rank_orders]
+    return reordered(plan, ran)
+
+
+def reordered(plan: Plan, ran: Sequence[Sequence[tuple[int, Op]]]) -> Plan:
+    """``plan`` with (stage, op) of every rank in another order."""
+    turns = [tuple(stage for stage, _ in order) for order in ran] if plan.shares_ranks else ()
+    orders = by_stage(plan, [place for order in ran for place in order])
+    return replace(plan, orders=orders, turns=tuple(turns))
 
 
 def random_table(plan: Plan, seed: int, links: bool = True, whole: bool = False) -> Table:

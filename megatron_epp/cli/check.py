@@ -34,9 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for plan in plans:
             facts = _facts(plan)
+            ranks = f" on {plan.ranks} ranks" if plan.shares_ranks else ""
             print(
                 f"ok: {facts['documents']} documents, {facts['tokens']} tokens in "
-                f"{facts['chunks']} chunks on {facts['stages']} stages, {facts['ops']} ops; "
+                f"{facts['chunks']} chunks on {facts['stages']} stages{ranks}, {facts['ops']} ops; "
                 f"digest {facts['digest'][:16]}"
             )
     return 0
@@ -62,12 +63,16 @@ def _check_memory(arguments: argparse.Namespace, plan: Plan, where: str) -> None
 
     cost = machine.plan_cost(arguments, plan)
     played = play(plan, cost.table(plan))
-    for stage, (peak, budget) in enumerate(zip(played.peak_bytes, cost.budget_bytes, strict=True)):
+    budgets = machine.rank_budgets(cost, plan)
+    for rank, (peak, budget) in enumerate(zip(played.peak_bytes, budgets, strict=True)):
         if peak > budget:
             record = next(
-                r for r in played.records if r.stage == stage and r.peak_bytes >= peak - 1
+                r
+                for r in played.records
+                if plan.rank_of[r.stage] == rank and r.peak_bytes >= peak - 1
             )
+            op = plan.op_name(record.stage, record.op)  # type: ignore[arg-type]
             raise PlanError(
-                f"{where}stage {stage} at {record.op}: holds {peak / GIB:.3f} GiB, the budget is "
+                f"{where}{plan.rank_name(rank)} at {op}: holds {peak / GIB:.3f} GiB, the budget is "
                 f"{budget / GIB:.3f} GiB; recompute more, or use smaller chunks"
             )

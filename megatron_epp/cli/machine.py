@@ -152,6 +152,14 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
     return cost_of(arguments, pp=pp, cp=arguments.cp, dp=arguments.dp, layers=layers, cut=cut)
 
 
+def rank_budgets(cost: Cost, plan: Plan) -> tuple[float, ...]:
+    """Bytes that every rank of ``plan`` may hold: as the stages on it may, which share them."""
+    return tuple(
+        min(cost.budget_bytes[stage] for stage in plan.stages_of(rank))
+        for rank in range(plan.ranks)
+    )
+
+
 def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
     """For a plan that exists: it says how many stages, layers and replicas there are."""
     if arguments.layers and tuple(arguments.layers) != plan.layers:

@@ -45,17 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
+    budgets = machine.rank_budgets(cost, plan)
     facts = {
         "seconds": played.seconds,
         "bubble_ratio": played.bubble_ratio,
         "recompute_ratio": played.recompute_ratio,
         "comm_ratio": played.comm_ratio,
         "peak_bytes": list(played.peak_bytes),
-        "budget_bytes": list(cost.budget_bytes),
-        "states_bytes": list(cost.states_bytes),
+        "budget_bytes": list(budgets),
+        "states_bytes": _states(plan, cost),
         "idle_seconds": list(played.idle_seconds),
         "chunks": len(plan.chunks),
-        "fits": all(p <= b for p, b in zip(played.peak_bytes, cost.budget_bytes, strict=True)),
+        "fits": all(p <= b for p, b in zip(played.peak_bytes, budgets, strict=True)),
         "bubbles": [_bubble(bubble) for bubble in played.bubbles],
         "critical_path": [
             {
@@ -68,7 +69,7 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
             for step in played.critical_path
         ],
     }
-    if not plan.forward_only:
+    if not (plan.forward_only or plan.shares_ranks):  # the bound is that of a stage a rank
         local = any(chunk.has_local for chunk in plan.chunks)
         bound = lower_bound_seconds(np.array(plan.documents), cost, local=local)
         facts["lower_bound_seconds"] = bound
@@ -78,8 +79,17 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
     return facts
 
 
+def _states(plan: Plan, cost: Cost) -> list[float]:
+    """Bytes of weights, gradients and optimizer on every rank."""
+    return [
+        sum(cost.states_bytes[stage] for stage in plan.stages_of(rank))
+        for rank in range(plan.ranks)
+    ]
+
+
 def _bubble(bubble: Wait | IdleTail) -> dict:
-    facts = {"stage": bubble.stage, "start": bubble.start, "stop": bubble.stop}
+    what, number = bubble.name.split()
+    facts = {what: int(number), "start": bubble.start, "stop": bubble.stop}
     if isinstance(bubble, Wait):
         return {
             **facts,
@@ -87,13 +97,15 @@ def _bubble(bubble: Wait | IdleTail) -> dict:
             "waits_for": f"{bubble.awaited} of stage {bubble.source}",
             "why": bubble.why,
         }
-    return {**facts, "why": "the stage has finished"}
+    return {**facts, "why": f"the {what} has finished"}
 
 
 def _report(played: Simulation, cost: Cost, facts: dict) -> str:
+    plan = played.plan
+    unit = "rank" if plan.shares_ranks else "stage"
     lines = [
         f"iteration   {seconds_text(played.seconds)}",
-        f"idle        {share_text(played.bubble_ratio)} of stages x time",
+        f"idle        {share_text(played.bubble_ratio)} of {unit}s x time",
         f"recompute   {share_text(played.recompute_ratio)}",
         f"exposed communication  {share_text(played.comm_ratio)}",
     ]
@@ -108,8 +120,8 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
         lines.append(f"the plan says {seconds_text(facts['predicted_seconds'])}")
     rows = [
         [
-            str(stage),
-            cost.kinds.stage_text(stage),
+            plan.rank_name(rank).split()[1],
+            " + ".join(cost.kinds.stage_text(stage) for stage in plan.stages_of(rank)),
             seconds_text(idle),
             share_text(idle / played.seconds if played.seconds else 0.0),
             f"{peak / GIB:.3f}",
@@ -117,17 +129,17 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
             f"{states / GIB:.3f}",
             "" if peak <= budget else "OVER THE BUDGET",
         ]
-        for stage, (idle, peak, budget, states) in enumerate(
+        for rank, (idle, peak, budget, states) in enumerate(
             zip(
                 played.idle_seconds,
                 played.peak_bytes,
-                cost.budget_bytes,
-                cost.states_bytes,
+                facts["budget_bytes"],
+                facts["states_bytes"],
                 strict=True,
             )
         )
     ]
-    headers = ["stage", "layers", "idle", "idle %", "peak GiB", "budget GiB", "states GiB", ""]
+    headers = [unit, "layers", "idle", "idle %", "peak GiB", "budget GiB", "states GiB", ""]
     lines += ["", plain(headers, rows).rstrip(), "", *_path(played), "", *_longest(played.bubbles)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_epp.control.step_source import SourcedStep, StepSource
 from megatron_epp.ir import PlanError, Step, check, check_ranks, check_skeletons
 from megatron_epp.runtime.consensus import agree
-from megatron_epp.runtime.executor import Waiting
+from megatron_epp.runtime.executor import Waiting, require_executable
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,7 @@ def accept(
     try:
         check_skeletons(step)
         for one in step.block(replica):  # a block begins together, or not at all
+            require_executable(one)
             check(one)
             check_ranks(one, ranks)
     except PlanError as error:

@@ -9,18 +9,18 @@ Standard library only. Everything else in the project speaks in these words:
     chunk      what a stage computes at once: a pack, a slice, or a slice beside a pack (hybrid)
     tail       the last slice of a cut document
     local      of a whole document: computed by one context-parallel rank alone, not spread over all
-    stage      a place in the pipeline, holding some of the layers
-    rank       a process
+    stage      a part of the model: some of its layers
+    rank       a process; computes one stage, or several (the plan's ``place``)
     replica    one data-parallel copy of the pipeline
     op         one kind of work (F, B, I, W, H, G) on one chunk on one stage
-    order      the ops of a stage, first to last
+    order      the ops of a stage, or of a rank, first to last
     plan       chunks, orders and recompute choices of one replica for one iteration
     step       one iteration of the whole job: the dealing of documents, a plan per replica
     block      neighbouring replicas that run op by op together, in lockstep
     skeleton   what the plans of a block have alike: the ops, and where experts run again
     program    an order with its sends and receives
     window     chunks whose forward has run on a stage and whose backward has not
-    bubble     time in which a stage runs no op
+    bubble     time in which a rank runs no op
 """
 
 from megatron_epp.ir.check import backward_of, check, check_ranks, walk
@@ -38,10 +38,11 @@ from megatron_epp.ir.op import (
     Op,
     Payload,
     Post,
+    StageOp,
     Transfer,
 )
 from megatron_epp.ir.plan import Plan, Prediction
-from megatron_epp.ir.program.lower import Program, lower, lower_stage
+from megatron_epp.ir.program.lower import Program, lower, lower_rank
 from megatron_epp.ir.program.skeleton import check_skeletons
 from megatron_epp.ir.recompute import FULL, IN_FLIGHT, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
@@ -103,6 +104,7 @@ __all__ = [
     "SlicePosition",
     "Slices",
     "Span",
+    "StageOp",
     "StagePosition",
     "Step",
     "Table",
@@ -114,7 +116,7 @@ __all__ = [
     "check_skeletons",
     "format_records",
     "lower",
-    "lower_stage",
+    "lower_rank",
     "needs_of",
     "ops_of_chunk",
     "parse_records",

@@ -1,4 +1,4 @@
-"""Whether a plan computes everything once, in an order in which no stage waits forever."""
+"""Whether a plan computes everything once, in an order in which no rank waits forever."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
@@ -13,13 +13,13 @@ from megatron_epp.ir.slices import Slices, slices_of
 
 __all__ = ["backward_of", "check", "check_ranks", "rules_of", "walk"]
 
-_NAMED_STAGES = 8  # in the line of a deadlock; of more, those that wait in a circle
+_NAMED_RANKS = 8  # in the line of a deadlock; of more, those that wait in a circle
 Done = Sequence[Mapping[Kind, bytearray]]  # by stage, kind and chunk
 Lacking = tuple[Need, int, tuple[Op, ...]]
 
 
 def check(plan: Plan, rules: Rules | None = None) -> None:
-    """Raise a :class:`PlanError` unless every stage can run its ops to the end.
+    """Raise a :class:`PlanError` unless every rank can run its ops to the end.
 
     Every input is computed once (:func:`slices_of`); every stage runs the ops of every chunk once
     (:func:`ops_of_chunk`); everything an op needs comes before it. One line says what and where;
@@ -81,29 +81,33 @@ def walk(
     needs = needs_of(plan, rules, slices)
     # Flags, as hashing an op for each costs more.
     done = [{kind: bytearray(len(plan.chunks)) for kind in COMPUTE} for _ in plan.layers]
-    at = [0] * plan.stages
-    pending = sum(map(len, plan.orders))
-    # A stage that stands still is looked at again only when an op of the chunk that it lacks, on
+    orders = plan.rank_orders
+    at = [0] * plan.ranks
+    pending = sum(map(len, orders))
+    # A rank that stands still is looked at again only when an op of the chunk that it lacks, on
     # the stage that it lacks it from, is done.
     waiting: dict[tuple[int, int], list[int]] = {}
-    ready = list(range(plan.stages))
+    ready = list(range(plan.ranks))
     while ready:
-        stage = ready.pop()
-        order = plan.orders[stage]
-        while at[stage] < len(order):
-            op = order[at[stage]]
+        rank = ready.pop()
+        order = orders[rank]
+        while at[rank] < len(order):
+            stage, op = order[at[rank]]
             lacking = _lacking(needs, done, stage, op)
             if lacking is not None:
                 _, where, ops = lacking
-                waiting.setdefault((where, ops[0].chunk), []).append(stage)
+                waiting.setdefault((where, ops[0].chunk), []).append(rank)
                 break
             done[stage][op.kind][op.chunk] = 1
-            at[stage] += 1
+            at[rank] += 1
             pending -= 1
             ready += waiting.pop((stage, op.chunk), ())
             yield stage, op
     if pending:
-        lacks = [_lacking_at(plan, needs, done, at, stage) for stage in range(plan.stages)]
+        lacks = [
+            _lacking(needs, done, *order[ran]) if ran < len(order) else None
+            for order, ran in zip(orders, at, strict=True)
+        ]
         _stuck(plan, needs, at, lacks)
 
 
@@ -119,46 +123,40 @@ def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
     return None
 
 
-def _lacking_at(
-    plan: Plan, needs: NeedsOf, done: Done, at: list[int], stage: int
-) -> Lacking | None:
-    """What the op lacks that ``stage`` stands at; None where the stage is through."""
-    if at[stage] == len(plan.orders[stage]):
-        return None
-    return _lacking(needs, done, stage, plan.orders[stage][at[stage]])
-
-
 def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | None]) -> NoReturn:
+    """Say what each rank lacks, ``lacking`` by rank; None: it is through."""
     waits, marks = {}, {}
-    for stage, lack in enumerate(lacking):
+    for rank, lack in enumerate(lacking):
         if lack is None:
             continue
         need, where, ops = lack
         planned = next((op for op in ops if op in plan.orders[where]), ops[0])
-        marks[stage] = f"lacks {planned} of stage {where}"
-        op = plan.orders[stage][at[stage]]
-        waits[stage] = f"stage {stage} at {op}: {marks[stage]} ({need.why})"
-        if where == stage:  # no other stage can mend that: a wrong order, not a deadlock
-            grid = stuck_grid(plan.orders, needs, at, {stage: marks[stage]}, stage)
-            raise PlanError(f"{waits[stage]}\n{grid}")
-    circle = _circle(lacking)
-    named = list(waits) if len(waits) <= _NAMED_STAGES else sorted(circle)[:_NAMED_STAGES]
-    line = "; ".join(waits[stage] for stage in named)
+        marks[rank] = f"lacks {planned} of stage {where}"
+        stage, op = plan.rank_orders[rank][at[rank]]
+        waits[rank] = f"stage {stage} at {op}: {marks[rank]} ({need.why})"
+        if plan.rank_of[where] == rank:  # no other rank can mend that: a wrong order, no deadlock
+            grid = stuck_grid(plan, needs, at, {rank: marks[rank]}, rank)
+            raise PlanError(f"{waits[rank]}\n{grid}")
+    circle = _circle(lacking, plan.rank_of)
+    named = list(waits) if len(waits) <= _NAMED_RANKS else sorted(circle)[:_NAMED_RANKS]
+    line = "; ".join(waits[rank] for rank in named)
     if len(named) < len(waits):
-        line += f"; {len(waits) - len(named)} more stages wait"
-    raise Deadlock(f"{line}\n{stuck_grid(plan.orders, needs, at, marks, circle[0])}")
+        line += (
+            f"; {len(waits) - len(named)} more {'ranks' if plan.shares_ranks else 'stages'} wait"
+        )
+    raise Deadlock(f"{line}\n{stuck_grid(plan, needs, at, marks, circle[0])}")
 
 
-def _circle(lacking: Sequence[Lacking | None]) -> list[int]:
-    """Stages that wait for each other, each for the next and the last for the first."""
+def _circle(lacking: Sequence[Lacking | None], rank_of: Sequence[int]) -> list[int]:
+    """Ranks that wait for each other, each for the next and the last for the first."""
     path: list[int] = []
-    stage = next(stage for stage, lack in enumerate(lacking) if lack is not None)
-    while stage not in path:
-        path.append(stage)
-        lack = lacking[stage]
-        assert lack is not None, "a stage that has run all its ops keeps nobody waiting"
-        stage = lack[1]
-    return path[path.index(stage) :]
+    rank = next(rank for rank, lack in enumerate(lacking) if lack is not None)
+    while rank not in path:
+        path.append(rank)
+        lack = lacking[rank]
+        assert lack is not None, "a rank that has run all its ops keeps nobody waiting"
+        rank = rank_of[lack[1]]
+    return path[path.index(rank) :]
 
 
 def backward_of(plan: Plan) -> tuple[dict[int, Kind], ...]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_epp.ir.errors import PlanError
@@ -61,6 +61,7 @@ OF_HEAD = (Kind.HEAD, Kind.HEAD_WEIGHT)  # ops that run a stage's part of the ou
 
 _LETTERS = [kind.value for kind in COMPUTE]
 _OP = re.compile(rf"([{''.join(_LETTERS)}])({NUMBER})")
+_STAGE_OP = re.compile(rf"([{''.join(_LETTERS)}])({NUMBER})\.({NUMBER})")
 
 
 @dataclass(frozen=True, slots=True, order=False)
@@ -86,6 +87,36 @@ class Op:
         return cls(Kind(match[1]), int(match[2]))
 
 
+@dataclass(frozen=True, slots=True, order=False)
+class StageOp:
+    """``op`` of ``stage``, on a rank that computes several stages: ``F2.5`` is F of stage 2 on
+    chunk 5."""
+
+    stage: int
+    op: Op
+
+    @property
+    def kind(self) -> Kind:
+        return self.op.kind
+
+    @property
+    def chunk(self) -> int:
+        return self.op.chunk
+
+    def __str__(self) -> str:
+        return f"{self.op.kind.value}{self.stage}.{self.op.chunk}"
+
+    @classmethod
+    def parse(cls, text: str) -> "StageOp":
+        match = _STAGE_OP.fullmatch(text)
+        if match is None:
+            letters = f"{', '.join(_LETTERS[:-1])} or {_LETTERS[-1]}"
+            raise PlanError(
+                f"{text!r} is no op of a stage; expected {letters}, a stage and a chunk, as in F2.0"
+            )
+        return cls(int(match[2]), Op(Kind(match[1]), int(match[3])))
+
+
 class Payload(Enum):
     """What travels between stages."""
 
@@ -96,17 +127,21 @@ class Payload(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The tensor of ``chunk`` that stage ``source`` hands to stage ``target``."""
+    """The tensor of ``chunk`` that stage ``source`` hands to stage ``target``.
+
+    ranks   of the two; None where stage i lies on rank i
+    """
 
     payload: Payload
     chunk: int
     source: int
     target: int
+    ranks: tuple[int, int] | None = field(default=None, compare=False)
 
     @property
     def link(self) -> tuple[int, int]:
-        """The directed link it travels on; messages of one link arrive in the order sent."""
-        return self.source, self.target
+        """The ranks between which it travels; messages of one link arrive in the order sent."""
+        return self.ranks or (self.source, self.target)
 
 
 @dataclass(frozen=True, slots=True)

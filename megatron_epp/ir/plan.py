@@ -19,6 +19,16 @@ vocabulary parallelism has ``H0`` and ``G0`` in its orders, of every chunk on ev
 letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`. A chunk may hold no span
 (``chunk 3: -``): replicas in lockstep have as many chunks each (:mod:`megatron_epp.ir.step`).
 ``2[0:900]@1``: context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
+
+Stages are parts of the model; stage i lies on rank i of the pipeline unless a line behind
+``layers`` says otherwise. Where a rank has several stages, orders are those of ranks, and their ops
+name their stage: ``F3.0`` is F of stage 3 on chunk 0. ``peak_gib`` is that of every rank.
+
+    layers 2 2 2 2
+    place 0 1 1 0                        # the rank of stage 0, 1, 2, 3: a V
+    ...
+    rank 0: F0.0 F3.0 B3.0 B0.0
+    rank 1: F1.0 F2.0 B2.0 B1.0
 """
 
 import hashlib
@@ -30,7 +40,7 @@ from typing import Any, NoReturn
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Op
+from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Op, StageOp
 from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_recompute
 from megatron_epp.ir.span import NUMBER
 
@@ -39,12 +49,14 @@ _NUMBER = re.compile(NUMBER)
 _DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
 _OF_TRAINING = frozenset({*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT})
 MOST_LAYERS = 9999  # of a stage: four digits in a recompute choice
+Orders = tuple[tuple[Op, ...], ...]
+Turns = tuple[tuple[int, ...], ...]
 _PLANNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the planner promises: the iteration's time, and the peak of every stage."""
+    """The planner's promise: the iteration's time, and the peak of every rank."""
 
     seconds: float
     peak_gib: tuple[float, ...]  # by the memory budget's measure
@@ -72,6 +84,9 @@ class Plan:
     recompute[s][c]   one letter per layer of stage s: what backward recomputes, or what lies in the
                       host's memory meanwhile (ir.recompute)
     orders[s]         ops of stage s in the order they run
+    place[s]          the rank on which stage s lies; () where stage i lies on rank i
+    turns[r]          the stage of every op of rank r in the order they run; () where every rank has
+                      one stage
 
     The value is well-formed (indices and sizes fit); that it computes every token once and never
     deadlocks is what :func:`megatron_epp.ir.check.check` proves.
@@ -85,6 +100,8 @@ class Plan:
     replica: int = 0
     replicas: int = 1
     predicted: Prediction | None = None
+    place: tuple[int, ...] = ()
+    turns: tuple[tuple[int, ...], ...] = ()
     # Pure functions of the fields above, kept by whoever asks first (ir.slices; kinds).
     _slices: Any = field(default=None, init=False, repr=False, compare=False)
     _kinds: Any = field(default=None, init=False, repr=False, compare=False)
@@ -138,14 +155,86 @@ class Plan:
                     raise PlanError(
                         f"stage {stage}: {op} names chunk {op.chunk}; there are {len(self.chunks)}"
                     )
-        if self.predicted is not None and len(self.predicted.peak_gib) != len(self.layers):
+        self._check_placement()
+        if self.predicted is not None and len(self.predicted.peak_gib) != self.ranks:
+            what = "ranks" if self.shares_ranks else "stages"
             raise PlanError(
-                f"predicted: {len(self.predicted.peak_gib)} peaks for {len(self.layers)} stages"
+                f"predicted: {len(self.predicted.peak_gib)} peaks for {self.ranks} {what}"
             )
+
+    def _check_placement(self) -> None:
+        if self.place == tuple(range(self.stages)):
+            object.__setattr__(self, "place", ())
+        if self.place and len(self.place) != self.stages:
+            raise PlanError(
+                f"place: {len(self.place)} ranks for {self.stages} stages; expected one for each"
+            )
+        if set(self.rank_of) != set(range(self.ranks)):
+            raise PlanError(
+                f"place {' '.join(map(str, self.place))}: expected ranks from 0 on, each with at "
+                "least one stage"
+            )
+        if self.shares_ranks and not self.turns:
+            object.__setattr__(self, "turns", ((),) * self.ranks)
+        if len(self.turns) != (self.ranks if self.shares_ranks else 0):
+            raise PlanError(
+                f"{len(self.turns)} ranks have turns; expected all {self.ranks} where a rank has "
+                "several stages, else none"
+            )
+        for rank, turns in enumerate(self.turns):
+            for stage in dict.fromkeys((*turns, *self.stages_of(rank))):
+                if not (0 <= stage < self.stages and self.rank_of[stage] == rank):
+                    here = " ".join(map(str, self.stages_of(rank)))
+                    raise PlanError(f"rank {rank} runs ops of stage {stage}; it has stages {here}")
+                if turns.count(stage) != len(self.orders[stage]):
+                    raise PlanError(
+                        f"rank {rank} runs {turns.count(stage)} ops of stage {stage}, which has "
+                        f"{len(self.orders[stage])}"
+                    )
 
     @property
     def stages(self) -> int:
+        """Parts of the model, one behind the other."""
         return len(self.layers)
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank on which each stage lies."""
+        return self.place or tuple(range(self.stages))
+
+    @property
+    def ranks(self) -> int:
+        """Pipeline ranks: places that compute one op at a time."""
+        return 1 + max(self.place) if self.place else self.stages
+
+    @property
+    def shares_ranks(self) -> bool:
+        """Whether a rank computes several stages."""
+        return self.ranks < self.stages
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, where in enumerate(self.rank_of) if where == rank)
+
+    @property
+    def rank_orders(self) -> tuple[tuple[tuple[int, Op], ...], ...]:
+        """(stage, op) of every rank, in the order they run."""
+        if self.shares_ranks:
+            coming = [iter(order) for order in self.orders]
+            return tuple(
+                tuple((stage, next(coming[stage])) for stage in turns) for turns in self.turns
+            )
+        return tuple(
+            tuple((stage, op) for op in self.orders[stage])
+            for stage in sorted(range(self.stages), key=self.rank_of.__getitem__)
+        )
+
+    def rank_name(self, rank: int) -> str:
+        """``rank 2``; ``stage 2`` where every rank has one stage."""
+        return f"rank {rank}" if self.shares_ranks else f"stage {self.rank_of.index(rank)}"
+
+    def op_name(self, stage: int, op: Op) -> str:
+        """``F5``; ``F2.5`` where a rank has several stages."""
+        return str(StageOp(stage, op) if self.shares_ranks else op)
 
     @property
     def tokens(self) -> int:
@@ -186,12 +275,19 @@ class Plan:
         yield f"replica {self.replica} of {self.replicas}"
         yield f"documents {' '.join(map(str, self.documents))}"
         yield f"layers {' '.join(map(str, self.layers))}"
+        if self.place:
+            yield f"place {' '.join(map(str, self.place))}"
         for index, chunk in enumerate(self.chunks):
             yield f"chunk {index}: {chunk}"
         for stage, choices in enumerate(self.recompute):
             yield f"recompute {stage}: {' '.join(map(format_recompute, choices))}"
-        for stage, order in enumerate(self.orders):
-            yield f"stage {stage}: {' '.join(map(str, order))}".rstrip()
+        if self.shares_ranks:
+            for rank, ran in enumerate(self.rank_orders):
+                ops = " ".join(str(StageOp(stage, op)) for stage, op in ran)
+                yield f"rank {rank}: {ops}".rstrip()
+        else:
+            for stage, order in enumerate(self.orders):
+                yield f"stage {stage}: {' '.join(map(str, order))}".rstrip()
         if self.predicted is not None:
             yield str(self.predicted)
 
@@ -217,18 +313,21 @@ class _Reader:
         layers = self.numbers("layers")
         if max(layers) > MOST_LAYERS:  # before a choice of that many letters is made
             self.fail(f"expected at most {MOST_LAYERS} layers on a stage", self.at - 1)
+        place = self.place(len(layers))
         chunks = tuple(self.indexed("chunk", Chunk.parse))
         recompute = tuple(self.indexed("recompute", lambda w: tuple(map(parse_recompute, w))))
-        orders = tuple(self.indexed("stage", lambda words: tuple(map(Op.parse, words))))
+        orders, turns = self.orders(place)
         predicted = self.predicted()
         if self.at < len(self.lines):
             self.fail(
                 "did not expect this line here; the order is plan, replica, documents, "
-                "layers, chunk, recompute, stage, predicted"
+                f"layers, place, chunk, recompute, {'rank' if turns else 'stage'}, predicted"
             )
         if not recompute:
             recompute = tuple((KEEP * count,) * len(chunks) for count in layers)
-        return Plan(documents, layers, chunks, recompute, orders, replica, replicas, predicted)
+        return Plan(
+            documents, layers, chunks, recompute, orders, replica, replicas, predicted, place, turns
+        )
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
         at = self.at if at is None else at
@@ -270,6 +369,40 @@ class _Reader:
             here = self.at if words is None else self.at - 1
             self.fail(f"expected '{key}' and whole numbers", here)
         return tuple(map(self.number, words))
+
+    def place(self, stages: int) -> tuple[int, ...]:
+        words = self.words("place")
+        if words is None:
+            return ()
+        place = tuple(map(self.number, words))
+        if len(place) != stages:
+            self.fail(f"{len(place)} ranks; expected one for each of {stages} stages", self.at - 1)
+        if place == tuple(range(stages)):
+            self.fail("stage i lies on rank i without this line: leave it out", self.at - 1)
+        missing = set(range(max(place))) - set(place)
+        if missing:
+            self.fail(f"rank {min(missing)} has no stage; expected at least one", self.at - 1)
+        return place
+
+    def orders(self, place: tuple[int, ...]) -> tuple[Orders, Turns]:
+        """The order of every stage; where a rank has several, those of ranks, taken apart."""
+        ranks = 1 + max(place, default=0)
+        if ranks >= len(place):
+            return tuple(self.indexed("stage", lambda words: tuple(map(Op.parse, words)))), ()
+        orders: list[list[Op]] = [[] for _ in place]
+
+        def parse(words: list[str]) -> tuple[int, ...]:
+            ops = tuple(map(StageOp.parse, words))
+            for op in ops:
+                if op.stage >= len(place):
+                    raise PlanError(f"{op} names stage {op.stage}; there are {len(place)}")
+                orders[op.stage].append(op.op)
+            return tuple(op.stage for op in ops)
+
+        turns = tuple(self.indexed("rank", parse))
+        if len(turns) != ranks:
+            self.fail(f"expected 'rank {len(turns)}:', as a rank has several stages")
+        return tuple(map(tuple, orders)), turns
 
     def indexed[T](self, key: str, parse: Callable[[list[str]], T]) -> Iterator[T]:
         index = 0

@@ -35,11 +35,13 @@ def arbitrary_plan(
     replica: int = 0,
     replicas: int = 1,
     vocabulary_parallel: bool = False,
+    place: Sequence[int] = (),
 ) -> Plan:
     """A plan for documents of ``lengths`` inputs on stages of ``layers``.
 
     ``split_backward`` is the share of backwards that become I and W; ``letters`` are the recompute
-    choices to draw from; ``vocabulary_parallel``: with H and G. Long documents are cut into up to
+    choices to draw from; ``vocabulary_parallel``: with H and G; ``place``: the rank of every stage,
+    default stage i on rank i. Long documents are cut into up to
     five slices, the rest is packed, some of it beside a slice. The orders are one random walk of
     all stages through what is ready.
     """
@@ -56,10 +58,25 @@ def arbitrary_plan(
         replica=replica,
         replicas=replicas,
     )
-    orders = arbitrary_orders(bare, random, split_backward, vocabulary_parallel=vocabulary_parallel)
-    return Plan(
-        bare.documents, bare.layers, chunks, bare.recompute, orders, replica, replicas, None
-    )
+    walked = random_walk(bare, random, split_backward, vocabulary_parallel=vocabulary_parallel)
+    return placed(replace(bare, orders=by_stage(bare, walked)), place, [s for s, _ in walked])
+
+
+def placed(plan: Plan, place: Sequence[int], stages: Sequence[int]) -> Plan:
+    """``plan`` with stage s on rank ``place[s]``; ``stages``: of all its ops in an order in which
+    they can run, of which every rank runs its own."""
+    if len(set(place)) in (0, plan.stages):
+        return replace(plan, place=tuple(place))
+    turns = [tuple(s for s in stages if place[s] == rank) for rank in range(1 + max(place))]
+    return replace(plan, place=tuple(place), turns=tuple(turns))
+
+
+def random_place(stages: int, random: Random) -> tuple[int, ...]:
+    """The rank of every stage: any number of ranks, each with at least one."""
+    ranks = random.randint(1, stages)
+    place = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
+    random.shuffle(place)
+    return tuple(place)
 
 
 def arbitrary_block(
@@ -120,7 +137,8 @@ def arbitrary_block(
             for _, where, ops in of_replica(stage, op)
         )
 
-    orders = arbitrary_orders(bare[0], random, split_backward, met, vocabulary_parallel)
+    walked = random_walk(bare[0], random, split_backward, met, vocabulary_parallel)
+    orders = by_stage(bare[0], walked)
     return tuple(replace(plan, orders=orders) for plan in bare)
 
 
@@ -178,14 +196,21 @@ def _chunks(lengths: Sequence[int], random: Random) -> tuple[Chunk, ...]:
     return tuple(Chunk(tuple(spans)) for spans in made)
 
 
-def arbitrary_orders(
+def by_stage(plan: Plan, walked: Sequence[tuple[int, Op]]) -> tuple[tuple[Op, ...], ...]:
+    """The order of every stage of ``plan``, of (stage, op) as they ran."""
+    return tuple(
+        tuple(op for where, op in walked if where == stage) for stage in range(plan.stages)
+    )
+
+
+def random_walk(
     plan: Plan,
     random: Random,
     split_backward: float,
     besides: Callable[[int, Op, Sequence[set[Op]]], bool] = lambda stage, op, finished: True,
     vocabulary_parallel: bool = False,
-) -> tuple[tuple[Op, ...], ...]:
-    """Orders of all stages of ``plan``, one random walk through what is ready.
+) -> list[tuple[int, Op]]:
+    """(stage, op) of all stages of ``plan``: a random walk through what is ready.
 
     besides   (stage, op, ops finished on every stage): what an op of a stage waits for that no
               rule says
@@ -204,7 +229,7 @@ def arbitrary_orders(
             if vocabulary_parallel:
                 ops |= {Op(kind, chunk) for kind in OF_HEAD}
         pending.append(ops)
-    done: list[list[Op]] = [[] for _ in plan.layers]
+    walked: list[tuple[int, Op]] = []
     finished: list[set[Op]] = [set() for _ in plan.layers]
 
     def ready(stage: int, op: Op) -> bool:
@@ -226,5 +251,5 @@ def arbitrary_orders(
         op = random.choice((forwards if random.random() < lean else others) or able)
         pending[stage].remove(op)
         finished[stage].add(op)
-        done[stage].append(op)
-    return tuple(map(tuple, done))
+        walked.append((stage, op))
+    return walked

@@ -61,6 +61,8 @@ class Step:
                 )
             if plan.layers != self.plans[0].layers:
                 raise PlanError(f"replica {replica}: layers differ from replica 0's")
+            if plan.place != self.plans[0].place:
+                raise PlanError(f"replica {replica}: places of stages differ from replica 0's")
         if self.lockstep < 1 or len(self.plans) % self.lockstep:
             raise PlanError(
                 f"lockstep {self.lockstep}: expected a divisor of the {len(self.plans)} replicas"

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import Plan, Step, Timed, lower_stage, slices_of
+from megatron_epp.ir import Plan, Step, Timed, lower_rank, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.global_batches import Batch, DocumentSource
@@ -86,7 +86,7 @@ class StageRunner:
             is_last = stage == self.groups.stages - 1
             refuse_split(model, early_modules(model, self.early_head and is_last))
         slices = slices_of(plan)
-        program = lower_stage(plan, stage, step.block(replica))
+        program = lower_rank(plan, stage, step.block(replica))
         store = store_for(plan, slices, self.keeps_last)
         builder = ChunkBatchBuilder(
             plan, slices, samples, documents, stage, self.share, self.device

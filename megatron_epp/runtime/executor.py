@@ -18,8 +18,11 @@ from megatron_epp.ir import (
     Message,
     Op,
     Payload,
+    Plan,
+    PlanError,
     Post,
     Program,
+    StageOp,
     Timed,
     Transfer,
 )
@@ -137,6 +140,15 @@ class Failure:
     reason: str
 
 
+def require_executable(plan: Plan) -> None:
+    """Raise a :class:`PlanError` where stage i of ``plan`` does not lie on rank i."""
+    if plan.place:
+        raise PlanError(
+            f"place {' '.join(map(str, plan.place))}: the executor runs stage i on rank i; "
+            "expected a plan without this line (such a plan can be checked, simulated and drawn)"
+        )
+
+
 class Executor:
     """Runs ``program`` once. Tensors wait in ``_inbox`` and ``_outbox`` between transfer and op.
 
@@ -160,7 +172,9 @@ class Executor:
         heap: HostHeap | None = None,
     ):
         self.peers, self.heap = peers, heap
-        self.program, self.compute, self.links, self.store = program, compute, links, store
+        self.program = tuple(op for op in program if not isinstance(op, StageOp))
+        assert len(self.program) == len(program), "require_executable comes first"
+        self.compute, self.links, self.store = compute, links, store
         self.clock, self.meter, self.waiting = clock, meter, waiting
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
         self._outbox: dict[tuple[Payload, int], Tensor] = {}

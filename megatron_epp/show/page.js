@@ -13,27 +13,28 @@ const GIB = 2 ** 30;
 const LEFT = 92, RIGHT = 16, AXIS = 24, GAP = 5, HEADING = 24;
 const INK = "#1f2933", QUIET = "#66727f", LINE = "#d5dae0", IDLE = "#eef0f3", HOT = "#c0392b";
 const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
-const stages = data.stages.length;
+const ranks = data.ranks.length, shared = ranks < data.stages.length;
 const end = Math.max(...data.runs.map((run) => run.seconds)) || 1;
 
-// [run][stage]: bars sorted by start, for binary search.
+// [run][rank]: bars sorted by start, for binary search.
 const bars = data.runs.map((run, r) => {
-  const rows = data.stages.map(() => []);
+  const rows = data.ranks.map(() => []);
   const critical = new Set(run.critical.map(([stage, op]) => `${stage} ${op}`));
   for (const [stage, kind, chunk, start, stop, peak] of run.records) {
-    const op = data.kinds[kind].letter + chunk;
-    rows[stage].push({ run: r, stage, kind, chunk, op, start, stop, peak, critical: critical.has(`${stage} ${op}`) });
+    const op = data.kinds[kind].letter + chunk, name = shared ? `${data.kinds[kind].letter}${stage}.${chunk}` : op;
+    const rank = data.rank_of[stage];
+    rows[rank].push({ run: r, rank, stage, kind, chunk, op, name, start, stop, peak, critical: critical.has(`${stage} ${op}`) });
   }
   return rows;
 });
 const idles = data.runs.map((run, r) => {
-  const rows = data.stages.map(() => []);
-  for (const [stage, start, stop, reason] of run.bubbles) rows[stage].push({ run: r, stage, start, stop, reason });
+  const rows = data.ranks.map(() => []);
+  for (const [rank, start, stop, reason] of run.bubbles) rows[rank].push({ run: r, rank, start, stop, reason });
   return rows;
 });
 const transfers = data.runs.map((run) => {
-  const rows = data.stages.map(() => []);
-  for (const [stage, name, colour, start, stop] of run.transfers) rows[stage].push({ name, colour, start, stop });
+  const rows = data.ranks.map(() => []);
+  for (const [stage, name, colour, start, stop] of run.transfers) rows[data.rank_of[stage]].push({ name, colour, start, stop });
   return rows;
 });
 const byOp = bars.map((rows) => new Map(rows.flat().map((bar) => [`${bar.stage} ${bar.op}`, bar])));
@@ -78,15 +79,15 @@ const seconds = (px) => view.start + ((px - LEFT) / (width - LEFT - RIGHT)) * (v
 function layout() {
   width = canvas.parentElement.clientWidth;
   const memory = element("memory").checked;
-  const bar = Math.max(16, Math.min(34, 300 / stages)), curve = Math.max(24, Math.min(46, 300 / stages));
+  const bar = Math.max(16, Math.min(34, 300 / ranks)), curve = Math.max(24, Math.min(46, 300 / ranks));
   let y = AXIS;
   rows = [];
   data.runs.forEach((run, r) => {
     if (data.runs.length > 1) { rows.push({ what: "heading", run: r, y, height: HEADING }); y += HEADING; }
-    for (let stage = 0; stage < stages; stage += 1) {
-      rows.push({ what: "bars", run: r, stage, y, height: bar });
+    for (let rank = 0; rank < ranks; rank += 1) {
+      rows.push({ what: "bars", run: r, rank, y, height: bar });
       y += bar + 4;
-      if (memory && run.curves.length) { rows.push({ what: "curve", run: r, stage, y, height: curve }); y += curve + 3; }
+      if (memory && run.curves.length) { rows.push({ what: "curve", run: r, rank, y, height: curve }); y += curve + 3; }
       y += GAP;
     }
     y += 6;
@@ -150,17 +151,17 @@ function firstVisible(list) {
 }
 
 function paintBars(row) {
-  const run = data.runs[row.run], list = bars[row.run][row.stage];
-  text(`stage ${row.stage}`, LEFT - 10, row.y + row.height / 2 + 1, 12.5, INK, "right");
-  if (row.height > 24) text(`${share(run.idle[row.stage])} idle`, LEFT - 10, row.y + row.height / 2 + 14, 10.5, QUIET, "right");
+  const run = data.runs[row.run], list = bars[row.run][row.rank];
+  text(data.ranks[row.rank], LEFT - 10, row.y + row.height / 2 + 1, 12.5, INK, "right");
+  if (row.height > 24) text(`${share(run.idle[row.rank])} idle`, LEFT - 10, row.y + row.height / 2 + 14, 10.5, QUIET, "right");
   clip(row, () => {
     context.fillStyle = IDLE;
     context.fillRect(x(0), row.y, x(run.seconds) - x(0), row.height);
-    if (hovered && hovered.reason !== undefined && hovered.run === row.run && hovered.stage === row.stage) {
+    if (hovered && hovered.reason !== undefined && hovered.run === row.run && hovered.rank === row.rank) {
       context.fillStyle = "#fbe3df";
       context.fillRect(x(hovered.start), row.y, x(hovered.stop) - x(hovered.start), row.height);
     }
-    for (const { colour, start, stop } of transfers[row.run][row.stage]) {
+    for (const { colour, start, stop } of transfers[row.run][row.rank]) {
       if (stop < view.start || start > view.stop) continue;
       context.fillStyle = colour;
       context.fillRect(x(start), row.y + row.height * 0.35, Math.max(0.5, x(stop) - x(start)), row.height * 0.3);
@@ -180,7 +181,7 @@ function paintBars(row) {
       }
       if (wide > 13) {
         const size = Math.min(12, row.height * 0.55), visible = Math.max(left, LEFT);
-        const label = wide > 8 * (bar.op.length + 1) ? bar.op : String(bar.chunk);
+        const label = wide > 8 * (bar.name.length + 1) ? bar.name : bar.name.slice(1);
         const middle = (visible + Math.min(left + wide, width - RIGHT)) / 2;
         if (wide > label.length * size * 0.62 + 3) text(label, middle, row.y + row.height / 2 + size * 0.36, size, chunk.ink, "center");
       }
@@ -201,10 +202,10 @@ function paintBars(row) {
 }
 
 function paintCurve(row) {
-  const run = data.runs[row.run], curve = run.curves[row.stage], budget = run.budget[row.stage];
+  const run = data.runs[row.run], curve = run.curves[row.rank], budget = run.budget[row.rank];
   const most = Math.max(...run.peaks, ...run.budget, 1) * 1.05, bottom = row.y + row.height;
   const y = (value) => bottom - (row.height * value) / most;
-  text(bytes(run.peaks[row.stage]), LEFT - 10, bottom - row.height / 2 + 1, 10.5, budget && run.peaks[row.stage] > budget ? HOT : QUIET, "right");
+  text(bytes(run.peaks[row.rank]), LEFT - 10, bottom - row.height / 2 + 1, 10.5, budget && run.peaks[row.rank] > budget ? HOT : QUIET, "right");
   if (budget && row.height > 26) text(`of ${bytes(budget)}`, LEFT - 10, bottom - row.height / 2 + 13, 10.5, QUIET, "right");
   clip(row, () => {
     context.beginPath();
@@ -238,7 +239,7 @@ function paintCurve(row) {
 function paintArrows() {
   const bar = pinned || hovered;
   if (!bar || bar.op === undefined) return;
-  const middle = (stage) => { const row = rows.find((r) => r.what === "bars" && r.run === bar.run && r.stage === stage); return row.y + row.height / 2; };
+  const middle = (rank) => { const row = rows.find((r) => r.what === "bars" && r.run === bar.run && r.rank === rank); return row.y + row.height / 2; };
   context.strokeStyle = "#111";
   context.fillStyle = "#111";
   context.lineWidth = 1.3;
@@ -247,7 +248,7 @@ function paintArrows() {
   context.rect(LEFT, AXIS, width - LEFT - RIGHT, height);
   context.clip();
   for (const { source } of needs(bar)) {
-    const from = [x(source.stop), middle(source.stage)], to = [x(bar.start), middle(bar.stage)];
+    const from = [x(source.stop), middle(source.rank)], to = [x(bar.start), middle(bar.rank)];
     context.beginPath();
     context.moveTo(...from);
     context.lineTo(...to);
@@ -281,9 +282,9 @@ function needs(bar) {
 
 function shortText(thing) {
   if (thing.op === undefined) return thing.reason === undefined
-    ? `stage ${thing.stage} at ${time(thing.at)}: ${bytes(thing.bytes)}`
-    : `stage ${thing.stage} idle ${time(thing.stop - thing.start)}\n${thing.reason}`
-      + transfers[thing.run][thing.stage].filter((t) => t.start < thing.stop && t.stop > thing.start)
+    ? `${data.ranks[thing.rank]} at ${time(thing.at)}: ${bytes(thing.bytes)}`
+    : `${data.ranks[thing.rank]} idle ${time(thing.stop - thing.start)}\n${thing.reason}`
+      + transfers[thing.run][thing.rank].filter((t) => t.start < thing.stop && t.stop > thing.start)
         .map((t) => `\n${t.name}: ${time(t.stop - t.start)}`).join("");
   const chunk = data.chunks[thing.chunk], again = recomputed(thing), aside = data.offloaded[thing.stage][thing.chunk];
   return `${thing.op} on stage ${thing.stage}: ${data.kinds[thing.kind].name}, ${time(thing.stop - thing.start)}\n`
@@ -305,7 +306,7 @@ function describe(thing) {
   const add = (name, value) => list.append(node("dt", name), node("dd", value));
   if (thing.op === undefined) {
     if (thing.reason === undefined) return;
-    details.append(node("h2", `Stage ${thing.stage} idle`));
+    details.append(node("h2", `${data.ranks[thing.rank]} idle`));
     add("from", time(thing.start));
     add("to", time(thing.stop));
     add("for", `${time(thing.stop - thing.start)}, ${share((thing.stop - thing.start) / data.runs[thing.run].seconds)} of the iteration`);
@@ -338,17 +339,17 @@ function thingAt(px, py) {
   if (!row || row.what === "heading" || px < LEFT || px > width - RIGHT) return null;
   const at = seconds(px);
   if (row.what === "curve") {
-    const curve = data.runs[row.run].curves[row.stage];
+    const curve = data.runs[row.run].curves[row.rank];
     let value = curve[0][1];
     for (const [when, held] of curve) { if (when > at) break; value = held; }
-    return { run: row.run, stage: row.stage, at, bytes: value };
+    return { run: row.run, rank: row.rank, at, bytes: value };
   }
   const slack = (view.stop - view.start) / (width - LEFT - RIGHT);
-  const list = bars[row.run][row.stage];
+  const list = bars[row.run][row.rank];
   for (let i = firstVisible(list); i < list.length && list[i].start <= at + slack; i += 1) {
     if (at <= list[i].stop && at >= list[i].start) return list[i];
   }
-  return idles[row.run][row.stage].find((idle) => at >= idle.start && at <= idle.stop) || null;
+  return idles[row.run][row.rank].find((idle) => at >= idle.start && at <= idle.stop) || null;
 }
 
 function zoom(factor, at = (view.start + view.stop) / 2) {
@@ -498,9 +499,9 @@ function table(headers, body, numeric) {
 
 const many = data.runs.length > 1;
 const tabs = {
-  "Bubbles": () => table(["run", "stage", "from", "for", "why"].slice(many ? 0 : 1), idles.flat(2).sort((a, b) => (b.stop - b.start) - (a.stop - a.start)).map((idle) => ({
-    keys: [data.runs[idle.run].title, idle.stage, idle.start, idle.stop - idle.start, idle.reason].slice(many ? 0 : 1),
-    cells: [data.runs[idle.run].title, idle.stage, time(idle.start), time(idle.stop - idle.start), idle.reason].slice(many ? 0 : 1),
+  "Bubbles": () => table(["run", shared ? "rank" : "stage", "from", "for", "why"].slice(many ? 0 : 1), idles.flat(2).sort((a, b) => (b.stop - b.start) - (a.stop - a.start)).map((idle) => ({
+    keys: [data.runs[idle.run].title, idle.rank, idle.start, idle.stop - idle.start, idle.reason].slice(many ? 0 : 1),
+    cells: [data.runs[idle.run].title, data.ranks[idle.rank].split(" ")[1], time(idle.start), time(idle.stop - idle.start), idle.reason].slice(many ? 0 : 1),
     go: () => { pinned = idle; describe(idle); show(idle.start, idle.stop); },
   })), [false, true, true, true, false].slice(many ? 0 : 1)),
   "Critical path": () => table(["run", "op", "stage", "from", "takes", "kind", "chunk holds"].slice(many ? 0 : 1), data.runs.flatMap((run, r) => run.critical.map(([stage, op]) => byOp[r].get(`${stage} ${op}`))).map((bar) => ({
@@ -513,12 +514,14 @@ const tabs = {
     cells: [c, chunk.tokens, chunk.pairs, chunk.name, chunk.spans.length > 120 ? `${chunk.spans.slice(0, 117)}...` : chunk.spans],
     go: () => { element("find").value = c; element("find").dispatchEvent(new Event("input")); },
   })), [true, true, true, false, false]),
-  "Stages": () => table(["run", "stage", "layers", "busy", "idle", "peak", "budget", "recomputed layers"].slice(many ? 0 : 1), data.runs.flatMap((run) => data.stages.map((stage, s) => {
-    const average = data.recomputed[s].reduce((a, b) => a + b, 0) / data.chunks.length, budget = run.budget[s];
+  [shared ? "Ranks" : "Stages"]: () => table(["run", shared ? "rank" : "stage", "layers", "busy", "idle", "peak", "budget", "recomputed layers"].slice(many ? 0 : 1), data.runs.flatMap((run) => data.ranks.map((name, s) => {
+    const mine = data.stages.map((_, stage) => stage).filter((stage) => data.rank_of[stage] === s);
+    const layers = mine.map((stage) => data.stages[stage].layers).join(" "), again = mine.flatMap((stage) => data.recomputed[stage]);
+    const average = again.reduce((a, b) => a + b, 0) / again.length, budget = run.budget[s], number = name.split(" ")[1];
     const peak = run.peaks.length ? bytes(run.peaks[s]) : "";
     return {
-      keys: [run.title, s, stage.layers, -run.idle[s], run.idle[s], run.peaks[s] || 0, budget || 0, average].slice(many ? 0 : 1),
-      cells: [run.title, s, stage.layers, share(1 - run.idle[s]), share(run.idle[s]), peak, budget ? bytes(budget) : "none", share(average)].slice(many ? 0 : 1),
+      keys: [run.title, Number(number), mine.reduce((sum, stage) => sum + data.stages[stage].layers, 0), -run.idle[s], run.idle[s], run.peaks[s] || 0, budget || 0, average].slice(many ? 0 : 1),
+      cells: [run.title, number, layers, share(1 - run.idle[s]), share(run.idle[s]), peak, budget ? bytes(budget) : "none", share(average)].slice(many ? 0 : 1),
       over: budget && run.peaks[s] > budget ? (many ? 5 : 4) : -1,
     };
   })), [false, true, true, true, true, true, true, true].slice(many ? 0 : 1)),

@@ -1,6 +1,6 @@
 """A page of its own that shows a run in a browser: zoom, pan, hover, search, tables; no network.
 
-Time line and memory of every stage, what every chunk holds and what backward recomputes, the
+Time line and memory of every rank, what every chunk holds and what backward recomputes, the
 critical path, and why each bubble is there. Two runs of one plan stand above each other.
 """
 
@@ -37,7 +37,7 @@ from megatron_epp.show.units import tokens_text
 def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
     """HTML text; further timelines are other runs of the same plan, such as the measured one."""
     runs = (timeline, *others)
-    if any(run.plan.orders != timeline.plan.orders for run in others):
+    if any(run.plan.rank_orders != timeline.plan.rank_orders for run in others):
         raise PlanError("these are runs of different plans; expected runs of one plan")
     heading = title or timeline.title or "plan"
     parts = {name: _part(f"page.{name}") for name in ("html", "css", "js")}
@@ -62,7 +62,7 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
     return {
         "title": title,
         "unit": runs[0].unit,
-        "summary": f"{plan.stages} stages, {len(plan.chunks)} chunks, {len(plan.documents)} "
+        "summary": f"{runs[0].summary}, {len(plan.documents)} "
         f"documents, {tokens_text(plan.tokens)} tokens{offloaded_text(plan)}",
         "legend": [
             *(((FAMILIES[kind].plain,), FAMILIES[kind].name) for kind in Kind if kind in used),
@@ -92,6 +92,8 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
             for kind in COMPUTE
         ],
         "stages": [{"layers": layers} for layers in plan.layers],
+        "rank_of": plan.rank_of,
+        "ranks": [plan.rank_name(rank) for rank in range(plan.ranks)],
         "chunks": [
             {
                 "name": names[number],
@@ -148,7 +150,7 @@ def _run(run: Timeline) -> dict[str, Any]:
             ]
             for record in run.transfers
         ],
-        "bubbles": [[b.stage, _short(b.start), _short(b.stop), b.reason] for b in run.bubbles],
+        "bubbles": [[b.rank, _short(b.start), _short(b.stop), b.reason] for b in run.bubbles],
         "critical": [[stage, str(op)] for stage, op in run.critical],
         "curves": [[[_short(at), round(held)] for at, held in curve] for curve in run.curves],
     }

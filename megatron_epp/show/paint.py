@@ -2,10 +2,10 @@
 
 title, key figures
 legend
-stage 0 |F0 F1 F2   B2 B1 B0|     one row a stage, idle visible
+stage 0 |F0 F1 F2   B2 B1 B0|     one row a rank, idle visible
 stage 1 |   F0 F1 ...       |
          0 s    0.5    1.0
-memory of each stage against its budget, on the same time axis
+memory of each rank against its budget, on the same time axis
 
 What is to be read stands at the left: the right end of a wide picture is far away.
 """
@@ -95,7 +95,7 @@ def _drawing(timelines: list[Timeline], width: float | None) -> Drawing:
 
 def _width(timelines: list[Timeline]) -> float:
     per_second = sorted(
-        (text_width(str(op_of(record).chunk), _LEAST) + _PADDING) / record.seconds
+        (text_width(timeline.name(record)[1:], _LEAST) + _PADDING) / record.seconds
         for timeline in timelines
         for record in timeline.records
         if record.seconds
@@ -112,11 +112,11 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     y += 16
     heading = timeline.title or "plan"
     shapes.append(Label(14, y, heading, _TITLE, colours.INK, bold=True))
-    row = max(14.0, min(34.0, 320.0 / timeline.stages))
+    row = max(14.0, min(34.0, 320.0 / timeline.ranks))
     figures = (
         f"{timeline.time_text(timeline.seconds)}  |  "
         f"bubbles {share_text(timeline.bubble_ratio)}  |  "
-        f"{timeline.stages} stages, {len(timeline.plan.chunks)} chunks, "
+        f"{timeline.summary}, "
         f"{len(timeline.plan.documents)} documents, {tokens_text(timeline.plan.tokens)} tokens"
         f"{offloaded_text(timeline.plan)}"
     )
@@ -126,7 +126,7 @@ def _block(timeline: Timeline, axis: _Axis, width: float, y: float) -> tuple[lis
     shapes.append(Label(x, y, figures, _TEXT, colours.QUIET_INK))
     y += 12
     top = y
-    bottom = top + timeline.stages * (row + _ROW_GAP) - _ROW_GAP
+    bottom = top + timeline.ranks * (row + _ROW_GAP) - _ROW_GAP
     shapes += _grid(timeline, axis, top, bottom)
     shapes += _rows(timeline, axis, top, row)
     y = bottom + 15
@@ -153,39 +153,39 @@ def _rows(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[S
     paints = palette(timeline.plan)
     names = chunk_names(timeline.plan)
     idle = [max(0.0, timeline.seconds - busy) for busy in timeline.busy]
-    for stage in range(timeline.stages):
-        y = top + stage * (row + _ROW_GAP)
-        share = idle[stage] / timeline.seconds if timeline.seconds else 0.0
-        yield from _beside(stage, f"{share_text(share)} idle", y, row)
+    for rank in range(timeline.ranks):
+        y = top + rank * (row + _ROW_GAP)
+        share = idle[rank] / timeline.seconds if timeline.seconds else 0.0
+        yield from _beside(timeline.plan.rank_name(rank), f"{share_text(share)} idle", y, row)
         yield Rect(axis.left, y, axis.x(timeline.seconds) - axis.left, row, colours.IDLE)
     for bubble in timeline.bubbles:
         if bubble.reason:
-            x, y = axis.x(bubble.start), top + bubble.stage * (row + _ROW_GAP)
+            x, y = axis.x(bubble.start), top + bubble.rank * (row + _ROW_GAP)
             text = f"idle {timeline.time_text(bubble.seconds)}: {bubble.reason}"
             yield Rect(x, y, axis.x(bubble.stop) - x, row, colours.IDLE, title=text)
     for record in timeline.transfers:
         x, right = axis.x(record.start), axis.x(record.stop)
-        y = top + (record.stage * (row + _ROW_GAP)) + row * (0.5 - _TRANSFER / 2)
+        y = top + (timeline.rank_of(record) * (row + _ROW_GAP)) + row * (0.5 - _TRANSFER / 2)
         text = f"{record.op} on stage {record.stage}: {timeline.time_text(record.seconds)}"
         colour = FAMILIES[record.op.kind].plain
         yield Rect(x, y, max(right - x, 0.5), row * _TRANSFER, colour, title=text)
     full = _labels_fit(timeline, axis, row)
     for record in timeline.records:
-        y = top + record.stage * (row + _ROW_GAP)
+        y = top + timeline.rank_of(record) * (row + _ROW_GAP)
         yield from _bar(timeline, axis, paints, names, record, y, row, full)
     yield from _critical(timeline, axis, top, row)
 
 
-def _beside(stage: int, figures: str, y: float, height: float, colour: str = "") -> Iterator[Shape]:
-    """The name of a stage and its figures, left of its row."""
+def _beside(name: str, figures: str, y: float, height: float, colour: str = "") -> Iterator[Shape]:
+    """The name of a rank and its figures, left of its row."""
     x, middle = _LEFT - 10, y + height / 2 + 4
     quiet = colour or colours.QUIET_INK
     if height >= _TWO_LINES:
-        yield Label(x, middle - 6, f"stage {stage}", _TEXT, colours.INK, "end")
+        yield Label(x, middle - 6, name, _TEXT, colours.INK, "end")
         yield Label(x, middle + 8, figures, _SMALL, quiet, "end", bold=bool(colour))
         return
     yield Label(x, middle, figures, _SMALL, quiet, "end", bold=bool(colour))
-    yield Label(14, middle, f"stage {stage}", _SMALL, colours.INK)
+    yield Label(14, middle, name, _SMALL, colours.INK)
 
 
 def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[Shape]:
@@ -197,7 +197,7 @@ def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterat
         record = ran.get(key)
         if record is None:
             continue
-        y = top + record.stage * (row + _ROW_GAP) + row + 0.5
+        y = top + timeline.rank_of(record) * (row + _ROW_GAP) + row + 0.5
         x, right = axis.x(record.start), axis.x(record.stop)
         if before is not None:
             middle = y + _CRITICAL / 2
@@ -217,7 +217,9 @@ def _fits(text: str, width: float, row: float) -> bool:
 
 def _labels_fit(timeline: Timeline, axis: _Axis, row: float) -> bool:
     """Whether nearly all bars have room for F12. If not, all show 12: one picture, one form."""
-    fit = sum(_fits(str(r.op), axis.x(r.stop) - axis.x(r.start), row) for r in timeline.records)
+    fit = sum(
+        _fits(timeline.name(r), axis.x(r.stop) - axis.x(r.start), row) for r in timeline.records
+    )
     return fit >= _NUMBERED * len(timeline.records)
 
 
@@ -252,7 +254,7 @@ def _bar(
     if share := _recomputes(timeline, record):
         height = max(2.5, 0.45 * row * share)
         yield Rect(x, y + row - height, inner, height, colours.RECOMPUTE)
-    text = str(op) if full else str(op.chunk)
+    text = timeline.name(record) if full else timeline.name(record)[1:]
     if _fits(text, width, row):
         size, colour = _label_size(text, width, row), paints.ink(op.chunk)
         yield Label(x + width / 2, y + row / 2 + size * 0.36, text, size, colour, "middle")
@@ -330,14 +332,14 @@ def _entries(timelines: list[Timeline]) -> Iterator[_Entry]:
 
 
 def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], float]:
-    """A curve for each stage, all to one scale, so that stages can be compared."""
-    height = max(22.0, min(54.0, 360.0 / timeline.stages))
+    """A curve for each rank, all to one scale, so that ranks can be compared."""
+    height = max(22.0, min(54.0, 360.0 / timeline.ranks))
     budgets = timeline.budget_bytes
     most = max([*timeline.peak_bytes, *budgets, 1.0])
     scale = f"bytes alive on a device: each curve from 0 to {bytes_text(most * 1.04)}"
     shapes: list[Shape] = [Label(14, y + 8, scale, _SMALL, colours.QUIET_INK)]
     y += 14
-    for stage, curve in enumerate(timeline.curves):
+    for rank, curve in enumerate(timeline.curves):
         bottom = y + height
 
         def place(point: tuple[float, float], bottom: float = bottom) -> tuple[float, float]:
@@ -349,14 +351,16 @@ def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], flo
         outline = ((points[0][0], bottom), *points, (points[-1][0], bottom))
         shapes.append(Path(outline, fill=colours.MEMORY_FILL))
         shapes.append(Path(tuple(points), colours.MEMORY, 1.2))
-        peak = timeline.peak_bytes[stage]
+        peak = timeline.peak_bytes[rank]
         text = bytes_text(peak)
         if budgets:
-            _, line = place((0, budgets[stage]))
+            _, line = place((0, budgets[rank]))
             shapes.append(Path(((axis.left, line), (end, line)), colours.BUDGET, 1.2, dashed=True))
-            text = f"{peak / GIB:.2f} of {bytes_text(budgets[stage])}"
-        over = bool(budgets) and peak > budgets[stage]
-        shapes += _beside(stage, text, y, height, colours.BUDGET if over else "")
+            text = f"{peak / GIB:.2f} of {bytes_text(budgets[rank])}"
+        over = bool(budgets) and peak > budgets[rank]
+        shapes += _beside(
+            timeline.plan.rank_name(rank), text, y, height, colours.BUDGET if over else ""
+        )
         y = bottom + 6
     return shapes, y
 

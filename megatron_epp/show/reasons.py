@@ -7,8 +7,13 @@ from collections.abc import Sequence
 
 from megatron_epp.ir import Need, Op, Plan, Timed, needs_of
 
-FINISHED = "the stage has finished"
 LATE = "what it needs is there: message, launch or host are late"
+
+
+def finished(plan: Plan) -> str:
+    """Why a rank idles to the end."""
+    return f"the {'rank' if plan.shares_ranks else 'stage'} has finished"
+
 
 Ran = dict[tuple[int, Op], Timed]
 
@@ -45,7 +50,7 @@ def wait_text(producer: Timed, need: Need, idle_since: float) -> str:
 def critical_path(plan: Plan, records: Sequence[Timed]) -> list[tuple[int, Op]]:
     """Ops from the begin to the end, each of which held up the next, as far as records tell.
 
-    An op was held up by the op before it on its stage, or by the producer it waited for:
+    An op was held up by the op before it on its rank, or by the producer it waited for:
     whichever finished later.
     """
     if not records:
@@ -54,9 +59,10 @@ def critical_path(plan: Plan, records: Sequence[Timed]) -> list[tuple[int, Op]]:
     before: dict[tuple[int, Op], Timed] = {}
     latest: dict[int, Timed] = {}
     for record in sorted(records, key=lambda record: (record.start, record.stop)):
-        if record.stage in latest:
-            before[record.stage, op_of(record)] = latest[record.stage]
-        latest[record.stage] = record
+        rank = plan.rank_of[record.stage]
+        if rank in latest:
+            before[record.stage, op_of(record)] = latest[rank]
+        latest[rank] = record
     at: Timed | None = max(records, key=lambda record: record.stop)
     path: list[tuple[int, Op]] = []
     seen = set()

@@ -1,11 +1,11 @@
-"""A Gantt chart in characters: stages as rows, time as columns."""
+"""A Gantt chart in characters: ranks as rows, time as columns."""
 
 import shutil
 
 from megatron_epp.ir import Kind, Timed
 from megatron_epp.show.timeline import (
     Timeline,
-    by_stage,
+    by_rank,
     offloaded_text,
     recomputed_share,
     recomputes,
@@ -58,21 +58,21 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
         width = max(80, shutil.get_terminal_size((120, 24)).columns)
     if width < 40:
         raise ValueError(f"width {width}: expected at least 40 columns")
-    names = [f"stage {stage} " for stage in range(timeline.stages)]
+    names = [f"{timeline.plan.rank_name(rank)} " for rank in range(timeline.ranks)]
     margin = max(map(len, names)) + 1
     room = width - margin - 1
     columns = _columns(timeline, room)
     lines = [f"{timeline.title}: " if timeline.title else ""]
     lines[0] += (
-        f"{timeline.stages} stages, {len(timeline.plan.chunks)} chunks, "
+        f"{timeline.summary}, "
         f"{timeline.time_text(timeline.seconds)}, bubbles {share_text(timeline.bubble_ratio)}"
         f"{offloaded_text(timeline.plan)}"
     )
     rows = [
         _row(timeline, records, transfers, columns)
         for records, transfers in zip(
-            by_stage(timeline.records, timeline.stages),
-            by_stage(timeline.transfers, timeline.stages),
+            by_rank(timeline.records, timeline.plan),
+            by_rank(timeline.transfers, timeline.plan),
             strict=True,
         )
     ]
@@ -89,8 +89,8 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
     if lost:
         lines.append(f"{lost} ops are too short for this width; draw -o x.html shows all of them")
     idle = [
-        f"{stage}: {share_text(1 - busy / timeline.seconds)}"
-        for stage, busy in enumerate(timeline.busy)
+        f"{rank}: {share_text(1 - busy / timeline.seconds)}"
+        for rank, busy in enumerate(timeline.busy)
         if timeline.seconds
     ]
     lines.append(f"idle  {'  '.join(idle)}")
@@ -98,7 +98,7 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
 
 
 class _Row:
-    """The characters of one stage, each with the kind of op it belongs to, or None."""
+    """The characters of one rank, each with the kind of op it belongs to, or None."""
 
     def __init__(self, columns: int):
         self.cells: list[tuple[str, Kind | None]] = [(_IDLE, None)] * columns
@@ -137,7 +137,7 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
             letter = record.op.kind.value
             text = (letter if number % 2 == 0 else letter.lower()) * (stop - start)
         row.cells[start:stop] = [(char, record.op.kind) for char in text]
-    # Waits for messages fill idle columns only: ops of the stage may run meanwhile.
+    # Waits for messages fill idle columns only: ops of the rank may run meanwhile.
     for record in transfers:
         for column in range(round(record.start * scale), round(record.stop * scale)):
             if column < columns and row.cells[column][1] is None:
@@ -164,7 +164,7 @@ def _label(timeline: Timeline, record: Timed) -> str:
     recomputes = record.op.kind in (Kind.BACKWARD, Kind.INPUT) and recomputed_share(
         timeline.plan, record.stage, record.op.chunk
     )
-    return f"{record.op}{'*' if recomputes else ''}"
+    return f"{timeline.name(record)}{'*' if recomputes else ''}"
 
 
 def _axis(timeline: Timeline, columns: int) -> str:

@@ -15,7 +15,7 @@ from megatron_epp.ir import (
     check,
     slices_of,
 )
-from megatron_epp.show.reasons import FINISHED, LATE, critical_path, op_of, wait_text, waited_for
+from megatron_epp.show.reasons import LATE, critical_path, finished, op_of, wait_text, waited_for
 from megatron_epp.show.units import seconds_text, share_text, ticks, time_ticks
 from megatron_epp.sim.play import Simulation, Wait
 
@@ -25,9 +25,9 @@ _SHORTEST_BUBBLE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """A time in which ``stage`` ran no op, and why: ``waits for F3 of stage 0``."""
+    """A time in which ``rank`` ran no op, and why: ``waits for F3 of stage 0``."""
 
-    stage: int
+    rank: int
     start: float
     stop: float
     reason: str = ""
@@ -39,14 +39,14 @@ class Bubble:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The picture's content. Seconds count from the beginning of the iteration.
+    """The picture's content: a row per rank. Seconds count from the beginning of the iteration.
 
     records         of compute ops; every op of the plan at most once
     transfers       of sends and receives, where they were recorded
     bubbles         idle times between an op (or the beginning) and an op (or the end)
     critical        the ops of the critical path, (stage, op), first to last; may be empty
-    curves          [stage]: (seconds, bytes) where the bytes alive change; may be empty
-    budget_bytes    [stage], or empty where there is none
+    curves          [rank]: (seconds, bytes) where the bytes alive change; may be empty
+    budget_bytes    [rank], or empty where there is none
     unit            "s" for seconds; "units" where an op's time is a number without a machine
     """
 
@@ -62,23 +62,36 @@ class Timeline:
     unit: str = "s"
 
     @property
-    def stages(self) -> int:
-        return self.plan.stages
+    def ranks(self) -> int:
+        return self.plan.ranks
+
+    def rank_of(self, record: Timed) -> int:
+        return self.plan.rank_of[record.stage]
+
+    def name(self, record: Timed) -> str:
+        """The op's; with its stage where a rank has several."""
+        return self.plan.op_name(record.stage, op_of(record))
+
+    @property
+    def summary(self) -> str:
+        """Stages, and ranks where they are fewer; chunks."""
+        on = f" on {self.ranks} ranks" if self.plan.shares_ranks else ""
+        return f"{self.plan.stages} stages{on}, {len(self.plan.chunks)} chunks"
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds in which each stage ran an op."""
-        busy = [0.0] * self.stages
+        """Seconds in which each rank ran an op."""
+        busy = [0.0] * self.ranks
         for record in self.records:
-            busy[record.stage] += record.seconds
+            busy[self.rank_of(record)] += record.seconds
         return tuple(busy)
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time / (stages x makespan)."""
+        """Idle time / (ranks x makespan)."""
         if not self.seconds:
             return 0.0
-        return max(0.0, 1 - sum(self.busy) / (self.stages * self.seconds))
+        return max(0.0, 1 - sum(self.busy) / (self.ranks * self.seconds))
 
     def time_text(self, time: float) -> str:
         return seconds_text(time) if self.unit == "s" else f"{time:.4g} {self.unit}"
@@ -92,7 +105,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """The highest point of each stage's curve; empty where there are no curves."""
+        """The highest point of each rank's curve; empty where there are no curves."""
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.curves)
 
 
@@ -135,14 +148,15 @@ def timeline(
         if (record.stage, record.op) in seen:
             raise PlanError(f"stage {record.stage}: two records of {record.op}; expected one run")
         seen.add((record.stage, record.op))
-    ordered = sorted(records, key=lambda record: (record.stage, record.start, record.stop))
+    rank_of = plan.rank_of
+    ordered = sorted(records, key=lambda r: (rank_of[r.stage], r.start, r.stop))
     ops = tuple(record for record in ordered if isinstance(record.op, Op))
     seconds = max((record.stop for record in ops), default=0.0)
     if curves is None:
-        resident = tuple(resident_bytes) or (0.0,) * plan.stages
+        resident = tuple(resident_bytes) or (0.0,) * plan.ranks
         curves = [
-            memory_curve(mine, seconds, resident[stage])
-            for stage, mine in enumerate(by_stage(ops, plan.stages))
+            memory_curve(mine, seconds, resident[rank])
+            for rank, mine in enumerate(by_rank(ops, plan))
         ]
         if not any(record.peak_bytes for record in ops):
             curves = ()
@@ -160,11 +174,11 @@ def timeline(
     )
 
 
-def by_stage[T: (Timed, Bubble)](things: Iterable[T], stages: int) -> list[list[T]]:
-    """Those of each stage, in their order."""
-    rows: list[list[T]] = [[] for _ in range(stages)]
-    for thing in things:
-        rows[thing.stage].append(thing)
+def by_rank(records: Iterable[Timed], plan: Plan) -> list[list[Timed]]:
+    """Those of each rank, in their order."""
+    rows: list[list[Timed]] = [[] for _ in range(plan.ranks)]
+    for record in records:
+        rows[plan.rank_of[record.stage]].append(record)
     return rows
 
 
@@ -173,19 +187,19 @@ def timeline_of(
 ) -> Timeline:
     """A picture's content from what the simulator played."""
     bubbles = []
-    stages = range(played.plan.stages)
+    ranks = range(played.plan.ranks)
     for bubble in played.bubbles:
-        reason = FINISHED
+        reason = finished(played.plan)
         if isinstance(bubble, Wait):
             reason = f"waits for {bubble.awaited} of stage {bubble.source} ({bubble.why})"
-        bubbles.append(Bubble(bubble.stage, bubble.start, bubble.stop, reason))
+        bubbles.append(Bubble(bubble.rank, bubble.start, bubble.stop, reason))
     return timeline(
         played.plan,
         played.records,
         title,
         bubbles=bubbles,
         critical=[(step.stage, step.op) for step in played.critical_path],
-        curves=[_whole(played.memory_curve(stage), played.seconds) for stage in stages]
+        curves=[_whole(played.memory_curve(rank), played.seconds) for rank in ranks]
         if any(played.peak_bytes)
         else (),
         budget_bytes=budget_bytes,
@@ -194,7 +208,7 @@ def timeline_of(
 
 
 def _whole(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
-    """``curve`` from the beginning to the end: before its first op and after its last one a stage
+    """``curve`` from the beginning to the end: before its first op and after its last one a rank
     holds what stays all iteration long."""
     if not curve:
         return [(0.0, 0.0), (seconds, 0.0)]
@@ -203,26 +217,26 @@ def _whole(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[f
 
 
 def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
-    """The times in which a stage ran no op, with what it waited for as far as records tell."""
+    """The times in which a rank ran no op, with what it waited for as far as records tell."""
     waits = waited_for(plan, records)
     bubbles = []
-    for stage, mine in enumerate(by_stage(records, plan.stages)):
+    for rank, mine in enumerate(by_rank(records, plan)):
         reached = 0.0
         for record in mine:
             if record.start - reached > _SHORTEST_BUBBLE * seconds:
-                wait = waits.get((stage, op_of(record)))
+                wait = waits.get((record.stage, op_of(record)))
                 reason = wait_text(*wait, idle_since=reached) if wait else LATE
-                bubbles.append(Bubble(stage, reached, record.start, reason))
+                bubbles.append(Bubble(rank, reached, record.start, reason))
             reached = max(reached, record.stop)
         if seconds - reached > _SHORTEST_BUBBLE * seconds:
-            bubbles.append(Bubble(stage, reached, seconds, FINISHED))
+            bubbles.append(Bubble(rank, reached, seconds, finished(plan)))
     return bubbles
 
 
 def memory_curve(
     records: Sequence[Timed], seconds: float, resident_bytes: float = 0.0
 ) -> list[tuple[float, float]]:
-    """(seconds, bytes) of one stage, from the peaks of its ops in the order they ran.
+    """(seconds, bytes) of one rank, from the peaks of its ops in the order they ran.
 
     During an op the curve stands at the op's peak, as it was recorded. Between two ops it stands
     at the lower of their peaks: both held what was alive there, so the truth is at most that.

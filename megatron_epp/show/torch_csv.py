@@ -11,7 +11,7 @@ from megatron_epp.ir import Plan
 def to_torch_csv(plan: Plan) -> str:
     """``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` takes this text."""
     rows = (
-        ",".join(f"{stage}{op.kind.value}{op.chunk}" for op in order)
-        for stage, order in enumerate(plan.orders)
+        ",".join(f"{stage}{op.kind.value}{op.chunk}" for stage, op in order)
+        for order in plan.rank_orders
     )
     return "".join(f"{row}\n" for row in rows)

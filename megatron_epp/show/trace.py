@@ -1,7 +1,7 @@
 """A run as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-A stage is a process with a thread for its ops, one for its transfers where they were recorded,
-and a counter of its bytes. Arrows lead from an op to the op of another stage that needed it.
+A rank is a process with a thread for its ops, one for its transfers where they were recorded,
+and a counter of its bytes. Arrows lead from an op to the op of another rank that needed it.
 """
 
 import json
@@ -34,26 +34,26 @@ def to_trace(timeline: Timeline) -> str:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    idle = {bubble.stage for bubble in timeline.bubbles}
-    for stage in range(timeline.stages):
-        yield _meta("process_name", stage, _OPS, name=f"stage {stage}")
-        yield _meta("process_sort_index", stage, _OPS, sort_index=stage)
-        yield _meta("thread_name", stage, _OPS, name="ops")
+    idle = {bubble.rank for bubble in timeline.bubbles}
+    for rank in range(timeline.ranks):
+        yield _meta("process_name", rank, _OPS, name=timeline.plan.rank_name(rank))
+        yield _meta("process_sort_index", rank, _OPS, sort_index=rank)
+        yield _meta("thread_name", rank, _OPS, name="ops")
         if timeline.transfers:
-            yield _meta("thread_name", stage, _TRANSFERS, name="transfers")
-        if stage in idle:
-            yield _meta("thread_name", stage, _IDLE, name="idle")
+            yield _meta("thread_name", rank, _TRANSFERS, name="transfers")
+        if rank in idle:
+            yield _meta("thread_name", rank, _IDLE, name="idle")
 
 
-def _meta(what: str, stage: int, thread: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": stage, "tid": thread, "args": args}
+def _meta(what: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
 
 
 def _ops(timeline: Timeline) -> Iterator[dict[str, Any]]:
     names = chunk_names(timeline.plan)
     critical = set(timeline.critical)
     for record in timeline.records:
-        chunk = record.op.chunk
+        chunk, rank = record.op.chunk, timeline.rank_of(record)
         content = timeline.plan.chunks[chunk]
         args = {
             "chunk": chunk,
@@ -68,26 +68,28 @@ def _ops(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "critical": (record.stage, record.op) in critical,
         }
         yield {
-            **_span(record.stage, _OPS, str(record.op), record.start, record.stop),
+            **_span(rank, _OPS, timeline.name(record), record.start, record.stop),
             "cat": FAMILIES[record.op.kind].name,
             "cname": _COLOURS[record.op.kind.value],
             "args": args,
         }
     for record in timeline.transfers:
         yield {
-            **_span(record.stage, _TRANSFERS, str(record.op), record.start, record.stop),
+            **_span(
+                timeline.rank_of(record), _TRANSFERS, str(record.op), record.start, record.stop
+            ),
             "cat": FAMILIES[record.op.kind].name,
         }
     for bubble in timeline.bubbles:
         name = bubble.reason or "idle"
-        yield {**_span(bubble.stage, _IDLE, name, bubble.start, bubble.stop), "cat": "idle"}
+        yield {**_span(bubble.rank, _IDLE, name, bubble.start, bubble.stop), "cat": "idle"}
 
 
-def _span(stage: int, thread: int, name: str, start: float, stop: float) -> dict[str, Any]:
+def _span(rank: int, thread: int, name: str, start: float, stop: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": name,
-        "pid": stage,
+        "pid": rank,
         "tid": thread,
         "ts": round(start * _MICRO, 3),
         "dur": round((stop - start) * _MICRO, 3),
@@ -95,13 +97,13 @@ def _span(stage: int, thread: int, name: str, start: float, stop: float) -> dict
 
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """One for every need that another stage meets."""
-    needs = needs_of(timeline.plan)
+    """One for every need that another rank meets."""
+    needs, rank_of = needs_of(timeline.plan), timeline.plan.rank_of
     ran = {(record.stage, op_of(record)): record for record in timeline.records}
     number = 0
     for (stage, op), record in ran.items():
         for need, where, ops in needs(stage, op):
-            if where == stage:
+            if rank_of[where] == rank_of[stage]:
                 continue
             for other in ops:
                 source = ran.get((where, other))
@@ -110,18 +112,18 @@ def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 number += 1
                 common = {"cat": "needs", "name": need.why, "id": number, "tid": _OPS}
                 begin = round(source.stop * _MICRO, 3)
-                yield {"ph": "s", "pid": source.stage, "ts": begin, **common}
+                yield {"ph": "s", "pid": rank_of[source.stage], "ts": begin, **common}
                 end = round(record.start * _MICRO, 3)
-                yield {"ph": "f", "bp": "e", "pid": stage, "ts": end, **common}
+                yield {"ph": "f", "bp": "e", "pid": rank_of[stage], "ts": end, **common}
 
 
 def _bytes(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for stage, curve in enumerate(timeline.curves):
+    for rank, curve in enumerate(timeline.curves):
         for seconds, held in curve:
             yield {
                 "ph": "C",
                 "name": "GiB alive",
-                "pid": stage,
+                "pid": rank,
                 "ts": round(seconds * _MICRO, 3),
                 "args": {"GiB": round(held / GIB, 4)},
             }

@@ -1,9 +1,10 @@
 """The simulator's loop: exact event times and byte ledgers from arrays, compiled.
 
-An op starts when its stage has finished the op before it and everything it needs has arrived. A
-need met on another stage is a message: it leaves when its producer has finished and the link (one
-per direction) is free, occupies the link for its link seconds, and arrives a latency later. Sends
-block nobody. What an op needs, makes and frees is read from the rows of the rule table.
+A rank computes one op at a time, of any of its stages. An op starts when its rank has finished the
+op before it and everything it needs has arrived. A need met on another rank is a message: it leaves
+when its producer has finished and the link (one per direction of two ranks) is free, occupies the
+link for its link seconds, and arrives a latency later. Sends block nobody. What an op needs, makes
+and frees is read from the rows of the rule table.
 """
 
 from typing import NamedTuple
@@ -20,16 +21,20 @@ ANYWHERE, ON_FIRST, ON_LAST, BEFORE_LAST = 0, 1, 2, 3  # ir.StagePosition
 
 
 class Orders(NamedTuple):
-    """The ops of all stages, one stage behind the other; stage s has [offset[s]:offset[s + 1]].
+    """The ops of all ranks, one rank behind the other; rank r has [offset[r]:offset[r + 1]].
 
     kind      int8 [ops], ir.KIND_CODE
     chunk     int64 [ops]
-    offset    int64 [stages + 1]
+    stage     int64 [ops]
+    offset    int64 [ranks + 1]
+    rank_of   int64 [stages]
     """
 
     kind: np.ndarray
     chunk: np.ndarray
+    stage: np.ndarray
     offset: np.ndarray
+    rank_of: np.ndarray
 
 
 class OpArrays(NamedTuple):
@@ -62,9 +67,10 @@ class Run(NamedTuple):
     """What happened. N ops in the order of ``Orders``, M messages in the order they were sent.
 
     seconds       the makespan; infinite where a stage waits forever (nothing else holds then)
-    peak[s]       bytes, resident ones included
-    left[s]       bytes of the rule table's items still held at the end: 0 for a whole plan
-    start[n], stop[n], op_peak[n], op_left[n]   seconds; bytes held while the op ran, and after it
+    peak[r]       bytes of rank r, resident ones of all its stages included
+    left[r]       bytes of the rule table's items still held at the end: 0 for a whole plan
+    start[n], stop[n], op_peak[n], op_left[n]   seconds; bytes that its rank held while the op ran,
+                  and after it
     need[n]       the row of ``needs`` that was met last, or -1
     source[n]     the op that met it, or -1
     message[n]    the message that brought it, or -1
@@ -145,11 +151,12 @@ def run_arrays(orders, arrays, needs):
     Everything that the loop reads is a local array: handing tuples of arrays to functions counts
     references for every op, which took two thirds of the time.
     """
-    kinds, chunks, offset = orders.kind, orders.chunk, orders.offset
+    kinds, chunks, op_stage, offset = orders.kind, orders.chunk, orders.stage, orders.offset
+    rank_of = orders.rank_of
     seconds, link_seconds, latency = arrays.seconds, arrays.link_seconds, arrays.latency
     moved_bytes = arrays.moved_bytes
     codes, stages, width = seconds.shape
-    ops = len(kinds)
+    ops, ranks = len(kinds), len(offset) - 1
 
     # related[r, c] stands in relation r to chunk c; related_to[r, c] is the inverse.
     related = np.empty((3, width), np.int64)
@@ -172,24 +179,23 @@ def run_arrays(orders, arrays, needs):
     met_on, wanted_on = _places(needs, stages)
 
     place = np.full((codes, stages, width), -1, np.int64)  # the op's number, -1 for none
-    for stage in range(stages):
-        for op in range(offset[stage], offset[stage + 1]):
-            place[kinds[op], stage, chunks[op]] = op
+    for op in range(ops):
+        place[kinds[op], op_stage[op], chunks[op]] = op
 
     missing = np.zeros(ops, np.int64)
     remote = 0
-    for stage in range(stages):
-        for op in range(offset[stage], offset[stage + 1]):
-            for index in range(owns[kinds[op]]):
-                row = own[kinds[op], index]
-                where = met_on[row, stage]
-                if where < 0:
-                    continue
-                if related[needs[row, NEED_CHUNK], chunks[op]] < 0:
-                    continue
-                missing[op] += 1
-                if where != stage:
-                    remote += 1
+    for op in range(ops):
+        stage = op_stage[op]
+        for index in range(owns[kinds[op]]):
+            row = own[kinds[op], index]
+            where = met_on[row, stage]
+            if where < 0:
+                continue
+            if related[needs[row, NEED_CHUNK], chunks[op]] < 0:
+                continue
+            missing[op] += 1
+            if rank_of[where] != rank_of[stage]:
+                remote += 1
 
     start, stop = np.zeros(ops), np.zeros(ops)
     op_peak, op_left = np.zeros(ops), np.zeros(ops)
@@ -202,36 +208,38 @@ def run_arrays(orders, arrays, needs):
     ready, depart, arrive = np.zeros(remote), np.zeros(remote), np.zeros(remote)
     before = np.full(remote, -1, np.int64)
     sent = 0
-    # Forwards and backwards; behind those of neighbours, the one from the last stage to the first,
-    # which two stages have already: their messages share it.
-    link_free = np.zeros((2, stages))
-    link_last = np.full((2, stages), -1, np.int64)
+    # By rank of the sender and of the receiver.
+    link_free = np.zeros((ranks, ranks))
+    link_last = np.full((ranks, ranks), -1, np.int64)
 
     at = offset[:-1].copy()
-    free = np.zeros(stages)
-    held = arrays.resident.copy()
-    peak = arrays.resident.copy()
+    free = np.zeros(ranks)
+    resident = np.zeros(ranks)
+    for stage in range(stages):
+        resident[rank_of[stage]] += arrays.resident[stage]
+    held = resident.copy()
+    peak = resident.copy()
     pending = ops
     makespan = 0.0
     while pending > 0:
         before_round = pending
-        for stage in range(stages):
-            while at[stage] < offset[stage + 1] and missing[at[stage]] == 0:
-                op = at[stage]
-                kind, chunk = kinds[op], chunks[op]
-                begin = max(free[stage], arrived[op])
+        for rank in range(ranks):
+            while at[rank] < offset[rank + 1] and missing[at[rank]] == 0:
+                op = at[rank]
+                kind, chunk, stage = kinds[op], chunks[op], op_stage[op]
+                begin = max(free[rank], arrived[op])
                 end = begin + seconds[kind, stage, chunk]
                 start[op], stop[op] = begin, end
-                free[stage] = end
+                free[rank] = end
                 makespan = max(makespan, end)
-                at[stage] += 1
+                at[rank] += 1
                 pending -= 1
 
-                held[stage] += moved_bytes[kind, 0, stage, chunk]
-                op_peak[op] = held[stage]
-                peak[stage] = max(peak[stage], held[stage])
-                held[stage] -= moved_bytes[kind, 1, stage, chunk]
-                op_left[op] = held[stage]
+                held[rank] += moved_bytes[kind, 0, stage, chunk]
+                op_peak[op] = held[rank]
+                peak[rank] = max(peak[rank], held[rank])
+                held[rank] -= moved_bytes[kind, 1, stage, chunk]
+                op_left[op] = held[rank]
 
                 for index in range(mets[kind]):
                     row = met[kind, index]
@@ -246,24 +254,23 @@ def run_arrays(orders, arrays, needs):
                         continue
                     arrival = end
                     message = -1
-                    if where != stage:
-                        link, way = min(stage, where), 0 if where > stage else 1
-                        length = link
+                    other = rank_of[where]
+                    if other != rank:
+                        length = min(stage, where)
                         if needs[row, NEED_STAGE] == FROM_LAST:
                             length = stages - 1
-                            link = length if stages > 2 else 0
                         message = sent
                         sent += 1
                         producer[message], consumer[message] = op, target
                         ready[message] = end
-                        depart[message] = max(end, link_free[way, link])
+                        depart[message] = max(end, link_free[rank, other])
                         if depart[message] > end:
-                            before[message] = link_last[way, link]
+                            before[message] = link_last[rank, other]
                         payload = needs[row, NEED_PAYLOAD]
                         occupied = link_seconds[payload, length, chunk]
-                        link_free[way, link] = depart[message] + occupied
-                        link_last[way, link] = message
-                        arrive[message] = link_free[way, link] + latency
+                        link_free[rank, other] = depart[message] + occupied
+                        link_last[rank, other] = message
+                        arrive[message] = link_free[rank, other] + latency
                         arrival = arrive[message]
                     missing[target] -= 1
                     if arrival > arrived[target]:
@@ -275,7 +282,7 @@ def run_arrays(orders, arrays, needs):
             makespan = np.inf
             break
 
-    left = held - arrays.resident
+    left = held - resident
     return (
         makespan,
         peak,

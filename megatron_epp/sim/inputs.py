@@ -14,8 +14,8 @@ from megatron_epp.ir import (
     Effect,
     Item,
     Kind,
-    Op,
     Payload,
+    Plan,
     Relation,
     Rules,
     SlicePosition,
@@ -36,13 +36,16 @@ class Ties(Protocol):
     def later(self) -> Sequence[int] | np.ndarray: ...
 
 
-def orders_of(orders: Sequence[Sequence[Op]]) -> Orders:
+def orders_of(plan: Plan) -> Orders:
+    orders = plan.rank_orders
     offset = np.zeros(len(orders) + 1, np.int64)
     np.cumsum([len(order) for order in orders], out=offset[1:])
     return Orders(
-        np.array([KIND_CODE[op.kind] for order in orders for op in order], np.int8),
-        np.array([op.chunk for order in orders for op in order], np.int64),
+        np.array([KIND_CODE[op.kind] for order in orders for _, op in order], np.int8),
+        np.array([op.chunk for order in orders for _, op in order], np.int64),
+        np.array([stage for order in orders for stage, _ in order], np.int64),
         offset,
+        np.array(plan.rank_of, np.int64),
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -29,9 +30,11 @@ from megatron_epp.sim.rule_arrays import needs_for
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Stage ``stage`` idles from ``start`` to ``stop`` before ``op``, until ``awaited`` of stage
-    ``source`` is there."""
+    """Rank ``rank`` idles from ``start`` to ``stop`` before ``op`` of stage ``stage``, until
+    ``awaited`` of stage ``source`` is there. ``name``: of the rank (Plan.rank_name)."""
 
+    rank: int
+    name: str
     stage: int
     op: Op
     start: float
@@ -42,23 +45,22 @@ class Wait:
 
     def __str__(self) -> str:
         return (
-            f"stage {self.stage} idles {self.stop - self.start:.6g} s before {self.op}: waits for "
+            f"{self.name} idles {self.stop - self.start:.6g} s before {self.op}: waits for "
             f"{self.awaited} of stage {self.source} ({self.why})"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class IdleTail:
-    """Stage ``stage`` has nothing left to do from ``start`` to the end of the iteration."""
+    """Rank ``rank`` has nothing left to do from ``start`` to the end of the iteration."""
 
-    stage: int
+    rank: int
+    name: str
     start: float
     stop: float
 
     def __str__(self) -> str:
-        return (
-            f"stage {self.stage} is done {self.stop - self.start:.6g} s before the iteration ends"
-        )
+        return f"{self.name} is done {self.stop - self.start:.6g} s before the iteration ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +85,18 @@ class MessageTiming:
 
 
 START = "the iteration begins"
-BUSY = "its stage was busy"
+BUSY = "its rank was busy"
 
 
 @dataclass(frozen=True)  # no slots: what only pictures want is computed when it is asked for
 class Simulation:
-    """What a plan did: times in seconds since the iteration began, bytes per device.
+    """A plan's times in seconds since the iteration began, and its bytes per device.
 
     seconds          of the iteration
-    idle_seconds     of every stage
-    bubble_ratio     idle time / (stages * seconds); the other ratios likewise
-    peak_bytes       of every stage, resident bytes included
-    left_bytes       of every stage, still held at the end: zeros unless a table is unsound
+    idle_seconds     of every rank
+    bubble_ratio     idle time / (ranks * seconds); the other ratios likewise
+    peak_bytes       of every rank, resident bytes included
+    left_bytes       of every rank, still held at the end: zeros unless a table is unsound
     """
 
     plan: Plan
@@ -109,7 +111,7 @@ class Simulation:
 
     @cached_property
     def records(self) -> tuple[Timed, ...]:
-        """One for every op, stage by stage in the order they run."""
+        """One for every op, rank by rank in the order they run."""
         peaks = np.rint(self.run.op_peak).astype(np.int64).tolist()
         start, stop = self.run.start.tolist(), self.run.stop.tolist()
         return tuple(
@@ -119,7 +121,12 @@ class Simulation:
 
     @cached_property
     def _ops(self) -> list[tuple[int, Op]]:
-        return [(stage, op) for stage, order in enumerate(self.plan.orders) for op in order]
+        return [place for order in self.plan.rank_orders for place in order]
+
+    @cached_property
+    def _borders(self) -> list[int]:
+        """The number of every rank's first op, and behind the last that of all ops."""
+        return [0, *accumulate(map(len, self.plan.rank_orders))]
 
     @cached_property
     def _why(self) -> list[str]:
@@ -127,31 +134,29 @@ class Simulation:
 
     @cached_property
     def bubbles(self) -> tuple[Wait | IdleTail, ...]:
-        """Every time in which a stage runs no op, with the reason, stage by stage."""
+        """Every time in which a rank runs no op, with the reason, rank by rank."""
         found: list[Wait | IdleTail] = []
-        records = self.records
-        number = 0
-        for stage, order in enumerate(self.plan.orders):
-            free = 0.0
-            for _ in order:
-                record = records[number]
+        for rank, border in enumerate(pairwise(self._borders)):
+            free, name = 0.0, self.plan.rank_name(rank)
+            for number in range(*border):
+                record = self.records[number]
                 if record.start > free:
                     source, awaited = self._ops[self.run.source[number]]
                     why = self._why[self.run.need[number]]
+                    stage, op = self._ops[number]
                     found.append(
-                        Wait(stage, record.op, free, record.start, awaited, source, why)  # type: ignore[arg-type]
+                        Wait(rank, name, stage, op, free, record.start, awaited, source, why)
                     )
                 free = record.stop
-                number += 1
             if free < self.seconds:
-                found.append(IdleTail(stage, free, self.seconds))
+                found.append(IdleTail(rank, name, free, self.seconds))
         return tuple(found)
 
     @cached_property
     def critical_path(self) -> tuple[PathOp, ...]:
         """Ops from the iteration's begin to its end, each of which held up the next."""
         run = self.run
-        firsts = {sum(map(len, self.plan.orders[:stage])) for stage in range(self.plan.stages)}
+        firsts = set(self._borders)
         number = int(np.argmax(run.stop))
         path = []
         while number >= 0:
@@ -196,16 +201,16 @@ class Simulation:
             payload = Payload.GRADIENT if op.kind in BACKWARDS else Payload.ACTIVATION
             if wanting.kind in OF_HEAD:
                 payload = Payload.HEAD
-            message = Message(payload, op.chunk, source, target)
+            ranks = self.plan.rank_of[source], self.plan.rank_of[target]
+            message = Message(payload, op.chunk, source, target, ranks)
             flights.append(MessageTiming(message, *times))
         return tuple(flights)
 
-    def memory_curve(self, stage: int) -> tuple[tuple[float, float], ...]:
-        """(seconds, bytes held from then on) of ``stage``, at every start and stop of its ops."""
-        begin = sum(map(len, self.plan.orders[:stage]))
+    def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """(seconds, bytes held from then on) of ``rank``, at every start and stop of its ops."""
         run = self.run
         curve = []
-        for number in range(begin, begin + len(self.plan.orders[stage])):
+        for number in range(*self._borders[rank : rank + 2]):
             curve.append((float(run.start[number]), float(run.op_peak[number])))
             curve.append((float(run.stop[number]), float(run.op_left[number])))
         return tuple(curve)
@@ -218,7 +223,7 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
     seed    of the noise
     """
     slices = slices_of(plan)
-    orders = orders_of(plan.orders)
+    orders = orders_of(plan)
     if not _once(orders, plan):
         check(plan)
         raise AssertionError("check passed a plan in which an op stands twice or never")
@@ -236,9 +241,8 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
 
 def _once(orders: Orders, plan: Plan) -> bool:
     """Whether every stage has the ops of every chunk once."""
-    stage = np.repeat(np.arange(plan.stages), np.diff(orders.offset))
     count = np.zeros((len(COMPUTE), plan.stages, len(plan.chunks)), np.int64)
-    np.add.at(count, (orders.kind, stage, orders.chunk), 1)
+    np.add.at(count, (orders.kind, orders.stage, orders.chunk), 1)
     whole = np.zeros(count.shape[1:], np.bool_)
     for kinds in ops_of_chunk(plan):
         wanted = np.array([kind in kinds for kind in COMPUTE], np.int64)
@@ -262,16 +266,16 @@ def _noisy(
 def _played(
     plan: Plan, table: Table, orders: Orders, arrays: OpArrays, factors: np.ndarray, result: Run
 ) -> Simulation:
-    stage = np.repeat(np.arange(plan.stages), np.diff(orders.offset))
-    op = (orders.kind.astype(np.int64), stage, orders.chunk)
+    rank = np.repeat(np.arange(plan.ranks), np.diff(orders.offset))
+    op = (orders.kind.astype(np.int64), orders.stage, orders.chunk)
     recompute = np.zeros_like(arrays.seconds)
     comm = np.zeros_like(arrays.seconds)
     for kind in table.seconds:
         comm[KIND_CODE[kind]] = table.comm_seconds[kind]
     for kind in BACKWARDS:
         recompute[KIND_CODE[kind]] = table.recompute_seconds
-    busy = np.bincount(stage, result.stop - result.start, plan.stages)
-    whole = plan.stages * result.seconds or 1.0  # nothing takes time: no ratio is above 0
+    busy = np.bincount(rank, result.stop - result.start, plan.ranks)
+    whole = plan.ranks * result.seconds or 1.0  # nothing takes time: no ratio is above 0
     idle = np.maximum(result.seconds - busy, 0.0)
     return Simulation(
         plan,

@@ -57,7 +57,9 @@ def main() -> None:
             orders = Orders(
                 schedule.kinds.ravel(),
                 schedule.chunks.ravel().astype(np.int64),
+                np.repeat(np.arange(stages), schedule.kinds.shape[1]),
                 np.arange(stages + 1) * schedule.kinds.shape[1],
+                np.arange(stages),
             )
             needs = training_needs()
             replay, engine = least_seconds(

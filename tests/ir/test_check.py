@@ -19,7 +19,7 @@ from megatron_epp.ir import (
     slices_of,
     walk,
 )
-from tests.plans import EXAMPLE, any_plans, evaluation
+from tests.plans import EXAMPLE, any_plans, evaluation, reordered
 
 
 @given(any_plans())
@@ -29,21 +29,22 @@ def test_arbitrary_plans_run(plan: Plan) -> None:
 
 
 @given(any_plans())
-def test_walk_visits_every_op_once_in_each_stage_order(plan: Plan) -> None:
-    visited: list[list[Op]] = [[] for _ in plan.orders]
+def test_walk_visits_every_op_once_in_each_ranks_order(plan: Plan) -> None:
+    visited: list[list[tuple[int, Op]]] = [[] for _ in range(plan.ranks)]
     for stage, op in walk(plan, slices_of(plan)):
-        visited[stage].append(op)
-    assert tuple(map(tuple, visited)) == plan.orders
+        visited[plan.rank_of[stage]].append((stage, op))
+    assert tuple(map(tuple, visited)) == plan.rank_orders
 
 
 @given(any_plans(), st.data())
 def test_an_op_that_is_lost_or_doubled_is_found(plan: Plan, data: st.DataObject) -> None:
-    stage = data.draw(st.integers(0, plan.stages - 1))
-    order = plan.orders[stage]
+    rank = data.draw(st.integers(0, plan.ranks - 1))
+    order = plan.rank_orders[rank]
     at = data.draw(st.integers(0, len(order) - 1))
+    stage = order[at][0]
     for changed in (order[:at] + order[at + 1 :], (*order, order[at])):
-        orders = (*plan.orders[:stage], changed, *plan.orders[stage + 1 :])
-        damaged = Plan(plan.documents, plan.layers, plan.chunks, plan.recompute, orders)
+        ran = (*plan.rank_orders[:rank], changed, *plan.rank_orders[rank + 1 :])
+        damaged = reordered(plan, ran)
         if damaged.forward_only != plan.forward_only:  # the only backward is gone: an evaluation
             continue
         with pytest.raises(PlanError) as caught:

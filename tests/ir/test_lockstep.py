@@ -14,7 +14,7 @@ from megatron_epp.ir import (
     check,
     check_skeletons,
     lower,
-    lower_stage,
+    lower_rank,
     needs_of,
 )
 from megatron_epp.ir.random_plan import arbitrary_block
@@ -176,8 +176,8 @@ def test_random_blocks(seed: int) -> None:
     for plan in plans:
         check(plan)
     for stage in range(2):
-        assert len({lower_stage(plan, stage, plans) for plan in plans}) == 1
-    assert lower_stage(plans[0], 0) == lower(plans[0])[0]
+        assert len({lower_rank(plan, stage, plans) for plan in plans}) == 1
+    assert lower_rank(plans[0], 0) == lower(plans[0])[0]
     broken = plans[-1]
     stage = random.randrange(2)
     order = list(broken.orders[stage])

@@ -1,10 +1,11 @@
 """Lowered programs: every message once, in one order at both ends, and nothing that blocks."""
 
 from collections import deque
+from itertools import pairwise
 
 from hypothesis import given
 
-from megatron_epp.ir import Kind, Message, Op, Plan, Post, Transfer, lower, lower_stage
+from megatron_epp.ir import Kind, Message, Op, Plan, Post, StageOp, Transfer, lower, lower_rank
 from tests.plans import EXAMPLE, any_plans, evaluation
 
 
@@ -23,16 +24,16 @@ def transfers(plan: Plan) -> tuple[dict, dict]:
     sent: dict[tuple[int, int], list[Message]] = {}
     posted: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
-    for stage, program in enumerate(lower(plan)):
+    for rank, program in enumerate(lower(plan)):
         for step in program:
             if isinstance(step, Post):
-                assert step.message.target == stage
+                assert step.message.link[1] == rank
                 posted.setdefault(step.message.link, []).append(step.message)
             if isinstance(step, Transfer):
-                ends = {Kind.SEND: (sent, step.message.source)}
-                ends[Kind.RECEIVE] = (received, step.message.target)
+                source, target = step.message.link
+                ends = {Kind.SEND: (sent, source), Kind.RECEIVE: (received, target)}
                 where, own = ends[step.kind]
-                assert own == stage
+                assert own == rank
                 where.setdefault(step.message.link, []).append(step.message)
     assert posted == sent
     return sent, received
@@ -43,7 +44,9 @@ def test_both_ends_of_a_link_name_the_same_messages_in_the_same_order(plan: Plan
     sent, received = transfers(plan)
     assert sent == received
     messages = [message for link in sent.values() for message in link]
-    each = 2 * (plan.stages - 1) + plan.stages * plan.vocabulary_parallel
+    each = 2 * len(between_ranks(plan, False)) + plan.vocabulary_parallel * len(
+        between_ranks(plan, True)
+    )
     assert len(messages) == len(set(messages)) == each * len(plan.chunks)
 
 
@@ -51,18 +54,25 @@ def test_both_ends_of_a_link_name_the_same_messages_in_the_same_order(plan: Plan
 def test_evaluation_sends_forwards_only(plan: Plan) -> None:
     sent, received = transfers(evaluation(plan))
     assert sent == received
-    each, onwards = plan.stages - 1, {(stage, stage + 1) for stage in range(plan.stages - 1)}
+    onwards = between_ranks(plan, False)
     if plan.vocabulary_parallel:
-        each, onwards = 2 * each + 1, onwards | {(plan.stages - 1, 0)}
-    assert set(sent) == onwards
-    assert sum(map(len, sent.values())) == each * len(plan.chunks)
+        onwards += between_ranks(plan, True)
+    assert set(sent) == set(onwards)
+    assert sum(map(len, sent.values())) == len(onwards) * len(plan.chunks)
+
+
+def between_ranks(plan: Plan, round_trip: bool) -> list[tuple[int, int]]:
+    """The links from each stage to the next that lead to another rank; ``round_trip``: and from the
+    last to the first."""
+    pairs = list(pairwise(plan.rank_of)) + [(plan.rank_of[-1], plan.rank_of[0])] * round_trip
+    return [pair for pair in pairs if pair[0] != pair[1]]
 
 
 @given(any_plans())
 def test_programs_run_with_ordered_links_and_receives_that_block(plan: Plan) -> None:
     """As the executor runs them: sends never block, a receive takes the link's next message."""
     programs = lower(plan)
-    at = [0] * plan.stages
+    at = [0] * plan.ranks
     links: dict[tuple[int, int], deque[Message]] = {}
     moved = True
     while moved:
@@ -82,9 +92,12 @@ def test_programs_run_with_ordered_links_and_receives_that_block(plan: Plan) -> 
                 moved = True
     assert at == list(map(len, programs))
     assert not any(links.values())
-    assert (
-        tuple(tuple(step for step in program if isinstance(step, Op)) for program in programs)
-        == plan.orders
+    ran = tuple(
+        tuple(str(step) for step in program if isinstance(step, (Op, StageOp)))
+        for program in programs
+    )
+    assert ran == tuple(
+        tuple(plan.op_name(*place) for place in order) for order in plan.rank_orders
     )
 
 
@@ -93,28 +106,28 @@ def test_programs_are_the_projection_of_one_sequence(plan: Plan) -> None:
     """Some sequence of ops and messages, each message in it once for both its ends, has every
     program as its part: whoever stands first can always go on."""
     programs = lower(plan)
-    at = [0] * plan.stages
+    at = [0] * plan.ranks
     met: set[Message] = set()
     while at != list(map(len, programs)):
         moved = False
-        for stage, program in enumerate(programs):
-            while at[stage] < len(program):
-                step = program[at[stage]]
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program):
+                step = program[at[rank]]
                 if isinstance(step, Transfer) and step.kind is Kind.RECEIVE:
                     assert step.message in met  # before it is waited for, not only by then
-                elif not isinstance(step, Op):
-                    other = step.message.source + step.message.target - stage
+                elif not isinstance(step, (Op, StageOp)):
+                    other = sum(step.message.link) - rank
                     there = programs[other][at[other] : at[other] + 1]
                     if step.message not in met:
                         if not there or getattr(there[0], "message", None) != step.message:
                             break
                         met.add(step.message)
                         at[other] += 1
-                at[stage] += 1
+                at[rank] += 1
                 moved = True
         assert moved
 
 
 @given(any_plans())
-def test_one_stage_is_lowered_alone(plan: Plan) -> None:
-    assert tuple(lower_stage(plan, stage) for stage in range(plan.stages)) == lower(plan)
+def test_one_rank_is_lowered_alone(plan: Plan) -> None:
+    assert tuple(lower_rank(plan, rank) for rank in range(plan.ranks)) == lower(plan)

@@ -201,7 +201,7 @@ def ledger(plan: Plan, rules: Rules) -> str:
         resident_bytes=[0.0] * plan.stages,
     )
     arrays = op_arrays(table, slices_of(plan), rules)
-    result = run(orders_of(plan.orders), arrays, needs_array(rules))
+    result = run(orders_of(plan), arrays, needs_array(rules))
     pairs = zip(result.op_peak, result.op_left, strict=True)
     return " ".join(f"{peak:.0f}>{left:.0f}" for peak, left in pairs)
 

@@ -1,5 +1,6 @@
 """Everything in the language prints as text that parses back to itself."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -41,11 +42,9 @@ def test_the_example_prints_as_itself() -> None:
 
 @given(any_plans(), st.data())
 def test_plans_go_to_text_and_back(plan: Plan, data: st.DataObject) -> None:
-    peaks = st.lists(finite, min_size=plan.stages, max_size=plan.stages).map(tuple)
+    peaks = st.lists(finite, min_size=plan.ranks, max_size=plan.ranks).map(tuple)
     predicted = data.draw(st.none() | st.builds(Prediction, finite, peaks, names))
-    plan = Plan(
-        plan.documents, plan.layers, plan.chunks, plan.recompute, plan.orders, 2, 5, predicted
-    )
+    plan = replace(plan, replica=2, replicas=5, predicted=predicted)
     assert Plan.parse(str(plan)) == plan
     assert str(Plan.parse(str(plan))) == str(plan)
     assert Plan.parse(str(plan)).digest == plan.digest

@@ -337,7 +337,9 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
         orders = Orders(
             schedule.kinds.ravel(),
             schedule.chunks.ravel().astype(np.int64),
+            np.repeat(np.arange(stages), count),
             np.arange(stages + 1) * count,
+            np.arange(stages),
         )
         simulated = run(orders, recomputing.ops, training_needs(cut))
         assert other.seconds == simulated.seconds

@@ -7,7 +7,7 @@ from random import Random
 import torch
 import torch.distributed as dist
 
-from megatron_epp.ir import Kind, Payload, Plan, Program, lower_stage
+from megatron_epp.ir import Kind, Payload, Plan, Program, lower_rank
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
 from megatron_epp.runtime.executor import Executor, LinkLost, Waiting
@@ -55,7 +55,7 @@ def run_strictly(rank: int) -> tuple[int, float, str]:
     for ranks in ((0, 1, 2, 3), (2 * (rank // 2), 2 * (rank // 2) + 1)):
         stage = ranks.index(rank)
         for plan in random_plans(len(ranks)):
-            found, count = execute(plan, lower_stage(plan, stage), stage, groups, ranks)
+            found, count = execute(plan, lower_rank(plan, stage), stage, groups, ranks)
             error = max(error, (found - expected(plan)[stage]).abs().max().item())
             messages += count
     plan = Plan.parse(EXAMPLE)

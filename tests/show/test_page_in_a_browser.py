@@ -45,7 +45,7 @@ def place(chromium: browser.Browser, stage: int, op: str) -> tuple[float, float]
     return chromium.run(
         """const bar = byOp[0].get(`${arguments[0]} ${arguments[1]}`);
         const box = canvas.getBoundingClientRect();
-        const row = rows.find((r) => r.what === "bars" && r.stage === arguments[0]);
+        const row = rows.find((r) => r.what === "bars" && r.rank === bar.rank);
         return [box.left + (x(bar.start) + x(bar.stop)) / 2, box.top + row.y + row.height / 2];""",
         stage,
         op,

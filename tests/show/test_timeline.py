@@ -68,7 +68,7 @@ def test_a_curve_lasts_from_begin_to_end():
 def test_bubbles_and_ops_fill_every_stage():
     content = timeline_of(played(one_f_one_b(3, 5)))
     for stage in range(3):
-        idle = sum(bubble.seconds for bubble in content.bubbles if bubble.stage == stage)
+        idle = sum(bubble.seconds for bubble in content.bubbles if bubble.rank == stage)
         assert idle + content.busy[stage] == pytest.approx(content.seconds)
 
 

@@ -2,7 +2,7 @@
 
 It shares nothing with the simulator but the plan and the table: it neither reads the rule table
 nor walks the orders in topological order. Time advances from event to event; a set of tensors is
-alive on every stage.
+alive on every rank.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from megatron_epp.ir import Item, Kind, Op, Payload, Plan, Table
 
 
 class Replay:
-    """start, stop and peak by (stage, op); peak and left bytes by stage."""
+    """start, stop and peak by (stage, op); peak and left bytes by rank."""
 
     def __init__(self, plan: Plan, table: Table):
         self.plan, self.table = plan, table
@@ -31,8 +31,15 @@ class Replay:
         self.start: dict[tuple[int, Op], float] = {}
         self.stop: dict[tuple[int, Op], float] = {}
         self.op_peak: dict[tuple[int, Op], float] = {}
-        self.alive = [dict[tuple, float]() for _ in plan.layers]
-        self.peak = [float(resident) for resident in table.resident_bytes]
+        # The rank of every stage; read off the text, as a person would.
+        said = [line.split()[1:] for line in str(plan).split("\n") if line.startswith("place")]
+        self.rank = list(map(int, said[0])) if said else list(range(len(plan.layers)))
+        ranks = max(self.rank) + 1
+        self.alive = [dict[tuple, float]() for _ in range(ranks)]
+        self.resident = [0.0] * ranks
+        for stage, resident in enumerate(table.resident_bytes):
+            self.resident[self.rank[stage]] += float(resident)
+        self.peak = list(self.resident)
         self.sent: list[tuple] = []  # (payload, chunk, source, ready, depart, arrive)
         self._run()
 
@@ -84,7 +91,8 @@ class Replay:
         return seconds
 
     def _begin(self, stage: int, op: Op) -> None:
-        held, chunk, alive = self.table.held_bytes, op.chunk, self.alive[stage]
+        rank = self.rank[stage]
+        held, chunk, alive = self.table.held_bytes, op.chunk, self.alive[rank]
         document = self.document.get(chunk)
         first = document is not None and self.slices[document][0] == chunk
         last = document is not None and self.slices[document][-1] == chunk
@@ -104,14 +112,15 @@ class Replay:
                 new["kv grads", document] = held[Item.KV_GRADIENTS][stage][document]
             if op.kind is Kind.INPUT:
                 new["weight inputs", chunk] = held[Item.WEIGHT_INPUTS][stage][chunk]
+        new = {(stage, *name): size for name, size in new.items()}
         assert not new.keys() & alive.keys(), "made twice"
         alive |= new
-        bytes_now = sum(alive.values()) + self.table.resident_bytes[stage]
+        bytes_now = sum(alive.values()) + self.resident[rank]
         self.op_peak[stage, op] = bytes_now
-        self.peak[stage] = max(self.peak[stage], bytes_now)
+        self.peak[rank] = max(self.peak[rank], bytes_now)
 
     def _end(self, stage: int, op: Op) -> None:
-        chunk, alive = op.chunk, self.alive[stage]
+        chunk, alive = op.chunk, self.alive[self.rank[stage]]
         document = self.document.get(chunk)
         gone: list[tuple] = [("workspace",)]
         if op.kind in (Kind.BACKWARD, Kind.INPUT):
@@ -126,7 +135,7 @@ class Replay:
         if self.plan.forward_only and op.kind is Kind.FORWARD and ends:
             gone.append(("kv", document))
         for tensor in gone:
-            del alive[tensor]  # a KeyError: freed before it was made
+            del alive[(stage, *tensor)]  # a KeyError: freed before it was made
 
     def _message(self, stage: int, op: Op) -> tuple[int, Payload] | None:
         if op.kind is Kind.FORWARD and stage + 1 < self.plan.stages:
@@ -143,8 +152,8 @@ class Replay:
 
     def _run(self) -> None:
         plan, table = self.plan, self.table
-        waiting = [deque(order) for order in plan.orders]
-        running: list[Op | None] = [None] * plan.stages
+        waiting = [deque(order) for order in plan.rank_orders]
+        running = [False] * len(waiting)
         inbox: list[set] = [set() for _ in plan.layers]
         links: dict[tuple[int, int], deque] = {}
         busy: set[tuple[int, int]] = set()
@@ -158,25 +167,25 @@ class Replay:
             heapq.heappush(events, (time, number, *what))
 
         while True:
-            for stage in range(plan.stages):
-                if running[stage] is None and waiting[stage]:
-                    op = waiting[stage][0]
+            for rank, coming in enumerate(waiting):
+                if not running[rank] and coming:
+                    stage, op = coming[0]
                     if self._may_start(stage, op, inbox[stage]):
-                        waiting[stage].popleft()
-                        running[stage] = op
+                        coming.popleft()
+                        running[rank] = True
                         self.start[stage, op] = now
                         self._begin(stage, op)
                         at(now + self._seconds(stage, op), "stop", stage, op)
             for link, queue in links.items():
                 if queue and link not in busy:
-                    payload, chunk, ready = queue.popleft()
+                    payload, chunk, source, target, ready = queue.popleft()
                     busy.add(link)
-                    between = link[0] if payload is Payload.HEAD else min(link)
+                    between = source if payload is Payload.HEAD else min(source, target)
                     seconds = table.link_seconds[payload][between][chunk]
                     at(now + seconds, "free", link)
                     arrive = now + seconds + table.link_latency_seconds
-                    at(arrive, "arrive", link[1], payload, chunk)
-                    self.sent.append((payload, chunk, link[0], ready, now, arrive))
+                    at(arrive, "arrive", target, payload, chunk)
+                    self.sent.append((payload, chunk, source, ready, now, arrive))
             if not events:
                 break
             # One event at a time: what it allows starts before the next is looked at.
@@ -184,11 +193,16 @@ class Replay:
             if what == "stop":
                 stage, op = rest
                 self.stop[stage, op] = now
-                running[stage] = None
+                running[self.rank[stage]] = False
                 self._end(stage, op)
                 if (message := self._message(stage, op)) is not None:
                     target, payload = message
-                    links.setdefault((stage, target), deque()).append((payload, op.chunk, now))
+                    link = self.rank[stage], self.rank[target]
+                    if link[0] == link[1]:  # handed over on the rank
+                        inbox[target].add((payload, op.chunk))
+                    else:
+                        sent = (payload, op.chunk, stage, target, now)
+                        links.setdefault(link, deque()).append(sent)
             elif what == "free":
                 busy.discard(rest[0])
             else:

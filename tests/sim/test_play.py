@@ -35,7 +35,7 @@ from megatron_epp.sim.engine import run
 from megatron_epp.sim.inputs import op_arrays, orders_of
 from megatron_epp.sim.play import BUSY, START, IdleTail, Wait, play
 from megatron_epp.sim.rule_arrays import training_needs
-from tests.plans import EXAMPLE, any_plans, evaluation, random_table
+from tests.plans import EXAMPLE, any_plans, evaluation, random_table, reordered
 from tests.sim.replay import Replay
 
 
@@ -46,7 +46,7 @@ def agrees(plan: Plan, table: Table) -> None:
     assert {(r.stage, r.op): r.peak_bytes for r in played.records} == replay.op_peak
     assert played.seconds == replay.seconds
     assert played.peak_bytes == tuple(replay.peak)
-    assert played.left_bytes == (0.0,) * plan.stages
+    assert played.left_bytes == (0.0,) * plan.ranks
     assert not any(replay.alive)
     flights = {
         (f.message.payload, f.message.chunk, f.message.source, f.ready, f.depart, f.arrive)
@@ -86,12 +86,12 @@ def test_agrees_on_larger_plans(seed: int) -> None:
 @given(any_plans(), st.integers(0, 2**32), st.data())
 def test_play_refuses_what_check_refuses(plan: Plan, seed: int, data: st.DataObject) -> None:
     """A shuffled order either runs in both or is refused by both in the same words."""
-    stage = data.draw(st.integers(0, plan.stages - 1))
-    order = tuple(data.draw(st.permutations(plan.orders[stage])))
+    rank = data.draw(st.integers(0, plan.ranks - 1))
+    ran = [list(order) for order in plan.rank_orders]
+    ran[rank] = data.draw(st.permutations(ran[rank]))
     if data.draw(st.booleans()):
-        order = order[1:]
-    orders = (*plan.orders[:stage], order, *plan.orders[stage + 1 :])
-    plan = Plan(plan.documents, plan.layers, plan.chunks, plan.recompute, orders)
+        ran[rank].pop(0)
+    plan = reordered(plan, ran)
     try:
         check(plan)
     except PlanError as error:
@@ -269,18 +269,18 @@ def test_the_example_in_numbers() -> None:
 
 @given(any_plans(), st.integers(0, 2**32), st.booleans())
 def test_idle_time_is_explained(plan: Plan, seed: int, links: bool) -> None:
-    """Bubbles and ops tile every stage; a critical path has no gap but messages in flight."""
+    """Bubbles and ops tile every rank; a critical path has no gap but messages in flight."""
     table = random_table(plan, seed, links)
     played = play(plan, table)
-    for stage in range(plan.stages):
-        pieces = [(r.start, r.stop) for r in played.records if r.stage == stage]
-        pieces += [(b.start, b.stop) for b in played.bubbles if b.stage == stage]
+    for rank in range(plan.ranks):
+        pieces = [(r.start, r.stop) for r in played.records if plan.rank_of[r.stage] == rank]
+        pieces += [(b.start, b.stop) for b in played.bubbles if b.rank == rank]
         pieces = sorted(p for p in pieces if p[1] > p[0])
         assert pieces[0][0] == 0.0
         assert pieces[-1][1] == played.seconds
         assert all(a[1] == b[0] for a, b in pairwise(pieces))
-        idle = sum(b.stop - b.start for b in played.bubbles if b.stage == stage)
-        assert idle == pytest.approx(played.idle_seconds[stage], abs=1e-9)
+        idle = sum(b.stop - b.start for b in played.bubbles if b.rank == rank)
+        assert idle == pytest.approx(played.idle_seconds[rank], abs=1e-9)
     stops = {(r.stage, r.op): r.stop for r in played.records}
     for bubble in played.bubbles:
         if isinstance(bubble, Wait):
@@ -291,7 +291,7 @@ def test_idle_time_is_explained(plan: Plan, seed: int, links: bool) -> None:
     assert path[0].start == 0.0 and path[0].why == START
     assert path[-1].stop == played.seconds
     for before, after in pairwise(path):
-        if before.stage == after.stage or not links:
+        if plan.rank_of[before.stage] == plan.rank_of[after.stage] or not links:
             assert before.stop == after.start
         else:
             assert before.stop <= after.start
@@ -307,6 +307,49 @@ def test_the_critical_path_is_critical(plan: Plan, seed: int) -> None:
     step = path[seed % len(path)]
     table.seconds[step.op.kind][step.stage][step.op.chunk] += 1.0
     assert play(plan, table).seconds == pytest.approx(played.seconds + 1, rel=1e-12)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (3, 3, 6), (2, 4, 6)])
+def test_interleaved_1f1b_idles_a_part_as_long_as_1f1b(p: int, v: int, m: int) -> None:
+    """v stages a rank in Megatron-LM's order: every rank idles (p - 1)(f + b), f and b of a stage
+    that is 1/v of a rank's layers; a rank holds what its warm-up runs ahead, and one more."""
+    plan = interleaved(p, v, m)
+    check(plan)
+    played = play(plan, even_table(plan, 1, 2))
+    assert played.seconds == 3 * m * v + 3 * (p - 1)
+    assert played.idle_seconds == (3.0 * (p - 1),) * p
+    ahead = [2 * (p - rank - 1) + (v - 1) * p for rank in range(p)]
+    assert played.peak_bytes == tuple(min(m * v, n + 1) for n in ahead)
+
+
+def interleaved(p: int, v: int, m: int) -> Plan:
+    orders = []
+    for rank in range(p):
+        # The k-th forward or backward of a rank: p micro-batches through each stage in turn.
+        def op(k: int, kind: Kind, rank: int = rank) -> tuple[int, Op]:
+            part, chunk = k // p % v, k // (p * v) * p + k % p
+            if kind is Kind.BACKWARD:
+                part = v - 1 - part
+            return part * p + rank, Op(kind, chunk)
+
+        ahead = min(m * v, 2 * (p - rank - 1) + (v - 1) * p)
+        order = [op(k, Kind.FORWARD) for k in range(ahead)]
+        for k in range(m * v):
+            if k + ahead < m * v:
+                order.append(op(k + ahead, Kind.FORWARD))
+            order.append(op(k, Kind.BACKWARD))
+        orders.append(order)
+    stages = p * v
+    ran = [place for order in orders for place in order]
+    return Plan(
+        (1,) * m,
+        (1,) * stages,
+        tuple(Chunk((Span(c, 0, 1),)) for c in range(m)),
+        (("k",) * m,) * stages,
+        tuple(tuple(op for where, op in ran if where == stage) for stage in range(stages)),
+        place=tuple(stage % p for stage in range(stages)),
+        turns=tuple(tuple(stage for stage, _ in order) for order in orders),
+    )
 
 
 def test_a_message_that_waits_for_its_link() -> None:
@@ -395,7 +438,7 @@ def test_a_stuck_order_takes_forever() -> None:
     plan = one_f_one_b(2, [3, 1], window=2)
     table = even_table(plan, 1, 2)
     arrays = op_arrays(table, slices_of(plan))
-    assert run(orders_of(plan.orders), arrays, training_needs()).seconds == np.inf
+    assert run(orders_of(plan), arrays, training_needs()).seconds == np.inf
 
 
 def test_it_is_fast() -> None:

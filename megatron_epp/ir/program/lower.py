@@ -1,20 +1,21 @@
-"""A plan's orders with their sends and receives: the program that each stage executes."""
+"""A plan's orders with their sends and receives: the program that each rank executes."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from megatron_epp.ir.check import backward_of
 from megatron_epp.ir.needs import needs_of
-from megatron_epp.ir.op import Kind, Message, Op, Post, Transfer
+from megatron_epp.ir.op import Kind, Message, Op, Post, StageOp, Transfer
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.program.sequence import sequence
 from megatron_epp.ir.rules import Rules
 
-Program = tuple[Op | Transfer | Post, ...]
+Item = Op | StageOp | Transfer | Post
+Program = tuple[Item, ...]
 
 
 def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
-    """One program per stage, in which every message of the plan is sent and received once.
+    """One program per rank, in which every message of the plan is sent and received once.
 
     All programs are the projection of one sequence of ops and messages (:mod:`.sequence`), in
     which a message follows the op that makes it and precedes the op that wants it:
@@ -34,67 +35,75 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     sends meet their receives, and a wait for all that was issued so far returns at every point
     (:mod:`ir.program.queue_check`).
 
-    Which messages there are follows from the rule table: one for every need met by another stage.
+    Which messages there are follows from the rule table: one for every need met on another rank.
+    Between stages of one rank the tensor is handed over there, without a message. Where a rank has
+    several stages, the ops of all programs name theirs (``StageOp``).
 
     rules   default: those that govern ``plan``
     """
-    return tuple(map(tuple, _programs(plan, range(plan.stages), rules)))
+    return tuple(map(tuple, _programs(plan, range(plan.ranks), rules)))
 
 
-def lower_stage(plan: Plan, stage: int, block: Sequence[Plan] = ()) -> Program:
-    """``lower(plan)[stage]``, without the programs of the others.
+def lower_rank(plan: Plan, rank: int, block: Sequence[Plan] = ()) -> Program:
+    """``lower(plan)[rank]``, without the programs of the others.
 
     block   the plans that run in lockstep with it, itself among them: the same program for all, so
             that replicas which meet in their ops do not wait for each other's messages besides
     """
-    return tuple(_programs(plan, (stage,), None, block)[stage])
+    return tuple(_programs(plan, (rank,), None, block)[rank])
 
 
 def _programs(
     plan: Plan,
-    stages: range | tuple[int, ...],
+    ranks: range | tuple[int, ...],
     rules: Rules | None,
     block: Sequence[Plan] = (),
-) -> list[list[Op | Transfer | Post]]:
-    """A program per stage, empty for those that are not among ``stages``."""
-    programs: list[list[Op | Transfer | Post]] = [[] for _ in plan.orders]
+) -> list[list[Item]]:
+    """A program per rank, empty for those that are not among ``ranks``."""
+    programs: list[list[Item]] = [[] for _ in range(plan.ranks)]
+    rank_of, shares_ranks = plan.rank_of, plan.shares_ranks
     wanted: dict[tuple[int, Op], list[Message]] = {}  # by consumer
     made: dict[tuple[int, Op], list[Message]] = {}  # by producer
     for message, producer, consumer in _messages(plan, rules):
-        if message.target in stages:
+        source, target = message.link
+        if target in ranks:
             wanted.setdefault((message.target, consumer), []).append(message)
-        if message.source in stages or message.target in stages:
+        if source in ranks or target in ranks:
             made.setdefault((message.source, producer), []).append(message)
     posted: dict[tuple[int, int], deque[Message]] = {}
     waited: set[Message] = set()
     for place in sequence(plan, rules, block):
         stage, op = place
-        if stage in stages:
-            program = programs[stage]
+        rank = rank_of[stage]
+        if rank in ranks:
+            program = programs[rank]
             for message in wanted.get(place, ()):
                 while message not in waited:
                     arriving = posted[message.link].popleft()
                     waited.add(arriving)
                     program.append(Transfer(Kind.RECEIVE, arriving))
-            program.append(op)
+            program.append(StageOp(stage, op) if shares_ranks else op)
         for message in made.get(place, ()):
-            if stage in stages:
-                programs[stage].append(Transfer(Kind.SEND, message))
-            if message.target in stages:
-                programs[message.target].append(Post(message))
+            _, target = message.link
+            if rank in ranks:
+                programs[rank].append(Transfer(Kind.SEND, message))
+            if target in ranks:
+                programs[target].append(Post(message))
                 posted.setdefault(message.link, deque()).append(message)
     return programs
 
 
 def _messages(plan: Plan, rules: Rules | None) -> Iterator[tuple[Message, Op, Op]]:
     """Every message with the op that makes it and the op that wants it."""
-    needs, backwards = needs_of(plan, rules), backward_of(plan)
+    needs, backwards, rank_of = needs_of(plan, rules), backward_of(plan), plan.rank_of
     for stage, order in enumerate(plan.orders):
         for op in order:
             for need, source, ops in needs(stage, op):
-                if source == stage:
+                ranks = rank_of[source], rank_of[stage]
+                if ranks[0] == ranks[1]:
                     continue
                 producer = ops[0]
                 if len(ops) > 1:
                     producer = Op(backwards[source][producer.chunk], producer.chunk)
-                yield Message(need.payload, producer.chunk, source, stage), producer, op
+                message = Message(need.payload, producer.chunk, source, stage, ranks)
+                yield message, producer, op

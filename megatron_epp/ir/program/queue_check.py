@@ -16,17 +16,17 @@ whoever issues in another order.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from megatron_epp.ir.op import Kind, Message, Op, Post, Transfer
-from megatron_epp.ir.program.lower import Program
+from megatron_epp.ir.op import Kind, Message, Op, Post, StageOp, Transfer
+from megatron_epp.ir.program.lower import Item, Program
 
-# Of a stage's program: (stage, index).
+# (rank, index in its program)
 Place = tuple[int, int]
 Node = Place | Message
 COMPUTE_STREAM = "compute"
 
 
 def stuck_in_one_queue(programs: Sequence[Program], strict: bool = False) -> tuple[Place, ...]:
-    """Where the stages stand for ever, with one queue per device; nothing if all get through.
+    """Where the ranks stand for ever, with one queue per device; nothing if all get through.
 
     A send or receive starts when the one before it on its link is done. ``strict``: nothing
     starts before all that was issued before it is done, transfers included.
@@ -38,8 +38,8 @@ def stuck_in_one_queue(programs: Sequence[Program], strict: bool = False) -> tup
     def done(message: Message) -> bool:
         return (True, message) in started and (False, message) in started
 
-    def passes(item: Op | Transfer | Post) -> bool:
-        if isinstance(item, Op):
+    def passes(item: Item) -> bool:
+        if isinstance(item, (Op, StageOp)):
             return True
         message = item.message
         if isinstance(item, Transfer) and item.kind is Kind.RECEIVE:
@@ -55,11 +55,11 @@ def stuck_in_one_queue(programs: Sequence[Program], strict: bool = False) -> tup
     moved = True
     while moved:
         moved = False
-        for stage, program in enumerate(programs):
-            while at[stage] < len(program) and passes(program[at[stage]]):
-                at[stage] += 1
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program) and passes(program[at[rank]]):
+                at[rank] += 1
                 moved = True
-    return tuple((stage, index) for stage, index in enumerate(at) if index < len(programs[stage]))
+    return tuple((rank, index) for rank, index in enumerate(at) if index < len(programs[rank]))
 
 
 def hanging_waits(programs: Sequence[Program]) -> tuple[Place, ...]:
@@ -74,13 +74,13 @@ def hanging_waits(programs: Sequence[Program]) -> tuple[Place, ...]:
     """
     behind: dict[Node, list[Node]] = {}
     places: dict[Node, list[Place]] = {}  # a message stands at both its ends
-    for stage, program in enumerate(programs):
+    for rank, program in enumerate(programs):
         streams: dict[object, Node] = {}  # what was last issued to each
         for index, item in enumerate(program):
-            node: Node = (stage, index)
+            node: Node = (rank, index)
             streams_of: set[object] = {COMPUTE_STREAM}
             needs: list[Node] = []
-            if not isinstance(item, Op):
+            if not isinstance(item, (Op, StageOp)):
                 if isinstance(item, Transfer) and item.kind is Kind.RECEIVE:
                     needs = [item.message]
                 else:  # starts when what was computed before it is done, and the one before it
@@ -88,7 +88,7 @@ def hanging_waits(programs: Sequence[Program]) -> tuple[Place, ...]:
                     streams_of.add((isinstance(item, Post), *item.message.link))
             needs += [streams[stream] for stream in streams_of if stream in streams]
             behind.setdefault(node, []).extend(needs)
-            places.setdefault(node, []).append((stage, index))
+            places.setdefault(node, []).append((rank, index))
             for stream in streams_of - {COMPUTE_STREAM} or streams_of:
                 streams[stream] = node
     furthest: dict[Node, list[int]] = {}
@@ -96,17 +96,17 @@ def hanging_waits(programs: Sequence[Program]) -> tuple[Place, ...]:
         reach = [-1] * len(programs)
         for other in behind[node]:
             reach = list(map(max, reach, furthest[other]))
-        for stage, index in places[node]:
-            reach[stage] = max(reach[stage], index)
+        for rank, index in places[node]:
+            reach[rank] = max(reach[rank], index)
         furthest[node] = reach
     asked = [[-1] * len(program) for program in programs]
     for node, found in places.items():
-        for stage, index in found:
-            asked[stage][index] = furthest[node][stage]
+        for rank, index in found:
+            asked[rank][index] = furthest[node][rank]
     return tuple(
-        (stage, index)
-        for stage, of_stage in enumerate(asked)
-        for index, most in enumerate(accumulate(of_stage, max))
+        (rank, index)
+        for rank, of_rank in enumerate(asked)
+        for index, most in enumerate(accumulate(of_rank, max))
         if most > index
     )
 

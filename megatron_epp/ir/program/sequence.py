@@ -1,4 +1,4 @@
-"""One sequence of the ops of all stages, in which causes come first.
+"""One sequence of the ops of all ranks, in which causes come first.
 
 Every rank issues its ops and messages as this sequence has them (:mod:`.lower`), so
 it must be the same on all ranks: it follows from the plan alone. Ops stand where they would end if
@@ -47,11 +47,11 @@ def sequence(
     needs, together = needs_of(plan, rules, slices), block or (plan,)
     units = [max(each) for each in zip(*map(_units, together), strict=True)]
     ends = {kind: [[0] * len(plan.chunks) for _ in plan.layers] for kind in COMPUTE}
-    free = [0] * plan.stages
+    rank_of, free = plan.rank_of, [0] * plan.ranks
     ended = []
     for place, (stage, op) in enumerate(walk(plan, slices, rules)):
-        kind, chunk = op.kind, op.chunk
-        start = free[stage]
+        kind, chunk, rank = op.kind, op.chunk, rank_of[stage]
+        start = free[rank]
         for _, where, ops in needs(stage, op):
             for other in ops:  # what has not run has ended at 0
                 start = max(start, ends[other.kind][where][other.chunk])
@@ -59,7 +59,7 @@ def sequence(
         if kind in BACKWARDS:
             layers += max(one.recompute[stage][chunk].count(FULL) for one in together)
         stop = start + layers * units[chunk]
-        free[stage] = ends[kind][stage][chunk] = stop
+        free[rank] = ends[kind][stage][chunk] = stop
         ended.append((stop, place, stage, op))
     ended.sort()  # at one time, as walk has them: causes first
     for _, _, stage, op in ended:

@@ -6,7 +6,7 @@ backward, and wherever backward runs the experts again:
     replica 0   stage 0: F0 F1 B1 B0   recompute 0: 2k 1f1k
     replica 1   stage 0: F0 F1 B1 B0   recompute 0: 2k 1m1k      alike: layer 0 runs again in B1
 
-So the ops of every stage are the same in the same order, and for every chunk the same layers run
+So the ops of every rank are the same in the same order, and for every chunk the same layers run
 their MLP again, by whichever letter (ir.recompute.MLP_AGAIN); documents, spans, tokens and all else
 that is recomputed are each replica's own. Then what can run alone can run together: the replicas'
 needs are the same, and every one of them is met where the orders say so.
@@ -40,20 +40,20 @@ def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
             f"{who} has {len(plan.chunks)} chunks, replica {leader.replica} {len(leader.chunks)}; "
             "expected the same number, with '-' for a chunk without spans"
         )
-    for stage, (order, other) in enumerate(zip(leader.orders, plan.orders, strict=True)):
+    for rank, (order, other) in enumerate(zip(leader.rank_orders, plan.rank_orders, strict=True)):
         if order == other:
             continue
         at = next(
             (at for at, (one, two) in enumerate(zip(order, other, strict=False)) if one != two),
             min(len(order), len(other)),
         )
-        here = str(other[at]) if at < len(other) else "nothing"
-        there = str(order[at]) if at < len(order) else "nothing"
+        here = plan.op_name(*other[at]) if at < len(other) else "nothing"
+        there = plan.op_name(*order[at]) if at < len(order) else "nothing"
         _parted(
-            f"{who} runs {here} on stage {stage} where replica {leader.replica} runs {there}; "
-            "expected the same ops in the same order",
+            f"{who} runs {here} on {plan.rank_name(rank)} where replica {leader.replica} runs "
+            f"{there}; expected the same ops in the same order",
             block,
-            stage,
+            rank,
             at,
         )
     again: dict[str, tuple[bool, ...]] = {}
@@ -72,14 +72,14 @@ def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
                 )
 
 
-def _parted(line: str, block: tuple[Plan, ...], stage: int, at: int) -> NoReturn:
+def _parted(line: str, block: tuple[Plan, ...], rank: int, at: int) -> NoReturn:
     """With a row of ops for every replica of the block, aligned, the place marked."""
     first = max(0, at - COLUMNS // 2)
-    stop = max(min(first + COLUMNS, len(plan.orders[stage])) for plan in block)
+    orders = [[plan.op_name(*place) for place in plan.rank_orders[rank]] for plan in block]
+    stop = max(min(first + COLUMNS, len(order)) for order in orders)
     rows = []
-    for plan in block:
-        order = plan.orders[stage]
-        cells = [str(order[place]) if place < len(order) else "." for place in range(first, stop)]
+    for plan, order in zip(block, orders, strict=True):
+        cells = [order[place] if place < len(order) else "." for place in range(first, stop)]
         cells += ["."] * (at - first + 1 - len(cells))
         cells[at - first] = f">{cells[at - first]}"
         rows.append((f"replica {plan.replica}:", cells, " ..." if stop < len(order) else ""))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_stage, slices_of
+from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_rank, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore import megatron_gpt, refusals
 from megatron_epp.mcore.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
@@ -228,7 +228,7 @@ def run_stage(
     host.meter = meter
     with ModelStage(model, config, forward_step, builder, plan, store, early, host) as compute:
         executor = Executor(
-            lower_stage(plan, stage), compute, links, store, clock, meter, Waiting(stage)
+            lower_rank(plan, stage), compute, links, store, clock, meter, Waiting(stage)
         )  # fmt: skip
         records = executor.run()
     if executor.failure is not None:

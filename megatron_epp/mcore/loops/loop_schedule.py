@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.ir import Plan, lower_stage
+from megatron_epp.ir import Plan, lower_rank
 from megatron_epp.mcore.loops.agreement import LoopFailed, Told, exchange, raise_what_others_met
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.calls import LoopCall, fixed_shape, not_ours, process_groups
@@ -214,7 +214,7 @@ class LoopSchedule:
             last=pipeline.stage == pipeline.stages - 1,
         )
         executor = Executor(
-            lower_stage(work.plan, pipeline.stage),
+            lower_rank(work.plan, pipeline.stage),
             guarded,
             Links(payload, lambda message: work.shape(message.chunk), dtype, device, ranks),
             stage.store,

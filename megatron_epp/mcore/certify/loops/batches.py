@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
-from megatron_epp.ir.random_plan import arbitrary_orders
+from megatron_epp.ir.random_plan import by_stage, random_walk
 from megatron_epp.mcore.certify.batches import Frame
 from megatron_epp.mcore.certify.scale_down import CONTEXT, Degrees
 
@@ -206,7 +206,7 @@ def grouped_orders(
             return True
         return all(Op(Kind.FORWARD, c) in finished[stage] for c in mates[group_of[op.chunk]])
 
-    return arbitrary_orders(bare, random, split, forwards_done)
+    return by_stage(bare, random_walk(bare, random, split, forwards_done))
 
 
 def forward_walk(chunks: int, earlier: Sequence[int], random: Random) -> tuple[Op, ...]:

@@ -1,0 +1,74 @@
+"""The command line with a plan that places several stages on a rank."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.__main__ import main
+from megatron_epp.cost.cost import named_cost
+from megatron_epp.ir import Plan
+from megatron_epp.show.units import GIB
+from tests.plans import INTERLEAVED, V_SHAPE
+
+MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--cp", "8")
+
+
+@pytest.fixture(params=[INTERLEAVED, V_SHAPE], ids=["interleaved", "v"])
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "placed.plan"
+    text = request.param.replace("layers 1 1 1 1", "layers 8 8 8 8")
+    path.write_text(re.sub(r"1([kf])\b", r"8\1", text))
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_check(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "check", plan).startswith(
+        "ok: 2 documents, 15 tokens in 2 chunks on 4 stages on 2 ranks, 16 ops; digest "
+    )
+    budget = 1.2 * states_bytes(plan) / GIB  # enough for each stage, not for two of them
+    assert main(["check", str(plan), *MACHINE, "--memory-budget-gib", f"{budget:.3f}"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"error: rank 0 at F[23]\.1: holds .* GiB, the budget is .* GiB", error), error
+
+
+def states_bytes(plan: Path) -> float:
+    """Of one stage."""
+    layers = Plan.parse(plan.read_text()).layers
+    return max(named_cost("gpt-7b", "a100-80g", pp=4, cp=8, layers=layers).states_bytes)
+
+
+def test_simulate(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = json.loads(said(capsys, "simulate", plan, *MACHINE, "--json"))
+    for name in ("peak_bytes", "budget_bytes", "states_bytes", "idle_seconds"):
+        assert len(facts[name]) == 2
+    assert {bubble.get("rank") for bubble in facts["bubbles"]} <= {0, 1}
+    assert min(facts["states_bytes"]) > states_bytes(plan)
+    table = said(capsys, "simulate", plan, *MACHINE)
+    assert "of ranks x time" in table
+    assert [line.split()[0] for line in table.split("\n") if " + " in line] == ["0", "1"]
+
+
+def test_draw(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "draw", plan, "--width", "120")
+    assert "4 stages on 2 ranks, 2 chunks" in text
+    rows = [line for line in text.split("\n") if line.startswith("rank ")]
+    assert len(rows) == 2 and "F0.0" in rows[0] and "B1.1" in rows[1]
+    for ending in ("svg", "png", "html", "json", "csv"):
+        said(capsys, "draw", plan, "-o", tmp_path / f"x.{ending}")
+    svg = (tmp_path / "x.svg").read_text()
+    assert "rank 1" in svg and ">F1.0<" in svg and "stage 1</text>" not in svg
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1"]
+    with open(tmp_path / "x.csv", newline="") as file:
+        assert [row[0] for row in csv.reader(file)] == ["0F0", "1F0"]
+    assert '"ranks":["rank 0","rank 1"]' in (tmp_path / "x.html").read_text()
