@@ -227,7 +227,7 @@ def _lost(timeline: Timeline, axis: _Axis, row: float) -> int:
     """How many bars have no number, where these are more than a few."""
     records = timeline.records
     lost = sum(
-        not _fits(str(op_of(r).chunk), axis.x(r.stop) - axis.x(r.start), row) for r in records
+        not _fits(timeline.name(r)[1:], axis.x(r.stop) - axis.x(r.start), row) for r in records
     )
     return lost if lost > (1 - _NUMBERED) * len(records) else 0
 
