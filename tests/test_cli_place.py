@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.cost.cost import named_cost
+from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan
 from megatron_epp.show.units import GIB
 from tests.plans import INTERLEAVED, V_SHAPE
