@@ -748,6 +748,31 @@ def test_no_file_is_read_without_end(capsys):
         assert "/dev/zero: longer than 16 MiB" in told
 
 
+def test_nobody_is_waited_for_at_a_pipe(capsys, plan, tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    for command in (["check"], ["draw"], ["simulate", *MACHINE]):
+        told = refused(capsys, command[0], pipe, *command[1:])
+        assert f"plan {pipe}: is a pipe; expected a plan file in a regular file" in told
+    words = ["--lengths", "wlb", "--pp", 2, "--model", "gpt-7b", "--cost-model", pipe]
+    assert f"profile file {pipe}: is a pipe; expected" in refused(capsys, "plan", *words)
+    # One that a shell makes has somebody who writes.
+    shell = f"{sys.executable} -m megatron_epp check <(cat {plan})"
+    done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_serve_ends_in_the_midst_of_a_plan_when_nobody_reads():
+    words = [sys.executable, "-m", "megatron_epp", "serve", "--pp", "8", *map(str, MACHINE)]
+    request = json.dumps({"id": 0, "lengths": list(range(1000, 9000, 3)) * 4})
+    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdin.write(f"{json.dumps({'id': 1, 'lengths': [64, 8]})}\n{request}\n".encode())
+    process.stdin.flush()
+    assert json.loads(process.stdout.readline())["id"] == 1
+    process.stdout.close()  # the request's pipe stays open
+    assert process.wait(5) == 0
+    process.stdin.close()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

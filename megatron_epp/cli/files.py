@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_epp.cli import made_for
+from megatron_epp.cost.bounded_file import read_at_most, read_bounded
 from megatron_epp.ir import (
     Op,
     Plan,
@@ -31,14 +32,9 @@ def read_text(path: str, what: str) -> str:
     """The text of the file at ``path``, or of stdin for ``-``; a ValueError in one line."""
     try:
         if path == "-":
-            data = sys.stdin.buffer.read(_MOST_BYTES + 1)
+            data = read_at_most(sys.stdin.buffer, _MOST_BYTES, f"a {what} file")
         else:
-            with open(path, "rb") as file:  # never more: it may be a device without end
-                data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(
-                f"{what} {path}: longer than {_MOST_BYTES >> 20} MiB; expected a {what} file"
-            )
+            data = read_bounded(path, _MOST_BYTES, f"a {what} file")
         return data.decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ValueError(f"{what} {path}: No such file; {_MAKE[what]}") from error
@@ -48,6 +44,8 @@ def read_text(path: str, what: str) -> str:
         raise ValueError(
             f"{what} {path}: is no text ({error.reason} at byte {error.start})"
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{what} {path}: {error}") from error
 
 
 def read_plans(path: str) -> tuple[tuple[Plan, ...], Step | None]:

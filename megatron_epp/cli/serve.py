@@ -20,7 +20,9 @@ Only replies are written to stdout; whatever else prints goes to stderr.
 import argparse
 import json
 import os
+import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -58,9 +60,19 @@ def run(arguments: argparse.Namespace) -> int:
         os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as replies,
     ):
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        threading.Thread(target=_end_with_reader, args=(replies.fileno(),), daemon=True).start()
         _warm_up(cost, options)
         serve(sys.stdin, replies, lambda request: answer(request, cost, options))
     return 0
+
+
+def _end_with_reader(replies: int) -> None:
+    """End this process as soon as nobody reads its replies any more, in the midst of a plan too: a
+    trainer that was killed leaves no other sign. A terminal or a file never says so."""
+    broken = select.poll()
+    broken.register(replies, 0)  # errors are always told
+    broken.poll()
+    os._exit(0)
 
 
 def serve(

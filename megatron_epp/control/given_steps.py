@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_epp.control.step_source import SourcedStep
+from megatron_epp.cost.bounded_file import read_bounded
 from megatron_epp.ir import PlanError, Step
 
 MOST_BYTES = 256 << 20  # of a file: a plan of a hundred thousand chunks has a few
@@ -37,11 +38,7 @@ class GivenSteps:
 
 def _read(path: Path) -> SourcedStep:
     try:
-        with path.open("rb") as file:  # never more: it may be a device without end
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"longer than {MOST_BYTES >> 20} MiB; expected a plan or a step")
-        step = Step.parse(data.decode("utf-8"))
+        step = Step.parse(read_bounded(path, MOST_BYTES, "a plan or a step").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"--epp-plan {path}: not a text file") from error
     except ValueError as error:

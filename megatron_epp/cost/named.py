@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from megatron_epp.cost.bounded_file import read_bounded
+
 _MOST_BYTES = 16 << 20  # a profile takes 5 KB
 _CURE = {
     "model": "give a name that --help lists, or a file that describes the model's shape",
@@ -33,10 +35,7 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
 def read_json(what: str, path: str) -> Any:
     """The value in the JSON file at ``path``; a ValueError in one line where there is none."""
     try:
-        with open(path, "rb") as file:  # never more: it may be a device without end
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ValueError(f"longer than {_MOST_BYTES >> 20} MiB; expected a description in JSON")
+        data = read_bounded(path, _MOST_BYTES, "a description in JSON")
         return json.loads(data.decode(), parse_constant=_no_constant, parse_int=_int)
     except FileNotFoundError as error:
         raise ValueError(f"{what} file {path}: No such file; {_CURE[what]}") from error

@@ -84,6 +84,7 @@ def train(
     store = None
     args = read_flags()
     _require_kind(args.hybrid_layer_pattern, hybrid)
+    _require_iterations(args)
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     spread = partition.choose_vocabulary(args)
@@ -115,6 +116,20 @@ def train(
         store=store,
         get_embedding_ranks=megatron_gpt.embedding_ranks,
     )
+
+
+def _require_iterations(args: Any) -> None:
+    """A ValueError where nothing says how long to train: Megatron's schedule of learning rates has
+    no length then, with --skip-train too."""
+    for name in ("train_iters", "train_samples"):
+        wanted = getattr(args, name) or 0
+        if wanted < 0:
+            raise ValueError(f"--{name.replace('_', '-')} {wanted}: expected at least 1")
+    if not (args.train_iters or args.train_samples):
+        raise ValueError(
+            "--train-iters and --train-samples: neither is given, or it is 0; expected one of them "
+            "(to evaluate without training, give the length of the training and --skip-train)"
+        )
 
 
 def _require_kind(pattern: str | None, hybrid: bool) -> None:

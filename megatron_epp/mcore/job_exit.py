@@ -76,11 +76,11 @@ def refuse(error: BaseException) -> NoReturn:
         print(f"megatron_epp: error: {error}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    _end_children()
+    end_children()
     os._exit(BAD_INPUT)
 
 
-def _end_children() -> None:
+def end_children() -> None:
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()

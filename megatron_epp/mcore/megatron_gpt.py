@@ -231,8 +231,11 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, 
     args = get_args()
     _examine_corpus(args)
     print_rank_0("> building the training, validation and test sets ...")
+    config = dataset_config(args)
+    per_split = config.blend_per_split
+    require_validation(args, bool(config.split_matrix[1] if per_split is None else per_split[1]))
     built = BlendedMegatronDatasetBuilder(
-        _kind_of_dataset(args), samples, partial(_reads_data, vp_stage), dataset_config(args)
+        _kind_of_dataset(args), samples, partial(_reads_data, vp_stage), config
     ).build()
     print_rank_0("> the sets are built")
     return tuple(built)
@@ -240,6 +243,16 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, 
 
 # Every rank calls it, so that each builds what it needs; Megatron looks for this attribute.
 datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def require_validation(args: argparse.Namespace, there: bool) -> None:
+    """Refuse a job that is to evaluate and has nothing to evaluate on (ValueError): Megatron finds
+    out in its first evaluation. ``there``: whether a part of the corpus is for validation."""
+    if not there and (args.eval_iters or args.full_validation):
+        raise ValueError(
+            "--eval-iters: there is nothing to evaluate on, as no part of the corpus is for "
+            "validation; give one (--split 99,1,0, or --valid-data-path), or --eval-iters 0"
+        )
 
 
 def _examine_corpus(args: argparse.Namespace) -> None:

@@ -35,6 +35,7 @@ from megatron_epp.mcore.data.item_documents import ItemDocuments, VarlenItems
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
+from megatron_epp.mcore.launcher import end_with_launcher
 from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.forward import forward_step
@@ -140,6 +141,7 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
     config = Config.of(args)
     refusals.refuse(args)
     replaced.warn(args)
+    end_with_launcher()
     host_budget_bytes(config)  # refused before anything is slow
     if args.sft:
         check_chat_flags(args)
@@ -305,6 +307,7 @@ class Job:
         sizes = (args.global_batch_size, args.eval_global_batch_size, args.eval_global_batch_size)
         consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
         made: list[GlobalBatches | None] = []
+        megatron_gpt.require_validation(args, documents[1] is not None)
         for docs, size, start in zip(documents, sizes, consumed, strict=True):
             if isinstance(docs, list):
                 raise ValueError("--epp evaluates on one validation set; leave --multiple-... out")

@@ -1,13 +1,16 @@
 """Refused jobs end together: status 2 on every rank that is refused, one line from one of them."""
 
 import re
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_epp.mcore import job_exit
-from tests.mcore.runs import Run, train
+from tests.mcore.runs import PROGRAM, ROOT, Run, command, environment, flags, train, write_corpus
 
 REFUSE = """
 import os, subprocess, sys, time
@@ -80,3 +83,34 @@ def test_a_rank_that_is_refused_alone_speaks_for_itself(tmp_path):
     done = start(tmp_path, REFUSE.format(group=True, late=(0, 0), refused=(1,)))
     assert done.errors == ["megatron_epp: error: rank 1 was given a bad plan"]
     assert 2 in done.statuses
+
+
+def test_ranks_and_planner_end_when_their_launcher_is_killed(tmp_path):
+    """Also those behind a wrapper, whose parent lives on."""
+    corpus = write_corpus(tmp_path / "corpus", [60, 50, 40, 30, 20, 128] * 20)
+    wrapper = tmp_path / "run.sh"
+    wrapper.write_text(f'#!/bin/bash\n"{sys.executable}" "$@"\necho $? >> {tmp_path}/status\n')
+    wrapper.chmod(0o755)
+    words = command(flags(corpus, epp=True, train_iters=100000), 2, PROGRAM)
+    at = words.index(PROGRAM[1]) - 1
+    words[at:at] = ["--no-python", str(wrapper)]
+    log = tmp_path / "log"
+    with log.open("w") as said:
+        launcher = psutil.Popen(words, cwd=ROOT, env=environment(2), stdout=said, stderr=said)
+    try:
+        until(lambda: "iteration        2/" in log.read_text(), 120)
+        started = launcher.children(recursive=True)
+        assert sum("serve" in process.cmdline() for process in started) == 1
+    finally:
+        launcher.kill()
+        launcher.wait()
+    until(lambda: not any(runs(process.pid) for process in started), 10)
+    assert log.read_text().count("ends: torchrun") == 2
+    assert (tmp_path / "status").read_text() == "1\n1\n"
+
+
+def until(there: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.1)

@@ -264,6 +264,22 @@ def test_a_plan_with_a_bad_line(corpus, tmp_path):
     refused(flags(corpus, epp_plan=plan, **ONE), "line 4", "0[0:4")
 
 
+@pytest.mark.parametrize("flag", ["epp_plan", "epp_cost_model"])
+def test_a_pipe_in_the_place_of_a_file(corpus, tmp_path, flag):
+    """Nobody waits for somebody to write into it."""
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    refused(flags(corpus, **{flag: pipe}, **ONE), f"{pipe}: is a pipe; expected")
+
+
+@pytest.mark.parametrize("ours", [{"epp": True}, {"micro_batch_size": 1}])
+def test_a_training_of_no_length_and_an_evaluation_on_nothing(corpus, ours):
+    one = {"pipeline_model_parallel_size": 1, **ours}
+    for wanted in (0, None):
+        refused(flags(corpus, train_iters=wanted, **one), "--train-iters and --train-samples: nei")
+    refused(flags(corpus, train_iters=-1, **one), "--train-iters -1: expected at least 1")
+    refused(flags(corpus, eval_iters=2, **one), "--eval-iters: there is nothing to evaluate on")
+
+
 def test_a_budget_in_which_nothing_fits(corpus):
     refused(flags(corpus, epp_memory_budget_gib=1e-6, **ONE), "GiB")
 

@@ -163,3 +163,13 @@ def test_every_release_names_every_seam() -> None:
         assert set(release.fingerprints) == {seam.name for seam in seams.ALL_SEAMS}
         for version in release.versions:
             assert release_of(version) is release_of(f"{version}+d98e8a64") is release
+
+
+def test_a_fresh_checkout_has_not_compiled_anything(tree, check) -> None:
+    """Megatron compiles its helpers when a job first starts."""
+    for made in (tree / "megatron" / "core" / "datasets").glob("helpers_cpp*"):
+        made.unlink()
+    done = check(tree)
+    assert done.returncode == 0, done.stdout
+    (tree / "megatron" / "core" / "datasets" / "helpers.cpp").unlink()
+    assert "gone: megatron.core.datasets.helpers_cpp" in check(tree).stdout

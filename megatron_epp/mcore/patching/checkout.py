@@ -95,10 +95,11 @@ class Checkout:
                     return path, parts[length:]
             if place.is_dir() and length == len(parts):
                 return place, []  # a package without __init__
-            near = [*place.parent.glob(f"{place.name}.*")]
-            compiled = [path for path in near if path.suffix in (".cpp", ".so")]
-            if compiled:
-                return compiled[0], parts[length:]
+            # helpers_cpp.*.so is made of helpers.cpp when a job first starts.
+            source = place.with_name(place.name.removesuffix("_cpp")).with_suffix(".cpp")
+            for path in (*place.parent.glob(f"{place.name}.*.so"), source):
+                if path.is_file():
+                    return path, parts[length:]
         return None, parts
 
     def _imported_from(self, path: Path, name: str) -> str | None:
