@@ -1,4 +1,4 @@
-"""The README's picture is what its script draws, and shows what the README says of it."""
+"""Pictures of the pages are what their scripts draw, and show what the pages say of them."""
 
 import importlib.util
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("draw_plans", ROOT / "docs" / "draw_plans.py")
+def load(name: str = "draw_plans"):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -19,6 +19,15 @@ def test_the_picture_is_what_the_script_draws() -> None:
     kept = script.FILE.read_text()
     assert script.picture() == kept, "run python docs/draw_plans.py and look at the picture"
     assert "docs/plan_against_packing.svg" in (ROOT / "README.md").read_text()
+
+
+def test_the_house_is_drawn_from_its_imports() -> None:
+    script = load("draw_house")
+    kept = script.FILE.read_text()
+    assert script.picture() == kept, "run python docs/draw_house.py and look at the picture"
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = [path.parent.name for path in script.PACKAGE.glob("*/__init__.py")]
+    assert "house.svg" in page and [room for room in rooms if f"\n| `{room}/` |" not in page] == []
 
 
 def test_the_plan_is_faster_in_the_same_memory() -> None:
