@@ -65,9 +65,10 @@ def install_schedule(
     (interleaving, CUDA graphs, ...) are left to Megatron, which is logged once.
 
     lengths          (micro-batch as the iterator gives it) -> rows of its hidden states over all
-                     ranks of a stage, padding included, or an Extent (planner/calls/extent.py), or
-                     None where it cannot tell. Needed where ``variable_seq_lengths`` is on and
-                     micro-batches are no mappings with ``tokens`` or ``input_ids``: else Megatron's
+                     ranks of a stage, padding included, or a MicrobatchShape
+                     (planner/calls/microbatch.py), or None where it cannot tell. Needed where
+                     ``variable_seq_lengths`` is on and micro-batches are no mappings with
+                     ``tokens`` or ``input_ids``: else Megatron's
                      schedule runs such calls
     reorder          micro-batches may run in another order (never with experts)
     split_backward   backwards may be split into halves for input and weight gradients; None: in
@@ -81,12 +82,12 @@ def install_schedule(
     """
     from megatron_epp.mcore.loops.install import Installed
     from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
-    from megatron_epp.planner.calls.call_plan import Freedom
+    from megatron_epp.planner.calls.call_options import CallOptions
 
     return Installed(
         Settings(
             lengths=lengths,
-            freedom=Freedom(reorder, split_backward is not False, headroom),
+            options=CallOptions(reorder, split_backward is not False, headroom),
             split_engines=bool(split_backward),
             timeout=TIMEOUT if timeout is None else timeout,
             observe=observe,

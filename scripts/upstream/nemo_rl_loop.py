@@ -161,10 +161,12 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
         expected = {name: p.grad.clone() for name, p in model.named_parameters()}
         ran: list[Any] = []
         megatron_epp.install_schedule(
-            lengths=lambda batch: Extent(batch.input_ids.shape[1], batch.input_ids.shape[0]),
+            lengths=lambda batch: MicrobatchShape(
+                batch.input_ids.shape[1], batch.input_ids.shape[0]
+            ),
             observe=ran.append,
         )
-        from megatron_epp.planner.calls.extent import Extent
+        from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
         for _ in range(3):  # seconds are measured in the first; later ones run by them
             ours = train(loop, model)

@@ -12,17 +12,21 @@ sys.path.insert(0, str(BENCH))
 import cpu_loops  # noqa: E402
 
 from megatron_epp.ir import KIND_CODE  # noqa: E402
-from megatron_epp.planner.calls.call_plan import Freedom, whole_plan  # noqa: E402
-from megatron_epp.planner.calls.extent import Extent  # noqa: E402
-from megatron_epp.planner.calls.stage_seconds import features  # noqa: E402
-from tests.planner.calls.test_ordering import rates  # noqa: E402
+from megatron_epp.planner.calls.call_cost import features  # noqa: E402
+from megatron_epp.planner.calls.call_options import CallOptions  # noqa: E402
+from megatron_epp.planner.calls.call_plan import whole_plan  # noqa: E402
+from megatron_epp.planner.calls.microbatch import MicrobatchShape  # noqa: E402
+from tests.planner.calls.test_group_order import rates  # noqa: E402
 
 
-@pytest.mark.parametrize("freedom", [Freedom(), Freedom(False, False), Freedom(headroom=1.0)])
-def test_what_was_predicted_is_what_is_replayed(freedom) -> None:
+@pytest.mark.parametrize(
+    "options", [CallOptions(), CallOptions(False, False), CallOptions(headroom=1.0)]
+)
+def test_what_was_predicted_is_what_is_replayed(options) -> None:
     tokens = [100, 400, 100, 300, 100, 200, 100, 350]
     stages = 4
-    plan = whole_plan([Extent(n) for n in tokens], (1,) * stages, rates(stages), freedom, False)
+    shapes = [MicrobatchShape(n) for n in tokens]
+    plan = whole_plan(shapes, (1,) * stages, rates(stages), options, False)
     pairs = [n * (n + 1) / 2 for n in tokens]
     seconds = np.einsum("skf,fc->ksc", rates(stages), features(tokens, pairs))
     measured = [

@@ -21,7 +21,7 @@ from megatron_epp.ir import FULL
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, install_in_model
-from megatron_epp.planner.calls.memory import Memory
+from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 _HERE = "_megatron_epp_attached"
 
@@ -43,7 +43,7 @@ class AttachedModel:
         adapter: Adapter,
         attention: Attention,
         head_again: bool,
-        memory: Memory | None,
+        memory: ActivationBudget | None,
     ):
         self.adapter, self.head_again, self.memory = adapter, head_again, memory
         self._config = model.config
@@ -184,7 +184,7 @@ def attach_to(
     if memory_gib is not None:
         if not 0 < memory_gib < math.inf:
             raise ValueError(f"attach(memory_gib={memory_gib}): expected more than 0")
-        memory = Memory.of(model.config, model.vocab_size, memory_gib * GIB)
+        memory = ActivationBudget.of(model.config, model.vocab_size, memory_gib * GIB)
     return AttachedModel(model, adapter, chosen, head_again, memory)
 
 

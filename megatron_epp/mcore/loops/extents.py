@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 # What tells the extent of a micro-batch, as the loop's iterator gives it; None: it cannot say.
-Extents = Callable[[Any], Extent | int | None]
+Extents = Callable[[Any], MicrobatchShape | int | None]
 
 
-def extent_of(micro_batch: Any) -> Extent | None:
+def extent_of(micro_batch: Any) -> MicrobatchShape | None:
     """The extent of a micro-batch of a common form, or None: a mapping with ``tokens`` or
     ``input_ids`` [B, S] and, where documents are packed, ``packed_seq_params`` or ``cu_seqlens``.
     """
@@ -30,8 +30,8 @@ def extent_of(micro_batch: Any) -> Extent | None:
     params = micro_batch.get("packed_seq_params")
     borders = micro_batch.get("cu_seqlens") if params is None else params.cu_seqlens_q
     if borders is None:
-        return Extent(rows, samples)
-    return Extent(rows * samples, 1, lengths_between(borders))
+        return MicrobatchShape(rows, samples)
+    return MicrobatchShape(rows * samples, 1, lengths_between(borders))
 
 
 def lengths_between(borders: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def lengths_between(borders: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise(flat) if b > a)
 
 
-def measured(micro_batch: Any, by: Extents | None, number: int) -> Extent | None:
+def measured(micro_batch: Any, by: Extents | None, number: int) -> MicrobatchShape | None:
     """The extent of micro-batch ``number``, by the loop's own function where there is one.
 
     ValueError: what that function says is no extent.
@@ -48,9 +48,9 @@ def measured(micro_batch: Any, by: Extents | None, number: int) -> Extent | None
     if by is None:
         return extent_of(micro_batch)
     found = by(micro_batch)
-    if isinstance(found, bool) or not isinstance(found, Extent | int | None):
+    if isinstance(found, bool) or not isinstance(found, MicrobatchShape | int | None):
         raise ValueError(
-            f"lengths(micro-batch {number}) gave {type(found).__name__}; expected an Extent, or "
-            "the rows of its hidden states as a whole number"
+            f"lengths(micro-batch {number}) gave {type(found).__name__}; expected a "
+            "MicrobatchShape, or the rows of its hidden states as a whole number"
         )
-    return Extent(found) if isinstance(found, int) else found
+    return MicrobatchShape(found) if isinstance(found, int) else found

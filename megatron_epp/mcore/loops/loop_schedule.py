@@ -26,8 +26,8 @@ from megatron_epp.mcore.loops.reading import extents_read, lengths_read
 from megatron_epp.mcore.loops.settings import Ran, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.planner.calls.call_plan import AS_GIVEN, Freedom
-from megatron_epp.planner.calls.stage_seconds import features
+from megatron_epp.planner.calls.call_cost import features
+from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Elsewhere, Executor
 from megatron_epp.runtime.link import Links
@@ -140,16 +140,16 @@ class LoopSchedule:
             return None
         make, layers, rates = self.settings.make_plan, pipeline.layers, pipeline.rates_SK3
         # What was never measured, or long ago, may be wrong about which order is better.
-        wanted = self.settings.freedom
+        wanted = self.settings.options
         tells = not call.forward_only and (model is None or model.memory is None)
         if not pipeline.measured or (tells and pipeline.track_record.due):
-            wanted = Freedom(False, False)
-        freedom = pipeline.freedom(call, wanted, [extent.tokens for extent in extents])
+            wanted = CallOptions(False, False)
+        options = pipeline.options(call, wanted, [extent.tokens for extent in extents])
         if model is not None:
-            freedom = replace(freedom, memory=model.memory)
-        key = (tuple(extents), call.forward_only, freedom, rates.tobytes())
+            options = replace(options, memory=model.memory)
+        key = (tuple(extents), call.forward_only, options, rates.tobytes())
         plan = pipeline.planning.plan(
-            key, lambda: make(extents, layers, rates, freedom, call.forward_only)
+            key, lambda: make(extents, layers, rates, options, call.forward_only)
         )
         parts = groups.cp.size()
         if getattr(call.config, "sequence_parallel", False):
@@ -176,11 +176,11 @@ class LoopSchedule:
         """The documents of the micro-batches cut into slices."""
         lengths = lengths_read(call, pipeline, batches, model)
         make, layers, rates = self.settings.make_sliced_plan, pipeline.layers, pipeline.rates_SK3
-        freedom = pipeline.freedom(call, self.settings.freedom, [sum(of) for of in lengths])
-        freedom = replace(freedom, memory=model.memory)
-        key = (tuple(lengths), call.forward_only, freedom, rates.tobytes(), "sliced")
+        options = pipeline.options(call, self.settings.options, [sum(of) for of in lengths])
+        options = replace(options, memory=model.memory)
+        key = (tuple(lengths), call.forward_only, options, rates.tobytes(), "sliced")
         plan = pipeline.planning.plan(
-            key, lambda: make(lengths, layers, rates, freedom, call.forward_only)
+            key, lambda: make(lengths, layers, rates, options, call.forward_only)
         )
         config = call.config
         multiple = groups.tp.size() if config.sequence_parallel else 1

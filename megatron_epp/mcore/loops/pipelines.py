@@ -19,8 +19,9 @@ from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
 from megatron_epp.mcore.patching import seams
-from megatron_epp.planner.calls.call_plan import Freedom, rows_of_1f1b
-from megatron_epp.planner.calls.stage_seconds import StageSeconds, guessed_rates
+from megatron_epp.planner.calls.call_cost import guessed_rates
+from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
+from megatron_epp.planner.calls.stage_seconds import StageSeconds
 from megatron_epp.planner.calls.track_record import TrackRecord
 from megatron_epp.runtime.executor import BEFORE, Waiting
 from megatron_epp.runtime.groups import Groups
@@ -63,22 +64,22 @@ class ModelPipeline:
     def control(self) -> Any:
         return None if self.groups is None else self.groups.control
 
-    def freedom(self, call: LoopCall, wanted: Freedom, tokens: Sequence[int]) -> Freedom:
+    def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
         """What a plan of ``call``, with micro-batches of ``tokens``, may do of what the user
         ``wanted``. All ranks of a replica reckon alike."""
         if not call.forward_only and self.stages > 1:
             now = rows_of_1f1b(tokens, self.stages).tolist()
             self.had_rows = tuple(map(max, now, self.had_rows)) if self.had_rows else tuple(now)
         if call.first_val_step is not None and call.forward_only:
-            return Freedom(False, False)
-        return Freedom(
+            return CallOptions(False, False)
+        return CallOptions(
             # The experts' ranks meet inside of layers, those of other replicas too; what routers
             # recorded is replayed in the order of the forwards.
             reorder=wanted.reorder and not getattr(call.config, "num_moe_experts", None),
             split=wanted.split and self.split_refused is None,
             headroom=wanted.headroom,
             had_rows=self.had_rows if not call.forward_only else (),
-            price=self.track_record.price,
+            correction=self.track_record.correction,
         )
 
     def learn(self, rates: dict[int, tuple[np.ndarray, bool]]) -> None:
@@ -144,7 +145,7 @@ class Pipelines:
 
     def _split_refused(self, model: Any) -> str | None:
         """Why this stage cannot split backwards; None: it can."""
-        if not self.settings.freedom.split:
+        if not self.settings.options.split:
             return "not wanted"
         try:
             if not self.settings.split_engines and has_engines(model):

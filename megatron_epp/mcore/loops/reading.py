@@ -18,7 +18,7 @@ from megatron_epp.mcore.loops.calls import LoopCall
 from megatron_epp.mcore.loops.draws import MicroBatches
 from megatron_epp.mcore.loops.extents import Extents, measured
 from megatron_epp.mcore.loops.pipelines import ModelPipeline
-from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
 def extents_read(
@@ -27,7 +27,7 @@ def extents_read(
     batches: MicroBatches,
     shape: tuple[int, ...] | None,
     by: Extents | None,
-) -> list[Extent] | None:
+) -> list[MicrobatchShape] | None:
     """The extent of every micro-batch, by the loop's own function where there is one; None where
     shapes differ and nobody knows them. ``shape``: of all messages, where it is one. Collective.
 
@@ -35,7 +35,7 @@ def extents_read(
     """
     count = call.num_microbatches
     if pipeline.stages == 1:
-        return [Extent(1)] * count  # order and messages need none
+        return [MicrobatchShape(1)] * count  # order and messages need none
     needed = shape is None or by is not None
     found = _agreed(
         call,
@@ -48,7 +48,7 @@ def extents_read(
         config = call.config
         parts = mpu.get_context_parallel_world_size()
         parts *= config.tensor_model_parallel_size if config.sequence_parallel else 1
-        return [Extent(shape[0] * parts, shape[1])] * count
+        return [MicrobatchShape(shape[0] * parts, shape[1])] * count
     return None if found is None or None in found else found
 
 

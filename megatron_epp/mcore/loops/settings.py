@@ -8,7 +8,7 @@ from typing import Any
 from megatron_epp.ir import Plan, Timed
 from megatron_epp.mcore.loops.extents import Extents
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
-from megatron_epp.planner.calls.call_plan import Freedom, whole_plan
+from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
 TIMEOUT = timedelta(minutes=10)
@@ -24,9 +24,15 @@ class Ran:
     peak_bytes: int
 
 
-def _sliced_plan(*arguments: Any) -> Plan:
+def _plan(*arguments: Any) -> Plan:
     # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.planner.calls.slicing import sliced_plan
+    from megatron_epp.planner.calls.call_plan import whole_plan
+
+    return whole_plan(*arguments)
+
+
+def _sliced_plan(*arguments: Any) -> Plan:
+    from megatron_epp.planner.calls.call_plan import sliced_plan
 
     return sliced_plan(*arguments)
 
@@ -36,11 +42,11 @@ class Settings:
     """See :func:`megatron_epp.install_schedule`."""
 
     lengths: Extents | None = None
-    freedom: Freedom = field(default_factory=Freedom)
+    options: CallOptions = field(default_factory=CallOptions)
     split_engines: bool = False  # split backwards of Transformer Engine's linears, too
     timeout: timedelta = TIMEOUT
     observe: Callable[[Ran], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
-    make_plan: Callable[..., Plan] = whole_plan
+    make_plan: Callable[..., Plan] = _plan
     make_sliced_plan: Callable[..., Plan] = _sliced_plan
     make_stage: Callable[..., MicroBatchStage] = MicroBatchStage

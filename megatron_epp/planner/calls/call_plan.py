@@ -1,140 +1,157 @@
-"""The plan of a call: whole micro-batches in the order that takes least."""
+"""The plan of a call: its micro-batches whole or cut, in the order that takes least."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Prediction, Span
-from megatron_epp.planner.calls.extent import Extent
-from megatron_epp.planner.calls.memory import Memory
-from megatron_epp.planner.calls.stage_seconds import features
-
-GAIN = 0.015  # at least so much faster than the caller's order, or it is not worth another
-# By whom a plan says that it was made.
-PLANNED = "loop"
-AS_GIVEN = "loop-as-given"  # whole micro-batches in the caller's order, by 1F1B
-
-
-@dataclass(frozen=True, slots=True)
-class Freedom:
-    """What a plan may do besides running micro-batches in the caller's order.
-
-    reorder    run them in another order
-    split      split backwards into I and W
-    headroom   hold so much more than Megatron's 1F1B does, as a share of that; 0: no more
-    had_rows   [stages] the most tokens that 1F1B has had to hold in calls until now; (): none
-    price      so many times longer than predicted do planned orders take (track_record)
-    memory     what chunks may hold, in bytes, and layers be recomputed for; None: as many tokens as
-               by headroom, and nothing is recomputed
-    """
-
-    reorder: bool = True
-    split: bool = True
-    headroom: float = 0.0
-    had_rows: tuple[int, ...] = ()
-    price: float = 1.0
-    memory: Memory | None = None
-
-    def __post_init__(self) -> None:
-        if not self.headroom >= 0:
-            raise ValueError(f"headroom {self.headroom}: expected at least 0")
-
-    def room(self, tokens: Sequence[int], stages: int) -> np.ndarray:
-        """[stages]: tokens that may be held between forward and backward in a call with micro-
-        batches of ``tokens``. A whole job so holds no more at once than it would by 1F1B."""
-        now = rows_of_1f1b(tokens, stages)
-        most = np.maximum(now, self.had_rows) if self.had_rows else now
-        return most * (1 + self.headroom)
-
-    def pays(self, seconds: float, given_seconds: float) -> bool:
-        """Whether an order of ``seconds``, as predicted, is worth leaving the caller's for."""
-        return seconds * self.price < given_seconds * (1 - GAIN)
-
-
-def rows_of_1f1b(tokens: Sequence[int], stages: int) -> np.ndarray:
-    """[stages]: the most tokens between forward and backward in the caller's order by Megatron's
-    1F1B, which holds as many micro-batches in a row as stages follow, this one included."""
-    ends = np.concatenate(([0], np.cumsum(tokens)))
-    widths = [min(stages - stage, len(tokens)) for stage in range(stages)]
-    return np.array([(ends[width:] - ends[:-width]).max() for width in widths])
+from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Op, Plan, Prediction, Span
+from megatron_epp.planner.calls.call_cost import B, CallChunks, F, token_table
+from megatron_epp.planner.calls.call_options import AS_GIVEN, GAIN, PLANNED, CallOptions
+from megatron_epp.planner.calls.cuttings import cuttings
+from megatron_epp.planner.calls.group_order import (
+    best_order,
+    flow_seconds,
+    forward_order,
+    given_order,
+    problem_of_call,
+    search_ops,
+)
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+from megatron_epp.planner.calls.recompute import RecomputeFit
+from megatron_epp.planner.chunks.slicing import Rates
 
 
 def whole_plan(
-    extents: Sequence[Extent],
+    shapes: Sequence[MicrobatchShape],
     layers: Sequence[int],
     rates_SK3: np.ndarray,
-    freedom: Freedom,
+    options: CallOptions,
     forward_only: bool,
 ) -> Plan:
     """Every micro-batch a chunk of its own, in the order that takes least.
 
     rates_SK3   [stages, kinds, 3] by which seconds follow (stage_seconds)
+
+    PlanError: nothing holds as little as ``options.memory`` wants.
     """
-    if len(layers) == 1:
-        orders = tuple(
-            Op(kind, number)
-            for number in range(len(extents))
-            for kind in ((Kind.FORWARD,) if forward_only else (Kind.FORWARD, Kind.BACKWARD))
-        )
-        return uncut(extents, layers, (orders,), 0.0, AS_GIVEN)
-    # Imported where plans are made: the compiler takes a second to load.
-    from megatron_epp.planner.calls import ordering
-
-    tokens, pairs = [e.tokens for e in extents], [e.pairs for e in extents]
-    seconds = np.einsum("skf,fc->ksc", rates_SK3, features(tokens, pairs))
-    if forward_only:
-        order, takes, given = ordering.forward_orders(seconds[ordering.F], freedom.reorder)
-        if freedom.pays(takes, given):
-            return uncut(extents, layers, (order,) * len(layers), takes, PLANNED)
-        order = tuple(Op(Kind.FORWARD, number) for number in range(len(extents)))
-        return uncut(extents, layers, (order,) * len(layers), given, AS_GIVEN)
-    work = ordering.Work(seconds, np.array(tokens), np.ones(len(tokens), dtype=np.int64))
-    found = ordering.given_order(work)
-    if freedom.memory is not None:
-        return _within_memory(extents, layers, work, freedom, freedom.memory)
-    if freedom.reorder or freedom.split:
-        room = freedom.room(tokens, len(layers))
-        ops = ordering.search_ops(found.seconds)
-        tried = ordering.best_order(work, room, freedom.split, freedom.reorder, ops)
-        if tried is not None and freedom.pays(tried.seconds, found.seconds):
-            return uncut(extents, layers, tried.orders, tried.seconds, PLANNED)
-    return uncut(extents, layers, found.orders, found.seconds, AS_GIVEN)
+    tokens = tuple(shape.tokens for shape in shapes)
+    groups = tuple((Chunk((Span(number, 0, count),)),) for number, count in enumerate(tokens))
+    pairs = np.array([float(shape.pairs) for shape in shapes])
+    whole = CallChunks(groups, tokens, pairs)
+    return _fastest([whole], layers, rates_SK3, options, forward_only)
 
 
-def _within_memory(
-    extents: Sequence[Extent], layers: Sequence[int], work: Any, freedom: Freedom, memory: Memory
-) -> Plan:
-    """PlanError: nothing holds so little."""
-    from megatron_epp.planner.calls import ordering, recompute
-
-    count = len(extents)
-    held = recompute.Held(
-        memory, work.rows, np.zeros(count, dtype=bool), np.ones(count, dtype=bool), np.array(layers)
-    )
-    ops = ordering.search_ops(ordering.given_order(work).seconds)
-    found = recompute.fitted(work, held, freedom.split, freedom.reorder, ops)
-    if found is None:
-        raise memory.too_little("whole micro-batches", max(e.tokens for e in extents))
-    return uncut(extents, layers, found.orders, found.seconds, PLANNED, found.recompute)
-
-
-def uncut(
-    extents: Sequence[Extent],
+def sliced_plan(
+    lengths: Sequence[Sequence[int]],
     layers: Sequence[int],
-    orders: tuple,
+    rates_SK3: np.ndarray,
+    options: CallOptions,
+    forward_only: bool,
+) -> Plan:
+    """As :func:`whole_plan`, micro-batches cut or whole; lengths[micro-batch] of documents."""
+    mean_3 = rates_SK3[:, [F, B]].sum(axis=1).mean(axis=0)
+    candidates = list(cuttings(lengths, Rates(*mean_3.tolist())))
+    return _fastest(candidates, layers, rates_SK3, options, forward_only)
+
+
+def _fastest(
+    cuttings: Sequence[CallChunks],
+    layers: Sequence[int],
+    rates_SK3: np.ndarray,
+    options: CallOptions,
+    forward_only: bool,
+) -> Plan:
+    """The plan of the cutting that takes least; the first has whole micro-batches."""
+    whole, stages = cuttings[0], len(layers)
+    unbounded = problem_of_call(whole, token_table(whole, rates_SK3), np.full(stages, np.inf))
+    given = given_order(unbounded, whole.sizes)
+    as_given = _plan(whole, layers, given.ops(whole.sizes), given.seconds, AS_GIVEN)
+    memory = None if forward_only else options.memory
+    if not (forward_only or memory or options.reorder or options.split):
+        return as_given
+    ops = max(1, search_ops(given.seconds) // len(cuttings))
+    room = options.room(whole.loads.tokens.tolist(), stages)
+    best: Plan | None = None
+    for cutting in cuttings:
+        if forward_only:
+            made: Plan | None = _forwards(cutting, layers, rates_SK3, options)
+        else:
+            made = _training(cutting, layers, rates_SK3, options, room, ops)
+        if made is not None and (best is None or _seconds(made) < _seconds(best) * (1 - GAIN)):
+            best = made
+    if memory is not None and best is None:
+        of = "slices" if len(cuttings) > 1 else "whole micro-batches"
+        raise memory.too_little(of, int(whole.loads.tokens.max()))
+    if best is None:
+        return as_given
+    pays = forward_only or memory or options.pays(_seconds(best), given.seconds)
+    return best if pays else as_given
+
+
+def _training(
+    call: CallChunks,
+    layers: Sequence[int],
+    rates_SK3: np.ndarray,
+    options: CallOptions,
+    room: np.ndarray,
+    ops: int,
+) -> Plan | None:
+    """Forwards and backwards of ``call``, within ``room`` tokens or the options' bytes; None where
+    no order is."""
+    free = options.split, options.reorder, ops
+    again = None
+    if options.memory is not None:
+        fitted = RecomputeFit(call, rates_SK3, tuple(layers), options.memory).best(*free)
+        found, again = fitted or (None, None)
+    else:
+        problem = problem_of_call(call, token_table(call, rates_SK3), room)
+        alone = len(layers) == 1
+        found = (
+            given_order(problem, call.sizes) if alone else best_order(problem, call.sizes, *free)
+        )
+    if found is None:
+        return None
+    return _plan(call, layers, found.ops(call.sizes), found.seconds, PLANNED, again)
+
+
+def _forwards(
+    call: CallChunks, layers: Sequence[int], rates_SK3: np.ndarray, options: CallOptions
+) -> Plan:
+    """Forwards alone, in one order for all stages: as they stand, or whole micro-batches in another
+    where that pays."""
+    seconds_SC = np.asarray(token_table(call, rates_SK3).seconds[Kind.FORWARD])
+    order, by = tuple(range(len(call.chunks))), AS_GIVEN
+    if options.reorder and len(call.groups) == len(order):
+        other = forward_order(seconds_SC)
+        if options.pays(flow_seconds(seconds_SC, other), flow_seconds(seconds_SC, order)):
+            order, by = other, PLANNED
+    ops = tuple(Op(Kind.FORWARD, chunk) for chunk in order)
+    return _plan(call, layers, (ops,) * len(layers), flow_seconds(seconds_SC, order), by)
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.seconds
+
+
+def _plan(
+    call: CallChunks,
+    layers: Sequence[int],
+    orders: tuple[tuple[Op, ...], ...],
     seconds: float,
     by: str,
-    recompute: tuple[tuple[str, ...], ...] = (),
+    again: np.ndarray | None = None,
 ) -> Plan:
-    """Micro-batches as chunks, each a document of its own; () recomputes nothing."""
-    tokens = tuple(extent.tokens for extent in extents)
+    """again: layers [stages, chunks] that are recomputed; None: nothing is."""
+    counts = np.zeros((len(layers), len(call.chunks))) if again is None else again
     return Plan(
-        documents=tokens,
+        documents=call.documents,
         layers=tuple(layers),
-        chunks=tuple(Chunk((Span(number, 0, count),)) for number, count in enumerate(tokens)),
-        recompute=recompute or tuple((KEEP * count,) * len(tokens) for count in layers),
+        chunks=call.chunks,
+        recompute=tuple(
+            tuple(FULL * int(n) + KEEP * int(count - n) for n in row)
+            for count, row in zip(layers, counts, strict=True)
+        ),
         orders=orders,
         predicted=Prediction(seconds, (0.0,) * len(layers), by),
     )

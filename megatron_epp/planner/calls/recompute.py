@@ -1,103 +1,96 @@
-"""Which layers of which chunk each stage recomputes, so that an order fits into a budget of bytes.
+"""Which layers of which chunk each stage recomputes, so that a call fits into a budget of bytes.
 
-Where an order does not fit, as many layers of every chunk are recomputed as it takes, alike on all
-stages; then each stage gives back, chunk by chunk, what it has room for: those first whose forward
-takes longest.
+The diagonal program says for an order what it must recompute. The search for orders wants that
+beforehand: it begins with what 1F1B needs, or less, or everything, and what the order that it finds
+does not need is given back.
 """
 
-from dataclasses import dataclass, replace
+import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_epp.ir import FULL, KEEP, Kind, Op
-from megatron_epp.planner.calls import ordering
-from megatron_epp.planner.calls.memory import Memory
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import FULL
+from megatron_epp.planner.calls.call_cost import ActivationBudget, CallChunks, byte_table, chunks_in
+from megatron_epp.planner.calls.group_order import OrderedGroups, best_order, problem_of_call
+from megatron_epp.planner.order.compiled import B, F
+from megatron_epp.planner.order.problem import ScheduleProblem
+from megatron_epp.planner.order.replay import replayed
+from megatron_epp.planner.order.warmup import shrinking, whole_groups
+from megatron_epp.planner.recompute.choices import diagonal_counts
+from megatron_epp.planner.recompute.ilp import Solver
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a stage's layers that are recomputed to begin with
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the chunks of a call hold.
-
-    tokens, cut, loss   [chunks] of each; whether it is a slice; whether a loss follows its forward
-    layers              [stages]
-    """
-
-    memory: Memory
-    tokens: np.ndarray
-    cut: np.ndarray
-    loss: np.ndarray
-    layers: np.ndarray
-
-    def bytes(self, again: np.ndarray) -> np.ndarray:
-        """[stages, chunks] where ``again`` [stages, chunks] layers are recomputed."""
-        one = self.memory
-        kept = np.where(self.cut, one.kept_of_cut, one.kept)
-        recomputed = np.where(self.cut, one.recomputed_of_cut, one.recomputed)
-        held = (self.layers[:, None] - again) * kept + again * recomputed
-        held[-1] += np.where(self.loss, one.logits, 0.0)
-        return held * self.tokens
-
-    def layer_bytes(self, recomputing: bool) -> float:
-        """Of the layer of the largest chunk that lives again while its backward runs."""
-        return float(self.memory.kept * self.tokens.max()) if recomputing else 0.0
+SHARES = (0.5, 1.0)  # of all layers
 
 
-def fitted(
-    work: ordering.Work, held: Held, split: bool, reorder: bool, ops: int
-) -> ordering.Ordered | None:
-    """The fastest order found within the budget, with what it recomputes; None where none fits."""
-    best: ordering.Ordered | None = None
-    for share in SHARES:
-        layers = np.ceil(share * held.layers).astype(int)
-        again = np.tile(layers[:, None], (1, len(held.tokens)))
-        room = np.full(work.stages, held.memory.budget_bytes - held.layer_bytes(share > 0))
-        tried = ordering.best_order(
-            _with(work, held, again), room, split and not share, reorder, ops // len(SHARES)
-        )
-        if tried is None:
-            continue
-        if again.any():
-            tried = _given_back(work, held, tried, again, room)
-        if best is None or tried.seconds < best.seconds:
-            best = tried
-    return best
+class RecomputeFit:
+    """One call on stages of ``layers`` layers; a loop's layers are kept, or recomputed whole."""
 
+    def __init__(
+        self,
+        call: CallChunks,
+        rates_SK3: np.ndarray,
+        layers: tuple[int, ...],
+        budget: ActivationBudget,
+    ):
+        self.call, self.rates_SK3 = call, rates_SK3
+        self.cost: Cost = budget.cost(layers)
+        self.solver = Solver()
 
-def _with(work: ordering.Work, held: Held, again: np.ndarray) -> ordering.Work:
-    """``work`` whose backwards begin with ``again`` layers' forwards."""
-    seconds = work.seconds.copy()
-    more = seconds[ordering.F] * again / np.maximum(held.layers, 1)[:, None]
-    seconds[ordering.B] += more
-    seconds[ordering.I] += more
-    return replace(work, seconds=seconds, rows=held.bytes(again))
+    def best(self, split: bool, reorder: bool, ops: int) -> tuple[OrderedGroups, np.ndarray] | None:
+        """The fastest order found within the budget, and the layers [stages, chunks] that it
+        recomputes; None where none fits."""
+        choices = list(self._choices())
+        best = None
+        for again in choices:
+            some = bool(again.any())
+            problem = self._problem(self.call, again)
+            found = best_order(
+                problem, self.call.sizes, split and not some, reorder, ops // len(choices)
+            )
+            if found is None:
+                continue
+            if some:
+                found, again = self._given_back(found, again)
+            if best is None or found.seconds < best[0].seconds:
+                best = found, again
+        return best
 
+    def _choices(self) -> Iterator[np.ndarray]:
+        nothing = np.zeros((self.cost.stages, len(self.call.loads.tokens)))
+        yield nothing
+        kept = self._problem(self.call, nothing)
+        for law in (shrinking, whole_groups):
+            again = self._least(self.call, kept, law(self.call.sizes, self.cost.stages))
+            if again is not None and again.any():
+                yield again
+        for share in SHARES:
+            yield nothing + np.ceil(share * np.array(self.cost.layers))[:, None]
 
-def _given_back(
-    work: ordering.Work, held: Held, found: ordering.Ordered, again: np.ndarray, room: np.ndarray
-) -> ordering.Ordered:
-    """The same order, with layers kept where there is room."""
-    again = again.copy()
-    per_layer = held.bytes(np.zeros_like(again)) - held.bytes(np.ones_like(again))
-    for stage, order in enumerate(found.orders):
-        bytes_C = held.bytes(again)[stage]
-        at = {op: number for number, op in enumerate(order)}
-        alive = {
-            op.chunk: slice(at[Op(Kind.FORWARD, op.chunk)], number + 1)
-            for op, number in at.items()
-            if op.kind is Kind.BACKWARD
-        }
-        now = np.zeros(len(order))
-        for chunk, while_held in alive.items():
-            now[while_held] += bytes_C[chunk]
-        for chunk in np.argsort(-work.seconds[ordering.F, stage], kind="stable").tolist():
-            left = room[stage] - now[alive[chunk]].max()
-            kept = int(min(again[stage, chunk], left // per_layer[stage, chunk]))
-            again[stage, chunk] -= kept
-            now[alive[chunk]] += kept * per_layer[stage, chunk]
-    letters = tuple(
-        tuple(FULL * int(n) + KEEP * int(layers - n) for n in row)
-        for layers, row in zip(held.layers, again, strict=True)
-    )
-    return replace(ordering.retimed(_with(work, held, again), found), recompute=letters)
+    def _given_back(
+        self, found: OrderedGroups, again: np.ndarray
+    ) -> tuple[OrderedGroups, np.ndarray]:
+        """The order of ``found``, with as little recompute as it needs."""
+        call, kinds = self.call.arranged(found.order), found.schedule.kinds
+        before = np.cumsum(kinds == F, axis=1)[kinds == B].reshape(self.cost.stages, -1)
+        kept = self._problem(call, np.zeros_like(again))
+        less = self._least(call, kept, before)
+        if less is None:
+            return found, again
+        problem = self._problem(call, less)
+        played = replayed(problem, found.schedule)
+        if played.over_bytes > 0 or played.seconds > found.seconds:
+            return found, again
+        again = np.empty_like(less)
+        again[:, chunks_in(found.order, self.call.sizes)] = less
+        return dataclasses.replace(found, problem=problem, schedule=played), again
+
+    def _problem(self, call: CallChunks, again: np.ndarray) -> ScheduleProblem:
+        table = byte_table(call, self.rates_SK3, self.cost, again)
+        return problem_of_call(call, table, np.array(self.cost.budget_bytes))
+
+    def _least(self, call: CallChunks, kept: ScheduleProblem, law: np.ndarray) -> np.ndarray | None:
+        """Layers [stages, chunks] to recompute under the window law; None where none are enough."""
+        found = diagonal_counts(self.solver, self.cost, call.loads, kept, law, integer=False)
+        return None if found is None else found.get(FULL, np.zeros(kept.ops.seconds.shape[1:]))

@@ -1,4 +1,4 @@
-"""What ops of a stage take: guessed from the model's shape, then measured as the loop runs.
+"""Seconds of a stage's ops: guessed from the model's shape, then measured as the loop runs.
 
     seconds of an op = token x tokens + pair x query-key pairs + op
 
@@ -10,51 +10,19 @@ took when it was last run, as many times longer or shorter as forwards have beco
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
 from megatron_epp.cost.regression import fit
 from megatron_epp.ir import KIND_CODE, OF_LAYERS, Kind, Timed
+from megatron_epp.planner.calls.call_cost import SPLIT_COST, B, F, I, W
 
 COLD = 1  # first calls that do not count
 CALLS = 4  # the latest, whose ops count
 EAGER = 3  # as many first ones are each fitted at once, then every
 SELDOM = 8
-SPLIT_PRICE = 1.04  # I and W together over B, where they have not been measured
-_FLOPS_PER_SECOND = 1e12  # of nothing in particular
-_OP_TOKENS = 32  # an op costs as much as so many tokens besides, until it is measured
-FEATURES = 3  # tokens, pairs, 1
-
-F, B, I, W = (KIND_CODE[Kind(letter)] for letter in "FBIW")  # noqa: E741
-
-
-def features(tokens: Sequence[float], pairs: Sequence[float]) -> np.ndarray:
-    """[3, chunks]."""
-    return np.stack([np.asarray(tokens, float), np.asarray(pairs, float), np.ones(len(tokens))])
-
-
-def guessed_rates(config: Any, layers: int, vocabulary: int) -> np.ndarray:
-    """[kinds, 3] of a stage of ``layers`` layers, with an output layer of ``vocabulary`` words
-    (0: none), by the multiplications in them."""
-    hidden = getattr(config, "hidden_size", 0) or 0
-    heads = getattr(config, "num_attention_heads", 0) or 0
-    size = getattr(config, "kv_channels", 0) or (hidden // heads if heads else 0)
-    groups = getattr(config, "num_query_groups", 0) or heads
-    ffn = getattr(config, "ffn_hidden_size", 0) or 4 * hidden
-    matrices = 3 if getattr(config, "gated_linear_unit", False) else 2
-    experts = getattr(config, "moe_router_topk", 1) if getattr(config, "num_moe_experts", 0) else 1
-    attention = hidden * size * (2 * heads + 2 * groups)
-    token = 2 * layers * (attention + experts * matrices * hidden * ffn) + 2 * hidden * vocabulary
-    forward = np.array([token, 4 * layers * heads * size, 0.0]) / _FLOPS_PER_SECOND
-    if not forward.any():
-        forward = np.array([1.0, 0.0, 0.0]) / _FLOPS_PER_SECOND
-    forward[2] = _OP_TOKENS * forward[0]
-    rates = np.zeros((len(OF_LAYERS), FEATURES))
-    rates[F], rates[B] = forward, 2 * forward
-    rates[I] = rates[W] = SPLIT_PRICE / 2 * rates[B]
-    return rates
+FEATURES = 3  # tokens, pairs, 1 (call_cost.features)
 
 
 class StageSeconds:
@@ -95,13 +63,13 @@ class StageSeconds:
         for code, (coefficients, then) in known.items():
             rates[code] = coefficients * now / then
         if I not in known:
-            rates[I] = rates[W] = SPLIT_PRICE / 2 * rates[B]
+            rates[I] = rates[W] = SPLIT_COST / 2 * rates[B]
         elif B not in known:
             rates[B] = rates[I] + rates[W]
         return rates
 
     def _slowness(self, calls: Iterable[tuple[np.ndarray, tuple[Timed, ...]]]) -> float:
-        """Of forwards, against the guess."""
+        """Measured over guessed seconds of forwards."""
         rows, seconds = _measurements(calls, Kind.FORWARD)
         return float(seconds.sum() / (rows @ self.guess[F]).sum()) if len(rows) else 1.0
 

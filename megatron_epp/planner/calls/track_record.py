@@ -1,6 +1,6 @@
 """Whether calls by planned orders take as long as was predicted: else the caller's order is run.
 
-    price = (measured / predicted, in planned orders) / (measured / predicted, in the caller's)
+    correction = (measured / predicted, in planned orders) / (measured / predicted, in the caller's)
 
 A prediction leaves out what happens between ops, and a machine may be busy with other things. What
 slows both kinds of calls down alike cancels. A planned order must gain so much more by prediction.
@@ -14,7 +14,7 @@ CALLS = 5  # of each kind that count
 RETRY = 16  # calls in the caller's order, behind which a planned one is tried again
 CHECK = 32  # calls in planned orders, behind which the caller's is measured again
 MOST = 2.0
-STEP = 0.02  # in which a price is told: plans are remembered by it
+STEP = 0.02  # in which a correction is told: plans are remembered by it
 
 
 class TrackRecord:
@@ -43,7 +43,7 @@ class TrackRecord:
         return self._planned_in_turn >= CHECK
 
     @property
-    def price(self) -> float:
+    def correction(self) -> float:
         """What to multiply a planned order's predicted seconds by: 1 to ``MOST``, in steps. Until
         the caller's order has been measured its prediction is believed."""
         if not self._planned:

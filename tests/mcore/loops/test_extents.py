@@ -7,12 +7,12 @@ import torch
 
 from megatron_epp.mcore.loops.agreement import agreed
 from megatron_epp.mcore.loops.extents import extent_of, measured
-from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
 def test_samples_side_by_side() -> None:
     found = extent_of({"tokens": torch.zeros(3, 8)})
-    assert found == Extent(8, 3)
+    assert found == MicrobatchShape(8, 3)
     assert found.tokens == 24 and found.pairs == 3 * 36
 
 
@@ -25,7 +25,7 @@ def test_samples_side_by_side() -> None:
 )
 def test_packed_documents(borders) -> None:
     found = extent_of({"input_ids": torch.zeros(1, 9), **borders})
-    assert found == Extent(9, 1, (5, 3))
+    assert found == MicrobatchShape(9, 1, (5, 3))
     assert found.pairs == 15 + 6
 
 
@@ -37,15 +37,15 @@ def test_what_cannot_be_told(other) -> None:
 
 
 def test_a_function_of_the_loop() -> None:
-    assert measured("anything", lambda batch: 7, 0) == Extent(7)
-    assert measured("anything", lambda batch: Extent(7, 2), 0) == Extent(7, 2)
+    assert measured("anything", lambda batch: 7, 0) == MicrobatchShape(7)
+    assert measured("anything", lambda batch: MicrobatchShape(7, 2), 0) == MicrobatchShape(7, 2)
     assert measured({"tokens": torch.zeros(3, 8)}, lambda batch: None, 0) is None
-    with pytest.raises(ValueError, match=r"lengths\(micro-batch 3\) gave str; expected an Extent"):
+    with pytest.raises(ValueError, match=r"lengths\(micro-batch 3\) gave str; expected a Micro"):
         measured("anything", lambda batch: "7", 3)
     with pytest.raises(ValueError, match="0 rows x 1 samples: expected at least 1"):
         measured("anything", lambda batch: 0, 3)
     with pytest.raises(ValueError, match="documents of 9 tokens in a micro-batch of 8"):
-        Extent(8, 1, (5, 4))
+        MicrobatchShape(8, 1, (5, 4))
 
 
 def test_ranks_that_differ_are_named() -> None:

@@ -41,8 +41,8 @@ def test_hooks_and_returns_are_those_of_megatrons_schedule(answers, rank) -> Non
 
 BAD = {
     "twice": "rank 0: the forward step drew twice for micro-batch",
-    "differ": "micro-batch 2 differs over ranks: it has Extent(rows=10, samples=1, documents=()) "
-    "on rank 0, Extent(rows=11, samples=1, documents=()) on rank 1",
+    "differ": "micro-batch 2 differs over ranks: it has MicrobatchShape(rows=10, samples=1, "
+    "documents=()) on rank 0, MicrobatchShape(rows=11, samples=1, documents=()) on rank 1",
     "sliced twice": "rank 0: the forward step drew twice for one chunk: expected one draw",
     "sliced differ": "micro-batch 2 differs over ranks: documents of (10,) on rank 0, (11,) on ra",
     "count": "num_microbatches differs over the ranks of a pipeline: [3, 4]; expected one number",

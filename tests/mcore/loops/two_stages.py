@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_epp.mcore.loops.adapters.samples import Samples
-from megatron_epp.planner.calls.memory import Memory
+from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 LENGTHS = (20, 60, 10, 33)
 
@@ -201,8 +201,8 @@ def recomputed(model, attached, ran: list) -> list:
         "recompute_num_layers": 1,
     }
     model.train()
-    little = Memory.of(model.config, rl_loop.WORDS, 0.6 * 2**20)
-    little_for_whole = Memory.of(model.config, rl_loop.WORDS, 0.85 * 2**20)
+    little = ActivationBudget.of(model.config, rl_loop.WORDS, 0.6 * 2**20)
+    little_for_whole = ActivationBudget.of(model.config, rl_loop.WORDS, 0.85 * 2**20)
     made, letters = [], []
     for settings, memory, slicing in (
         (dict.fromkeys(static), None, True),

@@ -1,33 +1,55 @@
-"""What slices recompute so that they fit into a budget of bytes: enough, and no more."""
+"""Recompute of slices that a budget of bytes asks for: enough, and no more."""
+
+import dataclasses
 
 import numpy as np
 import pytest
 
-from megatron_epp.ir import Kind, Plan, PlanError, check
-from megatron_epp.planner.calls.call_plan import Freedom, whole_plan
-from megatron_epp.planner.calls.extent import Extent
-from megatron_epp.planner.calls.memory import Memory
-from megatron_epp.planner.calls.slicing import sliced_plan
-from tests.planner.calls.test_ordering import CURVED, rates
+from megatron_epp.cost.analytic import profile, without_states
+from megatron_epp.cost.devices import device
+from megatron_epp.cost.loads import loads_of
+from megatron_epp.cost.models import model
+from megatron_epp.cost.profile import Bytes
+from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Plan, PlanError, Span, check
+from megatron_epp.planner.calls.call_cost import ActivationBudget
+from megatron_epp.planner.calls.call_options import CallOptions
+from megatron_epp.planner.calls.call_plan import sliced_plan, whole_plan
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+from tests.planner.calls.test_group_order import CURVED, rates
 
 LENGTHS = [(200,), (200, 100), (4000,), (150,), (900,), (1200, 300)]
 LAYERS = (4, 4)
 
 
-def memory(budget: float) -> Memory:
-    """A byte a token and layer where it is kept, a tenth where it is not."""
-    return Memory(budget, 1.0, 1.2, 0.1, 0.3, 2.0)
+def memory(budget: float) -> ActivationBudget:
+    """A byte a token and layer where it is kept, a tenth where it is not; two a token of logits;
+    a tenth for K and V of cut documents, and for their gradients."""
+    made = without_states(profile(model("llama3-8b"), device("cpu"), link_seconds=False))
+    return ActivationBudget(
+        budget,
+        dataclasses.replace(
+            made,
+            saved_bytes={**made.saved_bytes, KEEP: Bytes(1.0, 1.0), FULL: Bytes(0.1, 0.1)},
+            recompute_workspace_bytes={
+                **made.recompute_workspace_bytes, FULL: Bytes(0.9, 0.9)
+            },
+            kv_bytes_per_token=0.1,
+            kv_gradient_bytes_per_token=0.1,
+            last_bytes=Bytes(2.0, 2.0),
+        ),
+    )  # fmt: skip
 
 
 def planned(budget: float | None) -> Plan:
-    freedom = Freedom(memory=None if budget is None else memory(budget))
-    plan = sliced_plan(LENGTHS, LAYERS, rates(2, CURVED), freedom, False)
+    options = CallOptions(memory=None if budget is None else memory(budget))
+    plan = sliced_plan(LENGTHS, LAYERS, rates(2, CURVED), options, False)
     check(plan)
     return plan
 
 
 def peaks(plan: Plan, micro_batches=LENGTHS) -> list[float]:
-    """Bytes that every stage holds at most, counted op by op."""
+    """Bytes that every stage holds at most between ops, counted op by op: what chunks hold from F
+    to B, K and V of a cut document from its first F to its last B."""
     lengths = plan.documents
     of = [number for number, group in enumerate(micro_batches) for _ in group]
     most = []
@@ -35,22 +57,30 @@ def peaks(plan: Plan, micro_batches=LENGTHS) -> list[float]:
         last = stage == plan.stages - 1
         left = {n: sum(of[c.spans[0].document] == n for c in plan.chunks) for n in set(of)}
         now = peak = 0.0
-        held = {}
+        held, kv = {}, {}
         for op in order:
             chunk = plan.chunks[op.chunk]
+            document = chunk.spans[0].document
+            cut = chunk.spans[0].tokens < lengths[document]
             if op.kind is Kind.FORWARD:
-                cut = chunk.spans[0].tokens < lengths[chunk.spans[0].document]
                 again = plan.recompute[stage][op.chunk].count("f")
                 kept = plan.recompute[stage][op.chunk].count("k")
-                number = of[chunk.spans[0].document]
+                number = of[document]
                 left[number] -= 1
-                per_token = kept * (1.2 if cut else 1.0) + again * (0.3 if cut else 0.1)
-                per_token += 2.0 * (last and left[number] == 0)
+                per_token = kept + 0.1 * again + 2.0 * (last and left[number] == 0)
                 held[op.chunk] = per_token * chunk.tokens
                 now += held[op.chunk]
+                if cut and document not in kv:
+                    cuts = [c for c in plan.chunks if c.spans[0].document == document]
+                    context = lengths[document] - max(c.spans[0] for c in cuts).tokens
+                    kv[document] = 0.1 * (kept + again) * context
+                    now += kv[document]
                 peak = max(peak, now)
             else:
                 now -= held.pop(op.chunk)
+                if cut and chunk.spans[0].start == 0:
+                    now -= kv.pop(document)
+        assert not held and not kv
         most.append(peak)
     return most
 
@@ -78,14 +108,14 @@ def test_less_room_takes_longer() -> None:
 @pytest.mark.parametrize("budget", [12_000.0, 10_000.0])
 def test_whole_micro_batches_keep_to_it_too(budget) -> None:
     tokens = [200, 300, 2000, 150, 900, 1500]
-    extents = [Extent(count) for count in tokens]
-    plan = whole_plan(extents, LAYERS, rates(2), Freedom(memory=memory(budget)), False)
+    shapes = [MicrobatchShape(count) for count in tokens]
+    plan = whole_plan(shapes, LAYERS, rates(2), CallOptions(memory=memory(budget)), False)
     check(plan)
     letters = "".join("".join(row) for row in plan.recompute)
     assert "f" in letters and "k" in letters
     assert max(peaks(plan, [(count,) for count in tokens])) <= budget
     with pytest.raises(PlanError, match="no order of whole micro-batches holds so little"):
-        whole_plan(extents, LAYERS, rates(2), Freedom(memory=memory(900.0)), False)
+        whole_plan(shapes, LAYERS, rates(2), CallOptions(memory=memory(900.0)), False)
 
 
 def test_no_room_is_one_line() -> None:
@@ -100,10 +130,20 @@ def test_figures_follow_from_the_models_shape() -> None:
         gated_linear_unit, tensor_model_parallel_size = False, 1
         params_dtype = np.dtype("float64")
 
-    one = Memory.of(Config, 97, 1e6)
-    assert one.recomputed == 64 * 8  # a layer's input
+    token = loads_of((Chunk((Span(0, 0, 1),)),), (1,))
+    two = loads_of((Chunk((Span(0, 0, 1),)), Chunk((Span(0, 1, 2),))), (2,))
+
+    def bytes_of(letter: str) -> float:
+        """A layer's per token, in bytes of the model's elements."""
+        one = ActivationBudget.of(Config, 97, 1e6)
+        return one.scale * float(one.cost((1,)).saved_bytes((0, letter), token)[0])
+
+    assert bytes_of(FULL) == 64 * 8  # a layer's input
     # Four norms' inputs and outputs, queries and the output, K and V, the MLP's insides.
-    assert one.kept == 8 * (4 * 64 + 2 * 64 + 2 * 32 + 2 * 256)
-    assert one.kept_of_cut - one.kept == 4 * 4 * 2 * 32  # K's and V's gradients, in float32
+    assert bytes_of(KEEP) == 8 * (4 * 64 + 2 * 64 + 2 * 32 + 2 * 256)
+    one = ActivationBudget.of(Config, 97, 1e6)
+    gradients = float(one.cost((1,)).kv_gradient_bytes(two)[0, 0])
+    assert one.scale * gradients == 4 * 4 * 2 * 32  # in float32, of the one token of context
+    whole = bytes_of(KEEP)
     Config.tensor_model_parallel_size = 2
-    assert Memory.of(Config, 97, 1e6).kept == one.kept / 2
+    assert bytes_of(KEEP) == whole / 2

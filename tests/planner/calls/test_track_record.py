@@ -2,44 +2,45 @@
 
 import pytest
 
-from megatron_epp.planner.calls.call_plan import AS_GIVEN, GAIN, PLANNED, Freedom, whole_plan
-from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.call_options import AS_GIVEN, GAIN, PLANNED, CallOptions
+from megatron_epp.planner.calls.call_plan import whole_plan
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.calls.track_record import CALLS, CHECK, MOST, RETRY, TrackRecord
-from tests.planner.calls.test_ordering import rates
+from tests.planner.calls.test_group_order import rates
 
 TOKENS = [100, 400, 100, 300, 100, 200, 100, 350]
 
 
-def test_a_planned_order_has_its_price() -> None:
+def test_a_planned_order_has_its_correction() -> None:
     record = TrackRecord()
-    assert record.price == 1.0
+    assert record.correction == 1.0
     record.saw(True, 1.0, 1.2)
-    assert record.price == pytest.approx(1.2)  # the caller's order is believed until measured
+    assert record.correction == pytest.approx(1.2)  # the caller's order is believed until measured
     record.saw(False, 2.0, 2.4)
-    assert record.price == 1.0  # whatever slows both down
+    assert record.correction == 1.0  # whatever slows both down
     record.saw(True, 1.0, 40.0)
     record.saw(True, 1.0, 40.0)
-    assert record.price == MOST
+    assert record.correction == MOST
 
 
 def test_faster_than_predicted_is_no_reason_for_more() -> None:
     record = TrackRecord()
     record.saw(True, 1.0, 0.5)
-    assert record.price == 1.0
+    assert record.correction == 1.0
 
 
 def test_one_slow_call_among_many_counts_little() -> None:
     record = TrackRecord()
     for measured in [1.0] * (CALLS - 1) + [3.0]:
         record.saw(True, 1.0, measured)
-    assert record.price == 1.0
+    assert record.correction == 1.0
 
 
 def test_what_was_not_measured_says_nothing() -> None:
     record = TrackRecord()
     record.saw(True, 0.0, 5.0)
     record.saw(True, 5.0, 0.0)
-    assert record.price == 1.0
+    assert record.correction == 1.0
 
 
 def test_after_many_calls_in_the_callers_order_a_planned_one_is_tried() -> None:
@@ -47,9 +48,9 @@ def test_after_many_calls_in_the_callers_order_a_planned_one_is_tried() -> None:
     record.saw(True, 1.0, 1.6)
     for _ in range(RETRY - 1):
         record.saw(False, 1.0, 1.0)
-        assert record.price == pytest.approx(1.6)
+        assert record.correction == pytest.approx(1.6)
     record.saw(False, 1.0, 1.0)
-    assert record.price == 1.0
+    assert record.correction == 1.0
 
 
 def test_after_many_calls_in_planned_orders_the_callers_is_measured() -> None:
@@ -60,20 +61,21 @@ def test_after_many_calls_in_planned_orders_the_callers_is_measured() -> None:
     record.saw(True, 1.0, 1.1)
     assert record.due
     record.saw(False, 1.0, 0.9)  # the caller's order was thought too slow
-    assert not record.due and record.price == pytest.approx(1.22)
+    assert not record.due and record.correction == pytest.approx(1.22)
 
 
 def test_what_does_not_pay_runs_in_the_callers_order() -> None:
-    extents = [Extent(count) for count in TOKENS]
+    extents = [MicrobatchShape(count) for count in TOKENS]
     planned, given = (
-        whole_plan(extents, (1,) * 4, rates(4), Freedom(price=price), False) for price in (1.0, 2.0)
+        whole_plan(extents, (1,) * 4, rates(4), CallOptions(correction=correction), False)
+        for correction in (1.0, 2.0)
     )
     assert planned.predicted is not None and given.predicted is not None
     assert (planned.predicted.planner, given.predicted.planner) == (PLANNED, AS_GIVEN)
     assert planned.predicted.seconds < given.predicted.seconds * (1 - GAIN)
     assert [op.chunk for op in given.orders[0] if op.kind.value == "F"] == list(range(8))
-    # The price that it takes is what the planned order gains.
+    # The correction that it takes is what the planned order gains.
     pays = given.predicted.seconds * (1 - GAIN) / planned.predicted.seconds
-    for price, name in ((pays - 1e-6, PLANNED), (pays + 1e-6, AS_GIVEN)):
-        plan = whole_plan(extents, (1,) * 4, rates(4), Freedom(price=price), False)
+    for correction, name in ((pays - 1e-6, PLANNED), (pays + 1e-6, AS_GIVEN)):
+        plan = whole_plan(extents, (1,) * 4, rates(4), CallOptions(correction=correction), False)
         assert plan.predicted is not None and plan.predicted.planner == name

@@ -39,8 +39,8 @@ from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installed, installed
 from megatron_epp.mcore.loops.settings import Ran, Settings
 from megatron_epp.mcore.patching import seams
-from megatron_epp.planner.calls.call_plan import Freedom
-from megatron_epp.planner.calls.extent import Extent
+from megatron_epp.planner.calls.call_options import CallOptions
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.runtime.comm_recorder import Traffic
 
 
@@ -132,10 +132,10 @@ class LoopRank(Rank):
 
     def _whole_plan(
         self,
-        extents: Sequence[Extent],
+        extents: Sequence[MicrobatchShape],
         layers: Sequence[int],
         rates: numpy.ndarray,
-        freedom: Freedom,
+        freedom: CallOptions,
         forward_only: bool,
     ) -> Plan:
         tokens = [extent.tokens for extent in extents]
@@ -147,7 +147,7 @@ class LoopRank(Rank):
         lengths: Sequence[Sequence[int]],
         layers: Sequence[int],
         rates: numpy.ndarray,
-        freedom: Freedom,
+        freedom: CallOptions,
         forward_only: bool,
     ) -> Plan:
         letters, random = letters_drawn(EXECUTABLE.replace(OFFLOAD, "")), self._random(forward_only)

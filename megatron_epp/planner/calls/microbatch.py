@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """Of one micro-batch, over all tensor- and context-parallel ranks.
+class MicrobatchShape:
+    """One micro-batch over all tensor- and context-parallel ranks.
 
     rows        of the hidden states' first dimension, padding included
     samples     of their second: 1 where documents lie one behind the other

@@ -8,16 +8,25 @@ import pytest
 
 from megatron_epp.ir import KEEP, KIND_CODE, Chunk, Kind, Op, Plan, PlanError, Span, Timed, check
 from megatron_epp.mcore.loops.slice_stage import groups_of
-from megatron_epp.planner.calls import ordering
-from megatron_epp.planner.calls.call_plan import Freedom, rows_of_1f1b, whole_plan
-from megatron_epp.planner.calls.extent import Extent
-from megatron_epp.planner.calls.slicing import sliced_plan
-from megatron_epp.planner.calls.stage_seconds import (
-    SELDOM,
-    StageSeconds,
+from megatron_epp.planner.calls.call_cost import (
+    CallChunks,
     features,
     guessed_rates,
+    token_table,
 )
+from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
+from megatron_epp.planner.calls.call_plan import sliced_plan, whole_plan
+from megatron_epp.planner.calls.group_order import (
+    OrderedGroups,
+    best_order,
+    flow_seconds,
+    forward_order,
+    given_order,
+    problem_of_call,
+)
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+from megatron_epp.planner.calls.stage_seconds import SELDOM, StageSeconds
+from megatron_epp.planner.order.problem import ScheduleProblem
 
 RATES = np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
 CURVED = np.array([[1.0, 0.01, 8.0], [2.0, 0.02, 8.0], [1.0, 0.01, 8.0], [1.0, 0.01, 8.0]])
@@ -27,13 +36,26 @@ def rates(stages: int, one: np.ndarray = RATES) -> np.ndarray:
     return np.stack([one] * stages)
 
 
-def extents(tokens: list[int]) -> list[Extent]:
-    return [Extent(count) for count in tokens]
+def extents(tokens: list[int]) -> list[MicrobatchShape]:
+    return [MicrobatchShape(count) for count in tokens]
 
 
-def work(tokens: list[int], stages: int) -> ordering.Work:
-    seconds = np.einsum("skf,fc->ksc", rates(stages), features(tokens, tokens))
-    return ordering.Work(seconds, np.array(tokens), np.ones(len(tokens), dtype=np.int64))
+def problem(
+    tokens: list[int], stages: int, room: np.ndarray | float = np.inf, one: np.ndarray = RATES
+) -> ScheduleProblem:
+    """Whole micro-batches, each one document."""
+    groups = tuple((Chunk((Span(number, 0, count),)),) for number, count in enumerate(tokens))
+    call = CallChunks(groups, tuple(tokens))
+    budget = np.broadcast_to(np.asarray(room, float), (stages,))
+    return problem_of_call(call, token_table(call, rates(stages, one)), budget)
+
+
+def given(tokens: list[int], stages: int, one: np.ndarray = RATES) -> OrderedGroups:
+    return given_order(problem(tokens, stages, one=one), ones(tokens))
+
+
+def ones(tokens: list[int]) -> np.ndarray:
+    return np.ones(len(tokens), dtype=np.int64)
 
 
 def held(orders: tuple[tuple[Op, ...], ...], tokens: list[int]) -> list[int]:
@@ -50,8 +72,8 @@ def held(orders: tuple[tuple[Op, ...], ...], tokens: list[int]) -> list[int]:
 
 
 def test_the_callers_order_is_megatrons_1f1b() -> None:
-    found = ordering.given_order(work([5, 5, 5, 5], 2))
-    assert [" ".join(map(str, order)) for order in found.orders] == [
+    orders = given([5, 5, 5, 5], 2).ops(ones([5, 5, 5, 5]))
+    assert [" ".join(map(str, order)) for order in orders] == [
         "F0 F1 B0 F2 B1 F3 B2 B3",
         "F0 B0 F1 B1 F2 B2 F3 B3",
     ]
@@ -62,57 +84,59 @@ def test_the_callers_order_is_megatrons_1f1b() -> None:
 def test_found_orders_run_and_hold_no_more(stages, seed) -> None:
     random = Random(seed)
     tokens = [random.randint(10, 1000) for _ in range(random.randint(3, 12))]
-    given = work(tokens, stages)
-    room = Freedom().room(tokens, stages)
-    assert room.tolist() == held(ordering.given_order(given).orders, tokens)
-    found = ordering.best_order(given, room, split=False, reorder=True, ops=60_000)
+    room = CallOptions().room(tokens, stages)
+    first = given(tokens, stages)
+    assert room.tolist() == held(first.ops(ones(tokens)), tokens)
+    within = problem(tokens, stages, room)
+    found = best_order(within, ones(tokens), split=False, reorder=True, ops=60_000)
     assert found is not None
-    plan = whole_plan(extents(tokens), (1,) * stages, rates(stages), Freedom(), False)
+    plan = whole_plan(extents(tokens), (1,) * stages, rates(stages), CallOptions(), False)
     check(plan)
-    assert all(a <= b for a, b in zip(held(found.orders, tokens), room, strict=True))
-    assert found.seconds <= ordering.given_order(given).seconds * (1 + 1e-9)
+    assert all(a <= b for a, b in zip(held(found.ops(ones(tokens)), tokens), room, strict=True))
+    assert found.seconds <= first.seconds * (1 + 1e-9)
 
 
 def test_a_better_order_is_found() -> None:
     """Large and small by turns leave stages waiting for each other."""
     tokens = [100, 400, 100, 300, 100, 200, 100, 350]
-    plan = whole_plan(extents(tokens), (1,) * 4, rates(4), Freedom(split=False), False)
-    given = ordering.given_order(work(tokens, 4))
-    assert plan.predicted is not None and plan.predicted.seconds < 0.9 * given.seconds
-    assert plan.orders[0] != given.orders[0]
+    plan = whole_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(split=False), False)
+    first = given(tokens, 4)
+    assert plan.predicted is not None and plan.predicted.seconds < 0.9 * first.seconds
+    assert plan.orders[0] != first.ops(ones(tokens))[0]
 
 
 def test_splitting_fills_the_gaps() -> None:
     tokens = [100] * 4
-    whole = whole_plan(extents(tokens), (1,) * 4, rates(4), Freedom(split=False), False)
-    split = whole_plan(extents(tokens), (1,) * 4, rates(4), Freedom(headroom=1.0), False)
+    whole = whole_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(split=False), False)
+    split = whole_plan(extents(tokens), (1,) * 4, rates(4), CallOptions(headroom=1.0), False)
     assert split.splits_backward and not whole.splits_backward
     assert split.predicted.seconds < 0.95 * whole.predicted.seconds
 
 
 def test_without_gain_the_order_is_the_callers() -> None:
-    plan = whole_plan(extents([7] * 5), (1, 1), rates(2), Freedom(split=False), False)
-    assert plan.orders == ordering.given_order(work([7] * 5, 2)).orders
+    plan = whole_plan(extents([7] * 5), (1, 1), rates(2), CallOptions(split=False), False)
+    assert plan.orders == given([7] * 5, 2).ops(ones([7] * 5))
 
 
 def test_freedom_is_kept_to() -> None:
     tokens = [100, 100, 100, 1000]
-    fixed = whole_plan(extents(tokens), (1, 1), rates(2), Freedom(False, False), False)
+    fixed = whole_plan(extents(tokens), (1, 1), rates(2), CallOptions(False, False), False)
     assert [op.chunk for op in fixed.orders[0] if op.kind is Kind.FORWARD] == [0, 1, 2, 3]
     assert not fixed.splits_backward
     with pytest.raises(ValueError, match="headroom -1: expected at least 0"):
-        Freedom(headroom=-1)
+        CallOptions(headroom=-1)
 
 
 def test_a_pass_of_forwards_is_a_flow_shop() -> None:
     """An exhaustive search knows no better for two stages."""
     seconds = np.array([[5.0, 1.0, 3.0, 2.0], [1.0, 5.0, 2.0, 3.0]])
-    _, takes, given = ordering.forward_orders(seconds, True)
-    best = min(ordering.flow_seconds(seconds, p) for p in permutations(range(4)))
-    assert takes == pytest.approx(best) and takes < given
-    check(whole_plan(extents([500, 100, 300, 200]), (1, 1), rates(2), Freedom(), True))
-    kept, _, _ = ordering.forward_orders(seconds, False)
-    assert [op.chunk for op in kept] == [0, 1, 2, 3]
+    takes = flow_seconds(seconds, forward_order(seconds))
+    best = min(flow_seconds(seconds, p) for p in permutations(range(4)))
+    assert takes == pytest.approx(best) and takes < flow_seconds(seconds, range(4))
+    check(whole_plan(extents([500, 100, 300, 200]), (1, 1), rates(2), CallOptions(), True))
+    same = CallOptions(reorder=False)
+    kept = whole_plan(extents([500, 100, 300, 200]), (1, 1), rates(2), same, True)
+    assert [op.chunk for op in kept.orders[0]] == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------ slices
@@ -127,21 +151,28 @@ def test_sliced_plans_run_and_keep_to_their_micro_batches(stages, forward_only) 
             tuple(random.randint(1, 600) for _ in range(random.randint(1, 4)))
             for _ in range(random.randint(1, 6))
         ]
-        plan = sliced_plan(lengths, (2,) * stages, rates(stages, CURVED), Freedom(), forward_only)
+        plan = sliced_plan(
+            lengths, (2,) * stages, rates(stages, CURVED), CallOptions(), forward_only
+        )
         check(plan)
         groups_of(plan, [number for number, of in enumerate(lengths) for _ in of])
 
 
 def test_a_long_document_is_cut_and_time_is_gained() -> None:
     lengths = [(200,), (200, 100), (4000,), (150,)]
-    plan = sliced_plan(lengths, (2, 2), rates(2, CURVED), Freedom(), False)
+    plan = sliced_plan(lengths, (2, 2), rates(2, CURVED), CallOptions(), False)
     cut = [chunk for chunk in plan.chunks if chunk.spans[0].tokens < 4000]
     assert len(plan.chunks) > 5 and cut
-    tokens = [sum(of) for of in lengths]
-    pairs = [sum(length * (length + 1) / 2 for length in of) for of in lengths]
-    seconds = np.einsum("skf,fc->ksc", rates(2, CURVED), features(tokens, pairs))
-    whole = ordering.Work(seconds, np.array(tokens), np.ones(4, dtype=np.int64))
-    assert plan.predicted.seconds < 0.8 * ordering.given_order(whole).seconds
+    documents = tuple(length for of in lengths for length in of)
+    groups = (
+        (Chunk((Span(0, 0, 200),)),),
+        (Chunk((Span(1, 0, 200), Span(2, 0, 100))),),
+        (Chunk((Span(3, 0, 4000),)),),
+        (Chunk((Span(4, 0, 150),)),),
+    )
+    call = CallChunks(groups, documents)
+    whole = problem_of_call(call, token_table(call, rates(2, CURVED)), np.full(2, np.inf))
+    assert plan.predicted.seconds < 0.8 * given_order(whole, call.sizes).seconds
 
 
 def plan_of(text: str, chunks: tuple[Chunk, ...], documents: tuple[int, ...]) -> Plan:
@@ -216,10 +247,10 @@ def test_a_job_holds_no_more_than_it_would_by_1f1b() -> None:
     tokens = [10, 1000, 10, 10, 10, 10]
     assert rows_of_1f1b(tokens, 3).tolist() == [1020, 1010, 1000]
     assert rows_of_1f1b([7], 3).tolist() == [7, 7, 7]
-    had = Freedom(had_rows=(1500, 1010, 900), headroom=0.5)
+    had = CallOptions(had_rows=(1500, 1010, 900), headroom=0.5)
     assert had.room(tokens, 3).tolist() == [2250, 1515, 1500]
     plain, roomy = (
-        whole_plan(extents(tokens), (1,) * 3, rates(3), Freedom(had_rows=rows), False)
+        whole_plan(extents(tokens), (1,) * 3, rates(3), CallOptions(had_rows=rows), False)
         for rows in ((), (2000, 2000, 2000))
     )
     assert held(roomy.orders, tokens) > held(plain.orders, tokens)

@@ -1,0 +1,214 @@
+"""Seconds and bytes of a call's chunks on every stage.
+
+Seconds are not a Cost's: the layers of a loop may be of any sort, and none of them is run alone to
+be measured. Their whole stages' ops are, as the loop runs (stage_seconds). Bytes count in tokens,
+or, where a budget is given in bytes, as the Cost of a model of that shape has them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_epp.cost.analytic import ELEMENT_BYTES, profile, without_states
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.devices import GIB, device
+from megatron_epp.cost.layer_kinds import Counts
+from megatron_epp.cost.loads import Loads, loads_of
+from megatron_epp.cost.models import Model
+from megatron_epp.cost.profile import Profile
+from megatron_epp.ir import (
+    BACKWARDS,
+    FULL,
+    KEEP,
+    KIND_CODE,
+    OF_LAYERS,
+    Chunk,
+    Item,
+    Kind,
+    Payload,
+    PlanError,
+    Table,
+)
+
+F, B, I, W = (KIND_CODE[kind] for kind in OF_LAYERS)  # noqa: E741  (the letters of plans)
+SPLIT_COST = 1.04  # I and W together over B, where they have not been measured
+# What I leaves for W over what F leaves for B: inputs and output gradients of the linears alone.
+WEIGHT_INPUT_SHARE = 0.6
+_UNKNOWN_HIDDEN = 1024  # of a model that does not say
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActivationBudget:
+    """Bytes that a stage's chunks may hold between forward and backward.
+
+    profile   of the model, whose elements have ``scale`` times the bytes that it says
+    tp        tensor-parallel ranks of a stage
+    """
+
+    budget_bytes: float
+    profile: Profile
+    scale: float = 1.0
+    tp: int = 1
+
+    @classmethod
+    def of(cls, config: Any, vocabulary: int, budget_bytes: float) -> "ActivationBudget":
+        """By the configuration of Megatron's GPTModel. Figures are those of fused kernels."""
+        scale = config.params_dtype.itemsize / ELEMENT_BYTES
+        return cls(
+            budget_bytes, _profile(config, vocabulary), scale, config.tensor_model_parallel_size
+        )
+
+    def cost(self, layers: Sequence[int]) -> Cost:
+        """Bytes of stages of so many layers, in elements of the profile's size."""
+        budgets = (self.budget_bytes / self.scale,) * len(layers)
+        return Cost(self.profile, tuple(layers), budgets, tp=self.tp)
+
+    def too_little(self, of: str, tokens: int) -> PlanError:
+        """To raise where no order ``of`` chunks fits; ``tokens``: of the longest micro-batch."""
+        return PlanError(
+            f"attach(memory_gib={self.budget_bytes / GIB:.6g}): no order of {of} holds so little, "
+            f"not even with all layers recomputed; expected more, for a micro-batch of {tokens} "
+            "tokens"
+        )
+
+
+def guessed_rates(config: Any, layers: int, vocabulary: int) -> np.ndarray:
+    """[kinds, 3] seconds per token, pair and op of a stage of ``layers`` layers, with an output
+    layer of ``vocabulary`` words (0: none): right up to a factor, the same for all chunks."""
+    cost = Cost(_profile(config, vocabulary), (max(1, layers),), (math.inf,))
+    rates = np.stack([cost.seconds_per(kind)[0] for kind in OF_LAYERS])
+    rates[[I, W]] = SPLIT_COST / 2 * rates[B]
+    return rates
+
+
+def _profile(config: Any, vocabulary: int) -> Profile:
+    """Of the model that Megatron's ``config`` describes, as far as it does; the experts that a
+    token goes to count as one dense MLP."""
+
+    def known(name: str, default: int) -> int:
+        return getattr(config, name, None) or default
+
+    hidden = known("hidden_size", _UNKNOWN_HIDDEN)
+    heads = known("num_attention_heads", 1)
+    active = known("moe_router_topk", 1) if known("num_moe_experts", 0) else 1
+    model = Model(
+        name="loop",
+        layers=known("num_layers", 1),
+        hidden=hidden,
+        ffn_hidden=active * known("ffn_hidden_size", 4 * hidden),
+        heads=heads,
+        kv_heads=known("num_query_groups", heads),
+        head_size=known("kv_channels", max(1, hidden // heads)),
+        vocabulary=max(1, vocabulary),
+        gated=bool(known("gated_linear_unit", 0)),
+    )
+    made = profile(
+        model, device("cpu"), head_seconds=vocabulary > 0, link_seconds=False, kv_read=False
+    )
+    return without_states(made)
+
+
+def features(
+    tokens: Sequence[float] | np.ndarray, pairs: Sequence[float] | np.ndarray
+) -> np.ndarray:
+    """[3, chunks]: what seconds are linear in."""
+    return np.stack([np.asarray(tokens, float), np.asarray(pairs, float), np.ones(len(tokens))])
+
+
+@dataclass(frozen=True)  # no slots: its loads are computed once, when first asked for
+class CallChunks:
+    """The chunks of a call. A *group* is what one micro-batch became: one chunk, or several where
+    its documents are cut. Its chunks run forward as they stand, backward in reverse, and no
+    backward comes before the last forward (the loss).
+
+    groups      in the order of their forwards
+    documents   tokens of each
+    pairs       [chunks] query-key pairs where spans do not tell them
+    """
+
+    groups: tuple[tuple[Chunk, ...], ...]
+    documents: tuple[int, ...]
+    pairs: np.ndarray | None = None
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        return tuple(chunk for group in self.groups for chunk in group)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        return np.array([len(group) for group in self.groups])
+
+    @cached_property
+    def loads(self) -> Loads:
+        loads = loads_of(self.chunks, self.documents)
+        return loads if self.pairs is None else dataclasses.replace(loads, pairs=self.pairs)
+
+    @property
+    def losses(self) -> np.ndarray:
+        """[chunks]: whether a loss follows the chunk's forward."""
+        return np.arange(len(self.loads.tokens)) == np.repeat(np.cumsum(self.sizes) - 1, self.sizes)
+
+    def arranged(self, order: Sequence[int]) -> "CallChunks":
+        """The same groups in another order."""
+        pairs = None if self.pairs is None else self.pairs[chunks_in(order, self.sizes)]
+        return CallChunks(tuple(self.groups[g] for g in order), self.documents, pairs)
+
+
+def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
+    """The numbers of the chunks where groups of these ``sizes`` stand in ``order``."""
+    ends = np.cumsum(sizes)
+    return np.concatenate([np.arange(ends[g] - sizes[g], ends[g]) for g in order])
+
+
+def token_table(call: CallChunks, rates_SK3: np.ndarray) -> Table:
+    """``call`` by measured rates [stages, kinds, 3]; its bytes are tokens."""
+    stages, loads = len(rates_SK3), call.loads
+    tokens = np.tile(loads.tokens, (stages, 1))
+    nothing, of_documents = np.zeros_like(tokens), np.zeros((stages, len(call.documents)))
+    return Table(
+        seconds=_seconds(call, rates_SK3),
+        recompute_seconds=nothing,
+        comm_seconds={},
+        link_seconds=dict.fromkeys((Payload.ACTIVATION, Payload.GRADIENT), nothing[1:]),
+        link_latency_seconds=0.0,
+        held_bytes={
+            Item.ACTIVATIONS: tokens,
+            Item.WEIGHT_INPUTS: WEIGHT_INPUT_SHARE * tokens,
+            Item.KV: of_documents,
+            Item.KV_GRADIENTS: of_documents,
+        },
+        workspace_bytes=dict.fromkeys(OF_LAYERS, nothing),
+        resident_bytes=(0.0,) * stages,
+    )
+
+
+def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.ndarray) -> Table:
+    """The same with the bytes of ``cost``, where ``again`` [stages, chunks] layers are recomputed.
+
+    Logits are held from the forward that the loss follows; those of slices before it are made
+    again, while their backward runs.
+    """
+    layers = np.array(cost.layers)[:, None]
+    counts: Counts = {FULL: again, KEEP: layers - again}
+    table, seconds = cost.table_of(call.loads, counts), _seconds(call, rates_SK3)
+    logits = np.where(call.losses, 0.0, cost.end_bytes(call.loads))
+    held, workspace = dict(table.held_bytes), dict(table.workspace_bytes)
+    held[Item.ACTIVATIONS] = held[Item.ACTIVATIONS] - logits
+    workspace |= {kind: workspace[kind] + logits for kind in BACKWARDS}
+    return dataclasses.replace(
+        table,
+        seconds=seconds,
+        recompute_seconds=seconds[Kind.FORWARD] * again / np.maximum(layers, 1),
+        held_bytes=held,
+        workspace_bytes=workspace,
+    )
+
+
+def _seconds(call: CallChunks, rates_SK3: np.ndarray) -> dict[Kind, np.ndarray]:
+    features_3C = features(call.loads.tokens, call.loads.pairs)
+    return {kind: rates_SK3[:, KIND_CODE[kind]] @ features_3C for kind in OF_LAYERS}

@@ -1,0 +1,57 @@
+"""A call's documents cut into slices of about equal time, finer and finer."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_epp.ir import Chunk, Span
+from megatron_epp.planner.calls.call_cost import CallChunks
+from megatron_epp.planner.chunks.slicing import Rates, equal_points
+
+# Slices of the longest micro-batch that are tried; sizes in between follow from the others.
+CUTS = (2, 3, 4, 6, 8, 12, 16)
+LEAST_TOKENS = 16  # of a slice
+
+
+def cuttings(lengths: Sequence[Sequence[int]], rates: Rates) -> Iterator[CallChunks]:
+    """First with every micro-batch whole, then cut; lengths[micro-batch] of documents."""
+    longest = max(float(rates.document_seconds(np.array(of)).sum()) for of in lengths)
+    documents = tuple(length for of in lengths for length in of)
+    firsts = np.cumsum([0, *map(len, lengths)])[:-1].tolist()
+    seen = set()
+    for parts in (1, *CUTS):
+        target = longest / parts * (1 + 1e-9)
+        groups = tuple(
+            tuple(_chunks(first, of, target, rates))
+            for first, of in zip(firsts, lengths, strict=True)
+        )
+        if groups not in seen:
+            seen.add(groups)
+            yield CallChunks(groups, documents)
+
+
+def _chunks(first: int, lengths: Sequence[int], target: float, rates: Rates) -> Iterator[Chunk]:
+    """One micro-batch in chunks of about ``target`` seconds; its documents are first, first + 1 ...
+
+    What is not cut is packed, the longest first, into the chunk with the most room. Packs come
+    first: the backward of a slice has one forward less to wait for.
+    """
+    slices: list[Chunk] = []
+    packs: list[tuple[float, list[Span]]] = []
+    seconds = rates.document_seconds(np.array(lengths))
+    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
+        length, takes = lengths[document], float(seconds[document])
+        pieces = min(round(takes / target), max(1, length // LEAST_TOKENS))
+        if pieces > 1:
+            points = equal_points(length, pieces, rates).tolist()
+            slices += (Chunk((Span(first + document, *pair),)) for pair in pairwise(points))
+            continue
+        place = min(packs, key=lambda pack: pack[0], default=None)
+        if place is None or place[0] + takes > target:
+            packs.append((takes, [Span(first + document, 0, length)]))
+        else:
+            packs.remove(place)
+            packs.append((place[0] + takes, [*place[1], Span(first + document, 0, length)]))
+    yield from (Chunk(tuple(sorted(spans))) for _, spans in packs)
+    yield from slices
