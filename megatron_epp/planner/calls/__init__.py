@@ -1,1 +1,1 @@
-"""Plans of calls: in which order, cut or whole, by seconds measured before."""
+"""Plans of the calls of other people's loops: order and slices, by seconds measured before."""

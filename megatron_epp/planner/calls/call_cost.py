@@ -35,10 +35,10 @@ from megatron_epp.ir import (
     Table,
 )
 
-F, B, I, W = (KIND_CODE[kind] for kind in OF_LAYERS)  # noqa: E741  (the letters of plans)
 SPLIT_COST = 1.04  # I and W together over B, where they have not been measured
 # What I leaves for W over what F leaves for B: inputs and output gradients of the linears alone.
 WEIGHT_INPUT_SHARE = 0.6
+OP_TOKENS = 32  # an op costs as much as so many tokens besides, until it is measured
 _UNKNOWN_HIDDEN = 1024  # of a model that does not say
 
 
@@ -81,13 +81,15 @@ def guessed_rates(config: Any, layers: int, vocabulary: int) -> np.ndarray:
     """[kinds, 3] seconds per token, pair and op of a stage of ``layers`` layers, with an output
     layer of ``vocabulary`` words (0: none): right up to a factor, the same for all chunks."""
     cost = Cost(_profile(config, vocabulary), (max(1, layers),), (math.inf,))
-    rates = np.stack([cost.seconds_per(kind)[0] for kind in OF_LAYERS])
-    rates[[I, W]] = SPLIT_COST / 2 * rates[B]
-    return rates
+    forward, backward = (cost.seconds_per(kind)[0] for kind in (Kind.FORWARD, Kind.BACKWARD))
+    forward[2] = OP_TOKENS * forward[0]
+    backward[2] = 2 * forward[2]
+    half = SPLIT_COST / 2 * backward
+    return np.stack([forward, backward, half, half])  # in the order of ir.KIND_CODE
 
 
 def _profile(config: Any, vocabulary: int) -> Profile:
-    """Of the model that Megatron's ``config`` describes, as far as it does; the experts that a
+    """Figures of the model that Megatron's ``config`` describes, as far as it does; experts that a
     token goes to count as one dense MLP."""
 
     def known(name: str, default: int) -> int:
@@ -116,7 +118,7 @@ def _profile(config: Any, vocabulary: int) -> Profile:
 def features(
     tokens: Sequence[float] | np.ndarray, pairs: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """[3, chunks]: what seconds are linear in."""
+    """[3, chunks]: the quantities that seconds are linear in."""
     return np.stack([np.asarray(tokens, float), np.asarray(pairs, float), np.ones(len(tokens))])
 
 
@@ -194,9 +196,9 @@ def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.nd
     again, while their backward runs.
     """
     layers = np.array(cost.layers)[:, None]
-    counts: Counts = {FULL: again, KEEP: layers - again}
+    counts: Counts = {(0, FULL): again, (0, KEEP): layers - again}
     table, seconds = cost.table_of(call.loads, counts), _seconds(call, rates_SK3)
-    logits = np.where(call.losses, 0.0, cost.end_bytes(call.loads))
+    logits = np.where(call.losses, 0.0, cost.output_layer.held_bytes(call.loads))
     held, workspace = dict(table.held_bytes), dict(table.workspace_bytes)
     held[Item.ACTIVATIONS] = held[Item.ACTIVATIONS] - logits
     workspace |= {kind: workspace[kind] + logits for kind in BACKWARDS}

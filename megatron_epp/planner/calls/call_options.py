@@ -1,4 +1,4 @@
-"""What the plan of a call may do, and how much a job may hold."""
+"""Options of a call's plan: its freedom of order, the memory that it may hold."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ GAIN = 0.015  # at least so much faster than the caller's order, or it is not wo
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a plan may do besides running micro-batches in the caller's order.
+    """Choices that a plan has besides running micro-batches in the caller's order.
 
     reorder      run them in another order
     split        split backwards into I and W

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Op, Plan, Prediction, Span
-from megatron_epp.planner.calls.call_cost import B, CallChunks, F, token_table
+from megatron_epp.ir import FULL, KEEP, KIND_CODE, Chunk, Kind, Op, Plan, Prediction, Span
+from megatron_epp.planner.calls.call_cost import CallChunks, token_table
 from megatron_epp.planner.calls.call_options import AS_GIVEN, GAIN, PLANNED, CallOptions
 from megatron_epp.planner.calls.cuttings import cuttings
 from megatron_epp.planner.calls.group_order import (
@@ -49,7 +49,8 @@ def sliced_plan(
     forward_only: bool,
 ) -> Plan:
     """As :func:`whole_plan`, micro-batches cut or whole; lengths[micro-batch] of documents."""
-    mean_3 = rates_SK3[:, [F, B]].sum(axis=1).mean(axis=0)
+    whole = [KIND_CODE[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)]
+    mean_3 = rates_SK3[:, whole].sum(axis=1).mean(axis=0)
     candidates = list(cuttings(lengths, Rates(*mean_3.tolist())))
     return _fastest(candidates, layers, rates_SK3, options, forward_only)
 

@@ -1,4 +1,4 @@
-"""In which order every stage runs the groups of a call: the best found, or Megatron's own.
+"""The order in which every stage runs the groups of a call: the best found, or Megatron's own.
 
 The list scheduler orders the ops of chunks whose order is given; here the order of the groups is
 sought besides. It is a pure function of seconds and bytes, bounded in work.
@@ -81,7 +81,7 @@ class OrderedGroups:
         return self.schedule.seconds
 
     def ops(self, sizes: np.ndarray) -> tuple[tuple[Op, ...], ...]:
-        """Of every stage, with the caller's numbers of chunks."""
+        """The ops of every stage, with the caller's numbers of chunks."""
         played, chunks = self.schedule, chunks_in(self.order, sizes)
         kinds = played.kinds
         if self.policy.split:

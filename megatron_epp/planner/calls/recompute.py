@@ -1,4 +1,4 @@
-"""Which layers of which chunk each stage recomputes, so that a call fits into a budget of bytes.
+"""Layers that each stage recomputes of each chunk, so that a call fits into a budget of bytes.
 
 The diagonal program says for an order what it must recompute. The search for orders wants that
 beforehand: it begins with what 1F1B needs, or less, or everything, and what the order that it finds
@@ -93,4 +93,4 @@ class RecomputeFit:
     def _least(self, call: CallChunks, kept: ScheduleProblem, law: np.ndarray) -> np.ndarray | None:
         """Layers [stages, chunks] to recompute under the window law; None where none are enough."""
         found = diagonal_counts(self.solver, self.cost, call.loads, kept, law, integer=False)
-        return None if found is None else found.get(FULL, np.zeros(kept.ops.seconds.shape[1:]))
+        return None if found is None else found.get((0, FULL), np.zeros(kept.ops.seconds.shape[1:]))

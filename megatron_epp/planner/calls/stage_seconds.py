@@ -16,13 +16,14 @@ import numpy as np
 
 from megatron_epp.cost.regression import fit
 from megatron_epp.ir import KIND_CODE, OF_LAYERS, Kind, Timed
-from megatron_epp.planner.calls.call_cost import SPLIT_COST, B, F, I, W
+from megatron_epp.planner.calls.call_cost import SPLIT_COST
 
 COLD = 1  # first calls that do not count
 CALLS = 4  # the latest, whose ops count
 EAGER = 3  # as many first ones are each fitted at once, then every
 SELDOM = 8
 FEATURES = 3  # tokens, pairs, 1 (call_cost.features)
+_F, _B, _I, _W = (KIND_CODE[kind] for kind in OF_LAYERS)
 
 
 class StageSeconds:
@@ -56,22 +57,22 @@ class StageSeconds:
                 found = fit(rows.tolist(), seconds.tolist(), self.guess[KIND_CODE[kind]].tolist())
                 slow = self._slowness(of)
                 known[KIND_CODE[kind]] = np.asarray(found.coefficients, dtype=float), slow
-        if F not in known or not (B in known or I in known):
+        if _F not in known or not (_B in known or _I in known):
             return self.rates  # of one kind alone the two could not be compared
         self._known, self.measured = known, True
         rates, now = self.guess.copy(), self._slowness(self._seen)
         for code, (coefficients, then) in known.items():
             rates[code] = coefficients * now / then
-        if I not in known:
-            rates[I] = rates[W] = SPLIT_COST / 2 * rates[B]
-        elif B not in known:
-            rates[B] = rates[I] + rates[W]
+        if _I not in known:
+            rates[_I] = rates[_W] = SPLIT_COST / 2 * rates[_B]
+        elif _B not in known:
+            rates[_B] = rates[_I] + rates[_W]
         return rates
 
     def _slowness(self, calls: Iterable[tuple[np.ndarray, tuple[Timed, ...]]]) -> float:
         """Measured over guessed seconds of forwards."""
         rows, seconds = _measurements(calls, Kind.FORWARD)
-        return float(seconds.sum() / (rows @ self.guess[F]).sum()) if len(rows) else 1.0
+        return float(seconds.sum() / (rows @ self.guess[_F]).sum()) if len(rows) else 1.0
 
 
 def _measurements(

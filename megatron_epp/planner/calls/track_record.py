@@ -18,7 +18,7 @@ STEP = 0.02  # in which a correction is told: plans are remembered by it
 
 
 class TrackRecord:
-    """Of one pipeline; all its ranks are told the same."""
+    """Predicted and measured seconds of one pipeline's calls; all its ranks are told the same."""
 
     def __init__(self) -> None:
         self._planned: deque[float] = deque(maxlen=CALLS)
@@ -44,7 +44,7 @@ class TrackRecord:
 
     @property
     def correction(self) -> float:
-        """What to multiply a planned order's predicted seconds by: 1 to ``MOST``, in steps. Until
+        """Factor of a planned order's predicted seconds: 1 to ``MOST``, in steps. Until
         the caller's order has been measured its prediction is believed."""
         if not self._planned:
             return 1.0

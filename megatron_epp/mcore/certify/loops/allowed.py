@@ -13,7 +13,7 @@ _OURS = (
     Listed(
         "plan text",
         CONTROL,
-        r"megatron_epp\.runtime\.consensus\.share",
+        r"megatron_epp\.runtime\.consensus\.broadcast_text",
         "one rank plans, where no plan for such micro-batches is known",
     ),
     Listed(
