@@ -18,6 +18,7 @@ from megatron_epp.planner.options import MOST_EFFORT
 # although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
 PARTITION_AUTO = "auto"
+ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 

@@ -19,9 +19,7 @@ from megatron_epp.control.files import write_whole
 from megatron_epp.corpus.lengths import Corpus, open_corpus
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.profile import Profile
-from megatron_epp.mcore.calibrate.profile_file import ANALYTIC
-from megatron_epp.mcore.certify.scale_down import stage_layers
-from megatron_epp.mcore.config import AUTO, OFF, ON, PARTITION_AUTO, Config
+from megatron_epp.mcore.config import ANALYTIC, AUTO, OFF, ON, PARTITION_AUTO, Config
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.hybrid.pattern import (
     layers_of_stages,
@@ -30,6 +28,7 @@ from megatron_epp.mcore.model.hybrid.pattern import (
     placed_by_time,
     with_borders,
 )
+from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.refusals import require_whole_words
 

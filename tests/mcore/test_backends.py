@@ -14,12 +14,12 @@ from megatron_epp.mcore.calibrate.probe import undisturbed
 from megatron_epp.mcore.certify.command import LLAMA, Trial, certify
 from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.config import FUSED_LINEARS, elastic_defaults
+from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import Heads, attention_for
 from megatron_epp.mcore.model.early_head import rows_at_once
 from megatron_epp.mcore.model.hooks import (
-    ChunkParams,
     PositionedRotary,
     add_every_gradient,
     fuse_weight_gradients,

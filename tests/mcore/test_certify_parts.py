@@ -17,8 +17,8 @@ from megatron_epp.mcore.certify.scale_down import (
     fewer,
     heads,
     small,
-    stage_layers,
 )
+from megatron_epp.mcore.model.shape import stage_layers
 
 FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, letters="kfcmnab", splits=True)
 

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.mcore.calibrate.profile_file import ANALYTIC, FILE_NAME
-from megatron_epp.mcore.config import AUTO, EXPANDED, LATENTS, Config
+from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
+from megatron_epp.mcore.config import ANALYTIC, AUTO, EXPANDED, LATENTS, Config
 from megatron_epp.mcore.job_cost import analytic, kept_budgets, training_cost
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.hybrid.stack import has_attention

@@ -21,8 +21,9 @@ from megatron_epp.cost.loads import pairs_within
 from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
+from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.model.hooks import ChunkParams, ElasticAttention
+from megatron_epp.mcore.model.hooks import ElasticAttention
 from megatron_epp.mcore.model.hybrid.stack import has_attention
 from megatron_epp.mcore.model.latent_attention import LatentLayer
 from megatron_epp.mcore.model.split_backward import Deferral

@@ -16,11 +16,11 @@ import torch
 
 from megatron_epp.control.files import BestEffort, write_whole
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance
+from megatron_epp.mcore.config import ANALYTIC
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "epp-cost-model.json"
-ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
 
 
 # ------------------------------------------------------------------ whose profile it is

@@ -16,12 +16,12 @@ from megatron_epp.mcore.certify.scaled.latents import small_latents
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 from megatron_epp.mcore.model.hybrid.pattern import (
     LATENT,
-    layers_of_stages,
     letters_of_layers,
     pattern_of,
     refuse_segments,
     require_pattern,
 )
+from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.refusals import vocabulary_parallel
 
 CONTEXT = 64  # inputs of the longest document
@@ -62,60 +62,6 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
     require_pattern(made)
     refuse_segments(made)
     return made
-
-
-def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:
-    """Transformer layers of every stage, as Megatron's flags place them.
-
-    ``layout``: --pipeline-model-parallel-layout as letters per stage, t for a transformer layer.
-    """
-    if pattern_of(args) is not None:
-        return list(layers_of_stages(args))
-    layers = args.num_layers
-    if layout is not None:
-        if len(layout) != pp:
-            raise ValueError(
-                f"--pipeline-model-parallel-layout: {len(layout)} stages where --pp is {pp}; "
-                "expected one stage each"
-            )
-        counts = [list(stage).count("t") for stage in layout]
-        if sum(counts) != layers:
-            raise ValueError(
-                f"--pipeline-model-parallel-layout: {sum(counts)} layers; expected --num-layers, "
-                f"{layers}"
-            )
-        return counts
-    if layers < pp:
-        raise ValueError(
-            f"--pp {pp}: more stages than the {layers} layers; expected at most one stage per layer"
-        )
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if first is not None or last is not None:
-        ends = [count for count in (first, last) if count is not None]
-        middle = pp - len(ends)
-        rest = layers - sum(ends)
-        if pp < 2 or rest < 0 or (rest % middle if middle else rest):
-            raise ValueError(
-                f"--num-layers {layers}: {rest} layers are left for {middle} stages after those of "
-                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers; "
-                "expected the same number for each"
-            )
-        inner = [rest // middle] * middle if middle else []
-        return [*([first] * (first is not None)), *inner, *([last] * (last is not None))]
-    before = int(bool(args.account_for_embedding_in_pipeline_split))
-    behind = int(bool(args.account_for_loss_in_pipeline_split))
-    counted = layers + before + behind
-    if counted % pp:
-        raise ValueError(
-            f"--num-layers {layers}: does not divide over --pp {pp}; "
-            "expected a multiple, or --decoder-first-pipeline-num-layers and "
-            "--decoder-last-pipeline-num-layers, or --pipeline-model-parallel-layout, to place the "
-            "layers"
-        )
-    counts = [counted // pp] * pp
-    counts[0] -= before
-    counts[-1] -= behind
-    return counts
 
 
 def fewer(counts: Sequence[int]) -> list[int]:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
+from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.global_batches import TokenSource
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.model.hooks import ChunkParams
 from megatron_epp.runtime.kv_store import Store
 
 

@@ -18,9 +18,10 @@ from torch import nn
 
 from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import FULL
+from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.hooks import ChunkParams, PositionedRotary, install_in_model
+from megatron_epp.mcore.model.hooks import PositionedRotary, install_in_model
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 _HERE = "_megatron_epp_attached"

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megatron_epp.ir import Kind, Op, Plan, PlanError, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
+from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import rows_of, side_by_side
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.calls import LoopCall
 from megatron_epp.mcore.loops.draws import Given, MicroBatches
 from megatron_epp.mcore.loops.micro_batch_stage import NoBatchBuilder, scalar
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.hooks import ChunkParams
 from megatron_epp.mcore.model.stage import ModelStage
 
 

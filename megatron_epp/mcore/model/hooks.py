@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -23,39 +21,11 @@ from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
 from megatron_epp.layers.recompute.outputs import DroppedOutputs, RecomputeHandle
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_layer, wrap_mlp, wrap_norm
+from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.experts.router import install_in_experts, prepare_log
 from megatron_epp.mcore.model.hybrid.stack import has_attention, has_mlp, take_output_processor
 from megatron_epp.mcore.model.latent_attention import LatentLayer
-
-
-@dataclass(kw_only=True)
-class ChunkParams(PackedSeqParams):
-    """Megatron hands this to every layer, in recomputation too.
-
-    To Megatron this rank's rows of the chunk are one sequence [0, t); which rows belong to which
-    document is in ``state``, for the whole chunk. ``positions`` [t] are the places of this rank's
-    rows in their documents, for the rotary embedding.
-    """
-
-    state: ChunkState
-    positions: Tensor
-
-    @classmethod
-    def of(cls, state: ChunkState, positions: Tensor) -> "ChunkParams":
-        # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
-        # for a device. The fused one wants it there (PositionedRotary).
-        rows = positions.shape[0]
-        borders = torch.tensor([0, rows], dtype=torch.int32)
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
-            max_seqlen_q=rows,
-            max_seqlen_kv=rows,
-            state=state,
-            positions=positions,
-        )
 
 
 class ElasticAttention:

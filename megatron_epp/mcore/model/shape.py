@@ -1,5 +1,6 @@
 """The shape of the model that Megatron's flags describe, kind of layer by kind of layer."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from megatron_epp.mcore.model.hybrid.pattern import (
     EXPERTS,
     LATENT,
     MLP,
+    layers_of_stages,
     letters_of_layers,
+    pattern_of,
 )
 
 
@@ -156,3 +159,57 @@ def _words(shape: LayerShape) -> tuple[str, ...]:
         plain = window == "full" and latent == "heads"
         return ("attention" if plain else "-".join(w for w in (window, latent) if w not in _PLAIN),)
     return window, latent, "experts" if shape.experts else "dense"
+
+
+def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:
+    """Transformer layers of every stage, as Megatron's flags place them.
+
+    ``layout``: --pipeline-model-parallel-layout as letters per stage, t for a transformer layer.
+    """
+    if pattern_of(args) is not None:
+        return list(layers_of_stages(args))
+    layers = args.num_layers
+    if layout is not None:
+        if len(layout) != pp:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout: {len(layout)} stages where --pp is {pp}; "
+                "expected one stage each"
+            )
+        counts = [list(stage).count("t") for stage in layout]
+        if sum(counts) != layers:
+            raise ValueError(
+                f"--pipeline-model-parallel-layout: {sum(counts)} layers; expected --num-layers, "
+                f"{layers}"
+            )
+        return counts
+    if layers < pp:
+        raise ValueError(
+            f"--pp {pp}: more stages than the {layers} layers; expected at most one stage per layer"
+        )
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is not None or last is not None:
+        ends = [count for count in (first, last) if count is not None]
+        middle = pp - len(ends)
+        rest = layers - sum(ends)
+        if pp < 2 or rest < 0 or (rest % middle if middle else rest):
+            raise ValueError(
+                f"--num-layers {layers}: {rest} layers are left for {middle} stages after those of "
+                "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers; "
+                "expected the same number for each"
+            )
+        inner = [rest // middle] * middle if middle else []
+        return [*([first] * (first is not None)), *inner, *([last] * (last is not None))]
+    before = int(bool(args.account_for_embedding_in_pipeline_split))
+    behind = int(bool(args.account_for_loss_in_pipeline_split))
+    counted = layers + before + behind
+    if counted % pp:
+        raise ValueError(
+            f"--num-layers {layers}: does not divide over --pp {pp}; "
+            "expected a multiple, or --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers, or --pipeline-model-parallel-layout, to place the "
+            "layers"
+        )
+    counts = [counted // pp] * pp
+    counts[0] -= before
+    counts[-1] -= behind
+    return counts

@@ -1,0 +1,38 @@
+"""A chunk on its way through Megatron's layers, as their parameters of packed sequences."""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_epp.layers.chunk_state import ChunkState
+
+
+@dataclass(kw_only=True)
+class ChunkParams(PackedSeqParams):
+    """Megatron hands this to every layer, in recomputation too.
+
+    To Megatron this rank's rows of the chunk are one sequence [0, t); which rows belong to which
+    document is in ``state``, for the whole chunk. ``positions`` [t] are the places of this rank's
+    rows in their documents, for the rotary embedding.
+    """
+
+    state: ChunkState
+    positions: Tensor
+
+    @classmethod
+    def of(cls, state: ChunkState, positions: Tensor) -> "ChunkParams":
+        # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
+        # for a device. The fused one wants it there (PositionedRotary).
+        rows = positions.shape[0]
+        borders = torch.tensor([0, rows], dtype=torch.int32)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            max_seqlen_q=rows,
+            max_seqlen_kv=rows,
+            state=state,
+            positions=positions,
+        )
