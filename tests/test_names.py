@@ -23,7 +23,7 @@ IRREGULAR = "Ran Told Held Given Drawn Written Made Kept Meant Lent Taken Found 
 ADJECTIVES = "Alone Small Plain Worst Local Again Adaptive Predicting"
 
 # To be mended: functions, and modules and constants of a folder at the top, that are there twice;
-# classes that are participles; files with docstrings that begin badly.
+# classes that are participles.
 FUNCTIONS = """
     begin choice_of choose exchange expert_layers forward_step loads_of loss probe_of refuse
     serve solve
@@ -43,29 +43,6 @@ PARTICIPLES = """
     Listed Local LoopComputed LoopJudged Measured Ordered Packed Plain Planned
     Played Prepared Published Ran Replaced Routed Scaled Small Sorted Split Told Transferred
     Untargeted Wanted Warmed Worst
-"""
-DOCSTRINGS = """
-    __init__.py activation.py adapter.py adapters.py adaptis.py agreement.py analytic.py
-    attached.py attention.py batches.py call_plan.py chat_cache.py check.py checkout.py
-    chunk_batches.py chunk_state.py comm_recorder.py command.py compare.py config.py context.py
-    conversations.py cost.py cost_monitor.py costs.py cpu.py devices.py did_you_mean.py
-    documents.py draws.py drift.py early_head.py effort.py emit.py emit_block.py engine.py
-    exchange.py executor.py extent.py feasibility.py files.py fit.py flags.py global_batches.py
-    grouping.py head.py host_memory.py host_store.py ilp.py install.py job_cost.py
-    latent_attention.py latents.py layer_kinds.py layer_spec.py layout.py lean.py linear.py
-    link.py list_scheduler.py loads.py local.py loop_schedule.py made_for.py measure.py
-    megatron_gpt.py memory.py memory_budget.py memory_meter.py messages.py micro_batch_stage.py
-    models.py needs.py observe.py op.py options.py ordering.py outcome.py overlong.py paint.py
-    params.py partition.py partitions.py pattern.py pipeline.py pipelines.py plain.py plan.py
-    planned_steps.py planner.py planner_process.py play.py preloaded.py probe.py problem.py
-    processes.py profile.py profile_file.py protocol.py rank.py rank_zero_work.py reading.py
-    recompute.py reference.py refusals.py regression.py releases.py replicas.py report.py
-    residuals.py result.py results.py retry.py routed_memory.py router.py router_stats.py
-    routing.py row_share.py rules.py saved_tensors.py schedule.py search.py settings.py setup.py
-    shape.py single_stage.py skeleton.py slice_stage.py slicing.py slimpipe.py split_backward.py
-    stage.py stage_runner.py stage_seconds.py step_source.py survey.py tails.py te.py
-    telemetry.py text.py tied.py timeline.py topology.py track_record.py varlen.py vocabulary.py
-    watcher.py wrap.py
 """
 
 NOT_PLAIN = re.compile(r"(Of|What|Whose|Which|In the place of|Besides|Apart|Aside)\b")
@@ -185,7 +162,7 @@ def test_classes_are_nouns() -> None:
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     found = docstrings(PACKAGE)
-    assert {Path(path).name for path in found} <= set(DOCSTRINGS.split()), found
+    assert not found, found
 
 
 @pytest.mark.parametrize(

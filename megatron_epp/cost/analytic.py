@@ -169,7 +169,7 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
 
 
 def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
-    """Of one layer, by flops and bytes."""
+    """Figures of one layer, by flops and bytes."""
     linear = layer.flops_per_token / device.linear_flops
     attention = layer.flops_per_pair / device.attention_flops
     # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
@@ -292,7 +292,8 @@ def without_states(measured: Profile) -> Profile:
 
 
 def budgeted(profile: Profile) -> Profile:
-    """What a budget covers, as in training: everything, but on a CPU only what chunks hold."""
+    """``profile`` with what a budget covers in training: all, but on a CPU only what chunks
+    hold."""
     on_cpu = profile.provenance.device.partition(":")[0] == "cpu"
     return without_states(profile) if on_cpu else profile
 

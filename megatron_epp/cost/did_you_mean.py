@@ -1,4 +1,4 @@
-"""What to say of a name that nobody knows."""
+"""Refusal of a name that nobody knows, with the near ones."""
 
 import difflib
 from collections.abc import Iterable

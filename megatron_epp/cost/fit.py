@@ -155,7 +155,7 @@ def _load(sample: Sample, figures: LayerFigures) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What seconds of one kind of op are linear in.
+    """Columns that seconds of one kind of op are linear in.
 
     figures   by name, of the kinds of layers
     letters   (kind, letter) of what is run again
@@ -377,7 +377,7 @@ def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
 def _fit_workspace(
     template: Profile, samples: Mapping[Kind, Sequence[Sample]], quality: dict[str, Quality]
 ) -> dict:
-    """Of any stage, of the last one besides, and of the one layer that lives again.
+    """Workspace of any stage, more of the last one, and of the one layer that is recomputed.
 
     A chunk may mix letters, but one layer lives at a time: the largest counts. Samples whose
     letters are mixed are left out, as which of them was largest is what is asked.

@@ -1,4 +1,4 @@
-"""Which kind every layer is, and how many layers of which kind have which recompute choice.
+"""Kinds of layers in order, and numbers of layers by kind and recompute choice.
 
 The kinds of the layers, first to last, belong to the model; a plan says how many layers a stage
 has, and a letter for each. Planners count: so many layers of a stage and kind have that letter.

@@ -1,4 +1,4 @@
-"""What a stage's time and memory depend on in a chunk: its load."""
+"""Loads: what a stage's time and memory depend on in a chunk."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from megatron_epp.ir import Chunk, Slices, Span, slices_in
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Which spans one context-parallel rank computes alone, and what of the chunks' rows is theirs.
+    """Spans that one context-parallel rank computes alone, and their part of the chunks' rows.
 
     rank     of every span of the loads, ALL_RANKS or the rank
     ranks    how many there are
@@ -26,7 +26,7 @@ class Local:
 def local_of(
     chunk: np.ndarray, rank: np.ndarray, tokens: np.ndarray, ranks: int, chunks: int
 ) -> Local | None:
-    """What of ``chunks`` is local by their spans' arrays; None where nothing is."""
+    """The local part of ``chunks`` by their spans' arrays; None where nothing is local."""
     if ranks == 1 or not (rank >= 0).any():
         return None
     there = np.where(rank >= 0, tokens, 0)

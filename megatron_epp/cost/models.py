@@ -31,7 +31,7 @@ def _require_flags(value: Any, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What sets a kind of layer apart from the model's plain one, which has attention over all that
+    """Differences of a kind of layer from the model's plain one, which has attention over all that
     stands before a token and a dense MLP.
 
     attention, mlp    whether it has them
@@ -172,7 +172,7 @@ class Model:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Of every layer, first to last; none where all are plain."""
+        """Kind of every layer, first to last; none where all are plain."""
         if self.pattern:
             return parse_kinds(self.pattern)
         return tuple(self.kinds) * self.layers
@@ -186,13 +186,13 @@ class Model:
 
     @property
     def most_experts(self) -> int:
-        """Of the kind with most of them."""
+        """Experts of the kind with most of them."""
         return max((shape.experts for shape in self.kinds.values()), default=0)
 
     @property
     def parameters(self) -> int:
-        """Of all layers, the embedding and, where it is not tied, the output layer; the last norm
-        is left out."""
+        """Parameters of all layers, the embedding and, where it is not tied, the output layer; the
+        last norm is left out."""
         shapes = self.shapes
         word = self.layer_kinds or (LAYER_KIND,) * self.layers
         each = {kind: layer.parameters + layer.expert_parameters for kind, layer in shapes.items()}
@@ -210,12 +210,13 @@ class Model:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Of the embedding, and of the output layer: a tied one has its copy on the last stage."""
+        """Parameters of the embedding. The output layer has as many (tied: a copy on the last
+        stage)."""
         return self.vocabulary * self.hidden
 
     @property
     def layer_parameters(self) -> int:
-        """Of a plain layer."""
+        """Parameters of a plain layer."""
         return Layer(self, LayerShape()).parameters
 
     @property
@@ -246,7 +247,7 @@ class Layer:
 
     @property
     def query_hidden(self) -> int:
-        """Of Q; 0 without attention."""
+        """Channels of Q; 0 without attention."""
         if not self.shape.attention:
             return 0
         return self.model.heads * (self.model.head_size + self.shape.rotary_size)
@@ -267,14 +268,15 @@ class Layer:
 
     @property
     def output_hidden(self) -> int:
-        """Of attention's output, before its projection."""
+        """Channels of attention's output, before its projection."""
         if not self.shape.attention:
             return 0
         return self.model.heads * (self.shape.value_size or self.model.head_size)
 
     @property
     def carried_hidden(self) -> int:
-        """What later slices get of a token: K and V, or the latent and its rotated part."""
+        """Channels that later slices get of a token: K and V, or the latent and its rotated
+        part."""
         if self.carries_latents:
             return self.shape.kv_rank + self.shape.rotary_size
         return self.key_hidden + self.value_hidden
@@ -308,7 +310,8 @@ class Layer:
 
     @property
     def dense_hidden(self) -> int:
-        """Of the MLP that every token goes through: a dense one, or the shared expert."""
+        """Hidden size of the MLP that every token goes through: a dense one, or the shared
+        expert."""
         if not self.shape.mlp:
             return 0
         if self.shape.experts:
@@ -317,7 +320,7 @@ class Layer:
 
     @property
     def matrices(self) -> int:
-        """Of an MLP."""
+        """Matrices of an MLP."""
         return 3 if self.model.gated else 2
 
     @property
@@ -332,7 +335,7 @@ class Layer:
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts but the shared one."""
+        """Parameters of all experts but the shared one."""
         return self.shape.experts * self._one_expert
 
     @property
@@ -352,17 +355,17 @@ class Layer:
 
     @property
     def flops_per_token(self) -> float:
-        """Of the linears."""
+        """Flops of the linears."""
         return 2.0 * self.active_parameters
 
     @property
     def flops_per_pair(self) -> float:
-        """Of attention, for one query and one key: QK', PV."""
+        """Flops of attention for one query and one key: QK', PV."""
         return 2.0 * (self.query_hidden + self.output_hidden)
 
     @property
     def flops_per_context_token(self) -> float:
-        """Of making K and V again of an earlier slice's latent."""
+        """Flops of recomputing K and V from an earlier slice's latent."""
         return 2.0 * self.expansion_parameters if self.carries_latents else 0.0
 
 

@@ -72,7 +72,7 @@ class Bytes:
         _check_numbers(self)
 
     def __call__(self, tokens: float, cut_tokens: float) -> float:
-        """Of a chunk of ``tokens``, ``cut_tokens`` of which have their K and V kept."""
+        """Bytes of a chunk of ``tokens``, ``cut_tokens`` of which have their K and V kept."""
         return self.per_token * (tokens - cut_tokens) + self.per_cut_token * cut_tokens
 
 
@@ -322,12 +322,12 @@ _LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerFigures))
 
 
 def layer_figures(of: LayerFigures) -> LayerFigures:
-    """What ``of``, a profile perhaps, says of its layer, and nothing else."""
+    """The figures in ``of``, a profile perhaps, of its layer, and nothing else."""
     return LayerFigures(**{name: getattr(of, name) for name in _LAYER_FIELDS})
 
 
 def _default(field: dataclasses.Field) -> Any:
-    """What ``field`` is where nothing was given; MISSING where it must be."""
+    """Default of ``field``; MISSING where a value must be given."""
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default

@@ -26,7 +26,7 @@ class Residual:
 
 
 def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residual]:
-    """Of every op among ``records``; transfers are left out, and what took no time."""
+    """Residual of every op among ``records``; transfers are left out, and what took no time."""
     found = []
     for record in records:
         op = record.op

@@ -1,4 +1,4 @@
-"""What the ops of a plan need of each other: the one loop over the rule table's needs."""
+"""Needs of a plan's ops among each other: the one loop over the rule table's needs."""
 
 from collections.abc import Callable, Iterator
 

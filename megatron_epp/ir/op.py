@@ -118,7 +118,7 @@ class StageOp:
 
 
 class Payload(Enum):
-    """What travels between stages."""
+    """Kinds of tensors that travel between stages."""
 
     ACTIVATION = "F"  # to the next stage
     GRADIENT = "B"  # to the previous one

@@ -256,7 +256,7 @@ class Plan:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """Of the ops of all stages."""
+        """Kinds of the ops of all stages."""
         if self._kinds is None:
             found = frozenset({op.kind for order in self.orders for op in order})
             object.__setattr__(self, "_kinds", found)

@@ -1,4 +1,4 @@
-"""What becomes of what layers save of a chunk: a letter for each of a stage, run-length in text."""
+"""Recompute choices, one letter for each layer of a stage, run-length in text."""
 
 import re
 from functools import lru_cache

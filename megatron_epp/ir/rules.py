@@ -52,7 +52,7 @@ from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Payload
 
 
 class Relation(Enum):
-    """Which chunk a row speaks of, seen from the op's own."""
+    """Relation of the chunk that a row speaks of to the op's own."""
 
     SAME = 0
     EARLIER = 1  # the chunk with the slice before, where there is one
@@ -88,7 +88,8 @@ class StagePosition(Enum):
 
 
 class Item(Enum):
-    """What occupies memory on a stage besides its weights. Documents own K/V, chunks the rest."""
+    """Things that occupy memory on a stage besides its weights. Documents own K/V, chunks the
+    rest."""
 
     ACTIVATIONS = "activations"  # saved by F for the backward; on the last stage with the logits
     KV = "kv"
@@ -121,7 +122,7 @@ class Need:
 
     @property
     def payload(self) -> Payload:
-        """What the message carries where another stage meets the need."""
+        """Payload of the message where another stage meets the need."""
         if self.stage == "last" or set(self.kinds) <= set(OF_HEAD):
             return Payload.HEAD
         return Payload.ACTIVATION if self.kinds == (Kind.FORWARD,) else Payload.GRADIENT

@@ -28,7 +28,7 @@ AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the user says about elastic pipelines. On Megatron's args the values are plain, so that
+    """The user's settings of elastic pipelines. On Megatron's args the values are plain, so that
     checkpoints can hold them."""
 
     TITLE: ClassVar = "elastic pipeline parallelism"

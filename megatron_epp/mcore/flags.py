@@ -122,7 +122,7 @@ def _reason(error: BaseException) -> str:
 
 
 def be_the_only_process() -> None:
-    """What torchrun would say to a single process, for a start without it."""
+    """Set what torchrun would set for a single process, for a start without it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,5 @@
-"""What a job plans with: the cost of its model on its devices, its levers, its memory budget."""
+"""Inputs of planning in a job: the cost of its model on its devices, its levers, its memory
+budget."""
 
 import json
 import logging
@@ -131,7 +132,7 @@ def unusable_levers(args: Any) -> dict[str, str]:
 
 
 def analytic(args: Any) -> Profile:
-    """What --epp-cost-model analytic stands for: the model's shape on the device's name."""
+    """Profile of --epp-cost-model analytic: the model's shape on the device's name."""
     early = early_head(args)
     made = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
     attention = VarlenAttention if cpu_host.has_gpu() else PartsAttention
@@ -187,8 +188,8 @@ def default_budget_bytes(args: Any) -> float:
 
 
 def host_budget_bytes(config: Config) -> float:
-    """Of the host's memory, for what this rank offloads: --epp-host-memory-gib, or a share of what
-    is available now. ValueError: the host has not as much for each of its ranks."""
+    """Bytes of the host's memory for what this rank offloads: --epp-host-memory-gib, or a share of
+    what is available now. ValueError: the host has not as much for each of its ranks."""
     wanted = config.epp_host_memory_gib
     if wanted is None:
         return (HOST_SHARE if cpu_host.has_gpu() else CPU_HOST_SHARE) * _available_bytes()
@@ -202,7 +203,7 @@ def host_budget_bytes(config: Config) -> float:
 
 
 def _available_bytes() -> float:
-    """Of the host's memory, for each local rank."""
+    """Available bytes of the host's memory, for each local rank."""
     return _of_each_rank(psutil.virtual_memory().available)
 
 

@@ -132,7 +132,8 @@ def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
 
 
 def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """What this rank needs of the next micro-batch: every key of BATCH_TENSORS, None if not.
+    """Tensors that this rank needs of the next micro-batch: every key of BATCH_TENSORS, None if
+    not.
 
     Tensor-parallel rank 0 reads it and broadcasts; stages in the middle of the pipeline need only
     the borders of packed documents; context-parallel ranks keep their part of the tokens.

@@ -1,4 +1,5 @@
-"""What lies on which stage, by time: ``--epp-partition auto``, ``--epp-vocab-parallel auto``.
+"""Layers and vocabulary of the stages by time: ``--epp-partition auto``, ``--epp-vocab-parallel
+auto``.
 
 It is chosen before Megatron builds the model. What is known then is the corpus's lengths, from its
 ``.idx`` files, and a cost model: the file of --epp-cost-model, or the device's figures by name.
@@ -187,7 +188,7 @@ def _kept_vocabulary(path: Path) -> str:
 
 
 def _layers_of(stage: str) -> int:
-    """Of one stage's part of planner.partition.layout_text."""
+    """Layers in one stage's part of planner.partition.layout_text."""
     count = stage.strip("EL").removeprefix("t").removeprefix("*")
     return int(count) if count else 1
 
@@ -244,7 +245,7 @@ def _measured(config: Config) -> bool:
 
 
 def _by(args: Any) -> str:
-    """What a choice rests on."""
+    """Source of the figures that a choice rests on."""
     config = Config.of(args)
     return str(config.epp_cost_model) if _measured(config) else f"{device_name()}'s figures"
 
@@ -299,6 +300,6 @@ def _batches(args: Any, config: Config) -> list[list[int]]:
 
 
 def _shares(corpora: Sequence[Corpus], weights: Sequence[float] | None) -> list[float]:
-    """Of a batch's documents; without weights each corpus is read once."""
+    """Each corpus's part of a batch's documents; without weights each corpus is read once."""
     given = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
     return [each / sum(given) for each in given]

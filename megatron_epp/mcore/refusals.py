@@ -1,4 +1,4 @@
-"""What of Megatron's features cannot run through elastic pipelines: refused at start, by name.
+"""Features of Megatron that cannot run through elastic pipelines: refused at start, by name.
 
 Flags whose job a plan does are taken out on the command line before (replaced.py). Where they come
 another way, as from a checkpoint's arguments or from a script's own, they are refused here.

@@ -86,14 +86,14 @@ def make_steps(place: Place, model: Any) -> StepSource:
 
 
 def limit_bytes(config: Config) -> float:
-    """What chunks may hold on a host at most, whatever was planned."""
+    """Bytes that chunks may hold on a host at most, whatever was planned."""
     limit = config.epp_memory_limit_gib
     return math.inf if limit is None else limit * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a benchmark, an example or a test may put in the place of the trainer's own parts.
+    """Replacements of the trainer's own parts by a benchmark, an example or a test.
 
     pre_wrap           (parts of the model): the parts with adapters or the like, before the trainer
                        wraps them; or None
@@ -290,7 +290,7 @@ class Job:
             telemetry.write(telemetry.scalars(step, report, waited_seconds, truncated), iteration)
 
     def choose_schedule(self, original: Any) -> Any:
-        """What stands in for Megatron's ``get_forward_backward_func``."""
+        """Replaces Megatron's ``get_forward_backward_func``."""
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> ElasticSchedule:
             return self.schedule
@@ -321,7 +321,7 @@ class Job:
     def _documents(
         self, args: Any, samples: Sequence[int]
     ) -> Sequence[DocumentSource | list | None]:
-        """Of training, validation and test."""
+        """Documents of training, validation and test."""
         context, overlong = args.seq_length, self.config.epp_overlong
         if self.hooks.items is not None:
             return [

@@ -29,7 +29,7 @@ from megatron_epp.runtime.memory_meter import Meter
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """What a stage made of its part of a step.
+    """Results of a stage for its part of a step.
 
     reports   on the last stage one, each entry summed over this replica's tokens; else none
     tokens    that carry a loss
@@ -45,7 +45,7 @@ class StageRun:
 
 @dataclass
 class StageRunner:
-    """What every step of a job is run with on this rank.
+    """Runner of the steps of a job on this rank.
 
     make_stage   the model's side of the executor (model/stage.py)
     host_bytes   that offloaded layers may take of the host's memory

@@ -12,7 +12,7 @@ from megatron_epp.ir import FULL, KEEP, OFFLOAD, Step
 def scalars(
     step: Step, report: IterationReport, planning_seconds: float, truncated: int
 ) -> dict[str, float]:
-    """What is drawn for an iteration, by name.
+    """Scalars that are drawn for an iteration, by name.
 
     ``planning_seconds``: how long training waited for the plan; ``truncated``: documents of the
     training set that are longer than the context.

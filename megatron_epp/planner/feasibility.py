@@ -1,4 +1,4 @@
-"""What fits a stage at all, and what to say where a document does not."""
+"""Documents that fit a stage at all, and the refusal of those that do not."""
 
 import numpy as np
 

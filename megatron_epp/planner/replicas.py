@@ -110,7 +110,7 @@ def _require_blocks(replicas: int, options: Options) -> None:
 
 
 def _unit_planner(planner: str, options: Options) -> BlockFunction:
-    """What plans the documents of one unit: of a replica, or of a block in lockstep, for which it
+    """Planner of the documents of one unit: a replica, or of a block in lockstep, for which it
     may look as hard as for each of its replicas."""
     alone = planner_of(planner)
     if options.lockstep > 1:

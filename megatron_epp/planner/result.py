@@ -1,4 +1,4 @@
-"""What a planner hands back: a plan with its promise, or what a method without a pipeline takes."""
+"""Results of planners: a plan with its prediction, or what a method without a pipeline takes."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from megatron_epp.ir import Plan, Step
 
 
 class Bounded:
-    """What has seconds, and a lower bound of them."""
+    """Seconds with a lower bound."""
 
     __slots__ = ()
     seconds: float
@@ -59,7 +59,7 @@ class GroupMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroups(Bounded):
-    """What a method without a pipeline would do: micro-batches of device groups, one after another.
+    """Schedule of a method without a pipeline: micro-batches of device groups, one after another.
 
     Fields as in :class:`Planned`; ``plan`` is None since there is no pipeline to run, peak_bytes
     holds one number for every group of every micro-batch, bubble_ratio is the groups' waiting.
@@ -87,7 +87,7 @@ class PlannedGroups(Bounded):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPipeline(Bounded):
-    """What a method with several stages on a device would take; no plan says that yet.
+    """Seconds and bytes of a method with several stages on a device; no plan says that yet.
 
     Fields as in :class:`Planned`; peak_bytes by device.
     """

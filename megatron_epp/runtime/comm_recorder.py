@@ -1,4 +1,4 @@
-"""What goes over process groups while one watches: every collective and every message."""
+"""Recorder of every collective and every message over process groups."""
 
 import sys
 from collections.abc import Callable

@@ -40,7 +40,7 @@ LEAD_OPS = 2
 
 
 class Compute(Protocol):
-    """What the ops do; the model's side of the executor.
+    """The model's side of the executor: a method for every kind of op.
 
     ``forward`` takes the previous stage's output (None on the first stage) and gives what to send
     on (None on the last stage); ``backward`` takes the next stage's gradient (None on the last)
@@ -67,7 +67,7 @@ class Compute(Protocol):
 
 
 class LinkEnds(Protocol):
-    """What messages come and go by: :class:`~megatron_epp.runtime.link.Links` in training."""
+    """Sender and receiver of messages: :class:`~megatron_epp.runtime.link.Links` in training."""
 
     sent: int
     received: int
@@ -106,8 +106,8 @@ BEFORE = Elsewhere("the first iteration")
 
 @dataclass
 class Waiting:
-    """What this rank is doing right now; read when a link is lost, when nothing moves, or when the
-    job is being killed.
+    """The op or phase that this rank is in; read when a link is lost, when nothing moves, or when
+    the job is being killed.
 
     An op or a transfer of the program, the name of a step that all ranks take together, or what
     happens :class:`Elsewhere`. ``links``: of the program that runs, None between programs.

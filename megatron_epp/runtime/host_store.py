@@ -1,4 +1,5 @@
-"""What layers laid aside in the host's memory: copied out while F runs, back while B or I does.
+"""Tensors of offloaded layers in the host's memory: copied out while F runs, back while B or I
+does.
 
     compute  F | layer 0 | layer 1 | layer 2 |       B | layer 2 | layer 1 | layer 0 |
     out                  [ 0 -> host ]
@@ -97,7 +98,7 @@ class _Storage:
 
 
 class _View:
-    """What autograd keeps in place of a tensor."""
+    """Stand-in that autograd keeps for a tensor."""
 
     __slots__ = ("dtype", "offset", "parcel", "size", "storage", "stride")
 
@@ -108,7 +109,8 @@ class _View:
 
 
 class Parcel:
-    """What one layer saved of one chunk: ``pack`` while it runs forward, ``unpack`` in backward.
+    """Tensors that one layer saved of one chunk: ``pack`` while it runs forward, ``unpack`` in
+    backward.
 
     ``shared``: whether a tensor's storage is not the layer's own. ``before``: the chunk's parcel
     that backward wants next.
@@ -178,7 +180,7 @@ class Parcel:
         return True
 
     def leave(self) -> None:
-        """What has been copied out is no longer on the device."""
+        """Free on the device what has been copied out."""
         if self._moving:
             self._store.copies.wait(self._moved)
         for storage in self._moving:

@@ -152,14 +152,14 @@ class Links:
         return self._place[message.payload] != self.device
 
     def _let_go(self):
-        """Of what has left, and of what is here."""
+        """Free the tensors that have left, and the requests of those that are here."""
         while self._sending and self._sending[0][2].is_completed():
             self._sending.popleft()
         while self._arriving and self._arriving[0][1].is_completed():
             self._arriving.popleft()
 
     def zeros(self, message: Message) -> Tensor:
-        """What stands in for a tensor that could not be made."""
+        """A stand-in for a tensor that could not be made."""
         shape = tuple(self.shape(message))
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
@@ -167,7 +167,7 @@ class Links:
         return self._sending[0][0] if self._sending else None
 
     def oldest_arriving(self) -> Message | None:
-        """What the device stands before though the host went on. Any thread may ask."""
+        """The message that the device waits for though the host went on. Any thread may ask."""
         arriving = tuple(self._arriving)
         return next((message for message, work in arriving if not work.is_completed()), None)
 

@@ -28,7 +28,7 @@ class NoMeter:
         return 0
 
     def hold(self, tensor: Tensor) -> Any:
-        """What stands for ``tensor`` and counts it for as long as it lives."""
+        """A token that counts ``tensor`` for as long as it lives."""
         return tensor
 
     def held(self, token: Any) -> Tensor:
@@ -105,7 +105,7 @@ class SavedBytesMeter:
         return peak
 
     def hold(self, tensor: Tensor) -> "_Saved | Tensor":
-        """What stands for ``tensor`` and counts its storage for as long as it lives."""
+        """A token that counts ``tensor``'s storage for as long as it lives."""
         storage = tensor.untyped_storage()
         where = storage.data_ptr()
         if where in self._ignored or where == 0:

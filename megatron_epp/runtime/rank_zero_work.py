@@ -17,7 +17,8 @@ def done_by_rank_zero(
     group: dist.ProcessGroup,
     beat_seconds: float = BEAT_SECONDS,
 ) -> str:
-    """What ``work(beat)`` returns on rank 0 of ``group``, a gloo group, on every rank. Collective.
+    """Return value of ``work(beat)`` on rank 0 of ``group``, a gloo group, on every rank.
+    Collective.
 
     ``work`` calls ``beat()`` often. A rank fails that hears nothing for the group's timeout.
 

@@ -84,7 +84,7 @@ class Watcher:
         return not isinstance(what, Elsewhere)
 
     def _arriving(self) -> Message | None:
-        """What the device stands before, though the host has gone on."""
+        """The message that the device waits for, though the host has gone on."""
         links = self.waiting.links
         try:
             return None if links is None else links.oldest_arriving()
@@ -92,7 +92,7 @@ class Watcher:
             return None
 
     def line(self) -> str:
-        """Which rank waits for which op of which other, and since when."""
+        """One line: the rank, the op of another that it waits for, and since when."""
         what, line = self.waiting.what, f"rank {self.rank} does not move: {self.waiting}"
         if isinstance(what, Transfer):
             return f"{line}: {self._explained(what)}"

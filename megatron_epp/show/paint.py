@@ -261,7 +261,7 @@ def _bar(
 
 
 def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
-    """What the pointer shows of an op."""
+    """Text that the pointer shows over an op."""
     op = record.op
     chunk = timeline.plan.chunks[op.chunk]
     lines = [
@@ -290,7 +290,7 @@ _Entry = tuple[tuple[str, ...], float, float, str]
 
 
 def _legend(timelines: list[Timeline], width: float, y: float) -> tuple[list[Shape], float]:
-    """What every colour and mark means, of those that occur, in lines of ``width``."""
+    """Meaning of every colour and mark that occurs, in lines of ``width``."""
     shapes: list[Shape] = []
     x = 14.0
     for marks, down, thick, text in _entries(timelines):

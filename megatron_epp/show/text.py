@@ -146,7 +146,7 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
 
 
 def _legend(timeline: Timeline, rows: list[_Row]) -> list[str]:
-    """What the signs mean, of those that occur."""
+    """Meaning of the signs that occur."""
     kinds = {record.op.kind for record in (*timeline.records, *timeline.transfers)}
     words = [text for kind, text in _LETTERS.items() if kind in kinds]
     if recomputes(timeline.plan):

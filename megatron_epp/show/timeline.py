@@ -1,4 +1,5 @@
-"""What all painters draw: a plan with the times at which its ops ran, predicted or measured."""
+"""A timeline, which all painters draw: a plan with the times at which its ops ran, predicted or
+measured."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -255,7 +256,7 @@ def memory_curve(
 
 
 def chunk_names(plan: Plan) -> tuple[str, ...]:
-    """What each chunk is, in words: ``slice 2 of 5 of document 0 and 3 whole documents``. Its
+    """Name of each chunk in words: ``slice 2 of 5 of document 0 and 3 whole documents``. Its
     spans say which rank has a local one."""
     slices = slices_of(plan)
     names = []

@@ -64,7 +64,8 @@ class OpArrays(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What happened. N ops in the order of ``Orders``, M messages in the order they were sent.
+    """Events of a simulation. N ops in the order of ``Orders``, M messages in the order they were
+    sent.
 
     seconds       the makespan; infinite where a stage waits forever (nothing else holds then)
     peak[r]       bytes of rank r, resident ones of all its stages included

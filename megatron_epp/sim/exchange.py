@@ -1,4 +1,5 @@
-"""What overlaps computation and what does not: messages between stages, and between replicas.
+"""Communication that overlaps computation or delays it: messages between stages, and between
+replicas.
 
 What is exchanged inside a stage, all-to-all and tensor-parallel gathers, stands in the way of the
 next kernel and is exposed: it is a part of every op's seconds (Cost.comm_seconds).
@@ -34,12 +35,12 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """Of the busiest stage, hidden and exposed."""
+        """Seconds of the busiest stage, hidden and exposed."""
         return max(map(sum, zip(self.reduce_seconds, self.gather_seconds, strict=True)))
 
 
 def exchange(cost: Cost, played: Simulation, *, overlapped: bool = True) -> Exchange:
-    """Of one iteration of a plan that was ``played`` with ``cost``.
+    """Exchange of one iteration of a plan that was ``played`` with ``cost``.
 
     ``overlapped``: with --overlap-grad-reduce and --overlap-param-gather. All zero with one device
     for every weight, under ZeRO 3, whose gathers are in the plan's own ops, and without a network,
@@ -79,8 +80,8 @@ class Messages:
 
 
 def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
-    """Of ``plan``, which was ``played`` on ``table``: the same orders, played without links, say
-    what no computation hides."""
+    """Messages of ``plan``, which was ``played`` on ``table``; the same orders, played without
+    links, say what no computation hides."""
     free = {payload: np.zeros_like(each) for payload, each in table.link_seconds.items()}
     without = play(plan, dataclasses.replace(table, link_seconds=free, link_latency_seconds=0.0))
     on_links = sum(flight.arrive - flight.depart for flight in played.flights)

@@ -1,1 +1,1 @@
-"""What devices say to each other: where they lie, and what replicas exchange."""
+"""Communication of devices: where they lie, and what replicas exchange."""

@@ -123,7 +123,7 @@ class Network:
         return here, -(-size // here)
 
     def all_to_all(self, size: int, stride: int = 1) -> float:
-        """Of a group of ``size``, ``stride`` devices apart, each to each."""
+        """Bytes per second of an all-to-all in a group of ``size``, ``stride`` devices apart."""
         here, nodes = self.placed(size, stride)
         if nodes == 1:
             rate = at_most(self.inside_bytes_per_second, size)
@@ -136,7 +136,7 @@ class Network:
         return rate
 
     def _away(self, nodes: int) -> float:
-        """What a device gets of its node's link in an all-to-all over so many nodes."""
+        """A device's part of its node's link in an all-to-all over so many nodes."""
         whole = nodes * self.node_devices
         if self.across_bytes_per_second and whole >= min(self.across_bytes_per_second):
             known = max(size for size in self.across_bytes_per_second if size <= whole)
@@ -146,8 +146,9 @@ class Network:
         return self.share_bytes_per_second
 
     def ring(self, size: int, stride: int = 1) -> float:
-        """Of gathers and scatters, as nccl-tests counts bus bandwidth: bytes * (size - 1) / size
-        over seconds. A ring over nodes enters and leaves each once for all that it has there."""
+        """Bytes per second of gathers and scatters, as nccl-tests counts bus bandwidth: bytes *
+        (size - 1) / size over seconds. A ring over nodes enters and leaves each once for all that
+        it has there."""
         here, nodes = self.placed(size, stride)
         inside = at_most(self.ring_bytes_per_second, size)
         return inside if nodes == 1 else min(inside, here * self.share_bytes_per_second)

@@ -1,4 +1,4 @@
-"""What replicas in lockstep must have alike: their skeleton.
+"""Skeletons: the parts of plans that replicas in lockstep must have alike.
 
 Ranks of several replicas that hold a layer's experts together meet in it, in every forward, every
 backward, and wherever backward runs the experts again:

@@ -252,7 +252,7 @@ def _without_layout(flags: Sequence[str]) -> list[str]:
 
 
 def _with_defaults(flags: Sequence[str]) -> list[str]:
-    """What Megatron asks for besides a model's shape, and measuring does not depend on."""
+    """``flags`` with those that Megatron asks for and measuring does not depend on."""
     fillers = {
         "--micro-batch-size": "1",
         "--global-batch-size": "8",

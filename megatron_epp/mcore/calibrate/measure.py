@@ -94,7 +94,7 @@ def _points(base: int) -> tuple[Point, ...]:
 
 
 def _pairs(shape: Shape, layer: Layer) -> int:
-    """Of queries and keys that ``layer`` meets in a chunk."""
+    """Pairs of queries and keys that ``layer`` meets in a chunk."""
     return shape.pairs_within(layer.shape.window) if layer.shape.attention else 0
 
 
@@ -151,7 +151,7 @@ class Peak:
 
 @dataclass(slots=True)
 class Readings:
-    """What one rank measured.
+    """Measurements of one rank.
 
     held            samples of bytes from F to B; ``peaks`` beyond them
     again           (letter, tokens, seconds that it added to B, seconds of F) of one layer
@@ -237,7 +237,7 @@ def calibrate(
 def _measure_bytes(
     probe: Probe, readings: Readings, context: int, layer: Layer | None, *, ends: bool = True
 ) -> None:
-    """Of the ``layer`` that the probe runs, if any, and of the ``ends``."""
+    """Measure the bytes of the ``layer`` that the probe runs, if any, and of the ``ends``."""
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
         if layer is not None:
@@ -371,7 +371,8 @@ def _measure_end_seconds(
 
 
 def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings) -> None:
-    """Of what selective recompute runs again; a module that the layer has not takes nothing."""
+    """Measure the modules that selective recompute runs again; a module that the layer has not
+    takes nothing."""
     layer = probe.layer
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
     modules = {"mlp": (layer.mlp,), "layernorm": (layer.input_layernorm, layer.pre_mlp_layernorm)}
@@ -516,7 +517,8 @@ def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
 
 
 def _carried_channels(layer: Layer, config: Any, ranks: int) -> int:
-    """What later slices get of a token, on one of ``ranks`` devices that share the heads."""
+    """Channels that later slices get of a token, on one of ``ranks`` devices that share the
+    heads."""
     if layer.carries_latents:
         return layer.carried_hidden
     if layer.latent or not layer.shape.attention:

@@ -158,7 +158,7 @@ class Probe:
 
     @property
     def _attends(self) -> ElasticAttention | LatentLayer:
-        """What stands in the place of the layer's attention."""
+        """The elastic module that replaces the layer's attention."""
         around = self.layer.self_attention
         if isinstance(around, MultiLatentAttention):
             return around._run_core_attention.__self__
@@ -296,7 +296,7 @@ class Probe:
         return _SavedScale(SavedBytesMeter(self.model.parameters()))
 
     def _answer(self, store: Store) -> None:
-        """What a later slice's backward leaves behind for one that is not the last."""
+        """Leave in ``store`` what a later slice's backward leaves for one that is not the last."""
         for layer, document, key_CGD in store:
             kept = store.context(layer, document, len(key_CGD))
             store.add_gradient(layer, document, *map(torch.zeros_like, kept))
@@ -399,7 +399,7 @@ class _NoScale:
 
 
 class _SavedScale:
-    """What autograd saves; the store's bytes stay out."""
+    """Bytes that autograd saves; the store's bytes stay out."""
 
     def __init__(self, meter: SavedBytesMeter):
         self.meter = meter

@@ -27,7 +27,7 @@ FILE_NAME = "epp-cost-model.json"
 
 
 def provenance_of(args: Any) -> Provenance:
-    """What a profile of this job must say of its model, its device and its number format."""
+    """Provenance of a profile of this job: its model, its device and its number format."""
     from megatron_epp.mcore.model.early_head import early_head
 
     sizes = f"hidden {args.hidden_size} ffn {args.ffn_hidden_size}"
@@ -73,7 +73,7 @@ def provenance_of(args: Any) -> Provenance:
 
 
 def _of_kinds(args: Any) -> list[str]:
-    """What sets layers apart from plain ones, and how experts are exchanged."""
+    """Differences of layers from plain ones, and the way experts are exchanged."""
     from megatron_epp.mcore.model.shape import model_shape
 
     words = []
@@ -189,7 +189,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
 
 
 def probe_of(args: Any, model: Any, rows: Any) -> Any:
-    """What measures parts of this rank's wrapped ``model`` on made-up chunks (probe.py)."""
+    """Probe that measures parts of this rank's wrapped ``model`` on made-up chunks (probe.py)."""
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.probe import Probe

@@ -109,7 +109,8 @@ def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
 
 
 def probe_of(alone: Alone, model: Any) -> Any:
-    """What measures parts of ``model`` on made-up chunks, as the trainer's calibration does."""
+    """Probe that measures parts of ``model`` on made-up chunks, as the trainer's calibration
+    does."""
     from megatron_epp.mcore.calibrate.probe import Probe
     from megatron_epp.mcore.model.early_head import block_tokens, early_head
 

@@ -1,4 +1,4 @@
-"""What splitting a backward costs on this device, and what it leaves from I to W.
+"""Cost of splitting a backward on this device, and bytes held from I to W.
 
 I and W together do the work of B and pay for being two: measured as what they take beyond it, a
 share of the work and an amount per chunk. W is in proportion to tokens; I is what remains.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 
 class LowRankAdapter(MegatronModule):
-    """In the place of ``linear``, which keeps its keys in checkpoints; ``rank``: r above."""
+    """Wraps ``linear`` with an adapter of rank r; checkpoint keys of ``linear`` stay the same."""
 
     def __init__(self, linear: Any, rank: int, gated: bool):
         super().__init__(linear.config)

@@ -17,7 +17,7 @@ LONGEST = 60  # below the context: its end is not special
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What every batch of one model is drawn for.
+    """Model and job that every batch is drawn for.
 
     layers           of each stage
     letters          the recompute choices to draw from
@@ -68,7 +68,7 @@ class Drawn:
 
     @property
     def untargeted(self) -> "Untargeted":
-        """What of the step holds no target: nothing of its loss, and gradients of zero."""
+        """Parts of the step without any target token; their gradients must be zero."""
         slices = chunks = replicas = 0
         for plan, deal in zip(self.step.plans, self.step.deals, strict=True):
             has_target = [
@@ -126,7 +126,8 @@ def _plans(
     random: Random,
     share: float,
 ) -> tuple[Plan, ...]:
-    """Of every replica; of those in lockstep with one skeleton. ``share``: of backwards split."""
+    """Plans of every replica; those in lockstep have one skeleton. ``share``: of backwards
+    split."""
     dealt = [[lengths[document] for document in deal] for deal in deals]
     if frame.lockstep == 1:
         return tuple(
@@ -232,7 +233,7 @@ def forwards_of(plan: Plan) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What a step makes the executor do, in numbers.
+    """Numbers of what a step makes the executor do.
 
     cut         documents in several slices          window      most chunks in flight on a stage
     offloaded   layers of all chunks and stages, which are not among those recomputed

@@ -43,7 +43,7 @@ GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type lea
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is to be certified. ``models``: Megatron's flags of each; batches go to them in turn.
+    """Settings of a certificate. ``models``: Megatron's flags of each; batches go to them in turn.
     ``lora_rank``: of adapters on the frozen model; 0: none."""
 
     degrees: Degrees

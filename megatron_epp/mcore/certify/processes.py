@@ -88,7 +88,7 @@ class Children:
         return answers
 
     def _last_words(self, ranks: Iterable[int]) -> list[str]:
-        """What ranks say when they are told to end: the op that they are in (mcore/sigterm.py)."""
+        """Last lines of ranks that are told to end: the op that they are in (mcore/sigterm.py)."""
         for rank in ranks:
             self._processes[rank].terminate()
         words = []

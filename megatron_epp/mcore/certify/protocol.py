@@ -1,4 +1,4 @@
-"""What the certificate's processes are told and what they answer; neither torch nor Megatron."""
+"""Messages to the certificate's processes and their answers; neither torch nor Megatron."""
 
 import runpy
 from collections import Counter
@@ -19,7 +19,7 @@ PLAIN = -1  # the rank of the process with the plain model
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Which process this is. ``folder`` holds its log and the file at which ranks meet.
+    """Role of a process. ``folder`` holds its log and the file at which ranks meet.
 
     ``device``: cpu, or cuda where every rank has a GPU of its own.
 
@@ -47,7 +47,7 @@ class Role:
         return timedelta(seconds=self.patience_seconds)
 
     def interference(self) -> dict[str, Any]:
-        """What the file ``interfere`` defines."""
+        """Names that the file ``interfere`` defines."""
         return {} if self.interfere is None else runpy.run_path(str(self.interfere))
 
     @property
@@ -99,7 +99,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What one rank made of a batch.
+    """Results of one rank for a batch.
 
     training_loss    summed over its replica's tokens, and their number, from the rank of the last
                      stage that reports; zeros from the others. ``evaluation_loss`` likewise.

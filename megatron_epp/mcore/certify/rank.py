@@ -221,7 +221,7 @@ class Rank:
         ]
 
     def _input_bytes(self, chunk: Chunk) -> int:
-        """Of a layer, on this rank."""
+        """Bytes of a layer's input, on this rank."""
         rows = self.share.message(self.share.rows(chunk))
         return rows * self.args.hidden_size * self.args.params_dtype.itemsize
 
@@ -263,9 +263,9 @@ class Rank:
         return planned
 
     def _numbers(self, message: Message, plan: Plan) -> int:
-        """What a message of training brings of a row. Where the output layer lies over the stages a
-        gradient brings a statistic along; H of stage 0 gets the hidden states, that of the last the
-        rows of the weight and two statistics, the others both."""
+        """Numbers that a message of training brings per row. Where the output layer lies over the
+        stages a gradient brings a statistic along; H of stage 0 gets the hidden states, that of the
+        last the rows of the weight and two statistics, the others both."""
         hidden = self.args.hidden_size
         if not plan.vocabulary_parallel or message.payload is Payload.ACTIVATION:
             return hidden

@@ -96,7 +96,7 @@ class Plain:
         return Reference(loss.item(), gradients, self.routing.taken())
 
     def _finish_routers(self) -> None:
-        """What Megatron's finalize_model_grads does to routers."""
+        """Do to routers what Megatron's finalize_model_grads does."""
         config = get_model_config(self.model)
         if config.moe_router_enable_expert_bias:
             _update_router_expert_bias([self.model], config)

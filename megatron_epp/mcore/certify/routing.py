@@ -1,4 +1,4 @@
-"""What routers leave beside gradients, compared: tokens per expert, and losses for the log."""
+"""Comparison of what routers leave beside gradients: tokens per expert, and losses for the log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import numpy
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Of a model's part, or of the whole.
+    """Routing of a model's part, or of the whole.
 
     counts   by the layer's number: tokens that chose each expert, [experts], which move its bias
     losses   by name: without its coefficient, summed over documents, by layer, [layers]
@@ -46,7 +46,7 @@ class RoutingNotes:
         }
 
     def taken(self) -> Routed:
-        """What was left since the last time."""
+        """Routing noted since the last call."""
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
         tracker = get_moe_metrics_tracker()

@@ -1,4 +1,4 @@
-"""What slices in a loop of others must know of its micro-batches: three functions."""
+"""Adapter of a foreign loop: three functions that tell slices about its micro-batches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ class Adapter(Protocol):
         """
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
-        """What the loop's loss function makes of the whole micro-batch.
+        """Result of the loop's loss function for the whole micro-batch.
 
         outputs[d] [L, ...] are the forward step's outputs for document d, whole, whatever slices
         they came from. Returns what Megatron's schedules take: (loss, report), or (loss, tokens,

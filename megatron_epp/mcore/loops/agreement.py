@@ -1,4 +1,4 @@
-"""What the ranks of a replica tell each other around a call: what they read, what went wrong.
+"""Exchanges of the ranks of a replica around a call: what they read, what went wrong.
 
 Two small exchanges over the replica's control group, before the call's ops and behind them. A rank
 that refuses its input, or fails in an op, is heard by all others: all of them raise, none waits.
@@ -57,7 +57,7 @@ def _said(place: int, words: str, control: dist.ProcessGroup | None) -> str:
 
 
 def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> list[Any] | None:
-    """What all ranks that know a list hold in it, item by item; None where no rank knows one.
+    """The list that all ranks hold that know one, item by item; None where no rank knows one.
 
     ``every``: by place in ``control``, None from ranks that know nothing. ValueError: two ranks
     differ, with the number of the first micro-batch in which they do.

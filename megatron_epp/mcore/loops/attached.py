@@ -147,7 +147,7 @@ class AttachedModel:
 
 
 def attached(model: Any) -> AttachedModel | None:
-    """What was attached to the loop's ``model``, wrapped or not."""
+    """The parts attached to the loop's ``model``, wrapped or not."""
     (inner,) = unwrap_model([model])
     return getattr(inner, _HERE, None)
 

@@ -49,7 +49,7 @@ class MicroBatches:
             self._drawn[number] = None
 
     def only(self, number: int) -> "OnlyOne":
-        """What the forward step of micro-batch ``number`` draws from."""
+        """Iterator that the forward step of micro-batch ``number`` draws from."""
         if draws_by_offset(self.source):
             return _OnlyOneRead(self, number)
         return OnlyOne(self, number)
@@ -122,7 +122,7 @@ class _Reader:
 
 
 class _Again:
-    """What was drawn from a source already, and then what it still holds."""
+    """Items drawn from a source already, and then those it still holds."""
 
     def __init__(self, batches: MicroBatches):
         self._batches, self._next = batches, 0

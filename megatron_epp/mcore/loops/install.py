@@ -68,6 +68,6 @@ class Installed:
 
 
 def installed() -> Installed | None:
-    """What stands in for Megatron's schedules now."""
+    """The replacement of Megatron's schedules that is installed now."""
     function = getattr(schedules, TARGETS[True])
     return getattr(function, "__megatron_epp__", None)

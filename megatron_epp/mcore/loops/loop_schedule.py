@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a call comes to on this rank. shape: of a chunk's message; sizes_3C: of all chunks."""
+    """Work of a call on this rank. shape: of a chunk's message; sizes_3C: of all chunks."""
 
     plan: Plan
     stage: MicroBatchStage | SliceStage
@@ -97,7 +97,7 @@ class LoopSchedule:
     def _serve(
         self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches
     ) -> list[Any] | None:
-        """What the loop is returned; None where the call cannot be planned."""
+        """Results for the loop; None where the call cannot be planned."""
         groups, config = process_groups(call), call.config
         sliced = attached(call.one_model)
         work: _Work | None

@@ -106,7 +106,7 @@ class MicroBatchStage(ModelStage):
         return self._attached.recomputing(self._recompute[chunk])
 
     def in_callers_order(self) -> list[Any]:
-        """What Megatron calls forward_data_store; nothing on stages before the last."""
+        """Megatron's forward_data_store; empty on stages before the last."""
         return [item for chunk in sorted(self.data) for item in self.data[chunk]]
 
 

@@ -65,8 +65,8 @@ class ModelPipeline:
         return None if self.groups is None else self.groups.control
 
     def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
-        """What a plan of ``call``, with micro-batches of ``tokens``, may do of what the user
-        ``wanted``. All ranks of a replica reckon alike."""
+        """The part of what the user ``wanted`` that a plan of ``call``, with micro-batches of
+        ``tokens``, may do. All ranks of a replica reckon alike."""
         if not call.forward_only and self.stages > 1:
             now = rows_of_1f1b(tokens, self.stages).tolist()
             self.had_rows = tuple(map(max, now, self.had_rows)) if self.had_rows else tuple(now)
@@ -83,13 +83,13 @@ class ModelPipeline:
         )
 
     def learn(self, rates: dict[int, tuple[np.ndarray, bool]]) -> None:
-        """What every stage has measured by now, and whether it has."""
+        """Take over what every stage has measured by now, and whether it has."""
         self.rates_SK3 = np.stack([rates[stage][0] for stage in range(self.stages)])
         self.measured = all(rates[stage][1] for stage in range(self.stages))
 
 
 class Pipelines:
-    """Of all models that were seen; those of one process group share ours."""
+    """Pipelines of all models that were seen; those of one process group share ours."""
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -97,7 +97,7 @@ class Pipelines:
         self._groups: tuple[Any, Groups, Waiting] | None = None
 
     def of(self, call: LoopCall, stages: int) -> ModelPipeline:
-        """What is known of the call's model. Collective where it is new.
+        """Pipeline of the call's model. Collective where it is new.
 
         ValueError: such a world that our messages would stand still in it.
         """

@@ -1,4 +1,4 @@
-"""What all ranks of a replica have read of a call's micro-batches: as large on each of them."""
+"""Sizes of a call's micro-batches as all ranks of a replica have read them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +55,7 @@ def extents_read(
 def lengths_read(
     call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, model: AttachedModel
 ) -> list[tuple[int, ...]]:
-    """Of every micro-batch's documents. Collective. ValueError: as :func:`extents_read`."""
+    """Lengths of every micro-batch's documents. Collective. ValueError: as :func:`extents_read`."""
     found = _agreed(
         call,
         pipeline,

@@ -1,4 +1,4 @@
-"""What the user of a loop's schedule says, and what a call tells him."""
+"""Settings of a loop's schedule, and the record of a call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of a call on this rank. plan: that ran; records: of its ops here; peak_bytes: the
+    """Record of a call on this rank. plan: that ran; records: of its ops here; peak_bytes: the
     most that chunks held, where a meter was given."""
 
     plan: Plan

@@ -126,7 +126,7 @@ class SliceStage(ModelStage):
         return ChunkParams.of(state, positions.to(device, non_blocking=True))
 
     def _drawn(self, chunk: int) -> Any:
-        """What the forward step draws: the chunk's rows, where this rank has an iterator."""
+        """Batch that the forward step draws: the chunk's rows, where this rank has an iterator."""
         if not self.batches.readable:
             return self.batches.source
         number = self._group[chunk]
@@ -223,12 +223,12 @@ class SliceStage(ModelStage):
         self._gradients.clear()
 
     def in_callers_order(self) -> list[Any]:
-        """What Megatron calls forward_data_store; nothing on stages before the last."""
+        """Megatron's forward_data_store; empty on stages before the last."""
         return [item for number in sorted(self.data) for item in self.data[number]]
 
 
 def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
-    """Of every chunk of ``plan``: its micro-batch. PlanError: a chunk has tokens of two, or a
+    """Micro-batch of every chunk of ``plan``. PlanError: a chunk has tokens of two, or a
     backward comes before the loss that it follows from."""
     groups = []
     for number, chunk in enumerate(plan.chunks):

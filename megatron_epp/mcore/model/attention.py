@@ -55,7 +55,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What one call of a kernel sees: ``query`` heads in ``key`` groups, of ``size`` each; those of
+    """Heads of one call of a kernel: ``query`` heads in ``key`` groups, of ``size`` each; those of
     values may have another, ``value``."""
 
     query: int
@@ -71,8 +71,8 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any, context: int | None = None) -> "Heads":
-        """Of a rank, with the heads spread over tensor- and context-parallel ranks; ``context``: of
-        these, if other than the configuration's."""
+        """Heads of a rank, sharded over tensor- and context-parallel ranks; ``context``: these, if
+        other than the configuration's."""
         tensor = config.tensor_model_parallel_size
         context = config.context_parallel_size if context is None else context
         heads = config.num_attention_heads // tensor // context
@@ -92,21 +92,21 @@ class Heads:
 
 
 def _latent_scale(config: Any, size: int) -> float:
-    """Of latent attention with heads of ``size``; YaRN's stretch of the context is in it, whichever
-    rotary embedding the layer has (MultiLatentAttention.__init__)."""
+    """Softmax scale of latent attention with heads of ``size``; YaRN's stretch of the context is in
+    it, whichever rotary embedding the layer has (MultiLatentAttention.__init__)."""
     stretch = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
     return stretch * stretch / math.sqrt(size)
 
 
 def this_device() -> torch.device:
-    """What this rank computes on."""
+    """Device that this rank computes on."""
     if cpu_host.has_gpu():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
-    """What ``--epp-attention wanted`` stands for, for a model of Megatron's ``config``.
+    """Attention that ``--epp-attention wanted`` names, for a model of Megatron's ``config``.
 
     On a GPU the kernels are tried on the device first; ``auto`` takes the first that computes
     rightly. ValueError: one line on why none does.

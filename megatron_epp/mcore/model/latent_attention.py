@@ -259,7 +259,7 @@ class LatentLayer:
     def _carried(
         self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor, state: ChunkState
     ) -> Latents:
-        """Of all rows of the chunk, with the part of the up-projection that makes K and V of the
+        """Latents of all rows of the chunk, with the part of the up-projection for K and V of the
         heads that this rank attends with. Their gradients here are of these heads alone: what made
         the rows whole adds them up over the ranks."""
         if self._tensor > 1:

@@ -95,9 +95,9 @@ def _as_for_one_rank(config: Any, **others: Any) -> DotProductAttention:
 
 
 class _AttentionOfLatents(DotProductAttention):
-    """Of heads of Q and K of ``k_channels``, of V of ``v_channels``: the second is what Megatron's
-    attention shapes its output by; how long Q and K are it need not know. (It is built without
-    these at first, to be thrown away.)"""
+    """Attention with heads of Q and K of ``k_channels``, of V of ``v_channels``: the second is what
+    Megatron's attention shapes its output by; how long Q and K are it need not know. (It is built
+    without these at first, to be thrown away.)"""
 
     def __init__(
         self,

@@ -40,14 +40,14 @@ def model_shape(args: Any) -> Model:
 
 
 def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
-    """Of the layers of ``model``, this stage's, as ``shape`` names them; none where it names
-    none."""
+    """Kinds of the layers of ``model``, this stage's, as ``shape`` names them; none where it
+    names none."""
     word = shape.layer_kinds
     return tuple(word[layer.layer_number - 1] for layer in model.decoder.layers) if word else ()
 
 
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
-    """What sets each layer apart from a plain one, first layer first."""
+    """Differences of each layer from a plain one, first layer first."""
     windows, experts = window_layers(args), expert_layers(args)
     attention, mlp = attention_layers(args), mlp_layers(args)
     shared = dict(_latents(args))
@@ -66,23 +66,23 @@ def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
 
 
 def attention_layers(args: Any) -> tuple[bool, ...]:
-    """Which layers have attention: all but MLPs and experts of a HybridModel."""
+    """Mask of the layers with attention: all but MLPs and experts of a HybridModel."""
     return _in_pattern(args, ATTENTION + LATENT) or (True,) * args.num_layers
 
 
 def mlp_layers(args: Any) -> tuple[bool, ...]:
-    """Which layers have an MLP or experts: all but a HybridModel's of attention."""
+    """Mask of the layers with an MLP or experts: all but a HybridModel's of attention."""
     return _in_pattern(args, MLP + EXPERTS) or (True,) * args.num_layers
 
 
 def _in_pattern(args: Any, letters: str) -> tuple[bool, ...]:
-    """Which layers of a HybridModel are one of ``letters``; none of another model's."""
+    """Mask of a HybridModel's layers that are one of ``letters``; none of another model's."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return tuple(letter in letters for letter in letters_of_layers(pattern or ""))
 
 
 def window_layers(args: Any) -> tuple[bool, ...]:
-    """Which layers have a window: --window-size, --window-attn-skip-freq."""
+    """Mask of the layers with a window: --window-size, --window-attn-skip-freq."""
     if not getattr(args, "window_size", None):
         return (False,) * args.num_layers
     skip = args.window_attn_skip_freq
@@ -94,7 +94,7 @@ def window_layers(args: Any) -> tuple[bool, ...]:
 
 
 def expert_layers(args: Any) -> tuple[bool, ...]:
-    """Which layers have experts: --num-experts, --moe-layer-freq or the pattern."""
+    """Mask of the layers with experts: --num-experts, --moe-layer-freq or the pattern."""
     if not args.num_experts:
         return (False,) * args.num_layers
     if of_pattern := _in_pattern(args, EXPERTS):
@@ -106,7 +106,7 @@ def expert_layers(args: Any) -> tuple[bool, ...]:
 
 
 def of_all_layers(flag: str, given: Sequence[int], layers: int) -> tuple[bool, ...]:
-    """What ``flag`` says of every layer. ValueError: it says it of more or of fewer."""
+    """Values of ``flag`` for every layer. ValueError: it has more or fewer."""
     if len(given) != layers:
         raise ValueError(f"{flag}: {len(given)} layers; expected --num-layers, {layers}")
     return tuple(map(bool, given))

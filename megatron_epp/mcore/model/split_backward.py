@@ -34,7 +34,7 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
 
 def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
-    """What has no backward but in F, where the head is ``early``: there is nothing to set aside."""
+    """Modules with no backward but in F, where the head is ``early``: nothing to defer."""
     return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 
 

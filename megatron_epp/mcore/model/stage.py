@@ -211,13 +211,14 @@ class ModelStage:
             self._ready.finish()
 
     def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
-        """Of every token's loss: what ``backward_step`` will begin with, times its mask."""
+        """Gradient of every token's loss: what ``backward_step`` will begin with, times its
+        mask."""
         if self.config.grad_scale_func is None:
             return loss_mask_1T
         return loss_mask_1T * self.config.grad_scale_func(loss_mask_1T.new_ones(()))
 
     def _loss_scale(self, device: torch.device) -> Tensor | float:
-        """What the optimizer wants the loss multiplied with, for what adds gradients besides."""
+        """The optimizer's factor of the loss, for what adds gradients outside of it."""
         if self.config.grad_scale_func is None:
             return 1.0
         return self.config.grad_scale_func(torch.ones((), device=device))
@@ -280,7 +281,7 @@ class ModelStage:
 
     @property
     def _of_head(self) -> tuple[Parameter, ...]:
-        """What G alone gives a gradient."""
+        """Parameters that G alone gives a gradient."""
         weight = None if self.head_ops is None else self.head_ops.shard.weight
         return () if weight is None else (weight,)
 

@@ -34,12 +34,12 @@ class Rates:
     exchange_seconds: float = 0.0
 
     def seconds(self, tokens, pairs):
-        """Of tokens and of pairs without a window, and without the constant of a chunk; numbers or
-        arrays."""
+        """Seconds of tokens and of pairs without a window, without the constant of a chunk; numbers
+        or arrays."""
         return self.token_seconds * tokens + self.pair_seconds * pairs
 
     def span_seconds(self, spans: "Spans") -> np.ndarray:
-        """Of each span, without the constant of a chunk."""
+        """Seconds of each span, without the constant of a chunk."""
         taken = self.seconds(spans.tokens, spans.pairs)
         if not (self.window_seconds or self.context_seconds):
             return taken
@@ -48,7 +48,7 @@ class Rates:
     def chunk_spans_seconds(
         self, spans: "Spans", chunk: np.ndarray, tokens: np.ndarray, pairs: np.ndarray
     ) -> np.ndarray:
-        """Of each chunk, without its constant; ``chunk``: the one that each span is in."""
+        """Seconds of each chunk, without its constant; ``chunk``: the one that each span is in."""
         taken = self.seconds(tokens, pairs)
         if not (self.window_seconds or self.context_seconds):
             return taken
@@ -62,7 +62,7 @@ class Rates:
         return besides
 
     def document_seconds(self, lengths: np.ndarray) -> np.ndarray:
-        """Of whole documents, each attending to itself."""
+        """Seconds of whole documents, each attending to itself."""
         lengths = lengths.astype(np.float64)
         taken = self.seconds(lengths, lengths * (lengths + 1) / 2)
         for window, seconds in self.window_seconds:

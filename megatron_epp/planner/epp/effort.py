@@ -6,7 +6,7 @@ OPS_PER_EFFORT = 1_500_000
 
 
 class Effort:
-    """What is left of the ops that a search may simulate; all else it does is charged so, too."""
+    """Ops that a search may still simulate; all else it does is charged so, too."""
 
     def __init__(self, effort: int):
         self.left = float(effort * OPS_PER_EFFORT)

@@ -67,7 +67,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
 
 def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDraft]:
-    """What our own searches find.
+    """Drafts that our own searches find.
 
     Whole backwards are searched first and for themselves, so that a plan that splits them has a
     whole one to beat: I and W take longer than B on some machines, and hold more on all. So has a
@@ -97,7 +97,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
 def _by_set(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> Iterator[list[ScoredDraft]]:
-    """What searches find with one set of the levers after the other, whole backwards first."""
+    """Drafts of searches with one set of the levers after the other, whole backwards first."""
     tight = False
     for levers in _sets(options.levers, cost):
         if "offload" in levers and not tight:
@@ -115,7 +115,7 @@ def can_be_local(cost: Cost, options: Options) -> bool:
 
 
 def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
-    """Of ``levers`` those that are searched with, one set after the other."""
+    """Subsets of ``levers`` that are searched with, one after the other."""
     on_device = levers - {"offload"}
     sets = [on_device - {"wsplit"}, on_device]
     if cost.profile.host_bytes_per_second > 0:
@@ -163,8 +163,8 @@ def _persistent(
 def _own(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> ScoredDraft | None:
-    """What our own search finds whose offloaded layers the host has room for; None where nothing of
-    it fits."""
+    """The draft of our own search whose offloaded layers the host has room for; None where nothing
+    of it fits."""
     host = HostRoom(cost.host_budget_bytes)
     while True:
         best = _on_devices(batch, cost, options, tables, host)

@@ -187,7 +187,7 @@ class Search:
         kept: ScheduleProblem,
         least: np.ndarray,
     ) -> Counts | None:
-        """What the diagonal program has recomputed for the law ``least``; where keeping everything
+        """Recompute counts of the diagonal program for the law ``least``; where keeping everything
         does not fit, of what is left when all layers are offloaded whose copies hide."""
         if _within(kept, least).all():
             return {}

@@ -113,7 +113,7 @@ def _anything_that_fits(
 def chunkings(
     batch: SortedBatch, cost: Cost, options: Options, rates: Rates
 ) -> Iterator[tuple[Chunking, str]]:
-    """What Alg. 1 makes for every K and both readings of T_m."""
+    """Chunkings by Alg. 1 for every K and both readings of T_m."""
     longest = int(batch.lengths[0])
     capacity = most_tokens(cost)
     least = min(LEAST_SLICE_TOKENS, longest / SLICE_COUNTS[-1])

@@ -179,7 +179,7 @@ def _woven(word: Sequence[int], letters: Sequence[str]) -> str:
 def _letters(
     counts: Mapping[str, np.ndarray], stage: int, layers: int, chunks: int
 ) -> tuple[str, ...]:
-    """Of ``layers`` of a stage, for every chunk."""
+    """Letters of ``layers`` of a stage, for every chunk."""
     per_letter = [
         (letter, grid[stage].tolist())
         for letter, grid in counts.items()

@@ -39,7 +39,7 @@ class Share:
 
 
 def shares_of(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> tuple[Share, ...]:
-    """Of every replica of the block that ``draft`` is for; of one where it is for one."""
+    """Parts of every replica of the block that ``draft`` is for; of one where it is for one."""
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
     return tuple(_share(batch, draft, member, cost, options) for member in members)
@@ -59,7 +59,7 @@ def _share(
 
 
 def tables_in_step(shares: tuple[Share, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
-    """Of every replica: its bytes, and the seconds of the slowest."""
+    """Table of every replica: its bytes, and the seconds of the slowest."""
     counts = with_kept(cost, draft.counts, draft.chunking.count)
     return in_step([cost.table_of(share.loads, counts) for share in shares])
 

@@ -24,7 +24,7 @@ HEAD_PATIENCE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a stage prefers.
+    """Preferences of a stage.
 
     least[stage][k]   forwards that must have run before backward k of that stage
     first[stage][k]   while k backwards have run, an F goes before a B below this many forwards
@@ -48,7 +48,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What each stage runs and when.
+    """Order and times of the ops of each stage.
 
     kinds, chunks   [stages, ops] codes of kinds (ir.KIND_CODE), and chunks
     start, stop     [stages, ops] seconds

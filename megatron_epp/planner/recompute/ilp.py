@@ -47,7 +47,7 @@ def memory_rows(
     budget: np.ndarray,
     wanted: np.ndarray | None = None,
 ) -> MemoryRows:
-    """What the strict order ``least`` asks of the recompute choices.
+    """Memory constraints on the recompute choices in the strict order ``least``.
 
     least    [stages, chunks] forwards before each backward (planner.order.warmup)
     moves    bytes of F and B where nothing is recomputed (OpArrays.moved_bytes)

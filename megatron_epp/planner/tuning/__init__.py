@@ -1,1 +1,2 @@
-"""Which layout of a job is fastest: tensor, context, pipeline and data parallel, and what else."""
+"""Search for the fastest layout of a job: tensor, context, pipeline and data parallel, and what
+else."""

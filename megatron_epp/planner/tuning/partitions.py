@@ -30,8 +30,8 @@ def partition_of(
 def sketched_seconds(
     cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
 ) -> float | None:
-    """Of plans with little effort for all ``batches`` of one replica; None where one does not
-    fit."""
+    """Seconds of plans with little effort for all ``batches`` of one replica; None where one does
+    not fit."""
     effort = min(options.effort, SKETCH_EFFORT)
     sketch = dataclasses.replace(options, effort=effort, open_layers=False)
     total = 0.0

@@ -83,7 +83,7 @@ class Choice:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of an iteration's seconds."""
+        """Parts of an iteration's seconds."""
         planned = 1 - self.exchange_seconds / self.seconds
         used = 1 - self.bubble_ratio - self.recompute_ratio - self.comm_ratio
         return {
@@ -196,7 +196,7 @@ def survey(
 
 
 def _elastic_seconds(made: Sequence[Choice], otherwise: float) -> float:
-    """Of the fastest of our own plans, or what else to take where none fits."""
+    """Seconds of the fastest of our own plans; ``otherwise`` where none fits."""
     return min((choice.seconds for choice in made if choice.planner == ELASTIC), default=otherwise)
 
 

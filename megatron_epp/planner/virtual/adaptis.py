@@ -31,7 +31,7 @@ PLACEMENTS: tuple[PlacementName, ...] = ("one", "interleaved", "wave")
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
-    """What AdaPtis would take for one replica's documents."""
+    """AdaPtis, simulated for one replica's documents."""
     batch = SortedBatch.of(lengths)
     chunking = _packed(batch, cost, options)
     best: tuple[Played, PlacementName] | None = None

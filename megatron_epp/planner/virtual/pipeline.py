@@ -1,4 +1,5 @@
-"""What the virtual baselines share: a load on virtual stages, played with recompute just enough."""
+"""Shared parts of the virtual baselines: a load on virtual stages, played with recompute just
+enough."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

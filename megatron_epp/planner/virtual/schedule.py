@@ -57,7 +57,7 @@ def schedule(
     deep: bool,
     strict: bool,
 ) -> VirtualSchedule:
-    """Of ``work`` over the virtual stages.
+    """Schedule of ``work`` over the virtual stages.
 
     warm    [devices] forwards that may wait for their backwards before backwards go first
     split   I and W in the place of B

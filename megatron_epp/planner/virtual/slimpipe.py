@@ -29,7 +29,7 @@ MOST_CHUNKS = 2048
 
 
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
-    """What SlimPipe would take for one replica's documents."""
+    """SlimPipe, simulated for one replica's documents."""
     batch = SortedBatch.of(lengths)
     longest = int(batch.lengths[0])
     context = max(options.context, longest)

@@ -37,7 +37,7 @@ MicroBatch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LoopFrame:
-    """What every batch of one model is drawn for.
+    """Model and job that every batch is drawn for.
 
     per_token   Megatron's calculate_per_token_loss
     layers      of each stage
@@ -88,7 +88,7 @@ def draw_micro_batches(seed: int, number: int, frame: LoopFrame) -> DrawnMicroBa
 
 
 def _lengths(random: Random) -> tuple[int, ...]:
-    """Of the samples of a micro-batch: one long one, or a few of any length."""
+    """Lengths of the samples of a micro-batch: one long one, or a few of any length."""
     if random.random() < 0.4:
         return (random.randint(CONTEXT // 2, CONTEXT - 1),)
     return tuple(random.randint(2, CONTEXT // 2) for _ in range(random.randint(1, 3)))
@@ -132,7 +132,7 @@ def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
 
 
 def zigzag(rows: int, ranks: int) -> list[Tensor]:
-    """Which rows of a sequence each context-parallel rank has: of 2 x ranks equal parts the first
+    """Rows of a sequence that each context-parallel rank has: of 2 x ranks equal parts the first
     and the last, the second and the last but one, ..."""
     pieces = torch.arange(rows).chunk(2 * ranks)
     return [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(ranks)]
@@ -142,7 +142,7 @@ def zigzag(rows: int, ranks: int) -> list[Tensor]:
 
 
 def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """What a loop hands to ``forward_backward_func``."""
+    """Forward step that a loop hands to ``forward_backward_func``."""
     batch = next(data_iterator)
     output = model(
         batch["tokens"],

@@ -30,7 +30,7 @@ Parts = Sequence[Tensor]  # the rows of every rank
 
 
 def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """What such a loop hands to ``forward_backward_func``."""
+    """Forward step that such a loop hands to ``forward_backward_func``."""
     batch = next(data_iterator)
     mine = _on_this_rank(batch)
     params = None

@@ -87,7 +87,7 @@ class PlainLoop(Plain):
         return LoopReference(tuple(map(tuple, values)), tuple(map(tuple, sums)), gradients)
 
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
-        """What Megatron's schedules make of a sum and a number of tokens: the mean; where every
+        """Mean loss, as Megatron's schedules make it of a sum and a number of tokens; where every
         context-parallel rank gives those of its tokens, the mean of the ranks' means."""
         samples, ranks = batch.get("side by side", batch), self.loop_frame.ranks
         mask_BS = samples["loss_mask"].to(outputs_BS.dtype)

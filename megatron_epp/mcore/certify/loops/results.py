@@ -1,4 +1,4 @@
-"""What the processes of a loop's certificate answer."""
+"""Answers of the processes of a loop's certificate."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class LoopReference:
 
 @dataclass(frozen=True, slots=True)
 class LoopComputed:
-    """What one rank made of a batch.
+    """Results of one rank for a batch.
 
     replica      of which this rank is part
     values       of the loss of each micro-batch, from the ranks of the last stage; else none

@@ -1,4 +1,4 @@
-"""Which of a model's layers are kept where stages are scaled down: some of every kind."""
+"""Layers of a model that are kept where stages are scaled down: some of every kind."""
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
@@ -50,7 +50,7 @@ def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -
 
 
 def _without_positions(args: Namespace) -> tuple[bool, ...]:
-    """Which layers have no rotary embedding: --no-rope-freq."""
+    """Mask of the layers without a rotary embedding: --no-rope-freq."""
     every = args.no_rope_freq
     if every is None or isinstance(every, int):
         return tuple(

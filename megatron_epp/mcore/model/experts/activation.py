@@ -66,8 +66,8 @@ def _wrap(expert: MLP, dropped: DroppedOutputs) -> None:
 
 
 def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """What ``expert`` makes of its first linear's output, [t, inner] -> [t, ffn], for rows that
-    weigh ``scale`` [t]: Megatron's own forward between the linears."""
+    """Output of ``expert`` up to its second linear, from its first's, [t, inner] -> [t, ffn], for
+    rows that weigh ``scale`` [t]: Megatron's own forward between the linears."""
     between = copy.copy(expert)
     between._modules = {
         **expert._modules,
@@ -79,7 +79,7 @@ def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) 
 
 
 class _Given(nn.Module):
-    """In the place of a linear: gives what was given to it, or what was made before."""
+    """Replaces a linear: returns its input, or what was computed before."""
 
     def __init__(self, output: Tensor | None = None, bias: Tensor | None = None):
         super().__init__()

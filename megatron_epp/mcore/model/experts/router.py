@@ -45,7 +45,7 @@ def expert_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 
 
 class ChunkRouter:
-    """What takes the place of three methods of ``router``, of layer ``index`` of the stage."""
+    """Replacements of three methods of ``router``, of layer ``index`` of the stage."""
 
     def __init__(self, router: Any, index: int, current_chunk: CurrentChunk):
         self.router, self.index, self.current_chunk = router, index, current_chunk
@@ -180,8 +180,8 @@ def _entry(tracker: MoEMetricsTracker, name: str, config: Any) -> Any:
 
 
 def routing_state(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """What an iteration changes beside gradients, (tensor, copy): the biases that choose experts,
-    the tokens counted for them, the losses to be logged."""
+    """Tensors that an iteration changes beside gradients, (tensor, copy): the biases that choose
+    experts, the tokens counted for them, the losses to be logged."""
     tensors = [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
     for _, layer in expert_layers(model):
         if layer.router.enable_expert_bias:

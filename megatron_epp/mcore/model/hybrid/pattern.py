@@ -30,19 +30,19 @@ _EXPECTED = (
 
 
 def pattern_of(args: Namespace) -> str | None:
-    """Of flags as they are given; None: the model is no HybridModel. (--hybrid-override-pattern is
-    Megatron's old name of the flag.)"""
+    """Pattern of flags as they are given; None: the model is no HybridModel.
+    (--hybrid-override-pattern is Megatron's old name of the flag.)"""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return getattr(args, "hybrid_override_pattern", None) if pattern is None else pattern
 
 
 def letters_of_layers(pattern: str) -> str:
-    """Of all layers, first to last."""
+    """Letters of all layers, first to last."""
     return pattern.partition(FURTHER)[0].replace(BORDER, "")
 
 
 def further_of(pattern: str) -> str:
-    """What stands behind the layers, of those that predict further tokens; mostly nothing."""
+    """Letters behind the layers, of those that predict further tokens; mostly none."""
     return "".join(pattern.partition(FURTHER)[1:])
 
 

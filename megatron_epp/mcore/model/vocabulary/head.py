@@ -1,4 +1,4 @@
-"""What H and G of a stage do for the executor, and what they need of its F and B."""
+"""H and G of a stage, as the executor runs them, and what they need of its F and B."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from megatron_epp.runtime.memory_meter import Meter
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What the last stage's forward ends with where H and G are ops of their own: no tensor, as
+    """Result of the last stage's forward where H and G are ops of their own: no tensor, as
     Megatron makes a last stage's tensors float32."""
 
     behind_norm_t1H: Tensor
@@ -26,7 +26,7 @@ class HiddenStates:
 
 
 class ShardedHead:
-    """What H and G of one stage need of each other, of F and of B, for one iteration.
+    """State that H, G, F and B of one stage exchange during one iteration.
 
     hidden     from F on the last stage, from H on the others, until G
     gradient   of the last stage's output: from H until B
@@ -136,7 +136,7 @@ class ShardedHead:
         return gradient_tH[:, None]
 
     def hand_back(self, chunk: int, gradient_t1H: Tensor | None) -> Tensor | None:
-        """What goes to the stage before: the gradient of its output, and what its G must know."""
+        """Message to the stage before: the gradient of its output, and what its G must know."""
         lse_t = self._back.pop(chunk)
         if gradient_t1H is None:
             return None
@@ -156,7 +156,7 @@ class ShardedHead:
 def head_for(
     model: Any, plan: Plan, stage: int, shapes: MessageShapes, meter: Meter
 ) -> ShardedHead | None:
-    """What runs H and G of ``plan``; None where it has none. PlanError: its output layer does not
+    """Runner of H and G of ``plan``; None where it has none. PlanError: its output layer does not
     lie as the model's does."""
     shard = shard_of(model)
     if plan.vocabulary_parallel and shard is None:

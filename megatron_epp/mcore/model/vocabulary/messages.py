@@ -1,4 +1,4 @@
-"""What messages hold where the output layer lies over the stages, and where it does not."""
+"""Shapes of messages where the output layer lies over the stages, and where it does not."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from megatron_epp.layers.vocabulary import Packing
 
 
 class MessageShapes:
-    """What a message of ``plan`` holds of the ``rows`` of a chunk that this rank hands on.
+    """Contents of a message of ``plan``, for the ``rows`` of a chunk that this rank hands on.
 
     Where the output layer lies over the stages, a gradient brings every row's logarithm of the sum
     over all words along, and there are messages of H:

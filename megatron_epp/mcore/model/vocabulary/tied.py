@@ -50,7 +50,7 @@ def tie(model: Any, device: torch.device) -> None:
 def _tie_state_dict(
     model: Any, state: dict[str, Any], output_key: str, embedding_key: str, metadata: dict
 ) -> None:
-    """In the place of LanguageModule's, for every stage."""
+    """Replaces LanguageModule's, for every stage."""
     shard: VocabularyShard = model.output_layer
     group = metadata.get("dp_cp_group")
     if group is None:
