@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.ir import Plan, check
-from tests.test_cli_kinds import refused, said
+from tests.cli.commands import refused, said
 
 MACHINE = ["--model", "llama3-8b", "--device", "h100-80g", "--cp", 8, "--zero", 1]
 LENGTHS = [60_000, 20_000, 9_000] + [4_000] * 12 + [900] * 20
-
-
-@pytest.fixture
-def lengths(tmp_path) -> str:
-    path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(map(str, LENGTHS)))
-    return str(path)
 
 
 def planned(capsys, lengths: str, *words) -> dict:

@@ -18,9 +18,10 @@ from megatron_epp.cli.options import COMMANDS, DOING
 from megatron_epp.cli.serve import serve
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.ir import Plan, Step, check, parse_records
+from tests.cli.commands import LENGTHS, printed, refused
 from tests.corpus.test_idx_file import write_pair
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A small machine: plans in a blink.
 MACHINE = ["--model", "gpt-7b", "--device", "a100-80g", "--cp", "8"]
 PLAN = """plan v1
@@ -32,7 +33,6 @@ chunk 2: 2[0:900]
 stage 0: F0 F1 F2 B1 B0 B2
 stage 1: F0 F1 B1 B0 F2 B2
 """
-LENGTHS = (9000, 1500, 900, 300, 12, 4000, 2500)
 
 
 @pytest.fixture
@@ -40,27 +40,6 @@ def plan(tmp_path):
     path = tmp_path / "a.plan"
     path.write_text(PLAN)
     return str(path)
-
-
-@pytest.fixture
-def lengths(tmp_path):
-    path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(map(str, LENGTHS)))
-    return str(path)
-
-
-def refused(capsys, *arguments):
-    """The one line of a refusal."""
-    assert main(list(map(str, arguments))) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith("megatron_epp: error: ")
-    assert shown.err.count("\n") == 1 and shown.err.endswith("\n")
-    return shown.err
-
-
-def printed(capsys, *arguments):
-    assert main(list(map(str, arguments))) == 0
-    return capsys.readouterr()
 
 
 # ------------------------------------------------------------------ what it does

@@ -18,20 +18,13 @@ LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
 MACHINE = ("--model", "llama3-8b", "--device", "h100-80g", "--nodes", "1", "--effort", "0")
 
 
-@pytest.fixture(scope="module")
-def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("lengths") / "lengths.txt"
-    path.write_text("\n".join(map(str, LENGTHS)))
-    return path
-
-
-def tune(lengths: Path, *others: str, batch: int = 8) -> int:
+def tune(lengths: str, *others: str, batch: int = 8) -> int:
     size = ("--global-batch-size", str(batch), "--batches", "1")
-    return main(["tune", "--lengths", str(lengths), *MACHINE, *size, *others])
+    return main(["tune", "--lengths", lengths, *MACHINE, *size, *others])
 
 
 def test_a_survey_in_json_a_script_and_a_dry_run(
-    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     script = tmp_path / "launch.sh"
     more = ("--json", "--script", str(script), "--dry-run-corpus", "2", "--context", "8192")
@@ -80,7 +73,7 @@ def megatrons_parser() -> argparse.ArgumentParser:
 
 
 def test_a_pipeline_with_layers_by_time_is_launched_with_megatrons_flags(
-    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     script = tmp_path / "launch.sh"
     assert tune(lengths, "--pp", "4", "--cp", "2", "--tp", "1", "--script", str(script)) == 0
@@ -99,7 +92,7 @@ def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(
 ) -> None:
     equal = tmp_path / "equal.txt"
     equal.write_text("\n".join(["2048"] * 8))
-    assert tune(equal, "--context", "2048") == 0
+    assert tune(str(equal), "--context", "2048") == 0
     said = capsys.readouterr().out
     assert "No pipeline is best here" in said
     assert "No --epp is best here: Megatron's own schedule" in said
@@ -132,7 +125,7 @@ def test_the_script_says_how_experts_are_spread() -> None:
     ],
 )
 def test_bad_input_is_one_line(
-    lengths: Path, others: tuple[str, ...], said: str, capsys: pytest.CaptureFixture
+    lengths: str, others: tuple[str, ...], said: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert tune(lengths, *others) == 2
     told = capsys.readouterr().err

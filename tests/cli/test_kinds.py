@@ -13,19 +13,12 @@ from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.models import MODELS, LayerShape, Model
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import ALL, Options, plan_step
+from tests.cli.commands import LENGTHS, refused, said
 from tests.ir.test_lockstep import STEP
 
-LENGTHS = (9000, 1500, 900, 300, 12, 4000, 2500)
 QWEN = ["--model", "qwen3-30b-a3b", "--device", "h100-80g", "--pp", 4, "--tp", 8]
 KINDS = {"dense": LayerShape(), "local": LayerShape(window=64)}
 MODEL = Model("m", 4, 64, 176, 4, 2, 16, 1000, gated=True, kinds=KINDS, pattern="dense 3*local")
-
-
-@pytest.fixture
-def lengths(tmp_path) -> str:
-    path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(map(str, LENGTHS)))
-    return str(path)
 
 
 @pytest.fixture
@@ -34,18 +27,6 @@ def measured(tmp_path) -> list:
     path = tmp_path / "two.json"
     profile(MODEL, DEVICES["h100-80g"]).save(str(path))
     return ["--cost-model", str(path), "--layers", 2, 2, "--memory-budget-gib", 10]
-
-
-def said(capsys, *words) -> str:
-    assert main(list(map(str, words))) == 0
-    return capsys.readouterr().out
-
-
-def refused(capsys, *words) -> str:
-    assert main(list(map(str, words))) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("megatron_epp: error: ") and shown.count("\n") == 1
-    return shown
 
 
 def facts(capsys, lengths, *machine) -> dict:

@@ -11,6 +11,7 @@ from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan
 from megatron_epp.show.units import GIB
+from tests.cli.commands import said
 from tests.plans import INTERLEAVED, V_SHAPE
 
 MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--cp", "8")
@@ -22,11 +23,6 @@ def plan(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     text = request.param.replace("layers 1 1 1 1", "layers 8 8 8 8")
     path.write_text(re.sub(r"1([kf])\b", r"8\1", text))
     return path
-
-
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    assert main([str(word) for word in words]) == 0
-    return capsys.readouterr().out
 
 
 def test_check(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
