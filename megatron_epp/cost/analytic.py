@@ -9,9 +9,12 @@ the gradient of the up-projection that this leaves is made in B, or in I.
 """
 
 import dataclasses
+from typing import Any
 
 from megatron_epp.cost.devices import Device
-from megatron_epp.cost.models import Layer, Model
+from megatron_epp.cost.kinds.base import CarryOver
+from megatron_epp.cost.kinds.layer import Layer
+from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import (
     ANALYTIC,
     LAYER_KIND,
@@ -42,6 +45,7 @@ CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are made of latents at
 # bf16, with two float32 copies of the loss, they take no more than about 2.5 GiB.
 HEAD_BLOCK_TOKENS = (4096, 2048, 1024)
 HEAD_BLOCK_LOGITS = 2**28
+STATE_BYTES = 4  # float32, as the scans of states keep them
 GRADIENT_BYTES = 4  # of kept K and V: the executor adds their gradients up in float32
 
 
@@ -73,7 +77,7 @@ def profile(
     published = PUBLISHED.get(model.name) if device.name.startswith("a100") else None
     if published is not None:
         (layer,) = model.shapes.values()
-        figures = {LAYER_KIND: _published_figures(layer, published, b1_divisor)}
+        figures = {LAYER_KIND: _published_figures(layer, published, b1_divisor, model.layers)}
         source = (
             f"analytic: FlexSP's published constants, b1 / {b1_divisor:g}; 34 bytes per hidden, "
             "token and layer"
@@ -130,8 +134,10 @@ def head_block_tokens(words: int) -> int:
     return next(fitting, HEAD_BLOCK_TOKENS[-1])
 
 
-def _published_figures(layer: Layer, published: Published, b1_divisor: float) -> LayerFigures:
-    linear, attention, gather = _published_rates(layer.model, published, b1_divisor)
+def _published_figures(
+    layer: Layer, published: Published, b1_divisor: float, layers: int
+) -> LayerFigures:
+    linear, attention, gather = _published_rates(layers, published, b1_divisor)
     # Published for 7B; the published figures of 13B and 30B cannot be without checkpointing.
     kept = 34.0 * layer.model.hidden
     # A chunk's activations stay whole until its W: the linears' inputs, and gradients in the place
@@ -140,26 +146,26 @@ def _published_figures(layer: Layer, published: Published, b1_divisor: float) ->
     return dataclasses.replace(
         made,
         # The papers charge K/V gradients like K and V.
-        kv_gradient_bytes_per_token=float(ELEMENT_BYTES * layer.carried_hidden),
+        kv_gradient_bytes_per_token=float(ELEMENT_BYTES * layer.carried.channels),
         # The study does not charge the one layer that lives again; elsewhere it is charged.
         recompute_workspace_bytes={letter: Bytes() for letter in LETTERS},
     )
 
 
 def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
-    """Per token of context: what its K and V take to read, and in backward to read again, with
-    their gradients written, read and added to those in the store.
+    """Seconds per token of context: what its K and V take to read, and in backward to read again,
+    with their gradients written, read and added to those in the store.
 
     A kernel's blocks of queries share what they read through the cache, so it comes from memory
     about once, whatever the slice's length: that is what FlashAttention-3's table fits
     (tests/cost/test_published_attention.py). What a window sees of it is part of its pairs.
     """
-    rate = device.memory_bytes_per_second
-    if not rate or layer.shape.window or not layer.carried_hidden:
+    rate, carried = device.memory_bytes_per_second, layer.carried.channels
+    if not rate or layer.shape.window or not carried:
         return {}
-    forward = ELEMENT_BYTES * layer.carried_hidden / rate
+    forward = ELEMENT_BYTES * carried / rate
     again = 3 * ELEMENT_BYTES + 2 * GRADIENT_BYTES  # K and V, their gradients twice, the store's
-    backward = again * layer.carried_hidden / rate
+    backward = again * carried / rate
     return {
         Kind.FORWARD: forward,
         Kind.BACKWARD: backward,
@@ -175,19 +181,18 @@ def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
     # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
     weights = ELEMENT_BYTES * (layer.parameters + layer.expert_parameters)
     gather = 3 * weights / device.group_bytes_per_second[min(device.group_bytes_per_second)]
-    launch = device.launch_seconds * (2 if layer.shape.experts else 1)
-    made = _layer(
-        layer, linear, attention, launch, gather, _kept_bytes(layer), _weight_input_bytes(layer)
-    )
+    launch = device.launch_seconds * layer.launches
+    kept, weight_inputs = ELEMENT_BYTES * layer.saved, ELEMENT_BYTES * layer.weight_inputs
+    made = _layer(layer, linear, attention, launch, gather, float(kept), float(weight_inputs))
     read = _kv_read_seconds(layer, device) if kv_read else {}
-    if not layer.carries_latents:
+    if not layer.carried.expanded:
         return dataclasses.replace(made, context_seconds=read)
     again = layer.flops_per_context_token / device.linear_flops
-    expanded = float(ELEMENT_BYTES * (layer.key_hidden + layer.value_hidden))
+    expanded = float(ELEMENT_BYTES * layer.carried.expanded)
     in_forward = Workspace(per_op=CONTEXT_BLOCK * expanded)
     # With gradients of K and V, and those of the context's latents.
     in_backward = Workspace(
-        per_context_token=float(ELEMENT_BYTES * layer.carried_hidden),
+        per_context_token=float(ELEMENT_BYTES * layer.carried.channels),
         per_op=2 * CONTEXT_BLOCK * expanded,
     )
     return dataclasses.replace(
@@ -205,7 +210,6 @@ def _figures(layer: Layer, device: Device, kv_read: bool) -> LayerFigures:
             Kind.BACKWARD: in_backward,
             Kind.INPUT: in_backward,
         },
-        kv_replicated=True,
     )
 
 
@@ -218,9 +222,9 @@ def _layer(
     kept: float,
     weight_inputs: float,
 ) -> LayerFigures:
-    """From forward seconds per token, per pair and per chunk, seconds of ZeRO 3's gathers, and
-    bytes per token from F to B and from I to W."""
-    saved = _saved_bytes(layer, kept)
+    """Figures from forward seconds per token, per pair and per chunk, seconds of ZeRO 3's gathers,
+    and bytes per token from F to B and from I to W."""
+    saved, carried = _saved_bytes(layer, kept), layer.carried
     return LayerFigures(
         layer_seconds={
             Kind.FORWARD: Seconds(linear, attention, launch),
@@ -236,41 +240,22 @@ def _layer(
             Kind.WEIGHT: gather / 3,
         },
         saved_bytes=saved,
-        kv_bytes_per_token=float(ELEMENT_BYTES * layer.carried_hidden),
-        kv_gradient_bytes_per_token=float(GRADIENT_BYTES * layer.carried_hidden),
+        **carried_bytes(carried, ELEMENT_BYTES, GRADIENT_BYTES),
         weight_input_bytes=Bytes(weight_inputs, weight_inputs),
         workspace_bytes={kind: Workspace() for kind in _COMPUTE},
         recompute_workspace_bytes={
             letter: _difference(saved[KEEP], saved[letter]) for letter in LETTERS
         },
-        # Q, K, V to heads and the output back: eq. 3; latents besides.
-        all_to_all_bytes_per_token=float(
-            ELEMENT_BYTES
-            * (
-                layer.query_hidden
-                + layer.key_hidden
-                + layer.value_hidden
-                + layer.output_hidden
-                + (layer.carried_hidden if layer.carries_latents else 0)
-            )
-        ),
-        tensor_bytes_per_token=_tensor_bytes(layer),
+        all_to_all_bytes_per_token=float(ELEMENT_BYTES * layer.exchanged),
+        # A gather and a scatter of the hidden state around each part that wants all of it.
+        tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
         layer_parameters=layer.parameters,
         window=layer.shape.window,
+        kv_replicated=carried != CarryOver() and not carried.heads,
         # There and back.
-        expert_bytes_per_token=2.0
-        * ELEMENT_BYTES
-        * layer.shape.active_experts
-        * layer.model.hidden,
+        expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.expert_exchanged,
         expert_parameters=float(layer.expert_parameters),
     )
-
-
-def _tensor_bytes(layer: Layer) -> float:
-    """A gather and a scatter of the hidden state around attention, and around an MLP whose matrices
-    are spread; experts get rows as they lie."""
-    parts = layer.shape.attention + (layer.dense_hidden > 0)
-    return 2.0 * parts * ELEMENT_BYTES * layer.model.hidden
 
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
@@ -292,133 +277,72 @@ def without_states(measured: Profile) -> Profile:
 
 
 def budgeted(profile: Profile) -> Profile:
-    """``profile`` with what a budget covers in training: all, but on a CPU only what chunks
-    hold."""
+    """The profile under a budget as training has it: of everything, but on a CPU only of what
+    chunks hold."""
     on_cpu = profile.provenance.device.partition(":")[0] == "cpu"
     return without_states(profile) if on_cpu else profile
 
 
 def _published_rates(
-    model: Model, published: Published, b1_divisor: float
+    layers: int, published: Published, b1_divisor: float
 ) -> tuple[float, float, float]:
     """(forward seconds per token, per pair, gather seconds) of one layer on one device.
 
     a1 * s^2 = 2 * a1 * pairs - a1 * s, as a document of s tokens has s * (s + 1) / 2 pairs: the
     linear share gives that token's worth back, so that eq. 1 holds to the last bit.
     """
-    millisecond = 1e-3 / model.layers
+    millisecond = 1e-3 / layers
     a1 = published.a1_ms_per_square_token * millisecond
     a2 = published.a2_ms_per_token * millisecond
     attention = 2 * a1 / (1 + ATTENTION_BACKWARD)
     return (a2 - a1) / 3, attention, published.b1_ms * millisecond / b1_divisor
 
 
-def _mlp_inside(layer: Layer) -> int:
-    """Channels that the MLP saves of a token, its norm apart: the insides of a dense or shared one,
-    of the experts their inputs, too."""
-    shape = layer.shape
-    experts = shape.active_experts * (layer.model.hidden + shape.expert_hidden * layer.matrices)
-    return layer.dense_hidden * layer.matrices + experts + shape.experts
-
-
-def _kept_bytes(layer: Layer) -> float:
-    """One layer saves, per token: norm inputs, linear inputs, Q, K, V, latents and the output of
-    attention, and the MLP's insides."""
-    elements = (
-        2 * layer.norms * layer.model.hidden  # norms' inputs and outputs
-        + layer.query_hidden
-        + layer.output_hidden
-        + layer.key_hidden
-        + layer.value_hidden
-        + 2 * (layer.shape.query_rank + layer.shape.kv_rank)  # before and behind their norms
-        + layer.shape.rotary_size
-        + _mlp_inside(layer)
-    )
-    return float(ELEMENT_BYTES * elements)
-
-
-def _weight_input_bytes(layer: Layer) -> float:
-    """One layer's linears, per token: their inputs, and the gradients of their outputs."""
-    shape, hidden = layer.shape, layer.model.hidden
-    gates = layer.matrices - 1  # outputs of an MLP's first product, in its hidden size
-    inputs = layer.norms * hidden + layer.output_hidden + layer.dense_hidden
-    gradients = layer.norms * hidden + layer.query_hidden + layer.dense_hidden * gates
-    if layer.latent:
-        ranks = shape.query_rank + shape.kv_rank
-        inputs += ranks
-        gradients += ranks + shape.rotary_size
-        gradients += layer.model.heads * layer.model.head_size + layer.value_hidden
-    else:
-        gradients += layer.key_hidden + layer.value_hidden
-    inputs += shape.active_experts * (hidden + shape.expert_hidden)
-    gradients += shape.active_experts * (hidden + shape.expert_hidden * gates) + shape.experts
-    return float(ELEMENT_BYTES * (inputs + gradients))
+def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -> dict[str, Any]:
+    """The fields of LayerFigures that say what later slices need."""
+    return {
+        "kv_bytes_per_token": float(element_bytes * carried.channels),
+        "kv_gradient_bytes_per_token": float(gradient_bytes * carried.channels),
+        "border_bytes": float(element_bytes * carried.tail + STATE_BYTES * carried.state),
+        "border_gradient_bytes": float(gradient_bytes * (carried.tail + carried.state)),
+    }
 
 
 def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
-    """Bytes of one layer from F to B, by recompute letter.
+    """Bytes of one layer from F to B, by recompute letter. The K and V of a slice lie in its
+    document's buffer."""
 
-    Recomputing attention saves next to nothing with flash kernels: Q, K, V and the output stay as
-    inputs of what is not recomputed. The K and V of a slice lie in its document's buffer; of a
-    window's the tail is a copy, and so are latents.
-    """
-    copied = layer.shape.window or layer.carries_latents
-    kv = 0.0 if copied else float(ELEMENT_BYTES * layer.carried_hidden)
-    module = {
-        "core_attn": 0.0,
-        "mla_up_proj": _expanded_bytes(layer),
-        "moe_act": float(ELEMENT_BYTES * layer.shape.active_experts * layer.shape.expert_hidden),
-        "mlp": float(ELEMENT_BYTES * _mlp_inside(layer)),
-        "layernorm": float(ELEMENT_BYTES * layer.norms * layer.model.hidden),
-    }
-    saved = {
-        letter: kept - sum(module[name] for name in modules)
-        for letter, modules in {KEEP: (), **SELECTIVE}.items()
-    }
+    def saved(letter: str) -> Bytes:
+        modules = SELECTIVE.get(letter, ())
+        dropped = sum(each.channels for name in modules for each in layer.recomputed(name))
+        per_token = kept - float(ELEMENT_BYTES * dropped)
+        return Bytes(per_token, per_token - float(ELEMENT_BYTES * layer.stored(letter)))
+
     layer_input = float(ELEMENT_BYTES * layer.model.hidden)
-    return {
-        letter: Bytes(layer_input, layer_input)
-        if letter == FULL
-        else Bytes(saved[letter], saved[letter] - (0.0 if _without_kv(layer, letter) else kv))
-        for letter in LETTERS
-    }
-
-
-def _expanded_bytes(layer: Layer) -> float:
-    """Q, K and V, of a token's latents."""
-    if not layer.latent:
-        return 0.0
-    return float(ELEMENT_BYTES * (layer.query_hidden + layer.key_hidden + layer.value_hidden))
-
-
-def _without_kv(layer: Layer, letter: str) -> bool:
-    return layer.latent and "mla_up_proj" in SELECTIVE.get(letter, ())
+    every = {letter: saved(letter) for letter in LETTERS if letter != FULL}
+    return {**every, FULL: Bytes(layer_input, layer_input)}
 
 
 def _recompute_seconds(
     layer: Layer, linear: float, attention: float, launch: float
 ) -> dict[str, Seconds]:
-    mlp = layer.active_mlp_parameters / layer.active_parameters
-    module = {
-        "core_attn": (0.0, attention),
-        "mlp": (linear * mlp, 0.0),
-        "mla_up_proj": (linear * layer.up_parameters / layer.active_parameters, 0.0),
-        "moe_act": (linear * NORM_SHARE, 0.0),
-        "layernorm": (linear * NORM_SHARE, 0.0),
-    }
-    lacks = {
-        "core_attn": not layer.shape.attention,
-        "mlp": not layer.shape.mlp,
-        "mla_up_proj": not layer.latent,
-        "moe_act": not layer.shape.experts,
-    }
+    """Seconds that one layer adds to B or I, by recompute letter: none where it has no such module,
+    and keeps everything."""
+
+    def of_module(name: str) -> tuple[float, float]:
+        again = layer.recomputed(name)
+        parameters = sum(each.parameters for each in again)
+        tokens = linear * (parameters / layer.active_parameters)
+        if any(each.light for each in again):
+            tokens += linear * NORM_SHARE
+        return tokens, attention if any(each.pairs for each in again) else 0.0
+
     seconds = {KEEP: Seconds(), FULL: Seconds(linear, attention, launch)}
     for letter, modules in SELECTIVE.items():
-        if all(lacks.get(name, False) for name in modules):
-            seconds[letter] = Seconds()  # it has no such module, and keeps everything
-            continue
-        tokens, pairs = zip(*(module[name] for name in modules), strict=True)
-        seconds[letter] = Seconds(sum(tokens), sum(pairs), launch / 4)
+        seconds[letter] = Seconds()
+        if any(layer.recomputed(name) for name in modules):
+            tokens, pairs = zip(*map(of_module, modules), strict=True)
+            seconds[letter] = Seconds(sum(tokens), sum(pairs), launch / 4)
     return seconds
 
 

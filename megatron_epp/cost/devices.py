@@ -52,7 +52,7 @@ def _by_size(name: str, given: Any) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Figures that an analytic profile takes from a device.
+    """A device, as far as an analytic profile takes something from it.
 
     budget_gib              what training may use: memory less a margin for context and fragments
     linear_flops            reached by matrix products, flops per second (not the data sheet's)

@@ -1,4 +1,4 @@
-"""Refusal of a name that nobody knows, with the near ones."""
+"""Errors for names that nobody knows."""
 
 import difflib
 from collections.abc import Iterable

@@ -24,7 +24,6 @@ from megatron_epp.cost.profile import (
     Profile,
     Provenance,
     Seconds,
-    Workspace,
     layer_figures,
 )
 from megatron_epp.cost.regression import Quality, fit
@@ -102,7 +101,6 @@ def fit_profile(
     cp: int = 1,
     seconds: Mapping[Kind, Sequence[Sample]],
     held_bytes: Sequence[Sample] = (),
-    workspace_bytes: Mapping[Kind, Sequence[Sample]] | None = None,
     link_seconds: Sequence[tuple[int, float]] = (),
     near: bool = False,
 ) -> Fitted:
@@ -110,7 +108,6 @@ def fit_profile(
 
     seconds           of ops: B and I with the recompute that their choice asks for
     held_bytes        from F to B, K and V of cut documents apart
-    workspace_bytes   at an op's peak beyond what is held
     link_seconds      (tokens, seconds) of messages between stages
     near              whether seconds stay as near to the template's as the samples allow: those of
                       one pipeline do not tell its layers from its ends
@@ -126,8 +123,6 @@ def fit_profile(
     template = _fit_seconds(template, seconds, quality, near)
     if held_bytes:
         fields |= _fit_held(template, held_bytes, quality)
-    if workspace_bytes:
-        fields |= _fit_workspace(template, workspace_bytes, quality)
     if link_seconds:
         result = fit([(tokens, 1.0) for tokens, _ in link_seconds], [s for _, s in link_seconds])
         fields["link_seconds_per_token"], fields["link_latency_seconds"] = result.coefficients
@@ -155,7 +150,7 @@ def _load(sample: Sample, figures: LayerFigures) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns that seconds of one kind of op are linear in.
+    """Columns of a fit: what seconds of one kind of op are linear in.
 
     figures   by name, of the kinds of layers
     letters   (kind, letter) of what is run again
@@ -372,51 +367,3 @@ def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
         fitted.per_token if whole else before.per_token,
         fitted.per_cut_token if cut else before.per_cut_token,
     )
-
-
-def _fit_workspace(
-    template: Profile, samples: Mapping[Kind, Sequence[Sample]], quality: dict[str, Quality]
-) -> dict:
-    """Workspace of any stage, more of the last one, and of the one layer that is recomputed.
-
-    A chunk may mix letters, but one layer lives at a time: the largest counts. Samples whose
-    letters are mixed are left out, as which of them was largest is what is asked.
-    """
-    workspace = dict(template.workspace_bytes)
-    last = dict(template.last_workspace_bytes)
-    again = dict(template.recompute_workspace_bytes)
-    learnt: dict[str, int] = {}
-    for kind, all_rows in samples.items():
-        rows = [row for row in all_rows if len(set(row.choice) - {KEEP}) <= 1]
-        if not rows:
-            continue
-        letters = tuple(
-            letter
-            for letter in LETTERS
-            if letter != KEEP and kind in BACKWARDS and any(letter in row.choice for row in rows)
-        )
-        features = []
-        for row in rows:
-            feature = [*_pair(row), *(row.last * tokens for tokens in _pair(row))]
-            for letter in letters:
-                feature += [(letter in row.choice) * tokens for tokens in _pair(row)]
-            features.append(feature)
-        result = fit(features, [row.value for row in rows])
-        quality[f"workspace bytes of {kind.value}"] = result.quality
-        numbers = iter(result.coefficients)
-        per_token = _seen(Bytes(next(numbers), next(numbers)), rows, workspace[kind])
-        workspace[kind] = Workspace(*dataclasses.astuple(per_token))
-        end = Bytes(next(numbers), next(numbers))
-        end = _seen(end, [row for row in rows if row.last], last[kind])
-        last[kind] = Workspace(*dataclasses.astuple(end))
-        for letter in letters:
-            figure = Bytes(next(numbers), next(numbers))
-            with_letter = [row for row in rows if letter in row.choice]
-            if len(with_letter) > learnt.get(letter, 0):
-                again[letter] = _seen(figure, with_letter, again[letter])
-                learnt[letter] = len(with_letter)
-    return {
-        "workspace_bytes": workspace,
-        "last_workspace_bytes": last,
-        "recompute_workspace_bytes": again,
-    }

@@ -1,4 +1,4 @@
-"""Loads: what a stage's time and memory depend on in a chunk."""
+"""The load of a chunk: what a stage's time and memory depend on."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from megatron_epp.ir import Chunk, Slices, Span, slices_in
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Spans that one context-parallel rank computes alone, and their part of the chunks' rows.
+    """Spans that one context-parallel rank computes alone, and the rows of chunks that are theirs.
 
     rank     of every span of the loads, ALL_RANKS or the rank
     ranks    how many there are
@@ -26,7 +26,7 @@ class Local:
 def local_of(
     chunk: np.ndarray, rank: np.ndarray, tokens: np.ndarray, ranks: int, chunks: int
 ) -> Local | None:
-    """The local part of ``chunks`` by their spans' arrays; None where nothing is local."""
+    """The local part of ``chunks``, from their spans' arrays; None where nothing is local."""
     if ranks == 1 or not (rank >= 0).any():
         return None
     there = np.where(rank >= 0, tokens, 0)
@@ -126,7 +126,7 @@ class Loads:
 
     @cached_property
     def features(self) -> dict[tuple[tuple[int, ...], bool], np.ndarray]:
-        """By windows and whether context counts: as Cost.features has computed them."""
+        """Features as the cost has computed them, by windows and whether context counts."""
         return {}
 
     @cached_property
@@ -134,6 +134,11 @@ class Loads:
         """[C] inputs of the chunk's cut document before its slice: the context of that slice."""
         chunk, start, _ = self.spans  # of its spans only that slice begins inside a document
         return np.bincount(chunk, weights=start, minlength=self.chunks)
+
+    @cached_property
+    def borders(self) -> np.ndarray:
+        """[D] borders of a document between one slice and the next; 0 of a whole document."""
+        return np.bincount(self.document[self.later >= 0], minlength=len(self.lengths))
 
     @property
     def context_tokens(self) -> np.ndarray:

@@ -120,13 +120,15 @@ class ChunkMemory(OpSeconds):
         return 1.0 if of.kv_replicated else self.shards
 
     def kv_bytes(self, loads: Loads) -> np.ndarray:
-        """[stages, documents]: the buffer of a cut document's K and V; 0 of whole documents."""
+        """[stages, documents]: the buffer of what a cut document carries from slice to slice, K and
+        V or states; 0 of whole documents."""
         rows = []
         for each in self.figures:
             kept = loads.tail_tokens(each.window)
             if self.profile.keeps_last and not each.window:
                 kept = np.where(kept > 0, loads.lengths, 0.0)
-            rows.append(each.kv_bytes_per_token * kept / self.kv_shards(each))
+            carried = each.kv_bytes_per_token * kept + each.border_bytes * loads.borders
+            rows.append(carried / self.kv_shards(each))
         return np.ceil(self.over_stages(rows))
 
     def kv_gradient_bytes(self, loads: Loads) -> np.ndarray:
@@ -137,6 +139,7 @@ class ChunkMemory(OpSeconds):
     def layer_kv_gradient_bytes(self, of: LayerFigures, loads: Loads) -> np.ndarray:
         """[documents]: of one layer."""
         made = of.kv_gradient_bytes_per_token * loads.tail_tokens(of.window)
+        made = made + of.border_gradient_bytes * loads.borders
         return made / self.kv_shards(of)
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:

@@ -1,109 +1,14 @@
 """Shapes of the models that can be planned for, layer kind by layer kind."""
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
+from megatron_epp.cost.kinds.base import require_flags, require_sizes
+from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.named import pick
 from megatron_epp.cost.profile import LAYER_KIND, kind_name
-
-MOST = 10**9  # of any size: beyond it, products of sizes leave what numbers can say
-
-
-def _require_sizes(value: Any, least: Mapping[str, int]) -> None:
-    """A ValueError where a field of ``value`` that ``least`` names is no size."""
-    for name, low in least.items():
-        size = getattr(value, name)
-        if not isinstance(size, int) or isinstance(size, bool) or size < low:
-            raise ValueError(f"{name} {size!r}: expected a whole number of at least {low}")
-        if size > MOST:
-            raise ValueError(f"{name} {size!r}: expected at most {MOST}")
-
-
-def _require_flags(value: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        if not isinstance(getattr(value, name), bool):
-            raise ValueError(f"{name} {getattr(value, name)!r}: expected true or false")
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Differences of a kind of layer from the model's plain one, which has attention over all that
-    stands before a token and a dense MLP.
-
-    attention, mlp    whether it has them
-    window            keys that a query sees at most, itself among them; 0: all before it
-    ffn_hidden        of its dense MLP; 0: the model's
-    kv_rank           of latent attention: channels of the latent that K and V are made of; 0: K and
-                      V are made of the hidden state
-    query_rank        of the queries' latent; 0: they are made of the hidden state
-    rotary_size       channels that latent attention adds to a head of Q, and alike to all of K
-    value_size        channels of a head of V; 0: head_size
-    carries_latents   whether later slices get a latent, of which they make K and V again; else K
-                      and V as they are
-    experts           in the place of the dense MLP; 0: none
-    active_experts    of them that a token goes to
-    expert_hidden     of each
-    shared_hidden     of an expert that every token goes to besides; 0: none
-    """
-
-    attention: bool = True
-    mlp: bool = True
-    window: int = 0
-    ffn_hidden: int = 0
-    kv_rank: int = 0
-    query_rank: int = 0
-    rotary_size: int = 0
-    value_size: int = 0
-    carries_latents: bool = True
-    experts: int = 0
-    active_experts: int = 0
-    expert_hidden: int = 0
-    shared_hidden: int = 0
-
-    def __post_init__(self):
-        flags = ("attention", "mlp", "carries_latents")
-        _require_flags(self, flags)
-        _require_sizes(self, {f.name: 0 for f in fields(self) if f.name not in flags})
-        if not (self.attention or self.mlp):
-            raise ValueError("attention false, mlp false: expected a layer that has one of them")
-        of_latents = ("query_rank", "rotary_size", "value_size")
-        of_experts = ("active_experts", "expert_hidden", "shared_hidden")
-        for names, whole in ((of_latents, "kv_rank"), (of_experts, "experts")):
-            for name in names:
-                if getattr(self, name) and not getattr(self, whole):
-                    raise ValueError(f"{name} {getattr(self, name)}: expected {whole} beside it")
-        if self.experts and not 1 <= self.active_experts <= self.experts:
-            raise ValueError(
-                f"active_experts {self.active_experts}: expected 1 to {self.experts}, the experts"
-            )
-        if self.experts and not self.expert_hidden:
-            raise ValueError("expert_hidden 0: expected the hidden size of an expert")
-        if not self.attention and (self.window or self.kv_rank):
-            raise ValueError("attention false: window and kv_rank have no effect; leave them out")
-        if not self.mlp and (self.experts or self.ffn_hidden):
-            raise ValueError("mlp false: experts and ffn_hidden have no effect; leave them out")
-
-    @classmethod
-    def of(cls, kind: str, value: Any) -> "LayerShape":
-        """From a JSON object, as a model file has it for ``kind``."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, dict):
-            raise ValueError(f"kinds: {kind}: expected an object of sizes")
-        known = [field.name for field in fields(cls)]
-        for name in value:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-                raise ValueError(f"kinds: {kind}: unknown field {name!r}; {hint}")
-        try:
-            return cls(**value)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"kinds: {kind}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +40,9 @@ class Model:
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"model name {self.name!r}: expected a word")
-        _require_flags(self, ("gated", "tied"))
+        require_flags(self, ("gated", "tied"))
         others = ("name", "gated", "tied", "kinds", "pattern")
-        _require_sizes(self, {f.name: 1 for f in fields(self) if f.name not in others})
+        require_sizes(self, {f.name: 1 for f in fields(self) if f.name not in others})
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads}: expected a divisor of heads, {self.heads}")
         if not isinstance(self.kinds, Mapping):
@@ -172,13 +77,13 @@ class Model:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Kind of every layer, first to last; none where all are plain."""
+        """The kind of every layer, first to last; none where all are plain."""
         if self.pattern:
             return parse_kinds(self.pattern)
         return tuple(self.kinds) * self.layers
 
     @property
-    def shapes(self) -> dict[str, "Layer"]:
+    def shapes(self) -> dict[str, Layer]:
         """One layer of every kind, by name, in the order of their first layers."""
         if not self.kinds:
             return {LAYER_KIND: Layer(self, LayerShape())}
@@ -191,17 +96,13 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Parameters of all layers, the embedding and, where it is not tied, the output layer; the
-        last norm is left out."""
+        """Sum of all layers, the embedding and, where it is not tied, the output layer; the last
+        norm is left out."""
         shapes = self.shapes
         word = self.layer_kinds or (LAYER_KIND,) * self.layers
         each = {kind: layer.parameters + layer.expert_parameters for kind, layer in shapes.items()}
         ends = self.vocabulary_parameters * (1 if self.tied else 2)
         return sum(each[kind] for kind in word) + ends
-
-    @property
-    def query_hidden(self) -> int:
-        return self.heads * self.head_size
 
     @property
     def kv_hidden(self) -> int:
@@ -210,8 +111,8 @@ class Model:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Parameters of the embedding. The output layer has as many (tied: a copy on the last
-        stage)."""
+        """Parameters of the embedding. The output layer has as many; a tied one is a copy on the
+        last stage."""
         return self.vocabulary * self.hidden
 
     @property
@@ -228,145 +129,6 @@ class Model:
     def layer_flops_per_pair(self) -> float:
         """Forward flops of a plain layer's attention for one query and one key: QK', PV."""
         return Layer(self, LayerShape()).flops_per_pair
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Sizes of one layer of some kind; channels of a token, parameters, forward flops."""
-
-    model: Model
-    shape: LayerShape
-
-    @property
-    def latent(self) -> bool:
-        return self.shape.kv_rank > 0
-
-    @property
-    def carries_latents(self) -> bool:
-        return self.latent and self.shape.carries_latents
-
-    @property
-    def query_hidden(self) -> int:
-        """Channels of Q; 0 without attention."""
-        if not self.shape.attention:
-            return 0
-        return self.model.heads * (self.model.head_size + self.shape.rotary_size)
-
-    @property
-    def key_hidden(self) -> int:
-        return self.query_hidden if self.latent else self._kv_hidden
-
-    @property
-    def value_hidden(self) -> int:
-        if self.latent:
-            return self.output_hidden
-        return self._kv_hidden
-
-    @property
-    def _kv_hidden(self) -> int:
-        return self.model.kv_hidden if self.shape.attention else 0
-
-    @property
-    def output_hidden(self) -> int:
-        """Channels of attention's output, before its projection."""
-        if not self.shape.attention:
-            return 0
-        return self.model.heads * (self.shape.value_size or self.model.head_size)
-
-    @property
-    def carried_hidden(self) -> int:
-        """Channels that later slices get of a token: K and V, or the latent and its rotated
-        part."""
-        if self.carries_latents:
-            return self.shape.kv_rank + self.shape.rotary_size
-        return self.key_hidden + self.value_hidden
-
-    @property
-    def expansion_parameters(self) -> int:
-        """That make K and V of a latent."""
-        return self.shape.kv_rank * (self.model.heads * self.model.head_size + self.value_hidden)
-
-    @property
-    def up_parameters(self) -> int:
-        """That make Q, K and V of latents, Q of the hidden state where it has none; 0 without."""
-        if not self.latent:
-            return 0
-        made_of = self.shape.query_rank or self.model.hidden
-        return made_of * self.query_hidden + self.expansion_parameters
-
-    @property
-    def attention_parameters(self) -> int:
-        model, shape = self.model, self.shape
-        if not shape.attention:
-            return 0
-        out = self.output_hidden * model.hidden
-        if not self.latent:
-            return model.hidden * (self.query_hidden + 2 * model.kv_hidden) + out
-        query = model.hidden * self.query_hidden
-        if shape.query_rank:
-            query = shape.query_rank * (model.hidden + self.query_hidden + 1)
-        down = model.hidden * (shape.kv_rank + shape.rotary_size) + shape.kv_rank
-        return query + down + self.expansion_parameters + out
-
-    @property
-    def dense_hidden(self) -> int:
-        """Hidden size of the MLP that every token goes through: a dense one, or the shared
-        expert."""
-        if not self.shape.mlp:
-            return 0
-        if self.shape.experts:
-            return self.shape.shared_hidden
-        return self.shape.ffn_hidden or self.model.ffn_hidden
-
-    @property
-    def matrices(self) -> int:
-        """Matrices of an MLP."""
-        return 3 if self.model.gated else 2
-
-    @property
-    def norms(self) -> int:
-        return self.shape.attention + self.shape.mlp
-
-    @property
-    def parameters(self) -> int:
-        """But for the experts, which are spread differently."""
-        mlp = self.model.hidden * (self.dense_hidden * self.matrices + self.shape.experts)
-        return self.attention_parameters + mlp + self.norms * self.model.hidden
-
-    @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts but the shared one."""
-        return self.shape.experts * self._one_expert
-
-    @property
-    def _one_expert(self) -> int:
-        return self.model.hidden * self.shape.expert_hidden * self.matrices
-
-    @property
-    def active_mlp_parameters(self) -> int:
-        """That a token meets in the MLP."""
-        dense = self.model.hidden * (self.dense_hidden * self.matrices + self.shape.experts)
-        return dense + self.shape.active_experts * self._one_expert
-
-    @property
-    def active_parameters(self) -> int:
-        """That a token meets."""
-        return self.parameters + self.shape.active_experts * self._one_expert
-
-    @property
-    def flops_per_token(self) -> float:
-        """Flops of the linears."""
-        return 2.0 * self.active_parameters
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Flops of attention for one query and one key: QK', PV."""
-        return 2.0 * (self.query_hidden + self.output_hidden)
-
-    @property
-    def flops_per_context_token(self) -> float:
-        """Flops of recomputing K and V from an earlier slice's latent."""
-        return 2.0 * self.expansion_parameters if self.carries_latents else 0.0
 
 
 def _gpt(name: str, layers: int, hidden: int) -> Model:

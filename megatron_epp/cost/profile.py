@@ -7,8 +7,8 @@ the tokens before it. Its figures are of one device where a layer is spread over
 devices; other degrees scale. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
 measured ones from :mod:`megatron_epp.cost.fit`.
 
-As JSON, version 2: the figures of the first kind stand beside those of the ends, those of each
-further kind in an object of ``other_kinds``. Version 1 knew one kind and is still read.
+As JSON, version 3, every field is written: the figures of the first kind beside those of the ends,
+those of each further kind in an object of ``other_kinds``.
 """
 
 import dataclasses
@@ -23,12 +23,9 @@ from typing import Any
 from megatron_epp.cost.named import read_json
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 
-VERSION = 2
-_READABLE = (1, VERSION)
+VERSION = 3
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 LETTERS = (KEEP, FULL, *SELECTIVE)
-# Files lack these where a layer's figures are those of KEEP, as of all layers in the first files.
-_YOUNGER_LETTERS = ("u", "e")
 
 
 def _check_numbers(value: Any) -> None:
@@ -151,9 +148,12 @@ class LayerFigures:
                                   the window
     recompute_seconds[letter]     added to B or I with that recompute choice
     gather_seconds[kind]          per chunk under ZeRO 3: parameter gathers
-    saved_bytes[letter]           from F to B, K and V of cut documents apart
+    saved_bytes[letter]           held from F to B, excluding K and V of cut documents
     kv_bytes_per_token            what later slices need of a cut document: K and V, or latents
     kv_gradient_bytes_per_token   their gradients, which add up in float32
+    border_bytes                  what later slices need of each border behind which one follows,
+                                  whatever the tokens: a state, rows in front of a convolution
+    border_gradient_bytes         their gradients
     weight_input_bytes            from I to W
     workspace_bytes[kind]         while an op runs, whatever the number of layers
     forward_workspace_bytes       in the place of workspace_bytes[F] where a layer of the chunk has
@@ -196,6 +196,8 @@ class LayerFigures:
     window: int = 0
     context_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     kv_replicated: bool = False
+    border_bytes: float = 0.0
+    border_gradient_bytes: float = 0.0
     expert_bytes_per_token: float = 0.0
     expert_parameters: float = 0.0
     exchange_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
@@ -220,8 +222,8 @@ class Profile(LayerFigures):
     last_workspace_bytes[kind]    besides, on the last stage, while an op runs
     last_workspace_tokens         its bytes per token are of so many of the chunk's tokens at most;
                                   0: of all of them
-    head_seconds[kind]            of H and G where one stage had all words; per chunk, as of one of
-                                  many. Kinds that lack follow from last_seconds (Cost)
+    head_seconds[kind]            of H and G for the whole vocabulary on one stage; per chunk, as of
+                                  one of many. Missing kinds are derived from last_seconds
     head_workspace_bytes[kind]    while H or G runs where one stage had all words; likewise
     all_to_all_bytes_per_second   by CP degree, and by EP degree
     tensor_bytes_per_second       by TP degree
@@ -316,38 +318,31 @@ class Profile(LayerFigures):
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
-# Written whatever it is, as it was before other fields could be left out.
-_FIRST = frozenset({"host_bytes_per_second"})
 _LAYER_FIELDS = tuple(field.name for field in dataclasses.fields(LayerFigures))
 
 
 def layer_figures(of: LayerFigures) -> LayerFigures:
-    """The figures in ``of``, a profile perhaps, of its layer, and nothing else."""
+    """The figures of a layer in ``of``, perhaps a profile, and nothing else."""
     return LayerFigures(**{name: getattr(of, name) for name in _LAYER_FIELDS})
 
 
-def _default(field: dataclasses.Field) -> Any:
-    """Default of ``field``; MISSING where a value must be given."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+# ------------------------------------------------------------------ JSON
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON knows it: dataclasses as objects, kinds as their letters; figures without
-    what is as it was before there was such a field."""
+    """``value`` as JSON knows it: dataclasses as objects, kinds as their letters."""
     if dataclasses.is_dataclass(value):
-        fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        if isinstance(value, LayerFigures):
-            fields = [(f, item) for f, item in fields if f.name in _FIRST or item != _default(f)]
-        return {field.name: _plain(item) for field, item in fields}
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
     if isinstance(value, Mapping):
         return {
             key.value if isinstance(key, Kind) else str(key): _plain(item)
             for key, item in value.items()
-            if key not in _YOUNGER_LETTERS or item != value.get(KEEP)
         }
     return value
+
+
+type _Reader = Callable[[Any], Any]
 
 
 def _number(value: Any) -> float:
@@ -358,10 +353,19 @@ def _number(value: Any) -> float:
     raise ValueError(f"{value!r}: expected a number of at least 0")
 
 
-def _degree(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{value!r}: expected a whole number of at least 1")
-    return value
+def _routing(value: Any) -> float:
+    if (number := _number(value)) < 1:
+        raise ValueError(f"{value!r}: expected a number of at least 1")
+    return number
+
+
+def _whole(least: int) -> _Reader:
+    def read(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{value!r}: expected a whole number of at least {least}")
+        return value
+
+    return read
 
 
 def _flag(value: Any) -> bool:
@@ -370,26 +374,28 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _flat[T](kind: type[T], younger: frozenset[str] = frozenset()) -> Callable[[Any], T]:
-    """Reads a flat dataclass from an object with exactly its fields; the first files lack those
-    that are ``younger``."""
+def _flat[T](kind: type[T]) -> Callable[[Any], T]:
+    """A reader of a flat dataclass: an object with exactly its fields."""
 
     def read(value: Any) -> T:
         names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        if not isinstance(value, dict) or not names - younger <= set(value) <= names:
+        if not isinstance(value, dict) or set(value) != names:
             raise ValueError(f"expected an object with {', '.join(sorted(names))}")
         return kind(**value)
 
     return read
 
 
-def _by(keys: tuple, names: tuple[str, ...], read: Callable[[Any], Any]) -> Callable[[Any], dict]:
-    """Reads an object that has every one of ``names`` as a mapping from ``keys``."""
+def _by(names: Mapping[str, Any], read: _Reader, every: bool = True) -> _Reader:
+    """A reader of an object that has ``every`` one of ``names``, or some, as a mapping from what
+    they stand for."""
 
     def read_all(value: Any) -> dict:
-        if not isinstance(value, dict) or set(value) != set(names):
-            raise ValueError(f"expected an object with {', '.join(names)}")
-        return {key: read(value[name]) for key, name in zip(keys, names, strict=True)}
+        there = set(value) if isinstance(value, dict) else {None}
+        if not (there == set(names) if every else there <= set(names)):
+            some = "" if every else "some of "
+            raise ValueError(f"expected an object with {some}{', '.join(names)}")
+        return {names[name]: read(item) for name, item in value.items()}
 
     return read_all
 
@@ -401,44 +407,6 @@ def _by_degree(value: Any) -> dict[int, float]:
     if min(rates.values(), default=1.0) < 1:
         raise ValueError("expected rates of at least 1")
     return rates
-
-
-def _by_kind(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
-    return _by(OF_LAYERS, tuple(kind.value for kind in OF_LAYERS), read)
-
-
-def _by_letter(read: Callable[[Any], Any]) -> Callable[[Any], dict]:
-    def read_all(value: Any) -> dict:
-        if isinstance(value, dict) and KEEP in value:
-            # Of a layer without such a module: it keeps everything.
-            value = {**dict.fromkeys(_YOUNGER_LETTERS, value[KEEP]), **value}
-        return _by(LETTERS, LETTERS, read)(value)
-
-    return read_all
-
-
-def _some(known: tuple, names: tuple[str, ...], read: Callable[[Any], Any]) -> Callable:
-    """Reads an object that has some of ``names`` as a mapping from their keys."""
-    keys = dict(zip(names, known, strict=True))
-
-    def read_some(value: Any) -> dict:
-        if not isinstance(value, dict) or not set(value) <= set(keys):
-            raise ValueError(f"expected an object with some of {', '.join(names)}")
-        return {keys[name]: read(item) for name, item in value.items()}
-
-    return read_some
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r}: expected a whole number of at least 0")
-    return value
-
-
-def _routing(value: Any) -> float:
-    if (number := _number(value)) < 1:
-        raise ValueError(f"{value!r}: expected a number of at least 1")
-    return number
 
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -458,40 +426,33 @@ def _kinds(value: Any) -> dict[str, LayerFigures]:
             for kind, item in value.items()}  # fmt: skip
 
 
-_SECONDS, _BYTES = _flat(Seconds), _flat(Bytes)
-_WORKSPACE = _flat(Workspace, frozenset({"per_context_token", "per_op"}))
-_LETTERS_OF_KINDS = tuple(kind.value for kind in OF_LAYERS)
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "provenance": _flat(Provenance),
-    "tp": _degree,
-    "cp": _degree,
-    "layer_seconds": _by_kind(_SECONDS),
-    "first_seconds": _by_kind(_SECONDS),
-    "last_seconds": _by_kind(_SECONDS),
-    "recompute_seconds": _by_letter(_SECONDS),
-    "gather_seconds": _by_kind(_number),
-    "saved_bytes": _by_letter(_BYTES),
-    "first_bytes": _BYTES,
-    "last_bytes": _BYTES,
-    "keeps_last": _flag,
-    "weight_input_bytes": _BYTES,
-    "last_weight_input_bytes": _BYTES,
-    "workspace_bytes": _by_kind(_WORKSPACE),
-    "last_workspace_bytes": _by_kind(_WORKSPACE),
-    "forward_workspace_bytes": _some(LETTERS, LETTERS, _WORKSPACE),
-    "recompute_workspace_bytes": _by_letter(_BYTES),
-    "all_to_all_bytes_per_second": _by_degree,
-    "tensor_bytes_per_second": _by_degree,
-    "states": _flat(States),
+_OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
+_HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
+_LETTER_NAMES = {letter: letter for letter in LETTERS}
+# How to read a field: by its name, else by its type.
+_READERS: Mapping[Any, _Reader] = {
+    "tp": _whole(1),
+    "cp": _whole(1),
     "routing": _routing,
-    "head_seconds": _some(OF_HEAD, tuple(kind.value for kind in OF_HEAD), _SECONDS),
-    "head_workspace_bytes": _some(OF_HEAD, tuple(kind.value for kind in OF_HEAD), _WORKSPACE),
-    "window": _whole,
-    "context_seconds": _some(OF_LAYERS, _LETTERS_OF_KINDS, _number),
-    "exchange_seconds": _some(OF_LAYERS, _LETTERS_OF_KINDS, _number),
-    "kv_replicated": _flag,
-    "layer_kind": kind_name,
-    "other_kinds": _kinds,
+    "context_seconds": _by(_OP_NAMES, _number, every=False),
+    "exchange_seconds": _by(_OP_NAMES, _number, every=False),
+    "head_seconds": _by(_HEAD_NAMES, _flat(Seconds), every=False),
+    "head_workspace_bytes": _by(_HEAD_NAMES, _flat(Workspace), every=False),
+    "forward_workspace_bytes": _by(_LETTER_NAMES, _flat(Workspace), every=False),
+    float: _number,
+    int: _whole(0),
+    bool: _flag,
+    str: kind_name,
+    Bytes: _flat(Bytes),
+    States: _flat(States),
+    Provenance: _flat(Provenance),
+    Mapping[Kind, float]: _by(_OP_NAMES, _number),
+    Mapping[Kind, Seconds]: _by(_OP_NAMES, _flat(Seconds)),
+    Mapping[Kind, Workspace]: _by(_OP_NAMES, _flat(Workspace)),
+    Mapping[str, Seconds]: _by(_LETTER_NAMES, _flat(Seconds)),
+    Mapping[str, Bytes]: _by(_LETTER_NAMES, _flat(Bytes)),
+    Mapping[int, float]: _by_degree,
+    Mapping[str, LayerFigures]: _kinds,
 }
 
 
@@ -499,15 +460,15 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
     """The fields of ``what`` from a JSON object; a ValueError names the field behind ``where``."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}expected an object of figures")
-    fields = {field.name: field for field in dataclasses.fields(what)}
-    # Fields with a default are younger than the first files.
-    optional = {name for name, at in fields.items() if _default(at) is not dataclasses.MISSING}
-    if wrong := sorted((fields.keys() ^ value.keys()) - (optional - value.keys())):
-        raise ValueError(f"{where}{'unknown' if wrong[0] in value else 'lacks'} {wrong[0]}")
+    fields = {field.name: field.type for field in dataclasses.fields(what)}
+    if unknown := sorted(value.keys() - fields.keys()):
+        raise ValueError(f"{where}unknown {unknown[0]}")
+    if lacking := sorted(fields.keys() - value.keys()):
+        raise ValueError(f"{where}lacks {lacking[0]}")
     found = {}
-    for name in [name for name in fields if name in value]:
+    for name, kind in fields.items():
         try:
-            found[name] = _READERS.get(name, _number)(value[name])
+            found[name] = (_READERS.get(name) or _READERS[kind])(value[name])
             _require_sense(name, found[name])
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}{name}: {error}") from error
@@ -517,15 +478,12 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
 def _profile(value: Any, where: str) -> Profile:
     if not isinstance(value, dict) or "profile" not in value:
         raise ValueError(f"profile file {where}: expected an object with 'profile': {VERSION}")
-    version = value["profile"]
-    if version not in _READABLE or isinstance(version, bool):
+    if value["profile"] != VERSION or isinstance(value["profile"], bool):
         raise ValueError(
-            f"profile file {where}: version {version!r}; this program reads 1 and {VERSION}: "
+            f"profile file {where}: version {value['profile']!r}; this program reads {VERSION}: "
             "measure again with `python -m megatron_epp profile`"
         )
     figures = {name: item for name, item in value.items() if name != "profile"}
-    if version == 1:
-        figures = _from_version_1(figures)
     try:
         found = Profile(**_read(Profile, figures, ""))
         if found.layer_kind in found.other_kinds:
@@ -533,15 +491,6 @@ def _profile(value: Any, where: str) -> Profile:
     except ValueError as error:
         raise ValueError(f"profile file {where}: {error}") from error
     return found
-
-
-def _from_version_1(figures: dict[str, Any]) -> dict[str, Any]:
-    """Version 1 said how the figures came about at the start of their source alone."""
-    made = figures.get("provenance")
-    if not isinstance(made, dict) or "kind" in made or not isinstance(made.get("source"), str):
-        return figures  # refused by whoever reads it
-    kind = MEASURED if made["source"].startswith(MEASURED) else ANALYTIC
-    return {**figures, "provenance": {**made, "kind": kind}}
 
 
 # The most of any figure, by the end of its name: far above what a machine does, and so far below

@@ -10,19 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """a1 and a2 of eq. 1 (one device, whole model), b1 (per chunk, whole model).
-
-    token_megabytes is M_token of eq. 5, without sharding.
-    """
+    """a1 and a2 of eq. 1 (one device, whole model), b1 (per chunk, whole model)."""
 
     a1_ms_per_square_token: float
     a2_ms_per_token: float
     b1_ms: float
-    token_megabytes: float
 
 
 PUBLISHED: Mapping[str, Published] = {
-    "gpt-7b": Published(5.128e-6, 0.18396, 629.36, 4.4804),
-    "gpt-13b": Published(9.2852e-6, 0.30602, 1132.56, 4.2204),
-    "gpt-30b": Published(15.4262e-6, 0.80357, 2789.36, 3.4174),
+    "gpt-7b": Published(5.128e-6, 0.18396, 629.36),
+    "gpt-13b": Published(9.2852e-6, 0.30602, 1132.56),
+    "gpt-30b": Published(15.4262e-6, 0.80357, 2789.36),
 }

@@ -85,7 +85,7 @@ def fit(
 
 
 def _judges(rows_RN: np.ndarray) -> np.ndarray:
-    """Mask of the rows to hold out, [R]: one of four, while more rows than coefficients remain.
+    """[R] rows to hold out: one of four, while more rows than coefficients remain.
 
     Held out blindly, all rows of one sort may go (the only ones with a certain recompute choice,
     say): the rest knows nothing of its coefficients, and its prediction is 0, wrong by 100%. In an

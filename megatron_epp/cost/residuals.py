@@ -26,7 +26,7 @@ class Residual:
 
 
 def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residual]:
-    """Residual of every op among ``records``; transfers are left out, and what took no time."""
+    """The residual of every op among ``records``; transfers are left out, and what took no time."""
     found = []
     for record in records:
         op = record.op

@@ -10,7 +10,8 @@ from megatron_epp.control.planner_process import PlannerProcess
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import MODELS, LayerShape, Model
+from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.models import MODELS, Model
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import ALL, Options, plan_step
 from tests.cli.commands import LENGTHS, refused, said

@@ -19,7 +19,6 @@ from megatron_epp.cost.profile import (
     Profile,
     Provenance,
     Seconds,
-    Workspace,
 )
 from megatron_epp.cost.regression import fit, nnls
 from megatron_epp.ir import BACKWARDS, OF_LAYERS, Kind
@@ -126,19 +125,10 @@ def measured(noise: float) -> dict:
         TRUTH,
         first_seconds={kind: Seconds(3e-7, 0, 1e-4) for kind in OF_LAYERS},
         first_bytes=Bytes(4000.0, 4000.0),
-        workspace_bytes={kind: Workspace(9000.0, 9000.0) for kind in OF_LAYERS},
     )
 
     def with_noise(rows: list[Sample], value) -> list[Sample]:
         return valued(rows, [value(row) * random.normal(1, noise) for row in rows])
-
-    def workspace(kind: Kind):
-        def value(row: Sample) -> float:
-            load = (row.tokens, row.cut_tokens)
-            again = max(truth.recompute_workspace_bytes[x](*load) for x in row.choice)
-            return truth.workspace_bytes[kind](*load) + (again if kind in BACKWARDS else 0)
-
-        return value
 
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return {
@@ -150,10 +140,6 @@ def measured(noise: float) -> dict:
             for kind in kinds
         },
         "held_bytes": with_noise(samples(random, 240, "kfm"), lambda row: held_of(truth, row)),
-        "workspace_bytes": {
-            kind: with_noise(samples(random, 60, letters), workspace(kind))
-            for kind, letters in ((Kind.FORWARD, "k"), (Kind.BACKWARD, "kf"))
-        },
         "link_seconds": [
             (t, (2e-6 * t + 3e-4) * random.normal(1, noise)) for t in range(9, 999, 9)
         ],
@@ -177,7 +163,6 @@ def test_a_profile_is_found_again() -> None:
         truth.recompute_seconds["f"].per_pair, rel=1e-2
     )
     assert found.first_bytes.per_token == near(4000, rel=1e-2)
-    assert found.workspace_bytes[Kind.FORWARD].per_token == near(9000, rel=1e-2)
     assert found.link_seconds_per_token == near(2e-6)
     assert found.link_latency_seconds == near(3e-4)
     assert found.saved_bytes["c"] == TEMPLATE.saved_bytes["c"]

@@ -15,10 +15,11 @@ from megatron_epp.cost.analytic import CONTEXT_BLOCK, profile
 from megatron_epp.cost.build import even_layers, expert_degree, named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.loads import pairs_before
-from megatron_epp.cost.models import MODELS, LayerShape, Model, model
-from megatron_epp.cost.profile import MEASURED, Bytes, Profile, Seconds, Workspace, layer_figures
+from megatron_epp.cost.models import MODELS, Model, model
+from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace, layer_figures
 from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span, Step
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.recompute.choices import ladder
@@ -560,20 +561,6 @@ def test_profiles_of_several_kinds_go_to_text_and_back(tmp_path) -> None:
     assert again == PROFILE
 
 
-def test_version_1_is_one_kind() -> None:
-    """The first files knew no kinds; how their figures came about stood before their source."""
-    made = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
-    old = json.loads(made.to_json())
-    old["profile"] = 1
-    del old["provenance"]["kind"]
-    assert not {"layer_kind", "other_kinds", "window", "context_seconds"} & old.keys()
-    assert Profile.from_json(json.dumps(old)) == made
-    old["provenance"]["source"] = "measured; held bytes 1%"
-    found = Profile.from_json(json.dumps(old))
-    assert found.provenance.kind == MEASURED
-    assert Profile.from_json(found.to_json()) == found
-
-
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
@@ -583,7 +570,7 @@ def test_version_1_is_one_kind() -> None:
         ('"other_kinds": {', '"other_kinds": {"a": {},', "other_kinds: a: lacks all_to_all_bytes_"),
         ('"layer_kind": "dense"', '"layer_kind": "mlp"', "other_kinds: mlp is the name of the fir"),
         ('"kind": "analytic"', '"kind": "guess"', "provenance: kind 'guess': expected measured or"),
-        ('"context_seconds": {', '"context_seconds": {"X": 1,', "expected an object with some of "),
+        ('"context_seconds": {}', '"context_seconds": {"X": 1}', "expected an object with some "),
         ('"kv_replicated": true', '"kv_replicated": 1', "kv_replicated: 1: expected true or false"),
     ],
 )  # fmt: skip
@@ -641,8 +628,6 @@ def test_only_experts_have_an_activation_of_their_own_to_recompute() -> None:
         freed = figures.saved_bytes["k"].per_token - figures.saved_bytes["e"].per_token
         assert freed == (2 * 2 * 40 if kind == "experts" else 0), kind
         assert (figures.recompute_seconds["e"] != Seconds()) is (kind == "experts")
-    text = json.loads(PROFILE.to_json())
-    assert "e" not in text["saved_bytes"] and "e" in text["other_kinds"]["experts"]["saved_bytes"]
     assert Profile.from_json(PROFILE.to_json()) == PROFILE
 
 
@@ -679,7 +664,6 @@ def test_the_fullest_devices_experts_hold_more() -> None:
     (grown,) = routed_bytes(cost, Step(((0,),), (plan,)))
     assert grown == pytest.approx(float(3 * inside[0]), rel=0.4) and grown > 0
     assert Profile.from_json(fuller.profile.to_json()) == fuller.profile
-    assert "routing" not in cost.profile.to_json()
     with pytest.raises(ValueError, match=r"routing: 0\.5: expected a number of at least 1"):
         Profile.from_json(fuller.profile.to_json().replace('"routing": 2.0', '"routing": 0.5'))
 
@@ -705,7 +689,6 @@ def test_only_latents_have_an_up_projection_to_recompute() -> None:
     plain = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
     assert plain.saved_bytes["u"] == plain.saved_bytes["k"]
     assert plain.recompute_seconds["u"] == Seconds()
-    assert '"u"' not in plain.to_json() and Profile.from_json(plain.to_json()) == plain
     assert Profile.from_json(made.to_json()) == made
 
 

@@ -123,8 +123,8 @@ def test_profiles_go_to_text_and_back(name: str, on: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ('"profile": 2', '"profile": 3', "version 3; this program reads 1 and 2: measure again"),
-        ('"profile": 2', '"version": 2', "expected an object with 'profile': 2"),
+        ('"profile": 3', '"profile": 2', "version 2; this program reads 3: measure again"),
+        ('"profile": 3', '"version": 3', "expected an object with 'profile': 3"),
         ('"tp": 1', '"tp": 0', "tp: 0: expected a whole number of at least 1"),
         ('"tp": 1,', "", "lacks tp"),
         ('"tp": 1', '"tq": 1, "tp": 1', "unknown tq"),

@@ -200,16 +200,13 @@ def test_without_a_rate_the_plan_is_refused() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_profiles_that_were_measured_before_know_no_rate() -> None:
+def test_a_rate_below_nothing_is_refused() -> None:
     made = profile(MODELS["gpt-13b"], DEVICES["a100-40g"])
     assert made.host_bytes_per_second == 20e9
-    text = made.to_json()
-    line = f' "host_bytes_per_second": {made.host_bytes_per_second}\n'
-    assert f",\n{line}" in text
-    old = Profile.from_json(text.replace(f",\n{line}", "\n"))
-    assert old == dataclasses.replace(made, host_bytes_per_second=0.0)
+    line = f' "host_bytes_per_second": {made.host_bytes_per_second}'
+    assert line in made.to_json()
     with pytest.raises(ValueError, match=r"host_bytes_per_second: -20.*at least 0"):
-        Profile.from_json(text.replace(line, line.replace("20", "-20")))
+        Profile.from_json(made.to_json().replace(line, line.replace("20", "-20")))
 
 
 def test_devices_without_a_host_link() -> None:

@@ -9,8 +9,9 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.fit import Sample
+from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.loads import pairs_within
-from megatron_epp.cost.models import LayerShape, Model
+from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Seconds, layer_figures
 from megatron_epp.cost.refit import LEAST, refit
 from megatron_epp.cost.residuals import Sorted, residuals

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
@@ -274,9 +275,9 @@ def test_each_letter_is_a_kind_of_its_own() -> None:
     made = model_shape(shaped("*-*E*-", num_experts=8))
     assert made.layer_kinds == ("attention", "mlp", "attention", "experts", "attention", "mlp")
     attention, mlp, experts = made.shapes.values()
-    assert attention.carried_hidden == 64 and not attention.dense_hidden
-    assert mlp.carried_hidden == 0 and mlp.flops_per_pair == 0 and mlp.norms == 1
-    assert experts.expert_parameters == 8 * 3 * 64 * 48 and experts.query_hidden == 0
+    assert attention.carried.channels == 64 and len(attention.parts) == 1
+    assert mlp.carried == CarryOver() and mlp.flops_per_pair == 0 and len(mlp.parts) == 1
+    assert experts.expert_parameters == 8 * 3 * 64 * 48 and experts.carried == CarryOver()
     windows = {"window_size": (16, 0), "window_attn_skip_freq": 3}
     made = model_shape(shaped("*-*-", **windows))  # layer 3 has none
     assert made.layer_kinds == ("window", "mlp", "attention", "mlp")

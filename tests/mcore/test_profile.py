@@ -7,7 +7,8 @@ import pytest
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import LayerShape, Model
+from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 from megatron_epp.mcore.patching import cpu_host
@@ -155,7 +156,9 @@ def test_the_flags_say_which_layer_is_of_which_kind() -> None:
     latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
               "v_head_dim": 6, "multi_latent_attention": True}  # fmt: skip
     (layer,) = model_shape(args(**latent)).shapes.values()
-    assert (layer.query_hidden, layer.output_hidden, layer.carried_hidden) == (48, 24, 20)
+    (latents,) = layer.mixers
+    sizes = (latents.query_hidden, latents.output_hidden, layer.carried.channels)
+    assert sizes == (48, 24, 20)
     with pytest.raises(ValueError, match="--moe-layer-freq: 3 layers; expected --num-layers, 4"):
         model_shape(args(moe_layer_freq=[0, 1, 1], **experts))
 

@@ -9,7 +9,8 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers, named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import LayerShape, Model
+from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Seconds
 from megatron_epp.ir import Kind
 

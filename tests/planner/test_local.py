@@ -127,7 +127,6 @@ def test_a_measured_profile_says_how_much_of_it_is_exchange() -> None:
         cp=2,
     )
     assert Profile.from_json(measured.to_json()) == measured
-    assert "exchange_seconds" not in made.to_json()
     cost = dataclasses.replace(machine(2), profile=measured, network=None)
     chunk, documents = Chunk((Span(0, 0, 500, 0), Span(1, 0, 500, 1))), (500, 500)
     everywhere = Chunk((Span(0, 0, 500), Span(1, 0, 500)))

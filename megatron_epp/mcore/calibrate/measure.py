@@ -10,19 +10,20 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 
+from megatron_epp.cost.analytic import carried_bytes
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.devices import device as named_device
 from megatron_epp.cost.fit import Sample, fit_profile, line_above
-from megatron_epp.cost.models import Layer, Model
+from megatron_epp.cost.kinds.layer import Layer
+from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
-from megatron_epp.layers.recompute.wrap import OF_EXPERTS, OF_LATENTS, ON_DEVICE
+from megatron_epp.layers.recompute.wrap import ON_DEVICE
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
 from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
@@ -95,12 +96,12 @@ def _points(base: int) -> tuple[Point, ...]:
 
 def _pairs(shape: Shape, layer: Layer) -> int:
     """Pairs of queries and keys that ``layer`` meets in a chunk."""
-    return shape.pairs_within(layer.shape.window) if layer.shape.attention else 0
+    return shape.pairs_within(layer.shape.window) if layer.flops_per_pair else 0
 
 
 def letters_of(layer: Layer) -> str:
     """The recompute letters that make a difference to ``layer``, and KEEP."""
-    return ON_DEVICE + OF_LATENTS * layer.latent + OF_EXPERTS * bool(layer.shape.experts)
+    return ON_DEVICE + layer.letters
 
 
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
@@ -237,7 +238,7 @@ def calibrate(
 def _measure_bytes(
     probe: Probe, readings: Readings, context: int, layer: Layer | None, *, ends: bool = True
 ) -> None:
-    """Measure the bytes of the ``layer`` that the probe runs, if any, and of the ``ends``."""
+    """Measure bytes of the ``layer`` that the probe runs, if any, and of the ``ends``."""
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
         if layer is not None:
@@ -253,7 +254,7 @@ def _measure_bytes(
                 readings.held.append(Sample("", first, last, tokens, shape.pairs, 0, held))
             if last:
                 readings.peaks += _peaks(measured, KEEP, True, tokens)
-    attends = layer is not None and layer.shape.attention
+    attends = layer is not None and layer.flops_per_pair > 0
     for behind in _contexts(probe, context) if on_gpu and attends else ():
         measured = _weighed(probe, Shape(_BEHIND_TOKENS, behind), KEEP)
         readings.peaks += _peaks(measured, KEEP, False, _BEHIND_TOKENS, behind)
@@ -339,7 +340,7 @@ def _measure_seconds(
         load = (shape.tokens, _pairs(shape, layer), 0)
         if letter == KEEP:
             for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
-                behind = shape.context if layer.carries_latents else 0
+                behind = shape.context if layer.carried.expanded else 0
                 rows.append(Sample(KEEP, False, False, *load, seconds, context=behind))
         elif (shape, KEEP) in typical:
             plain = typical[shape, KEEP]
@@ -371,8 +372,7 @@ def _measure_end_seconds(
 
 
 def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings) -> None:
-    """Measure the modules that selective recompute runs again; a module that the layer has not
-    takes nothing."""
+    """Measure what selective recompute runs again; a module that the layer lacks takes nothing."""
     layer = probe.layer
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
     modules = {"mlp": (layer.mlp,), "layernorm": (layer.input_layernorm, layer.pre_mlp_layernorm)}
@@ -472,7 +472,7 @@ def _fitted(
         [peak for readings in every for peak in readings.peaks], head_tokens
     )
     ranks = config.tensor_model_parallel_size * config.context_parallel_size
-    kv = _carried_channels(layer, config, ranks)
+    carried = layer.carried.on_device(ranks)
     gradient = torch.promote_types(config.params_dtype, torch.float32)
     splits = [split for readings in every for split in readings.split]
     source = "; ".join(f"{what} {quality}" for what, quality in fitted.quality.items())
@@ -488,9 +488,8 @@ def _fitted(
         },
         first_bytes=_alike(profile.first_bytes),
         last_bytes=_alike(profile.last_bytes),
-        kv_bytes_per_token=float(kv * config.params_dtype.itemsize),
+        **carried_bytes(carried, config.params_dtype.itemsize, gradient.itemsize),
         keeps_last=any(readings.keeps_last for readings in every),
-        kv_gradient_bytes_per_token=float(kv * gradient.itemsize),
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,
         last_workspace_tokens=float(head_tokens),
@@ -514,16 +513,6 @@ def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
     backward = median(seconds / tokens for tokens, _, seconds in rows)
     taken = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward}
     return {kind: seconds for kind, seconds in taken.items() if seconds > 0}
-
-
-def _carried_channels(layer: Layer, config: Any, ranks: int) -> int:
-    """Channels that later slices get of a token, on one of ``ranks`` devices that share the
-    heads."""
-    if layer.carries_latents:
-        return layer.carried_hidden
-    if layer.latent or not layer.shape.attention:
-        return layer.carried_hidden // ranks
-    return 2 * config.kv_channels * max(1, config.num_query_groups // ranks)
 
 
 def _alike(figure: Bytes) -> Bytes:
@@ -609,7 +598,7 @@ def _recompute_seconds(
         name: Seconds(per_token=max(seconds[name] for seconds in measured)) for name in measured[0]
     }
     modules["core_attn"] = Seconds(per_pair=forward.per_pair)
-    for own in (OF_LATENTS, OF_EXPERTS):
+    for own in (letter for letter in SELECTIVE if letter not in ON_DEVICE):
         longer = [
             more / tokens
             for readings in every
@@ -633,7 +622,7 @@ def _recompute_seconds(
 
 
 def _slower(measured: Profile, template: Profile) -> float:
-    """How many times what ``template`` has a layer's forward takes, of a chunk of a usual size."""
+    """Measured over ``template``'s seconds of a layer's forward, of a chunk of a usual size."""
     usual = Shape(_USUAL_TOKENS)
     load = usual.tokens, usual.pairs_within(template.window)
     one, other = (each.layer_seconds[Kind.FORWARD](*load) for each in (measured, template))

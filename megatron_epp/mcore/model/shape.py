@@ -4,8 +4,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_epp.cost.kinds.layer import PLAIN_WORDS, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds
-from megatron_epp.cost.models import LayerShape, Model
+from megatron_epp.cost.models import Model
 from megatron_epp.mcore.model.hybrid.pattern import (
     ATTENTION,
     EXPERTS,
@@ -136,29 +137,16 @@ def _latents(args: Any) -> dict[str, Any]:
 def _names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     """A name for each kind, by what tells it from the others of the model; of a model whose layers
     are all alike by what tells them from plain ones: nothing, where they are plain."""
-    words = {shape: _words(shape) for shape in shapes}
+    words = {shape: shape.words for shape in shapes}
     if len(words) == 1:
         ((shape, said),) = words.items()
-        said = tuple(word for word in said if word not in _PLAIN)
+        said = tuple(word for word in said if word not in PLAIN_WORDS)
         return {shape: "-".join(said)} if said else {}
     differ = [len(set(column)) > 1 for column in zip(*words.values(), strict=True)]
     return {
         shape: "-".join(word for word, told in zip(said, differ, strict=True) if told)
         for shape, said in words.items()
     }
-
-
-_PLAIN = ("full", "heads", "dense")
-
-
-def _words(shape: LayerShape) -> tuple[str, ...]:
-    if not shape.attention:
-        return ("experts" if shape.experts else "mlp",)
-    window, latent = "window" if shape.window else "full", "latent" if shape.kv_rank else "heads"
-    if not shape.mlp:
-        plain = window == "full" and latent == "heads"
-        return ("attention" if plain else "-".join(w for w in (window, latent) if w not in _PLAIN),)
-    return window, latent, "experts" if shape.experts else "dense"
 
 
 def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:

@@ -44,6 +44,8 @@ def _held(cost: Cost, of: LayerFigures, loads: Loads) -> np.ndarray:
     tokens = loads.tokens / cost.shards
     carries = loads.document >= 0  # 1 - I_k as the prose has it
     kept = of.saved_bytes[KEEP].per_token
+    if of.border_bytes:  # a state, whatever the tokens
+        return kept * tokens + (loads.later >= 0) * of.border_bytes / cost.kv_shards(of)
     if of.window or of.kv_replicated:
         return kept * tokens + carries * _kept_kv(cost, of, loads)
     return (kept + carries * of.kv_bytes_per_token) * tokens

@@ -1,0 +1,194 @@
+"""A part of a layer: a mixer, which moves something between tokens, or a feed-forward part.
+
+Each part is a class of its own that says all that the cost model asks of it. What it says by
+default is nothing: a class answers what it has. Sizes are channels of a token unless they say
+otherwise; the dtypes, and so bytes, are analytic's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+MOST = 10**9  # of any size: beyond it, products of sizes leave what numbers can say
+
+
+def require_sizes(value: Any, least: Mapping[str, int]) -> None:
+    """A ValueError where a field of ``value`` that ``least`` names is no size."""
+    for name, low in least.items():
+        size = getattr(value, name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < low:
+            raise ValueError(f"{name} {size!r}: expected a whole number of at least {low}")
+        if size > MOST:
+            raise ValueError(f"{name} {size!r}: expected at most {MOST}")
+
+
+def require_flags(value: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not isinstance(getattr(value, name), bool):
+            raise ValueError(f"{name} {getattr(value, name)!r}: expected true or false")
+
+
+class Decoder(Protocol):
+    """The sizes that parts ask of their model."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def ffn_hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def gated(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The fields of a layer's shape that one part reads; their checks."""
+
+    def require(self) -> None:
+        """A ValueError where these sizes make no sense."""
+
+
+@dataclass(frozen=True)
+class CarryOver:
+    """State that a slice leaves for later slices of its document.
+
+    channels     of every token, such as K and V; a window cuts them to a tail
+    expanded     channels that later slices make of them again; 0: they are used as they are
+    heads        over which a stage's devices share it; 0: each keeps all of it, as of latents
+    tail         elements of the rows in front of a border, as a convolution wants them
+    state        elements of a state at a border
+    """
+
+    channels: int = 0
+    expanded: int = 0
+    heads: int = 0
+    tail: int = 0
+    state: int = 0
+
+    def on_device(self, devices: int) -> "CarryOver":
+        """The part of one of ``devices`` that share the heads."""
+        if not self.heads:
+            return self
+        heads = max(1, self.heads // devices)
+        sizes = self.channels, self.expanded, self.tail, self.state
+        channels, expanded, tail, state = (size // self.heads * heads for size in sizes)
+        return CarryOver(channels, expanded, heads, tail, state)
+
+    def __add__(self, other: "CarryOver") -> "CarryOver":
+        return CarryOver(
+            self.channels + other.channels,
+            self.expanded + other.expanded,
+            self.heads or other.heads,
+            self.tail + other.tail,
+            self.state + other.state,
+        )
+
+
+@dataclass(frozen=True)
+class RecomputedModule:
+    """One of Megatron's modules, recomputed: what it drops, and takes again.
+
+    channels     that are not saved
+    parameters   whose products run again
+    pairs        whether attention does
+    light        whether it moves memory only
+    """
+
+    channels: int = 0
+    parameters: int = 0
+    pairs: bool = False
+    light: bool = False
+
+
+class Part:
+    """A part of layers of ``shape`` in ``model``.
+
+    MIXER     whether it moves something between tokens; else it works token by token
+    PLAIN     whether layers have it that nobody described: names of kinds leave it out
+    WORD      its word in a kind's name; ``ALONE``: where it is all that the layer has
+    LETTERS   recompute letters that only layers with it have
+    LAUNCHES  how many times a dense layer's constant a chunk takes
+    """
+
+    MIXER: ClassVar[bool]
+    WORD: ClassVar[str]
+    ALONE: ClassVar[str]
+    PLAIN: ClassVar[bool] = False
+    LETTERS: ClassVar[str] = ""
+    LAUNCHES: ClassVar[int] = 1
+
+    def __init__(self, model: Decoder, shape: Any):
+        self.model, self.shape = model, shape
+
+    @classmethod
+    def there(cls, shape: Any) -> bool:
+        """Whether a layer of ``shape`` has it."""
+        raise NotImplementedError
+
+    @property
+    def parameters(self) -> int:
+        """Its norm's included, but for experts', which are sharded differently."""
+        return 0
+
+    @property
+    def expert_parameters(self) -> int:
+        return 0
+
+    @property
+    def active_expert_parameters(self) -> int:
+        """Those that a token meets."""
+        return 0
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Forward flops for one query and one key."""
+        return 0.0
+
+    @property
+    def flops_per_context_token(self) -> float:
+        """Forward flops of what is made again of an earlier slice's token."""
+        return 0.0
+
+    @property
+    def carried(self) -> CarryOver:
+        return CarryOver()
+
+    @property
+    def saved(self) -> int:
+        """From F to B: inputs and outputs of its norm, inputs of its products, and insides."""
+        return 0
+
+    def stored(self, modules: tuple[str, ...]) -> int:
+        """Channels among :attr:`saved` that lie in a cut document's own buffer where these
+        ``modules`` are recomputed."""
+        return 0
+
+    @property
+    def weight_inputs(self) -> int:
+        """From I to W: inputs of its products, and the gradients of their outputs."""
+        return 0
+
+    @property
+    def recomputed(self) -> Mapping[str, RecomputedModule]:
+        """Modules that may run again in backward, by Megatron's names."""
+        return {}
+
+    @property
+    def exchanged(self) -> int:
+        """Rows for heads inside a CP group, all of a forward."""
+        return 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the hidden state is gathered around it inside a TP group."""
+        return False
+
+    @property
+    def expert_exchanged(self) -> int:
+        """To experts' devices, one way."""
+        return 0

@@ -1,0 +1,92 @@
+"""Experts in the place of the dense MLP, and one that every token goes to besides."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_epp.cost.kinds.base import RecomputedModule
+from megatron_epp.cost.kinds.mlp import MlpPart, MlpSizes
+
+
+@dataclass(frozen=True)
+class ExpertSizes(MlpSizes):
+    """The sizes of experts.
+
+    experts           in the place of the dense MLP; 0: none
+    active_experts    of them that a token goes to
+    expert_hidden     of each
+    shared_hidden     of an expert that every token goes to besides; 0: none
+    """
+
+    experts: int = 0
+    active_experts: int = 0
+    expert_hidden: int = 0
+    shared_hidden: int = 0
+
+    def require(self) -> None:
+        for name in ("active_experts", "expert_hidden", "shared_hidden"):
+            if getattr(self, name) and not self.experts:
+                raise ValueError(f"{name} {getattr(self, name)}: expected experts beside it")
+        if self.experts and not 1 <= self.active_experts <= self.experts:
+            raise ValueError(
+                f"active_experts {self.active_experts}: expected 1 to {self.experts}, the experts"
+            )
+        if self.experts and not self.expert_hidden:
+            raise ValueError("expert_hidden 0: expected the hidden size of an expert")
+        if not self.mlp and (self.experts or self.ffn_hidden):
+            raise ValueError("mlp false: experts and ffn_hidden have no effect; leave them out")
+        super().require()
+
+
+class ExpertPart(MlpPart):
+    """A router, experts, and a shared expert where there is one.
+
+    Assumed: tokens go to all alike, and a chunk's constant is twice a dense layer's, for the
+    router, the exchanges and the wait that they end with.
+    """
+
+    PLAIN, WORD, ALONE, LETTERS, LAUNCHES = False, "experts", "experts", "e", 2
+
+    @classmethod
+    def there(cls, shape: Any) -> bool:
+        return shape.mlp and shape.experts > 0
+
+    @property
+    def dense_hidden(self) -> int:
+        return self.shape.shared_hidden
+
+    @property
+    def parameters(self) -> int:
+        return super().parameters + self.model.hidden * self.shape.experts  # the router's
+
+    @property
+    def _one_expert(self) -> int:
+        return self.model.hidden * self.shape.expert_hidden * self.matrices
+
+    @property
+    def expert_parameters(self) -> int:
+        return self.shape.experts * self._one_expert
+
+    @property
+    def active_expert_parameters(self) -> int:
+        return self.shape.active_experts * self._one_expert
+
+    @property
+    def _inside(self) -> int:
+        """The experts' inputs and insides, and the router's outputs, beside the shared one's."""
+        each = self.model.hidden + self.shape.expert_hidden * self.matrices
+        return super()._inside + self.shape.active_experts * each + self.shape.experts
+
+    @property
+    def weight_inputs(self) -> int:
+        inputs_and_gradients = 2 * self.model.hidden + self.shape.expert_hidden * self.matrices
+        active = self.shape.active_experts * inputs_and_gradients
+        return super().weight_inputs + active + self.shape.experts
+
+    @property
+    def recomputed(self) -> dict[str, RecomputedModule]:
+        activation = self.shape.active_experts * self.shape.expert_hidden
+        return {**super().recomputed, "moe_act": RecomputedModule(activation, light=True)}
+
+    @property
+    def expert_exchanged(self) -> int:
+        return self.shape.active_experts * self.model.hidden

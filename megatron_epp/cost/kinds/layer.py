@@ -1,0 +1,173 @@
+"""A layer: the shape that sets its kind apart, and the sums over its parts.
+
+The registry of parts is :data:`PARTS`; a new kind of layer is a class there, and its sizes a base
+of :class:`LayerShape`. Nothing else of the cost model knows which parts there are.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from megatron_epp.cost.kinds.attention import AttentionPart
+from megatron_epp.cost.kinds.base import (
+    CarryOver,
+    Decoder,
+    Part,
+    RecomputedModule,
+    require_flags,
+    require_sizes,
+)
+from megatron_epp.cost.kinds.experts import ExpertPart, ExpertSizes
+from megatron_epp.cost.kinds.latents import LatentPart, LatentSizes
+from megatron_epp.cost.kinds.mlp import MlpPart
+from megatron_epp.cost.kinds.window import WindowSizes
+from megatron_epp.ir import SELECTIVE
+
+PARTS: tuple[type[Part], ...] = (AttentionPart, LatentPart, MlpPart, ExpertPart)
+
+
+@dataclass(frozen=True)
+class LayerShape(WindowSizes, LatentSizes, ExpertSizes):
+    """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
+    that stands before a token and a dense MLP; fields: those of its bases."""
+
+    def __post_init__(self):
+        flags = tuple(field.name for field in fields(self) if field.type is bool)
+        require_flags(self, flags)
+        require_sizes(self, {f.name: 0 for f in fields(self) if f.name not in flags})
+        self.require()
+        if not any(part.there(self) for part in PARTS):
+            raise ValueError("attention false, mlp false: expected a layer that has one of them")
+
+    @classmethod
+    def of(cls, kind: str, value: Any) -> "LayerShape":
+        """The shape that a JSON object describes, as a model file has it for ``kind``."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(f"kinds: {kind}: expected an object of sizes")
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"kinds: {kind}: unknown field {name!r}; {hint}")
+        try:
+            return cls(**value)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"kinds: {kind}: {error}") from error
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Words for its name: how far it sees, its mixer, its feed-forward part; one alone of a
+        layer of one part."""
+        there = [part for part in PARTS if part.there(self)]
+        reach = "window" if self.window else "full"
+        mixers = [part for part in there if part.MIXER]
+        if len(mixers) == len(there):
+            said = [reach] * (reach != "full") + [p.WORD for p in mixers if not p.PLAIN]
+            return ("-".join(said) or mixers[0].ALONE,)
+        if not mixers:
+            return ("-".join(part.ALONE for part in there),)
+        others = [part.WORD for part in there if not part.MIXER]
+        return reach, "-".join(part.WORD for part in mixers), "-".join(others)
+
+
+PLAIN_WORDS = ("full", *(part.WORD for part in PARTS if part.PLAIN))
+
+
+@dataclass(frozen=True)  # no slots: its parts are made once, when first asked for
+class Layer:
+    """Sizes of one layer of some kind: channels of a token, parameters, forward flops."""
+
+    model: Decoder
+    shape: LayerShape
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part(self.model, self.shape) for part in PARTS if part.there(self.shape))
+
+    def _sum(self, of: Callable[[Part], int]) -> int:
+        return sum(of(part) for part in self.parts)
+
+    @property
+    def mixers(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.MIXER)
+
+    @property
+    def letters(self) -> str:
+        """Recompute letters that layers with its parts alone have."""
+        return "".join(part.LETTERS for part in self.parts)
+
+    @property
+    def launches(self) -> int:
+        return max(part.LAUNCHES for part in self.parts)
+
+    @cached_property
+    def carried(self) -> CarryOver:
+        return sum((part.carried for part in self.parts), CarryOver())
+
+    @property
+    def parameters(self) -> int:
+        """But for the experts', which are sharded differently."""
+        return self._sum(lambda part: part.parameters)
+
+    @property
+    def expert_parameters(self) -> int:
+        """All experts' but the shared one's."""
+        return self._sum(lambda part: part.expert_parameters)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token meets."""
+        return self.parameters + self._sum(lambda part: part.active_expert_parameters)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward flops of the linears."""
+        return 2.0 * self.active_parameters
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Forward flops of attention for one query and one key."""
+        return sum(part.flops_per_pair for part in self.parts)
+
+    @property
+    def flops_per_context_token(self) -> float:
+        """Forward flops of what is made again of an earlier slice's tokens."""
+        return sum(part.flops_per_context_token for part in self.parts)
+
+    @property
+    def saved(self) -> int:
+        return self._sum(lambda part: part.saved)
+
+    @property
+    def weight_inputs(self) -> int:
+        return self._sum(lambda part: part.weight_inputs)
+
+    def stored(self, letter: str) -> int:
+        """Channels among those saved with that recompute choice that lie in a cut document's own
+        buffer; a window's tail is a copy."""
+        if self.shape.window:
+            return 0
+        return self._sum(lambda part: part.stored(SELECTIVE.get(letter, ())))
+
+    def recomputed(self, module: str) -> tuple[RecomputedModule, ...]:
+        """``module`` of every part that has it."""
+        found = (part.recomputed.get(module) for part in self.parts)
+        return tuple(each for each in found if each is not None)
+
+    @property
+    def exchanged(self) -> int:
+        return self._sum(lambda part: part.exchanged)
+
+    @property
+    def gathers(self) -> int:
+        """Parts around which the hidden state is gathered inside a TP group."""
+        return self._sum(lambda part: part.gathers)
+
+    @property
+    def expert_exchanged(self) -> int:
+        return self._sum(lambda part: part.expert_exchanged)
