@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the quickstart shows: progress while a run goes on, and at the end a table and pictures.
+"""Shows the quickstart: progress while a run goes on, and at the end a table and pictures.
 
 quickstart_report.py follow LOG PID     print the iterations that LOG names until PID ends
 quickstart_report.py report FOLDER GIB  compare the runs that quickstart.sh left in FOLDER,
@@ -213,7 +213,7 @@ def argument_of(folder: Path, name: str, argument: str) -> int:
 
 
 def host() -> str:
-    """What this ran on."""
+    """The host that this ran on."""
     try:
         models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:

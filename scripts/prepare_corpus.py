@@ -212,7 +212,7 @@ def encode_document(place: Place, encoder: Encoder, json_key: str, eod: int | No
 
 
 class _Worker:
-    """What a worker process keeps between documents."""
+    """State of a worker process between documents."""
 
     encode: Callable[[Place], Encoded]
 
@@ -439,7 +439,7 @@ def _chat_tokenizer(folder: Path, chat_format: str) -> Any:
 
 
 class _ChatWorker:
-    """What a worker process keeps between lines."""
+    """State of a worker process between lines."""
 
     encode: Callable[[Any], Any]
 

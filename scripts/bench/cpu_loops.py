@@ -56,7 +56,7 @@ TOLERANCE = 1e-4  # of losses and gradients in float32, other kernels and orders
 
 
 def lengths_of(case: str, batch: int) -> list[int]:
-    """Of the documents of a batch, each a micro-batch."""
+    """Lengths of the documents of a batch, each a micro-batch."""
     chance = random.Random(f"{case} {batch}")
     if case == "sft":
         return [
@@ -216,7 +216,7 @@ class Run:
 
 
 def result(variant: str, runs: Sequence[Run], stages: int, shared: bool) -> dict[str, Any]:
-    """Of one batch."""
+    """The row of one batch."""
     settled = [run.with_medians(runs) for run in runs]
     replayed = statistics.median(map(replay, settled))
     seconds = statistics.median(run.seconds for run in runs)

@@ -137,7 +137,7 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
 
 
 def told(iteration: int, step, report, *others) -> str:
-    """What the trainer logs of an iteration, here as JSON."""
+    """An iteration's log entry of the trainer, as JSON."""
     from megatron_epp.show.timeline import offloaded_ratio
 
     plan = step.plans[0]
@@ -161,7 +161,7 @@ def told(iteration: int, step, report, *others) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What all runs share: corpus, folder for logs, sizes."""
+    """Set-up that all runs share: corpus, folder for logs, sizes."""
 
     corpus: Path
     folder: Path
@@ -282,7 +282,7 @@ def truth(stages: int, iterations: int, place: Place) -> str:
 
 
 def residuals(folder: Path) -> str:
-    """What --epp-record says of single ops."""
+    """Errors of single ops, as --epp-record wrote them."""
     return (folder / "errors.txt").read_text()
 
 

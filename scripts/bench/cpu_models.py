@@ -127,7 +127,7 @@ def flags(case: Case, corpus: Path, iterations: int) -> list[str]:
 
 
 def measure(case: Case, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
-    """What was told of every iteration behind the first, which warms up."""
+    """Entries of every iteration behind the first, which warms up."""
     iterations = 1 + arguments.batches * len(VARIANTS)
     words = [*flags(case, corpus, iterations), "--epp-effort", str(arguments.effort)]
     program = [str(Path(__file__).resolve()), WORK, "1", str(arguments.first)]

@@ -124,7 +124,7 @@ def halved(plan: Any, cost: Any, at_end: bool) -> Any:
 
 
 def told(variant_of: Callable, iteration: int, step, report, *others) -> str:
-    """What the trainer logs of an iteration, here as JSON."""
+    """An iteration's log entry of the trainer, as JSON."""
     from megatron_epp.ir import Kind
 
     plan = step.plans[0]
@@ -159,7 +159,7 @@ PRICE_HEADERS = ["part", "tokens", "B ms", "I ms", "W ms", "price", "quarters"]
 
 
 def price_rows(entries: list[dict]) -> list[list[str]]:
-    """Of both processes together."""
+    """Rows of both processes together."""
     made = []
     found = [entry for entry in entries if "part" in entry]
     for part in ("layer", "output layer"):

@@ -87,7 +87,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
 
 
 def most_workspace(profile: Any, tokens: int, context: int) -> float:
-    """What the cost model predicts beyond what is held, while F or B runs."""
+    """Bytes that the cost model predicts beyond those held, while F or B runs."""
     return max(
         figure.per_op + figure.per_token * tokens + figure.per_context_token * context
         for kind, figure in profile.workspace_bytes.items()
@@ -96,7 +96,7 @@ def most_workspace(profile: Any, tokens: int, context: int) -> float:
 
 
 def best(runs: Sequence[Any], name: str) -> float:
-    """Of the measured ones; the first is for what happens only once."""
+    """The least of the measured runs; the first is for what happens only once."""
     return min(getattr(run, name) for run in runs[1:])
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """What plans an iteration, within which share of packing's peak (None: whatever it takes)."""
+    """A planner, and the share of packing's peak that it stays within (None: no bound)."""
 
     planner: str
     share_of_peak: float | None
@@ -138,7 +138,7 @@ class VariantSteps:
 def told(
     variant_of: Callable, iteration: int, step, report, planning_seconds: float, *others
 ) -> str:
-    """What the trainer logs of an iteration, here as JSON."""
+    """An iteration's log entry of the trainer, as JSON."""
     from megatron_epp.ir import Kind
 
     plan = step.plans[0]
@@ -189,14 +189,14 @@ def torchrun(program: list[str], words: list[str], log: Path, processes: int = 2
 
 
 def entries_told(text: str, iterations: int) -> list[dict]:
-    """What the job told of every iteration."""
+    """Entries that the job printed, one for every iteration."""
     entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
     assert len(entries) == iterations, f"{len(entries)} of {iterations} iterations were told"
     return entries
 
 
 class Turns:
-    """What was told of every batch, by variant: one of them against the others, medians."""
+    """Entries of every batch by variant: one variant against the others, medians."""
 
     def __init__(self, variants: Sequence[Variant], entries: Sequence[dict]):
         self.variants = variants

@@ -1,4 +1,4 @@
-"""What the order of issue costs where ops take longer or shorter than it was made for: simulated.
+"""The cost of the order of issue where ops take longer or shorter than it was made for: simulated.
 
     python scripts/bench/issue_order.py [--batches N] [--seeds N] [-o RESULT.md]
 

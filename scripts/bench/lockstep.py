@@ -1,4 +1,4 @@
-"""What lockstep costs: replicas that share a layer's experts against replicas that run freely.
+"""The cost of lockstep: replicas that share a layer's experts against replicas that run freely.
 
     python scripts/bench/lockstep.py [--models qwen3-30b-a3b gpt-oss-120b] [--blocks 2 4]
                                      [--planners epp infinipipe packing] [--lengths wlb]

@@ -1,4 +1,4 @@
-"""What the papers report, and what our simulation of the same says, side by side.
+"""Figures of the papers and of our simulation of the same, side by side.
 
     python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random,
                                            offload,partition,local,vocabulary,flexsp]
@@ -95,7 +95,7 @@ def percent(values: Sequence[float]) -> str:
 
 
 def asked(value: float | None, form: str = "{:.2f}") -> str:
-    """What stands behind a figure that a goal is set for; nothing without one."""
+    """The goal of a figure in brackets; nothing without one."""
     return "" if value is None else f" (asked {form.format(value)})"
 
 

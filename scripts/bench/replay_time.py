@@ -31,7 +31,7 @@ ROUNDS, PLAYS = 9, 10
 
 
 def least_seconds(*plays: Callable[[], object]) -> list[float]:
-    """Of one call of each."""
+    """The least seconds of one call of each."""
     best = [float("inf")] * len(plays)
     for number in range(ROUNDS):
         for which in range(len(plays))[:: 1 if number % 2 else -1]:

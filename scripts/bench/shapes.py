@@ -1,4 +1,4 @@
-"""What the GPU benchmarks run: models by name as Megatron's flags, on this device."""
+"""Models of the GPU benchmarks: by name as Megatron's flags, on this device."""
 
 import argparse
 import os

@@ -52,7 +52,7 @@ class Watch:
         return timed
 
     def choose(self, original: Any) -> Any:
-        """In the place of Megatron's ``get_forward_backward_func``."""
+        """Stands in for Megatron's ``get_forward_backward_func``."""
 
         @wraps(original)
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:

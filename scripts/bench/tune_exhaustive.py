@@ -39,7 +39,7 @@ from megatron_epp.sim.play import play
 
 
 def seconds(cost: Cost, batches, options: Options, planner: str) -> float:
-    """Of an iteration, the mean over the batches; infinite where one does not fit."""
+    """Seconds of an iteration, the mean over the batches; infinite where one does not fit."""
     total = 0.0
     for lengths in batches:
         try:

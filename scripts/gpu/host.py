@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What this GPU host has, and whether a training process starts CUDA as it should.
+"""Tells what this GPU host has, and whether a training process starts CUDA as it should.
 
 Exit status 1 where something would stop a training or make it wait: too old a driver, one hardware
 queue, an allocator without expandable segments.

@@ -1,4 +1,4 @@
-"""Which of our seams hold in a Megatron-LM checkout, which drifted, and by what.
+"""Tells which of our seams hold in a Megatron-LM checkout, which drifted, and by what.
 
     python scripts/upstream/check_upstream.py --megatron CHECKOUT [--known PATH] [--quiet]
 

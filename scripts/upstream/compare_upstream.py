@@ -49,7 +49,7 @@ TRAINING = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run left: (loss, gradient norm) of each iteration, and its saved tensors."""
+    """The results of a run: (loss, gradient norm) of each iteration, and its saved tensors."""
 
     steps: tuple[tuple[float, float], ...]
     tensors: dict[str, Any]

@@ -217,8 +217,8 @@ RECIPES = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one recipe: the worst error, or the line that refused it; ``model``: what was certified,
-    in words; ``first``: the line that asked for a layout."""
+    """The worst error of a recipe, or the line that refused it; ``model``: the certified model in
+    words; ``first``: the line that asked for a layout."""
 
     passed: bool
     said: str

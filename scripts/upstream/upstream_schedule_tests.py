@@ -116,7 +116,7 @@ def pytest_runtest_teardown(item):
             file.write(f"{{item.name}} {{CALLS['planned']}} {{CALLS['left']}}\\n")
     CALLS.update(planned=0, left=0)
 """
-# In the place of pytest-mock, which this project does not need.
+# Stands in for pytest-mock, which this project does not need.
 MOCKER = """
 from unittest.mock import patch
 import pytest

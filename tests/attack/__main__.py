@@ -36,7 +36,7 @@ _WIDTHS = (9, 46, 44, 9)
 
 @dataclass
 class Grounds:
-    """What attacks share, made when the first one asks for it. Leaving the context ends it."""
+    """Set-up of all attacks, made when the first one asks for it. Leaving the context ends it."""
 
     folder: Path
     _open: ExitStack = field(default_factory=ExitStack)
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def _attempted(wanted: list[Attack], folder: Path, ends: float) -> Iterator[Outcome | None]:
-    """What came of every attack, in the order in which they ended; None: it was not begun before
+    """Outcomes of all attacks, in the order in which they ended; None: it was not begun before
     ``ends``, a reading of the monotonic clock."""
 
     def one(numbered: tuple[int, Attack]) -> Outcome | None:

@@ -1,4 +1,4 @@
-"""What an attack is, and what can come of it."""
+"""An attack, and its outcome."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -255,7 +255,7 @@ def _link_in_the_way(server: CommandServer, material: Material, folder: Path) ->
 
 
 def state_attacks(server: CommandServer, material: Material) -> list[Attack]:
-    """What training keeps beside its checkpoints; ``server`` has torch."""
+    """Files that training keeps beside its checkpoints; ``server`` has torch."""
     return [
         Attack(
             "files",

@@ -64,7 +64,7 @@ def flags(corpus: Path | str, **changes: object) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What Megatron printed of an iteration, as text: equal text, equal numbers."""
+    """Numbers that Megatron printed of an iteration, as text: equal text, equal numbers."""
 
     loss: str
     grad_norm: str

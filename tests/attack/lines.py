@@ -122,7 +122,7 @@ class Line:
 
 
 def judge(line: Line, ended: Ended) -> str | None:
-    """What gave way; None: the line ended as it should."""
+    """Say what gave way; None: the line ended as it should."""
     said = f": {ended.lines[-1][:160]}" if ended.lines else ""
     if ended.status is None:
         return f"still running after {line.seconds:.0f} s"

@@ -195,7 +195,7 @@ def _stop_and_continue(undisturbed: Undisturbed, folder: Path) -> str:
 
 
 def _kill_the_planner(undisturbed: Undisturbed, folder: Path) -> str:
-    """What packing planned meanwhile adds up in another order."""
+    """Plans that packing made meanwhile add up in another order: losses may differ."""
     with Job(folder, flags(undisturbed.corpus, train_iters=60)) as job:
         killed = 0
         for number in (2, 4, 6):
