@@ -145,6 +145,7 @@ def _summary(made: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Co
     budgets = " ".join(f"{budget / GIB:.2f}" for budget in dict.fromkeys(cost.budget_bytes))
     offloaded, host = 0.0, ""
     if found.plan is not None:
+        cost = dataclasses.replace(cost, layers=found.plan.layers)  # moved by the lever uneven
         offloaded = offloaded_ratio(found.plan)
         taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, found.plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"

@@ -11,7 +11,6 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Kind
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
-from megatron_epp.planner.epp.layer_balance import balanced
 from megatron_epp.planner.epp.lean import leanest
 from megatron_epp.planner.epp.search import PreparedChunkings, Search
 from megatron_epp.planner.feasibility import no_plan_fits
@@ -20,6 +19,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of
+from megatron_epp.planner.partition import fastest_layers, with_layers
 from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
@@ -132,8 +132,9 @@ def _even_and_moved(
     if options.open_layers and "uneven" in options.levers:
         # As many chunks as the plan with even layers turned out to have.
         chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.stages
-        moved = balanced(cost, batch.lengths, chunks)
-        if moved.layers != cost.layers:
+        layers = fastest_layers(cost, cost.whole_features(batch.lengths, chunks))
+        moved = None if layers in (None, cost.layers) else with_layers(cost, layers)
+        if moved is not None:
             other = _persistent(batch, moved, options, tables)
             if other is not None:
                 yield other
