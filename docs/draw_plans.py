@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import Options, Planned, plan_step
+from megatron_epp.planner import Options, PlannedReplica, plan_step
 from megatron_epp.show.paint import draw_comparison
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline, timeline_of
@@ -26,7 +26,7 @@ LENGTHS = (32768, 28000, 21000, 15000, 12000, 9000, 8000, 7000, 6000, 5000, 4000
 WIDTH = 1400.0
 
 
-def plans() -> tuple[Planned, Planned, list[Timeline]]:
+def plans() -> tuple[PlannedReplica, PlannedReplica, list[Timeline]]:
     """(packing, epp, the timelines of both)."""
     cost = named_cost("gpt-7b", "a100-80g", pp=4, cp=8)
     ample = dataclasses.replace(cost, budget_bytes=(1e15,) * cost.stages)

@@ -80,11 +80,11 @@ def install_schedule(
     Returns an object whose ``remove()`` puts Megatron's schedules back; it is a context, too. A
     ValueError says what cannot be used. A loop that keeps the function must be built behind this.
     """
-    from megatron_epp.mcore.loops.install import Installed
+    from megatron_epp.mcore.loops.install import Installation
     from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
     from megatron_epp.planner.calls.call_options import CallOptions
 
-    return Installed(
+    return Installation(
         Settings(
             lengths=lengths,
             options=CallOptions(reorder, split_backward is not False, headroom),

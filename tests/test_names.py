@@ -25,24 +25,32 @@ ADJECTIVES = "Alone Small Plain Worst Local Again Adaptive Predicting"
 # To be mended: functions, and modules and constants of a folder at the top, that are there twice;
 # classes that are participles.
 FUNCTIONS = """
-    begin choice_of choose exchange expert_layers forward_step loads_of loss probe_of refuse
-    serve solve
+    begin choose expert_layers forward_step loss probe_of refuse serve
 """
 MODULES = """
-    layers/te mcore/batches mcore/flags mcore/rank mcore/split_backward planner/memory
-    planner/slicing
+    layers/te mcore/batches mcore/flags mcore/rank mcore/split_backward
 """
 CONSTANTS = """
-    mcore/AUTO mcore/EXPERTS mcore/HEADER mcore/MASKED
-    mcore/OTHERS mcore/REPEATS planner/B planner/CALLS planner/F planner/GAIN planner/I
-    planner/LIKELY_CHUNKS planner/SHARES planner/SKETCH_EFFORT planner/SLACK planner/STEP
-    planner/STEPS planner/W runtime/PATIENCE_SECONDS
+    mcore/AUTO mcore/EXPERTS mcore/HEADER mcore/MASKED mcore/OTHERS mcore/REPEATS planner/B
+    planner/F planner/I planner/SKETCH_EFFORT planner/SLACK planner/STEPS planner/W
+    runtime/PATIENCE_SECONDS
 """
 PARTICIPLES = """
-    Alone Bounded Computed Drawn Failed Fitted Given Guarded Held InputRefused Installed Judged
-    Listed Local LoopComputed LoopJudged Measured Ordered Packed Plain Planned
-    Played Prepared Published Ran Replaced Routed Scaled Small Sorted Split Told Transferred
-    Untargeted Wanted Warmed Worst
+    Alone Computed Drawn Failed Fitted InputRefused Judged Listed Local LoopComputed LoopJudged
+    Measured Plain Played Prepared Published Replaced Routed Scaled Small Sorted Split
+    Transferred Untargeted Warmed Worst
+"""
+DOCSTRINGS = """
+    __init__.py activation.py adapters.py adaptis.py analytic.py attention.py batches.py
+    comm_recorder.py command.py config.py context.py devices.py did_you_mean.py engine.py
+    exchange.py executor.py fit.py flags.py head.py host_store.py job_cost.py
+    latent_attention.py layer_kinds.py layer_spec.py link.py loads.py measure.py megatron_gpt.py
+    memory_meter.py messages.py models.py needs.py op.py paint.py partition.py pattern.py
+    pipeline.py plain.py plan.py probe.py processes.py profile.py profile_file.py protocol.py
+    rank.py rank_zero_work.py recompute.py reference.py refusals.py regression.py residuals.py
+    results.py router.py routing.py rules.py schedule.py search.py setup.py shape.py
+    single_stage.py skeleton.py slimpipe.py split_backward.py stage.py stage_runner.py
+    telemetry.py text.py tied.py timeline.py topology.py watcher.py
 """
 
 NOT_PLAIN = re.compile(r"(Of|What|Whose|Which|In the place of|Besides|Apart|Aside)\b")

@@ -14,8 +14,8 @@ from megatron_epp.planner import (
     PLANNERS,
     SIMULATED,
     Options,
-    Planned,
     PlannedGroups,
+    PlannedReplica,
     SimulatedPipeline,
     balance_replicas,
     plan_step,
@@ -31,8 +31,8 @@ class Outcome:
 
     batch: int
     planner: str
-    slowest: Planned | PlannedGroups | SimulatedPipeline
-    replicas: tuple[Planned | PlannedGroups | SimulatedPipeline, ...]
+    slowest: PlannedReplica | PlannedGroups | SimulatedPipeline
+    replicas: tuple[PlannedReplica | PlannedGroups | SimulatedPipeline, ...]
     lower_bound_seconds: float
     plan_seconds: float
     step: Step | None
@@ -99,7 +99,7 @@ def outcome(
 
     priced   plan replicas in lockstep as free ones, too, for the price of lockstep
     """
-    found: tuple[Planned | PlannedGroups | SimulatedPipeline, ...]
+    found: tuple[PlannedReplica | PlannedGroups | SimulatedPipeline, ...]
     free = None
     if planner in PIPELINES:
         planned = plan_step(lengths, cost, options, planner, replicas)

@@ -32,7 +32,7 @@ from megatron_epp.cost.backward_peak import (
     runs_of_plan,
 )
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, loads_of
+from megatron_epp.cost.loads import Loads, plan_loads
 from megatron_epp.cost.memory import ChunkMemory
 from megatron_epp.ir import (
     BACKWARDS,
@@ -61,7 +61,7 @@ class Cost(ChunkMemory):
         return dataclasses.replace(self, vocabulary_parallel=parallel)
 
     def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:
-        return loads_of(chunks, documents, ranks=self.cp)
+        return plan_loads(chunks, documents, ranks=self.cp)
 
     def table(self, plan: Plan) -> Table:
         """Seconds and bytes of every op of ``plan``, as the simulator wants them; with the output
@@ -69,7 +69,7 @@ class Cost(ChunkMemory):
         if plan.vocabulary_parallel != self.vocabulary_parallel:
             return self.with_vocabulary(plan.vocabulary_parallel).table(plan)
         check_ranks(plan, self.cp)
-        loads = loads_of(plan.chunks, plan.documents, slices_of(plan), self.cp)
+        loads = plan_loads(plan.chunks, plan.documents, slices_of(plan), self.cp)
         counts = self.kinds.of_plan(plan)
         runs = runs_of_plan(self, plan, loads, counts)
         return self._table(loads, counts, runs, plan.forward_only)

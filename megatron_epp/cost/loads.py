@@ -168,7 +168,7 @@ def pairs_within(spans: Iterable[Span], window: int) -> int:
     )
 
 
-def loads_of(
+def plan_loads(
     chunks: Sequence[Chunk],
     documents: Sequence[int],
     slices: Slices | None = None,

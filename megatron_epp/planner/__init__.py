@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from megatron_epp.planner.replicas import balance_replicas, evaluation_step, plan_step
     from megatron_epp.planner.result import (
         GroupMicroBatch,
-        Planned,
         PlannedGroups,
+        PlannedReplica,
         PlannedStep,
         SimulatedPipeline,
     )
@@ -37,8 +37,8 @@ __all__ = [
     "TRAINING_LEVERS",
     "GroupMicroBatch",
     "Options",
-    "Planned",
     "PlannedGroups",
+    "PlannedReplica",
     "PlannedStep",
     "SimulatedPipeline",
     "balance_replicas",
@@ -56,7 +56,7 @@ _HOME = {
     "replicas": ("balance_replicas", "evaluation_step", "plan_step"),
     "result": (
         "GroupMicroBatch",
-        "Planned",
+        "PlannedReplica",
         "PlannedGroups",
         "PlannedStep",
         "SimulatedPipeline",

@@ -1,4 +1,4 @@
-"""Documents that fit a stage at all, and the refusal of those that do not."""
+"""Whether a document fits a stage at all, and the error where it does not."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Options of a planner: levers, and how hard it may look."""
+"""Options of a planner: its levers, and how hard it may look."""
 
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -34,7 +34,7 @@ TRAINING_LEVERS = ALL - SIMULATION_ONLY - {"offload"}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Input of a planner besides lengths and costs. No clock, no seed.
+    """Arguments of a planner besides lengths and costs. No clock, no seed.
 
     context       the most inputs of a document; also what `packing` packs to. 0: the longest given
     levers        names of LEVERS that `epp` may use

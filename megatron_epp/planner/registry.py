@@ -20,11 +20,11 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch, emit
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
 from megatron_epp.planner.recompute.uniform import ScoredDraft
-from megatron_epp.planner.result import Planned, PlannedGroups, SimulatedPipeline
+from megatron_epp.planner.result import PlannedGroups, PlannedReplica, SimulatedPipeline
 from megatron_epp.planner.virtual import adaptis, slimpipe
 
 DraftFunction = Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
-PlanFunction = Callable[[Sequence[int], Cost, Options], Planned]
+PlanFunction = Callable[[Sequence[int], Cost, Options], PlannedReplica]
 BlockFunction = Callable[[Sequence[int], Cost, Options], PlannedBlock]
 GroupFunction = Callable[[Sequence[int], Cost, Options], PlannedGroups]
 SimulatedFunction = Callable[[Sequence[int], Cost, Options], SimulatedPipeline]
@@ -45,7 +45,7 @@ def _drafted(
 def _pipeline(name: str, draft: DraftFunction) -> PlanFunction:
     """The planner ``name``, which plans by ``draft``."""
 
-    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> Planned:
+    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
         began = time.perf_counter()
         batch, made = _drafted(draft, lengths, cost, options)
         planned = emit(name, batch, made.draft, made.cost, options)
@@ -105,7 +105,7 @@ SIMULATED: Mapping[str, SimulatedFunction] = {
     "adaptis": _timed(adaptis.plan),
     "slimpipe": _timed(slimpipe.plan),
 }
-PLANNERS: Mapping[str, Callable[[Sequence[int], Cost, Options], Planned | PlannedGroups]] = {
+PLANNERS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedReplica | PlannedGroups]] = {
     **PIPELINES,
     **GROUPS,
 }

@@ -14,7 +14,7 @@ from megatron_epp.planner.options import MOST_EFFORT, Options
 from megatron_epp.planner.order.emit_block import PlannedBlock
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import BLOCKS, BlockFunction, planner_of
-from megatron_epp.planner.result import Planned, PlannedStep
+from megatron_epp.planner.result import PlannedReplica, PlannedStep
 
 # At most this many rounds of balancing, each but the first with what the plans before it took, and
 # only where replicas end further apart than this share of the iteration. Chosen by hand, on batches
@@ -110,8 +110,8 @@ def _require_blocks(replicas: int, options: Options) -> None:
 
 
 def _unit_planner(planner: str, options: Options) -> BlockFunction:
-    """Planner of the documents of one unit: a replica, or of a block in lockstep, for which it
-    may look as hard as for each of its replicas."""
+    """The function that plans the documents of one unit: of a replica, or of a block in lockstep,
+    for which it may look as hard as for each of its replicas."""
     alone = planner_of(planner)
     if options.lockstep > 1:
         block = BLOCKS[planner]
@@ -135,7 +135,7 @@ def _with_layers(
     plan: BlockFunction,
     replicas: int,
     layers: Iterable[tuple[int, ...]],
-) -> tuple[Deals, tuple[Planned, ...]]:
+) -> tuple[Deals, tuple[PlannedReplica, ...]]:
     """The best of the ``layers`` of stages, each planned with for all replicas."""
     closed = dataclasses.replace(options, open_layers=False)
     made, reasons = [], []
@@ -152,13 +152,13 @@ def _with_layers(
 
 def _planned(
     lengths: tuple[int, ...], cost: Cost, options: Options, plan: BlockFunction, replicas: int
-) -> tuple[Deals, tuple[Planned, ...]]:
+) -> tuple[Deals, tuple[PlannedReplica, ...]]:
     """The balance whose slowest replica is fastest, and every replica's plan."""
     rates, width = rates_of(cost), options.lockstep
     units = replicas // width
     inputs = np.asarray(lengths, dtype=np.int64)
     seconds = whole = rates.document_seconds(inputs)
-    best: tuple[Deals, tuple[Planned, ...]] | None = None
+    best: tuple[Deals, tuple[PlannedReplica, ...]] | None = None
     overhead: list[float] | None = None
     seen: Deals | None = None
     for _ in range(BALANCING_ROUNDS if units > 1 and options.effort > 0 else 1):
@@ -184,7 +184,7 @@ def _planned(
     return best
 
 
-def _local(deals: Deals, planned: Sequence[Planned], documents: int) -> np.ndarray:
+def _local(deals: Deals, planned: Sequence[PlannedReplica], documents: int) -> np.ndarray:
     """[documents]: whether one context-parallel rank computes the document alone."""
     local = np.zeros(documents, dtype=bool)
     for held, found in zip(deals, planned, strict=True):
@@ -226,5 +226,5 @@ def evaluation_step(
     )
 
 
-def _slowest(planned: Sequence[Planned]) -> tuple[bool, float]:
+def _slowest(planned: Sequence[PlannedReplica]) -> tuple[bool, float]:
     return not all(found.fits for found in planned), max(found.seconds for found in planned)

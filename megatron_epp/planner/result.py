@@ -1,12 +1,12 @@
-"""Results of planners: a plan with its prediction, or what a method without a pipeline takes."""
+"""Results of planners: a plan with its prediction, or the time of a method without a pipeline."""
 
 from dataclasses import dataclass
 
 from megatron_epp.ir import Plan, Step
 
 
-class Bounded:
-    """Seconds with a lower bound."""
+class BoundedSeconds:
+    """A result with seconds, and a lower bound of them."""
 
     __slots__ = ()
     seconds: float
@@ -18,7 +18,7 @@ class Bounded:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned(Bounded):
+class PlannedReplica(BoundedSeconds):
     """One replica's plan, checked and played.
 
     lower_bound_seconds   no plan for these lengths with these layers on a stage is faster
@@ -58,8 +58,8 @@ class GroupMicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedGroups(Bounded):
-    """Schedule of a method without a pipeline: micro-batches of device groups, one after another.
+class PlannedGroups(BoundedSeconds):
+    """The work of a method without a pipeline: micro-batches of device groups, one after another.
 
     Fields as in :class:`Planned`; ``plan`` is None since there is no pipeline to run, peak_bytes
     holds one number for every group of every micro-batch, bubble_ratio is the groups' waiting.
@@ -86,8 +86,8 @@ class PlannedGroups(Bounded):
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedPipeline(Bounded):
-    """Seconds and bytes of a method with several stages on a device; no plan says that yet.
+class SimulatedPipeline(BoundedSeconds):
+    """The time of a method with several stages on a device; no plan says that yet.
 
     Fields as in :class:`Planned`; peak_bytes by device.
     """
@@ -113,7 +113,7 @@ class PlannedStep:
     """The whole job's iteration: its documents balanced, a plan per replica, how each was found."""
 
     step: Step
-    planned: tuple[Planned, ...]
+    planned: tuple[PlannedReplica, ...]
     plan_seconds: float
 
     @property

@@ -82,9 +82,9 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_epp.ir import COMPUTE
-    from megatron_epp.mcore.loops.adapters.packed import Packed
+    from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
     from megatron_epp.mcore.loops.attached import attach_to
-    from megatron_epp.mcore.loops.install import Installed
+    from megatron_epp.mcore.loops.install import Installation
     from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
     from megatron_epp.mcore.loops.settings import Settings
     from megatron_epp.planner.calls.track_record import TrackRecord
@@ -111,11 +111,11 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     settings = Settings(
         observe=ran.append, make_meter=lambda model: SavedBytesMeter(model.parameters())
     )
-    level0 = Installed(settings).schedule
+    level0 = Installation(settings).schedule
     stock = level0.stock
     # Each learns its own seconds.
     schedules = {"level0": level0, "level1": LoopSchedule(settings, stock)}
-    sliced = attach_to(model, Packed(token_loss), "auto", head_again=True)
+    sliced = attach_to(model, PackedDocuments(token_loss), "auto", head_again=True)
     stock_ops = watch_stock(now)
     variants, results = (STOCK, *chosen.variants), []
     peaks = dict.fromkeys(variants, 0)

@@ -9,7 +9,7 @@ from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS, profile
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.loads import loads_of
+from megatron_epp.cost.loads import plan_loads
 from megatron_epp.cost.models import MODELS
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import KEEP, OF_HEAD, OF_LAYERS, Chunk, Item, Kind, Payload, Plan, Span
@@ -17,7 +17,7 @@ from megatron_epp.ir import KEEP, OF_HEAD, OF_LAYERS, Chunk, Item, Kind, Payload
 MODEL = MODELS["llama3-8b"]
 HIDDEN_BYTES = 2 * MODEL.hidden
 CHUNKS = (Chunk((Span(0, 0, 30_000),)), Chunk((Span(0, 30_000, 50_000),)), Chunk((Span(1, 0, 7),)))
-LOADS = loads_of(CHUNKS, (50_000, 7))
+LOADS = plan_loads(CHUNKS, (50_000, 7))
 
 
 def cost(pp: int = 4, **how) -> Cost:

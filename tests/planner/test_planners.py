@@ -20,7 +20,7 @@ from megatron_epp.planner import (
 )
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import SIMULATION_ONLY
-from megatron_epp.planner.result import Planned
+from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import play
 from tests.planner.cases import LENGTHS, ROOMS_GIB, machine, machines, priced
 from tests.sim.replay import Replay
@@ -33,7 +33,7 @@ LEVERS = st.sampled_from((ALL, TRAINING_LEVERS, frozenset[str](), ALL - {"wsplit
 
 def planned_or_refused(
     name: str, lengths: list[int], cost: Cost, options: Options
-) -> Planned | None:
+) -> PlannedReplica | None:
     try:
         return PIPELINES[name](lengths, cost, options)
     except PlanError as error:
@@ -42,7 +42,7 @@ def planned_or_refused(
         return None
 
 
-def proves(planned: Planned, lengths: list[int], cost: Cost) -> None:
+def proves(planned: PlannedReplica, lengths: list[int], cost: Cost) -> None:
     """What a plan promises, judged by the checker and by the independent replay."""
     plan = planned.plan
     check(plan)

@@ -9,7 +9,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.models import MODELS
 from megatron_epp.planner import Options, plan_step
-from megatron_epp.planner.tuning.layouts import Layout, Wanted, divisors, layouts
+from megatron_epp.planner.tuning.layouts import JobRequest, Layout, divisors, layouts
 from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, choice_of, partitions, survey
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
@@ -39,7 +39,7 @@ def test_layouts_fill_the_devices_and_are_megatrons() -> None:
         assert each.tp <= 8 and LLAMA.heads % (each.tp * each.cp) == 0
         assert each.pp <= LLAMA.layers and 48 % each.dp == 0
     assert Layout(1, 8, 4, 2) in found and Layout(1, 1, 1, 64) not in found
-    named = list(layouts(LLAMA, 64, 8, 48, Wanted(tp=2, pp=4)))
+    named = list(layouts(LLAMA, 64, 8, 48, JobRequest(tp=2, pp=4)))
     assert named and all(each.tp == 2 and each.pp == 4 for each in named)
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 

@@ -19,7 +19,7 @@ from megatron_epp.cost.devices import device
 from megatron_epp.cost.models import model
 from megatron_epp.cost.network.topology import FLAT, Topology, topology
 from megatron_epp.planner.options import Options, parse_levers
-from megatron_epp.planner.tuning.layouts import Layout, Wanted, layouts
+from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
 from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     def cost_for(layout: Layout) -> Cost:
         return _cost(arguments, layout, joined)
 
-    wanted = Wanted(arguments.tp, arguments.cp, arguments.pp, arguments.dp)
+    wanted = JobRequest(arguments.tp, arguments.cp, arguments.pp, arguments.dp)
     found = list(layouts(the_model, devices, node_devices, documents, wanted))
     if not found:
         raise UsageError(

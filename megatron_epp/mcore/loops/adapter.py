@@ -1,4 +1,4 @@
-"""Adapter of a foreign loop: three functions that tell slices about its micro-batches."""
+"""Three functions by which slices know the micro-batches of a loop of others."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ class Adapter(Protocol):
         """
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
-        """Result of the loop's loss function for the whole micro-batch.
+        """Return the result of the loop's loss function for the whole micro-batch.
 
         outputs[d] [L, ...] are the forward step's outputs for document d, whole, whatever slices
         they came from. Returns what Megatron's schedules take: (loss, report), or (loss, tokens,

@@ -147,7 +147,7 @@ class AttachedModel:
 
 
 def attached(model: Any) -> AttachedModel | None:
-    """The parts attached to the loop's ``model``, wrapped or not."""
+    """The object attached to the loop's ``model``, wrapped or not; None: none is."""
     (inner,) = unwrap_model([model])
     return getattr(inner, _HERE, None)
 

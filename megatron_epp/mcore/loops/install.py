@@ -24,7 +24,7 @@ TARGETS = {
 }
 
 
-class Installed:
+class Installation:
     """Megatron's two schedules are replaced until ``remove()``, or to the end of the context."""
 
     def __init__(self, settings: Settings):
@@ -55,7 +55,7 @@ class Installed:
             if getattr(getattr(schedules, name), "__megatron_epp__", None) is self:
                 setattr(schedules, name, self._stock[several])
 
-    def __enter__(self) -> Installed:
+    def __enter__(self) -> Installation:
         return self
 
     def __exit__(
@@ -67,7 +67,7 @@ class Installed:
         self.remove()
 
 
-def installed() -> Installed | None:
-    """The replacement of Megatron's schedules that is installed now."""
+def installed() -> Installation | None:
+    """The installation that stands in for Megatron's schedules now."""
     function = getattr(schedules, TARGETS[True])
     return getattr(function, "__megatron_epp__", None)

@@ -15,15 +15,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron_epp.ir import Plan, lower_rank
-from megatron_epp.mcore.loops.agreement import LoopFailed, Told, exchange, raise_what_others_met
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
-from megatron_epp.mcore.loops.calls import LoopCall, fixed_shape, not_ours, process_groups
-from megatron_epp.mcore.loops.draws import MicroBatches
-from megatron_epp.mcore.loops.guarded import Guarded
+from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, not_ours, process_groups
+from megatron_epp.mcore.loops.failure_guard import FailureGuard
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
-from megatron_epp.mcore.loops.reading import extents_read, lengths_read
-from megatron_epp.mcore.loops.settings import Ran, Settings
+from megatron_epp.mcore.loops.rank_status import (
+    LoopFailed,
+    RankStatus,
+    gather_statuses,
+    raise_what_others_met,
+)
+from megatron_epp.mcore.loops.read_batches import read_documents, read_shapes
+from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.planner.calls.call_cost import features
@@ -37,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """Work of a call on this rank. shape: of a chunk's message; sizes_3C: of all chunks."""
+class _CallRun:
+    """A call on this rank. shape: of a chunk's message; sizes_3C: features of all chunks."""
 
     plan: Plan
     stage: MicroBatchStage | SliceStage
@@ -47,7 +52,7 @@ class _Work:
 
 
 class LoopSchedule:
-    """``stock``: Megatron's own schedule by whether there are several stages."""
+    """stock[True], stock[False]: Megatron's schedule with and without a pipeline."""
 
     def __init__(self, settings: Settings, stock: dict[bool, Callable[..., Any]]):
         self.settings, self.stock = settings, stock
@@ -97,10 +102,10 @@ class LoopSchedule:
     def _serve(
         self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches
     ) -> list[Any] | None:
-        """Results for the loop; None where the call cannot be planned."""
+        """The result of the call; None where it cannot be planned."""
         groups, config = process_groups(call), call.config
         sliced = attached(call.one_model)
-        work: _Work | None
+        work: _CallRun | None
         if sliced is not None and sliced.slicing:
             work = self._sliced(call, pipeline, batches, groups, sliced)
         else:
@@ -132,10 +137,10 @@ class LoopSchedule:
         batches: MicroBatches,
         groups: Any,
         model: AttachedModel | None,
-    ) -> _Work | None:
+    ) -> _CallRun | None:
         """Every micro-batch a chunk; None where their shapes differ and nobody knows them."""
         fixed = fixed_shape(call, groups) if pipeline.stages > 1 else None
-        extents = extents_read(call, pipeline, batches, fixed, self.settings.lengths)
+        extents = read_shapes(call, pipeline, batches, fixed, self.settings.lengths)
         if extents is None:
             return None
         make, layers, rates = self.settings.make_plan, pipeline.layers, pipeline.rates_SK3
@@ -163,7 +168,7 @@ class LoopSchedule:
             call, batches, plan, pipeline.stage, groups.cp.size(), shape
         )
         sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
-        return _Work(plan, stage, shape, sizes)
+        return _CallRun(plan, stage, shape, sizes)
 
     def _sliced(
         self,
@@ -172,9 +177,9 @@ class LoopSchedule:
         batches: MicroBatches,
         groups: Any,
         model: AttachedModel,
-    ) -> _Work:
+    ) -> _CallRun:
         """The documents of the micro-batches cut into slices."""
-        lengths = lengths_read(call, pipeline, batches, model)
+        lengths = read_documents(call, pipeline, batches, model)
         make, layers, rates = self.settings.make_sliced_plan, pipeline.layers, pipeline.rates_SK3
         options = pipeline.options(call, self.settings.options, [sum(of) for of in lengths])
         options = replace(options, memory=model.memory)
@@ -188,14 +193,14 @@ class LoopSchedule:
             call, batches, plan, pipeline.stage, groups.cp.size(), model, lengths, multiple
         )
         sizes = features([c.tokens for c in plan.chunks], [c.pairs for c in plan.chunks])
-        return _Work(
+        return _CallRun(
             plan, stage, lambda c: (stage.rows(c) // multiple, 1, config.hidden_size), sizes
         )
 
     # -------------------------------------------------------------- the ops, and behind them
 
     def _run(
-        self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, work: _Work
+        self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, work: _CallRun
     ) -> None:
         config, device, stage = call.config, this_device(), work.stage
         clock, heap = self._instruments(device)
@@ -206,7 +211,7 @@ class LoopSchedule:
         payload = {} if pipeline.groups is None else pipeline.groups.payload
         ranks = None if pipeline.groups is None else pipeline.groups.pipeline_ranks
         clock.start()
-        guarded = Guarded(
+        guarded = FailureGuard(
             stage,
             stage.store,
             lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=device),
@@ -234,7 +239,7 @@ class LoopSchedule:
                 took = records[-1].stop
         self._judge(pipeline, work.plan, took, guarded.error, executor.failure)
         if self.settings.observe is not None:
-            self.settings.observe(Ran(work.plan, records, meter.peak_bytes))
+            self.settings.observe(CallRecord(work.plan, records, meter.peak_bytes))
 
     def _instruments(self, device: torch.device) -> tuple[HostClock | CudaClock, HostHeap | None]:
         if self._clock is None:
@@ -251,7 +256,7 @@ class LoopSchedule:
         error: Exception | None,
         failure: Any,
     ) -> None:
-        """Tell and hear what became of the ops. Collective. Raises where a rank failed.
+        """Exchange success or failure with all ranks of the replica. Raises where a rank failed.
 
         ``took_seconds``: this rank's ops, from the call's beginning; 0 where they are no measure.
         """
@@ -261,8 +266,10 @@ class LoopSchedule:
             error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
         words = None if error is None else f"{type(error).__name__}: {error}"
         learnt = pipeline.seconds
-        mine = Told((pipeline.stage, learnt.rates, learnt.measured, took_seconds), refusal, words)
-        every = exchange(mine, pipeline.control)
+        mine = RankStatus(
+            (pipeline.stage, learnt.rates, learnt.measured, took_seconds), refusal, words
+        )
+        every = gather_statuses(mine, pipeline.control)
         if error is not None and refusal is None:
             raise error
         try:

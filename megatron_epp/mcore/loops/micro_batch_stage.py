@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_epp.ir import Kind, Plan
 from megatron_epp.mcore.loops.attached import attached
-from megatron_epp.mcore.loops.calls import LoopCall
-from megatron_epp.mcore.loops.draws import MicroBatches
+from megatron_epp.mcore.loops.call_arguments import LoopCall
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.runtime.kv_store import Store
@@ -106,7 +106,7 @@ class MicroBatchStage(ModelStage):
         return self._attached.recomputing(self._recompute[chunk])
 
     def in_callers_order(self) -> list[Any]:
-        """Megatron's forward_data_store; empty on stages before the last."""
+        """Megatron's forward_data_store; nothing on stages before the last."""
         return [item for chunk in sorted(self.data) for item in self.data[chunk]]
 
 

@@ -11,8 +11,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
 from megatron_epp.ir import PlanError
-from megatron_epp.mcore.loops.agreement import Told, exchange
-from megatron_epp.mcore.loops.calls import LoopCall
+from megatron_epp.mcore.loops.call_arguments import LoopCall
+from megatron_epp.mcore.loops.rank_status import RankStatus, gather_statuses
 from megatron_epp.mcore.loops.replica_groups import make_replica_groups
 from megatron_epp.mcore.loops.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
@@ -65,8 +65,8 @@ class ModelPipeline:
         return None if self.groups is None else self.groups.control
 
     def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
-        """The part of what the user ``wanted`` that a plan of ``call``, with micro-batches of
-        ``tokens``, may do. All ranks of a replica reckon alike."""
+        """The options of a plan of ``call``, with micro-batches of ``tokens``, among those that
+        the user ``wanted``. All ranks of a replica reckon alike."""
         if not call.forward_only and self.stages > 1:
             now = rows_of_1f1b(tokens, self.stages).tolist()
             self.had_rows = tuple(map(max, now, self.had_rows)) if self.had_rows else tuple(now)
@@ -83,7 +83,7 @@ class ModelPipeline:
         )
 
     def learn(self, rates: dict[int, tuple[np.ndarray, bool]]) -> None:
-        """Take over what every stage has measured by now, and whether it has."""
+        """Take over the rates of every stage, and whether they are measured."""
         self.rates_SK3 = np.stack([rates[stage][0] for stage in range(self.stages)])
         self.measured = all(rates[stage][1] for stage in range(self.stages))
 
@@ -97,7 +97,7 @@ class Pipelines:
         self._groups: tuple[Any, Groups, Waiting] | None = None
 
     def of(self, call: LoopCall, stages: int) -> ModelPipeline:
-        """Pipeline of the call's model. Collective where it is new.
+        """The pipeline of the call's model. Collective where it is new.
 
         ValueError: such a world that our messages would stand still in it.
         """
@@ -117,7 +117,7 @@ class Pipelines:
         seconds = StageSeconds(guessed_rates(call.config, layers, words))
         refused = self._split_refused(call.one_model)
         mine = (stage, layers, seconds.guess, refused)
-        every = exchange(Told(mine), None if groups is None else groups.control)
+        every = gather_statuses(RankStatus(mine), None if groups is None else groups.control)
         by_stage = {told.value[0]: told.value for told in reversed(every)}
         return ModelPipeline(
             group,

@@ -6,8 +6,8 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_epp.ir import Plan, Timed
-from megatron_epp.mcore.loops.extents import Extents
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
+from megatron_epp.mcore.loops.microbatch_shapes import ShapeFunction
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
@@ -15,9 +15,9 @@ TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """Record of a call on this rank. plan: that ran; records: of its ops here; peak_bytes: the
-    most that chunks held, where a meter was given."""
+class CallRecord:
+    """A call on this rank. plan: that ran; records: of its ops here; peak_bytes: the most that
+    chunks held, where a meter was given."""
 
     plan: Plan
     records: tuple[Timed, ...]
@@ -41,11 +41,11 @@ def _sliced_plan(*arguments: Any) -> Plan:
 class Settings:
     """See :func:`megatron_epp.install_schedule`."""
 
-    lengths: Extents | None = None
+    lengths: ShapeFunction | None = None
     options: CallOptions = field(default_factory=CallOptions)
     split_engines: bool = False  # split backwards of Transformer Engine's linears, too
     timeout: timedelta = TIMEOUT
-    observe: Callable[[Ran], None] | None = None
+    observe: Callable[[CallRecord], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
     make_plan: Callable[..., Plan] = _plan
     make_sliced_plan: Callable[..., Plan] = _sliced_plan

@@ -20,9 +20,9 @@ from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import rows_of, side_by_side
 from megatron_epp.mcore.loops.attached import AttachedModel
-from megatron_epp.mcore.loops.calls import LoopCall
-from megatron_epp.mcore.loops.draws import Given, MicroBatches
+from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.micro_batch_stage import NoBatchBuilder, scalar
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches, SingleValue
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
 
@@ -126,7 +126,7 @@ class SliceStage(ModelStage):
         return ChunkParams.of(state, positions.to(device, non_blocking=True))
 
     def _drawn(self, chunk: int) -> Any:
-        """Batch that the forward step draws: the chunk's rows, where this rank has an iterator."""
+        """The chunk's rows, which the forward step draws, where this rank has an iterator."""
         if not self.batches.readable:
             return self.batches.source
         number = self._group[chunk]
@@ -135,7 +135,7 @@ class SliceStage(ModelStage):
             rows_of(adapter, batch, number, self._place[span.document], span.start, span.stop)
             for span in self.plan.chunks[chunk].spans
         ]
-        return Given(side_by_side(parts, self.rows(chunk)))
+        return SingleValue(side_by_side(parts, self.rows(chunk)))
 
     # -------------------------------------------------------------- the loss
 
@@ -223,12 +223,12 @@ class SliceStage(ModelStage):
         self._gradients.clear()
 
     def in_callers_order(self) -> list[Any]:
-        """Megatron's forward_data_store; empty on stages before the last."""
+        """Megatron's forward_data_store; nothing on stages before the last."""
         return [item for number in sorted(self.data) for item in self.data[number]]
 
 
 def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
-    """Micro-batch of every chunk of ``plan``. PlanError: a chunk has tokens of two, or a
+    """The micro-batch of every chunk of ``plan``. PlanError: a chunk has tokens of two, or a
     backward comes before the loss that it follows from."""
     groups = []
     for number, chunk in enumerate(plan.chunks):

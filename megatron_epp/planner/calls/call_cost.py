@@ -18,7 +18,7 @@ from megatron_epp.cost.analytic import ELEMENT_BYTES, profile, without_states
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, loads_of
+from megatron_epp.cost.loads import Loads, plan_loads
 from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import (
@@ -147,7 +147,7 @@ class CallChunks:
 
     @cached_property
     def loads(self) -> Loads:
-        loads = loads_of(self.chunks, self.documents)
+        loads = plan_loads(self.chunks, self.documents)
         return loads if self.pairs is None else dataclasses.replace(loads, pairs=self.pairs)
 
     @property

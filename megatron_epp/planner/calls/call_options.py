@@ -10,7 +10,7 @@ from megatron_epp.planner.calls.call_cost import ActivationBudget
 # By whom a plan says that it was made.
 PLANNED = "loop"
 AS_GIVEN = "loop-as-given"  # whole micro-batches in the caller's order, by 1F1B
-GAIN = 0.015  # at least so much faster than the caller's order, or it is not worth another
+PAYS_FROM = 0.015  # at least so much faster than the caller's order, or it is not worth another
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class CallOptions:
 
     def pays(self, seconds: float, given_seconds: float) -> bool:
         """Whether an order of ``seconds``, as predicted, is worth leaving the caller's for."""
-        return seconds * self.correction < given_seconds * (1 - GAIN)
+        return seconds * self.correction < given_seconds * (1 - PAYS_FROM)
 
 
 def rows_of_1f1b(tokens: Sequence[int], stages: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_epp.ir import FULL, KEEP, KIND_CODE, Chunk, Kind, Op, Plan, Prediction, Span
 from megatron_epp.planner.calls.call_cost import CallChunks, token_table
-from megatron_epp.planner.calls.call_options import AS_GIVEN, GAIN, PLANNED, CallOptions
+from megatron_epp.planner.calls.call_options import AS_GIVEN, PAYS_FROM, PLANNED, CallOptions
 from megatron_epp.planner.calls.cuttings import cuttings
 from megatron_epp.planner.calls.group_order import (
     best_order,
@@ -78,7 +78,7 @@ def _fastest(
             made: Plan | None = _forwards(cutting, layers, rates_SK3, options)
         else:
             made = _training(cutting, layers, rates_SK3, options, room, ops)
-        if made is not None and (best is None or _seconds(made) < _seconds(best) * (1 - GAIN)):
+        if made is not None and (best is None or _seconds(made) < _seconds(best) * (1 - PAYS_FROM)):
             best = made
     if memory is not None and best is None:
         of = "slices" if len(cuttings) > 1 else "whole micro-batches"

@@ -21,7 +21,7 @@ from megatron_epp.planner.order.warmup import shrinking, whole_groups
 from megatron_epp.planner.recompute.choices import diagonal_counts
 from megatron_epp.planner.recompute.ilp import Solver
 
-SHARES = (0.5, 1.0)  # of all layers
+RECOMPUTED_SHARES = (0.5, 1.0)  # of all layers
 
 
 class RecomputeFit:
@@ -65,7 +65,7 @@ class RecomputeFit:
             again = self._least(self.call, kept, law(self.call.sizes, self.cost.stages))
             if again is not None and again.any():
                 yield again
-        for share in SHARES:
+        for share in RECOMPUTED_SHARES:
             yield nothing + np.ceil(share * np.array(self.cost.layers))[:, None]
 
     def _given_back(

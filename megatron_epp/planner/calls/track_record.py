@@ -10,19 +10,19 @@ Neither kind is given up for good: after many calls of the one, the other is run
 from collections import deque
 from statistics import median
 
-CALLS = 5  # of each kind that count
+JUDGED_CALLS = 5  # of each kind that count
 RETRY = 16  # calls in the caller's order, behind which a planned one is tried again
 CHECK = 32  # calls in planned orders, behind which the caller's is measured again
 MOST = 2.0
-STEP = 0.02  # in which a correction is told: plans are remembered by it
+CORRECTION_STEP = 0.02  # in which a correction is told: plans are remembered by it
 
 
 class TrackRecord:
     """Predicted and measured seconds of one pipeline's calls; all its ranks are told the same."""
 
     def __init__(self) -> None:
-        self._planned: deque[float] = deque(maxlen=CALLS)
-        self._given: deque[float] = deque(maxlen=CALLS)
+        self._planned: deque[float] = deque(maxlen=JUDGED_CALLS)
+        self._given: deque[float] = deque(maxlen=JUDGED_CALLS)
         self._in_turn = 0
         self._planned_in_turn = 0
 
@@ -50,4 +50,4 @@ class TrackRecord:
             return 1.0
         given = median(self._given) if self._given else 1.0
         found = min(MOST, max(1.0, median(self._planned) / given))
-        return round(round(found / STEP) * STEP, 6)
+        return round(round(found / CORRECTION_STEP) * CORRECTION_STEP, 6)

@@ -22,7 +22,7 @@ from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans, cut_each
 
 
 def rank_seconds(lengths: np.ndarray, rates: Rates, ranks: int) -> np.ndarray:
-    """Seconds of whole documents that one of ``ranks`` computes alone."""
+    """Chunks of whole documents that one of ``ranks`` computes alone."""
     return ranks * (rates.document_seconds(lengths) - rates.exchange_seconds * lengths)
 
 

@@ -53,7 +53,7 @@ class ChunkingParams:
 
     @property
     def first_shares(self) -> tuple[float, ...]:
-        """Sizes of the packs at the front, over those of the others, first to last."""
+        """Sizes of the packs at the front that are smaller than the others, first to last."""
         if not self.ramp:
             return TAPERS[self.front]
         return tuple(RAMP_FROM ** (1 - pack / self.ramp) for pack in range(self.ramp))

@@ -142,8 +142,8 @@ def group_costs(
 
 
 def _first_recomputed(cost: Cost, layers: int) -> tuple[np.ndarray, float]:
-    """Recomputing the one stage's first ``layers`` in full: the seconds per feature that they add,
-    and the bytes per token that all layers save."""
+    """Recompute of the one stage's first so many layers in full: the seconds per feature that it
+    adds, and the bytes per token that all layers save."""
     zero, grid = np.zeros((1, 1)), np.full((1, 1), layers)
     again, saved = np.zeros_like(cost.recompute_seconds_per((0, FULL))), 0.0
     by_kind = cost.kinds.from_front(zero, grid)[:, 0, 0]

@@ -6,7 +6,7 @@ OPS_PER_EFFORT = 1_500_000
 
 
 class Effort:
-    """Ops that a search may still simulate; all else it does is charged so, too."""
+    """The ops that a search may still simulate; all else it does is charged in ops, too."""
 
     def __init__(self, effort: int):
         self.left = float(effort * OPS_PER_EFFORT)

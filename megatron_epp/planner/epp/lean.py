@@ -16,8 +16,8 @@ LEAST = 0.25  # of what the fastest takes: where the search for less begins
 
 
 def leanest(search: Search, fastest: Candidate) -> Candidate:
-    """The plan, of those at most ``TIE`` slower than ``fastest``, that fills least of its fullest
-    stage; ``fastest`` where it does not fit itself.
+    """The plan that fills least of its fullest stage, among those that take at most ``TIE`` longer
+    than ``fastest``; ``fastest`` where it does not fit itself.
 
     Looked at are all that ``search`` met, then the orders that the winner's policy leads to within
     smaller budgets, by bisection.

@@ -19,7 +19,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of
-from megatron_epp.planner.partition import fastest_layers, with_layers
+from megatron_epp.planner.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.recompute.offload import HostRoom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
@@ -30,13 +30,11 @@ HINDSIGHT = (seq1f1b, chunkflow, packing)
 # plan. Chosen by hand.
 EXACT_TRIES = 3
 SLACK = 1.02
-# The effort up to which a search in tight memory goes on, and how far above its bound a plan must
-# be for that. By hand: 4 is the default effort.
+# PERSISTS: retry with more effort, up to this, where memory is tight. FAR: only while the plan is
+# more than 5% above its lower bound. By hand: 4 is the default effort.
 PERSISTS = 4
 FAR = 1.05
-# Chunks per stage that layers are balanced for where no plan with even layers fits. By hand.
-LIKELY_CHUNKS = 8
-# Of two ways to plan, one that is so much slower with whole backwards is not tried with split ones.
+# Skip the split-backward search of a variant that is more than 1% slower without it.
 FAR_BEHIND = 1.01
 
 # By whether it offloads, layers of the stages and bytes of room: what tables of a search rest on,
@@ -97,7 +95,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
 def _by_set(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> Iterator[list[ScoredDraft]]:
-    """Drafts of searches with one set of the levers after the other, whole backwards first."""
+    """Drafts found with one set of the levers after the other, whole backwards first."""
     tight = False
     for levers in _sets(options.levers, cost):
         if "offload" in levers and not tight:
@@ -115,7 +113,7 @@ def can_be_local(cost: Cost, options: Options) -> bool:
 
 
 def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
-    """Subsets of ``levers`` that are searched with, one after the other."""
+    """Sets of ``levers`` that are searched with, one after the other."""
     on_device = levers - {"offload"}
     sets = [on_device - {"wsplit"}, on_device]
     if cost.profile.host_bytes_per_second > 0:
@@ -165,7 +163,7 @@ def _own(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> ScoredDraft | None:
     """The draft of our own search whose offloaded layers the host has room for; None where nothing
-    of it fits."""
+    fits."""
     host = HostRoom(cost.host_budget_bytes)
     while True:
         best = _on_devices(batch, cost, options, tables, host)

@@ -1,5 +1,4 @@
-"""Groups of documents that share a 1F1B pipeline: InfiniPipe's dynamic program over recompute
-programs.
+"""Documents that share a 1F1B pipeline: InfiniPipe's dynamic program over recompute programs.
 
 Source: InfiniPipe eqs 12 to 20. A pipeline's window follows its longest document (eq. 7), so
 documents of like split counts belong together; but every pipeline pays its own warm-up, delta.

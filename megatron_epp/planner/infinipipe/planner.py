@@ -42,7 +42,7 @@ LEAST_SLICE_TOKENS = 1024
 # are solved again with that much less and a little more, this often at most; K and the grouping
 # stay while they fit. Both chosen by hand.
 TIGHTENINGS = 8
-SLACK = 1.01
+TIGHTENED_BY = 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def draft(
         played, peaks = _play(batch, best.programs.chunking, best.cuts, counts, note, cost, options)
         if played.over_bytes <= 0:
             return played
-        room = room - np.maximum(peaks - whole, 0.0) * SLACK
+        room = room - np.maximum(peaks - whole, 0.0) * TIGHTENED_BY
     return _anything_that_fits(method, batch, cost, options)
 
 
@@ -113,7 +113,7 @@ def _anything_that_fits(
 def chunkings(
     batch: SortedBatch, cost: Cost, options: Options, rates: Rates
 ) -> Iterator[tuple[Chunking, str]]:
-    """Chunkings by Alg. 1 for every K and both readings of T_m."""
+    """Alg. 1's chunkings for every K and both readings of T_m."""
     longest = int(batch.lengths[0])
     capacity = most_tokens(cost)
     least = min(LEAST_SLICE_TOKENS, longest / SLICE_COUNTS[-1])

@@ -17,7 +17,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, I, W
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, with_kept
-from megatron_epp.planner.result import Planned
+from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import Simulation, play
 
 NOTHING = -1  # in the place of a kind
@@ -104,7 +104,9 @@ def merge_iw(kinds: np.ndarray, chunks: np.ndarray, work: ScheduleProblem) -> np
     return kinds
 
 
-def emit(planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> Planned:
+def emit(
+    planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options
+) -> PlannedReplica:
     """The plan of ``draft``, checked and played."""
     plan = plan_of(batch, draft, cost)
     check(plan)
@@ -122,12 +124,12 @@ def as_planned(
     bound_seconds: float,
     cost: Cost,
     options: Options,
-) -> Planned:
+) -> PlannedReplica:
     """``plan``, made of ``draft`` by ``planner``, with what playing it told."""
     peaks = tuple(int(peak) for peak in played.peak_bytes)
     seconds = float(played.seconds)
     predicted = Prediction(seconds, tuple(peak / GIB for peak in peaks), planner)
-    return Planned(
+    return PlannedReplica(
         planner=planner,
         plan=dataclasses.replace(plan, predicted=predicted),
         seconds=seconds,

@@ -15,7 +15,7 @@ from megatron_epp.planner.lower_bound import block_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch, as_planned, plan_of
 from megatron_epp.planner.order.problem import loads_of, with_kept
-from megatron_epp.planner.result import Planned
+from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 
@@ -26,7 +26,7 @@ class PlannedBlock:
     planned[r]. They run in lockstep, so the seconds of all are the block's."""
 
     deals: tuple[tuple[int, ...], ...]
-    planned: tuple[Planned, ...]
+    planned: tuple[PlannedReplica, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Share:
 
 
 def shares_of(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> tuple[Share, ...]:
-    """Parts of every replica of the block that ``draft`` is for; of one where it is for one."""
+    """Plans of every replica of the block that ``draft`` is for; one where it is for one."""
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
     return tuple(_share(batch, draft, member, cost, options) for member in members)
@@ -59,7 +59,7 @@ def _share(
 
 
 def tables_in_step(shares: tuple[Share, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
-    """Table of every replica: its bytes, and the seconds of the slowest."""
+    """Tables of every replica: its bytes, and the seconds of the slowest."""
     counts = with_kept(cost, draft.counts, draft.chunking.count)
     return in_step([cost.table_of(share.loads, counts) for share in shares])
 
@@ -80,7 +80,7 @@ def _planned(
     shares: tuple[Share, ...],
     cost: Cost,
     options: Options,
-) -> Iterator[Planned]:
+) -> Iterator[PlannedReplica]:
     bound = block_bound_seconds(batch.lengths, cost, options.lockstep)
     for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
         check(share.plan)

@@ -48,7 +48,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Order and times of the ops of each stage.
+    """The ops of each stage, and when they run.
 
     kinds, chunks   [stages, ops] codes of kinds (ir.KIND_CODE), and chunks
     start, stop     [stages, ops] seconds

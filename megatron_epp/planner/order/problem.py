@@ -43,9 +43,8 @@ def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
 
 
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:
-    """Loads that the cost model reads; the tokens that a chunk is padded by count as a short
-    document. Of a block's chunking, the block's with those of its replicas
-    (:mod:`.block_table`)."""
+    """Loads of ``chunking``; the tokens that a chunk is padded by count as a short document.
+    Of a block's chunking, the block's with those of its replicas (:mod:`.block_table`)."""
     if isinstance(chunking, BlockChunking):
         members = tuple(loads_of(member, lengths, multiple) for member in chunking.members)
         groups = np.maximum(chunking.document, 0)

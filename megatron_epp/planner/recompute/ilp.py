@@ -47,7 +47,7 @@ def memory_rows(
     budget: np.ndarray,
     wanted: np.ndarray | None = None,
 ) -> MemoryRows:
-    """Memory constraints on the recompute choices in the strict order ``least``.
+    """The rows that the strict order ``least`` asks of the recompute choices.
 
     least    [stages, chunks] forwards before each backward (planner.order.warmup)
     moves    bytes of F and B where nothing is recomputed (OpArrays.moved_bytes)
@@ -171,7 +171,7 @@ def solve_order(
     *,
     integer: bool = True,
 ) -> np.ndarray | None:
-    """Layers per step and slot [steps, slots] under the order ``least``, as :func:`solve`.
+    """Layers per step and slot [steps, slots] under the order ``least``, as :func:`solve_rows`.
 
     Arguments as in :func:`memory_rows`.
     """
@@ -182,13 +182,13 @@ def solve_order(
         return np.zeros((steps, slots), dtype=np.int64)
     if (missing > 0).sum() * alive * steps <= MANY_ENTRIES:
         rows = memory_rows(least, backward_order, moves, freed, budget)
-        found = solve(solver, rows, most, weights, integer=integer)
+        found = solve_rows(solver, rows, most, weights, integer=integer)
         return None if found is None else found.reshape(steps, slots)
     wanted = np.zeros((stages, count), dtype=np.bool_)
     for _ in range(ROW_ROUNDS):
         _want_worst(wanted, missing)
         rows = memory_rows(least, backward_order, moves, freed, budget, wanted)
-        found = solve(solver, rows, most, weights, integer=integer)
+        found = solve_rows(solver, rows, most, weights, integer=integer)
         if found is None:
             return None
         layers = found.reshape(steps, slots)
@@ -232,7 +232,7 @@ class Solver:
         return np.array(self.highs.getSolution().col_value)
 
 
-def solve(
+def solve_rows(
     solver: Solver,
     rows: MemoryRows,
     most: np.ndarray,

@@ -12,7 +12,7 @@ from megatron_epp.cost.layer_kinds import Choice, Counts
 
 # Chosen by hand, as are those of epp.search.GRID.
 SCALES = (0.0, 0.25, 0.5, 0.75, 0.9)
-STEPS = (4, 2, 1)  # layers given back on a diagonal at once
+GIVEN_BACK = (4, 2, 1)  # layers given back on a diagonal at once
 
 
 def trimmed[T](
@@ -35,7 +35,7 @@ def trimmed[T](
             return best
         if rank(tried) < rank(best):
             best = tried
-    for step in STEPS:
+    for step in GIVEN_BACK:
         for letter, slot in list(_places(counts_of(best), slots)):
             counts = counts_of(best)
             grid = counts[letter]

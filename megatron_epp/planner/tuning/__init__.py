@@ -1,2 +1,1 @@
-"""Search for the fastest layout of a job: tensor, context, pipeline and data parallel, and what
-else."""
+"""Search for the fastest layout of a job: degrees of parallelism, layers of stages, vocabulary."""

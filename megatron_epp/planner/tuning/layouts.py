@@ -20,7 +20,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class JobRequest:
     """Degrees that the user named; None: free."""
 
     tp: int | None = None
@@ -40,14 +40,14 @@ def divisors(number: int) -> list[int]:
 
 
 def layouts(
-    model: Model, devices: int, node_devices: int, documents: int, wanted: Wanted | None = None
+    model: Model, devices: int, node_devices: int, documents: int, wanted: JobRequest | None = None
 ) -> Iterator[Layout]:
     """Those that Megatron takes for ``documents`` in a global batch.
 
     Tensor parallelism stays inside a node and divides the groups of K and V; both it and context
     parallelism divide the heads; every stage has a layer; every replica gets as many documents.
     """
-    wanted = wanted or Wanted()
+    wanted = wanted or JobRequest()
     for tp in divisors(devices):
         if tp > node_devices or model.kv_heads % tp or model.ffn_hidden % tp:
             continue

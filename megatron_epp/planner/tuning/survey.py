@@ -31,7 +31,7 @@ from megatron_epp.planner.partition import (
     with_layers,
 )
 from megatron_epp.planner.registry import BLOCKS, PIPELINES
-from megatron_epp.planner.result import Planned
+from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import heaviest
 from megatron_epp.planner.tuning.vocabulary import PAYS as CUT_PAYS
@@ -41,7 +41,7 @@ from megatron_epp.sim.play import play
 ELASTIC, STOCK = "epp", "packing"
 SKETCH_EFFORT = 1
 FINALISTS = 4
-# A first plan is so many times slower than a sketch at most, so far as was seen (1.26).
+# The largest ratio seen of a first plan to its sketch was 1.26.
 GLANCE = 1.3
 # A sketch is so far off the plan with the whole effort at most, so far as was seen.
 MARGIN = 0.02
@@ -83,7 +83,7 @@ class Choice:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Parts of an iteration's seconds."""
+        """Summary of an iteration's seconds."""
         planned = 1 - self.exchange_seconds / self.seconds
         used = 1 - self.bubble_ratio - self.recompute_ratio - self.comm_ratio
         return {
@@ -196,7 +196,7 @@ def survey(
 
 
 def _elastic_seconds(made: Sequence[Choice], otherwise: float) -> float:
-    """Seconds of the fastest of our own plans; ``otherwise`` where none fits."""
+    """Seconds of the fastest of our own plans, or those to take where none fits."""
     return min((choice.seconds for choice in made if choice.planner == ELASTIC), default=otherwise)
 
 
@@ -373,7 +373,7 @@ def choice_of(
 
 def _planned(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str
-) -> tuple[Planned, float, float]:
+) -> tuple[PlannedReplica, float, float]:
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
     lockstep = max(1, cost.ep // (cost.tp * cost.cp))
     held = heaviest(lengths, cost, lockstep)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.mcore.loops.adapter import lengths_of, rows_of, side_by_side
-from megatron_epp.mcore.loops.adapters.packed import Packed, documents_of
+from megatron_epp.mcore.loops.adapters.packed import PackedDocuments, documents_of
 from megatron_epp.mcore.loops.adapters.samples import Samples, masked_sum
 
 
@@ -56,7 +56,7 @@ def test_packed_documents_lie_where_the_borders_say(padded) -> None:
         "labels": 1 + torch.arange(10)[None],
         "packed_seq_params": params([0, 3, 8], padded),
     }
-    adapter = Packed(lambda batch, outputs: outputs)
+    adapter = PackedDocuments(lambda batch, outputs: outputs)
     assert adapter.lengths(batch) == (3, 5)
     begin = 3 if padded is None else 4
     assert documents_of(batch) == [(0, 3), (begin, begin + 5)]
@@ -74,7 +74,9 @@ def test_a_gradient_finds_its_way_back() -> None:
     }
     outputs = [torch.ones(2, requires_grad=True), torch.ones(4, requires_grad=True)]
     weights = torch.arange(6.0)
-    (Packed(lambda batch, whole: (whole[0] * weights).sum()).loss(batch, outputs)).backward()
+    (
+        PackedDocuments(lambda batch, whole: (whole[0] * weights).sum()).loss(batch, outputs)
+    ).backward()
     assert outputs[0].grad.tolist() == [0, 1] and outputs[1].grad.tolist() == [2, 3, 4, 5]
 
 

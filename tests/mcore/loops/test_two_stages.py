@@ -119,7 +119,7 @@ def test_calls_that_are_left_to_megatron(changed, says) -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.loops.calls import LoopCall, not_ours
+    from megatron_epp.mcore.loops.call_arguments import LoopCall, not_ours
 
     keywords = {
         "forward_step_func": print,
@@ -136,7 +136,7 @@ def test_settings_that_only_megatron_acts_on() -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.loops.calls import _SETTINGS, LoopCall, not_ours
+    from megatron_epp.mcore.loops.call_arguments import _SETTINGS, LoopCall, not_ours
 
     for name in _SETTINGS:
         model = SimpleNamespace(config=SimpleNamespace(**{name: True}))

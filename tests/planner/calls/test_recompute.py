@@ -7,7 +7,7 @@ import pytest
 
 from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.devices import device
-from megatron_epp.cost.loads import loads_of
+from megatron_epp.cost.loads import plan_loads
 from megatron_epp.cost.models import model
 from megatron_epp.cost.profile import Bytes
 from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Plan, PlanError, Span, check
@@ -130,8 +130,8 @@ def test_figures_follow_from_the_models_shape() -> None:
         gated_linear_unit, tensor_model_parallel_size = False, 1
         params_dtype = np.dtype("float64")
 
-    token = loads_of((Chunk((Span(0, 0, 1),)),), (1,))
-    two = loads_of((Chunk((Span(0, 0, 1),)), Chunk((Span(0, 1, 2),))), (2,))
+    token = plan_loads((Chunk((Span(0, 0, 1),)),), (1,))
+    two = plan_loads((Chunk((Span(0, 0, 1),)), Chunk((Span(0, 1, 2),))), (2,))
 
     def bytes_of(letter: str) -> float:
         """A layer's per token, in bytes of the model's elements."""

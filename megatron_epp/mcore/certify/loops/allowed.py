@@ -7,7 +7,7 @@ _OURS = (
     Listed(
         "call",
         CONTROL,
-        r"megatron_epp\.mcore\.loops\.agreement\.exchange",
+        r"megatron_epp\.mcore\.loops\.rank_status\.gather_statuses",
         "what every rank of the replica has read, before the ops; what became of it, behind them",
     ),
     Listed(

@@ -36,8 +36,8 @@ from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
-from megatron_epp.mcore.loops.install import Installed, installed
-from megatron_epp.mcore.loops.settings import Ran, Settings
+from megatron_epp.mcore.loops.install import Installation, installed
+from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.patching import seams
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
@@ -49,7 +49,7 @@ class LoopRank(Rank):
 
     def __init__(self, role: Role):
         super().__init__(role)
-        self.ran: list[Ran] = []
+        self.ran: list[CallRecord] = []
         self.number = 0
 
     def prepare_loop(
@@ -68,7 +68,7 @@ class LoopRank(Rank):
         self.model = elastic_model(self.args, lambda description: None, lora_rank)
         get_model_config(self.model).variable_seq_lengths = True
         fill(self.model.module, weights)
-        Installed(
+        Installation(
             Settings(
                 make_plan=self._whole_plan,
                 make_sliced_plan=self._sliced_plan,

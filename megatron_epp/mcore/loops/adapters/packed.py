@@ -17,7 +17,7 @@ from megatron_epp.mcore.loops.adapter import parts_of
 _TOKENS = ("input_ids", "tokens")
 
 
-class Packed:
+class PackedDocuments:
     """loss_of(micro-batch, outputs [1, T, ...]) is the loop's own loss; padding's outputs are 0.
 
     keys   what forward steps draw, as far as micro-batches have it: tensors [1, T, ...]

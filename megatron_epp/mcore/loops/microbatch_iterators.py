@@ -48,11 +48,11 @@ class MicroBatches:
         if number < len(self._drawn):
             self._drawn[number] = None
 
-    def only(self, number: int) -> "OnlyOne":
-        """Iterator that the forward step of micro-batch ``number`` draws from."""
+    def only(self, number: int) -> "SingleMicrobatch":
+        """The iterator that the forward step of micro-batch ``number`` draws from."""
         if draws_by_offset(self.source):
-            return _OnlyOneRead(self, number)
-        return OnlyOne(self, number)
+            return _SingleRead(self, number)
+        return SingleMicrobatch(self, number)
 
     def from_the_start(self) -> Any:
         """The source as it was, for somebody else: what was drawn comes once more."""
@@ -69,13 +69,13 @@ class MicroBatches:
         return self._start + number * int(getattr(self.source, "micro_batch_size", None) or 1)
 
 
-class OnlyOne:
+class SingleMicrobatch:
     """An iterator over one micro-batch, which says so when it is drawn from twice."""
 
     def __init__(self, batches: MicroBatches, number: int):
         self._batches, self._number, self._given = batches, number, False
 
-    def __iter__(self) -> "OnlyOne":
+    def __iter__(self) -> "SingleMicrobatch":
         return self
 
     def __next__(self) -> Any:
@@ -93,7 +93,7 @@ class OnlyOne:
         self._given = True
 
 
-class _OnlyOneRead(OnlyOne):
+class _SingleRead(SingleMicrobatch):
     """The same of a source with an offset; everything else of the source can be asked for."""
 
     def get_next(self, *keys: Any, **named: Any) -> Any:
@@ -122,7 +122,7 @@ class _Reader:
 
 
 class _Again:
-    """Items drawn from a source already, and then those it still holds."""
+    """An iterator over the items already drawn from a source, then over the rest of it."""
 
     def __init__(self, batches: MicroBatches):
         self._batches, self._next = batches, 0
@@ -138,13 +138,13 @@ class _Again:
         return getattr(self._batches.source, name)
 
 
-class Given:
+class SingleValue:
     """An iterator over one value that is at hand."""
 
     def __init__(self, value: Any):
         self._value, self._given = value, False
 
-    def __iter__(self) -> "Given":
+    def __iter__(self) -> "SingleValue":
         return self
 
     def __next__(self) -> Any:

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.mcore.loops.agreement import agreed
-from megatron_epp.mcore.loops.extents import extent_of, measured
+from megatron_epp.mcore.loops.microbatch_shapes import measured, shape_of
+from megatron_epp.mcore.loops.rank_status import agreed
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
 def test_samples_side_by_side() -> None:
-    found = extent_of({"tokens": torch.zeros(3, 8)})
+    found = shape_of({"tokens": torch.zeros(3, 8)})
     assert found == MicrobatchShape(8, 3)
     assert found.tokens == 24 and found.pairs == 3 * 36
 
@@ -24,7 +24,7 @@ def test_samples_side_by_side() -> None:
     ],
 )
 def test_packed_documents(borders) -> None:
-    found = extent_of({"input_ids": torch.zeros(1, 9), **borders})
+    found = shape_of({"input_ids": torch.zeros(1, 9), **borders})
     assert found == MicrobatchShape(9, 1, (5, 3))
     assert found.pairs == 15 + 6
 
@@ -33,7 +33,7 @@ def test_packed_documents(borders) -> None:
     "other", [None, torch.zeros(3), {"x": 1}, {"tokens": [1, 2]}, {"tokens": torch.zeros(4)}]
 )
 def test_what_cannot_be_told(other) -> None:
-    assert extent_of(other) is None
+    assert shape_of(other) is None
 
 
 def test_a_function_of_the_loop() -> None:

@@ -1,4 +1,4 @@
-"""Exchanges of the ranks of a replica around a call: what they read, what went wrong.
+"""Messages between the ranks of a replica around a call: what they read, what went wrong.
 
 Two small exchanges over the replica's control group, before the call's ops and behind them. A rank
 that refuses its input, or fails in an op, is heard by all others: all of them raise, none waits.
@@ -16,7 +16,7 @@ class LoopFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankStatus:
     """``value`` of one rank, or its ``refusal`` (a user's mistake), or the ``error`` it met."""
 
     value: Any = None
@@ -30,7 +30,7 @@ def refused_by(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def exchange(mine: Told, control: dist.ProcessGroup | None) -> list[Told]:
+def gather_statuses(mine: RankStatus, control: dist.ProcessGroup | None) -> list[RankStatus]:
     """Every rank's word, by its place in ``control``. Collective; None: this rank is alone."""
     if control is None:
         return [mine]
@@ -39,7 +39,7 @@ def exchange(mine: Told, control: dist.ProcessGroup | None) -> list[Told]:
     return every
 
 
-def raise_what_others_met(every: Sequence[Told], control: dist.ProcessGroup | None) -> None:
+def raise_what_others_met(every: Sequence[RankStatus], control: dist.ProcessGroup | None) -> None:
     """ValueError: a rank refused its input, in the first such rank's words on every rank.
     LoopFailed: a rank met an error of another kind; that rank itself raises the error."""
     for place, told in enumerate(every):
@@ -57,7 +57,7 @@ def _said(place: int, words: str, control: dist.ProcessGroup | None) -> str:
 
 
 def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> list[Any] | None:
-    """The list that all ranks hold that know one, item by item; None where no rank knows one.
+    """The list that all ranks which know one agree on; None where no rank knows one.
 
     ``every``: by place in ``control``, None from ranks that know nothing. ValueError: two ranks
     differ, with the number of the first micro-batch in which they do.

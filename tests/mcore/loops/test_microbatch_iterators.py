@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.mcore.loops.draws import Given, MicroBatches
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches, SingleValue
 
 
 class Offsets:
@@ -51,7 +51,7 @@ def test_a_second_draw_is_refused() -> None:
     assert next(only) == "b"
     with pytest.raises(ValueError, match="drew twice for micro-batch 1: expected one draw"):
         next(only)
-    given = Given(1)
+    given = SingleValue(1)
     next(given)
     with pytest.raises(ValueError, match="drew twice for one chunk"):
         next(given)

@@ -1,4 +1,4 @@
-"""Sizes of a call's micro-batches as all ranks of a replica have read them."""
+"""Sizes of a call's micro-batches, read on the ranks of a replica and compared."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,27 +6,27 @@ from typing import Any
 from megatron.core import parallel_state as mpu
 
 from megatron_epp.mcore.loops.adapter import lengths_of
-from megatron_epp.mcore.loops.agreement import (
-    Told,
+from megatron_epp.mcore.loops.attached import AttachedModel
+from megatron_epp.mcore.loops.call_arguments import LoopCall
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
+from megatron_epp.mcore.loops.microbatch_shapes import ShapeFunction, measured
+from megatron_epp.mcore.loops.pipelines import ModelPipeline
+from megatron_epp.mcore.loops.rank_status import (
+    RankStatus,
     agreed,
-    exchange,
+    gather_statuses,
     raise_what_others_met,
     refused_by,
 )
-from megatron_epp.mcore.loops.attached import AttachedModel
-from megatron_epp.mcore.loops.calls import LoopCall
-from megatron_epp.mcore.loops.draws import MicroBatches
-from megatron_epp.mcore.loops.extents import Extents, measured
-from megatron_epp.mcore.loops.pipelines import ModelPipeline
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
-def extents_read(
+def read_shapes(
     call: LoopCall,
     pipeline: ModelPipeline,
     batches: MicroBatches,
     shape: tuple[int, ...] | None,
-    by: Extents | None,
+    by: ShapeFunction | None,
 ) -> list[MicrobatchShape] | None:
     """The extent of every micro-batch, by the loop's own function where there is one; None where
     shapes differ and nobody knows them. ``shape``: of all messages, where it is one. Collective.
@@ -52,10 +52,10 @@ def extents_read(
     return None if found is None or None in found else found
 
 
-def lengths_read(
+def read_documents(
     call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, model: AttachedModel
 ) -> list[tuple[int, ...]]:
-    """Lengths of every micro-batch's documents. Collective. ValueError: as :func:`extents_read`."""
+    """Lengths of every micro-batch's documents. Collective. ValueError: as :func:`read_shapes`."""
     found = _agreed(
         call,
         pipeline,
@@ -83,7 +83,7 @@ def _agreed(
         except Exception as error:
             refusal = refused_by(error)
     pipeline.waiting.enter("what all ranks of the replica have read")
-    every = exchange(Told((call.num_microbatches, mine), refusal), pipeline.control)
+    every = gather_statuses(RankStatus((call.num_microbatches, mine), refusal), pipeline.control)
     raise_what_others_met(every, pipeline.control)
     counts = [told.value[0] for told in every]
     if len(set(counts)) > 1:

@@ -9,7 +9,7 @@ from megatron_epp.runtime.executor import Compute
 from megatron_epp.runtime.kv_store import Store
 
 
-class Guarded:
+class FailureGuard:
     """``compute``, until something in it raises: a forward step of the loop, a loss.
 
     From there on every message of the plan is sent, filled with zeros, and nothing is computed.

@@ -14,10 +14,10 @@ import torch
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 # What tells the extent of a micro-batch, as the loop's iterator gives it; None: it cannot say.
-Extents = Callable[[Any], MicrobatchShape | int | None]
+ShapeFunction = Callable[[Any], MicrobatchShape | int | None]
 
 
-def extent_of(micro_batch: Any) -> MicrobatchShape | None:
+def shape_of(micro_batch: Any) -> MicrobatchShape | None:
     """The extent of a micro-batch of a common form, or None: a mapping with ``tokens`` or
     ``input_ids`` [B, S] and, where documents are packed, ``packed_seq_params`` or ``cu_seqlens``.
     """
@@ -40,13 +40,13 @@ def lengths_between(borders: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise(flat) if b > a)
 
 
-def measured(micro_batch: Any, by: Extents | None, number: int) -> MicrobatchShape | None:
+def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> MicrobatchShape | None:
     """The extent of micro-batch ``number``, by the loop's own function where there is one.
 
     ValueError: what that function says is no extent.
     """
     if by is None:
-        return extent_of(micro_batch)
+        return shape_of(micro_batch)
     found = by(micro_batch)
     if isinstance(found, bool) or not isinstance(found, MicrobatchShape | int | None):
         raise ValueError(
