@@ -40,18 +40,6 @@ PARTICIPLES = """
     Measured Plain Played Prepared Published Replaced Routed Scaled Small Sorted Split
     Transferred Untargeted Warmed Worst
 """
-DOCSTRINGS = """
-    __init__.py activation.py adapters.py adaptis.py analytic.py attention.py batches.py
-    comm_recorder.py command.py config.py context.py devices.py did_you_mean.py engine.py
-    exchange.py executor.py fit.py flags.py head.py host_store.py job_cost.py
-    latent_attention.py layer_kinds.py layer_spec.py link.py loads.py measure.py megatron_gpt.py
-    memory_meter.py messages.py models.py needs.py op.py paint.py partition.py pattern.py
-    pipeline.py plain.py plan.py probe.py processes.py profile.py profile_file.py protocol.py
-    rank.py rank_zero_work.py recompute.py reference.py refusals.py regression.py residuals.py
-    results.py router.py routing.py rules.py schedule.py search.py setup.py shape.py
-    single_stage.py skeleton.py slimpipe.py split_backward.py stage.py stage_runner.py
-    telemetry.py text.py tied.py timeline.py topology.py watcher.py
-"""
 
 NOT_PLAIN = re.compile(r"(Of|What|Whose|Which|In the place of|Besides|Apart|Aside)\b")
 
