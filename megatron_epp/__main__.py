@@ -63,10 +63,7 @@ def _doing(command: str, rest: Sequence[str]) -> int:
     """The commands of the doing tower, which needs torch and Megatron."""
     # Before the import: torch and Megatron take long to load, and every process loads them.
     import_module("megatron_epp.cli.megatron_flags").require_known(command, rest)
-    home = DOING[command]
-    if command == "certify" and any(word.split("=")[0] == "--loop" for word in rest):
-        home = "certify.loops.command"
-    entry = import_module(f"megatron_epp.mcore.{home}").main
+    entry = import_module(f"megatron_epp.mcore.{DOING[command]}").main
     return entry(list(rest)) or 0
 
 

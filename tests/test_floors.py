@@ -1,6 +1,7 @@
 """The house keeps its floors: imports point down, never sideways.
 
-    floor 5  mcore                        the only folder that imports megatron
+    floor 6  mcore                        the only folder that imports megatron
+    floor 5  certify                      the judge of a trainer; torch, no megatron
     floor 4  control                      the loop around an iteration; torch, no megatron
     floor 3  planner  show     | layers   layers: the only folder that imports transformer_engine
     floor 2  sim
@@ -33,7 +34,8 @@ FLOORS = {
     "show": 3,
     "layers": 3,
     "control": 4,
-    "mcore": 5,
+    "certify": 5,
+    "mcore": 6,
 }
 THINKING = {"corpus", "cost", "sim", "planner", "show"}
 DOING = {"runtime", "layers"}
@@ -152,6 +154,9 @@ def test_every_folder_is_a_package() -> None:
         ("runtime/link.py", "from megatron_epp.mcore import elastic_schedule"),
         ("control/report.py", "from megatron.core import parallel_state"),
         ("control/report.py", "from megatron_epp.mcore import setup"),
+        ("control/report.py", "from megatron_epp.certify import compare"),
+        ("certify/command.py", "from megatron.core import parallel_state"),
+        ("certify/child.py", "def server():\n    from megatron_epp.mcore.certify import rank"),
         ("layers/attention/cpu.py", "from megatron_epp.control import report"),
         ("mcore/flags.py", "import transformer_engine.pytorch"),
         ("mcore/flags.py", "from megatron_epp import pretrain_gpt"),

@@ -28,10 +28,10 @@ FUNCTIONS = """
     begin choose expert_layers forward_step loss probe_of refuse serve
 """
 MODULES = """
-    layers/te mcore/batches mcore/flags mcore/rank mcore/split_backward
+    layers/te mcore/flags mcore/rank mcore/split_backward
 """
 CONSTANTS = """
-    mcore/AUTO mcore/EXPERTS mcore/HEADER mcore/MASKED mcore/OTHERS mcore/REPEATS planner/B
+    mcore/AUTO mcore/EXPERTS mcore/OTHERS mcore/REPEATS planner/B
     planner/F planner/I planner/SKETCH_EFFORT planner/SLACK planner/STEPS planner/W
     runtime/PATIENCE_SECONDS
 """

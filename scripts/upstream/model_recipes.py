@@ -239,13 +239,14 @@ def outcome_of(recipe: Recipe, pp: int, batches: int) -> Outcome:
 
 
 def _certified(words: list[str], pp: int, batches: int) -> Outcome:
-    from megatron_epp.mcore.certify.command import Trial, certify
-    from megatron_epp.mcore.certify.processes import ChildLost
-    from megatron_epp.mcore.certify.scale_down import Degrees
+    from megatron_epp.certify.command import Trial
+    from megatron_epp.certify.degrees import Degrees
+    from megatron_epp.certify.processes import ChildLost
+    from megatron_epp.mcore.certify.command import certify_training
 
     lines: list[str] = []
     try:
-        judged = certify(Trial(Degrees(pp, 1, 1), (tuple(words),), batches), lines.append)
+        judged = certify_training(Trial(Degrees(pp, 1, 1), (tuple(words),), batches), lines.append)
     except (ValueError, ChildLost) as refusal:
         return Outcome(False, str(refusal).splitlines()[0])
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in judged)

@@ -54,8 +54,8 @@ def require(words: list[str], folder: Path) -> None:
         return
     command, *rest = words[3:]
     if command in DOING:
-        from megatron_epp.mcore.certify import command as certify
-        from megatron_epp.mcore.certify.loops import command as loops
+        from megatron_epp.certify import command as certify
+        from megatron_epp.certify.loops import command as loops
 
         own = (Path(module.__file__).read_text() for module in (certify, loops))
         source = "".join(own) + _megatron_flags()

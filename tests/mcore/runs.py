@@ -17,7 +17,8 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_epp.mcore.certify.processes import PRELOADED, start_context
+from megatron_epp.certify.processes import start_context
+from megatron_epp.mcore.certify.backend import MEGATRON
 from tests.forks import become
 
 ROOT = Path(__file__).parents[2]
@@ -169,8 +170,7 @@ def _forked(words: list[str], processes: int, program: tuple[str, ...], seconds:
     """As torchrun does on one host: it keeps the store at which ranks meet, and where one fails the
     others are told to end."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = start_context()
-    context.set_forkserver_preload([*PRELOADED, "megatron_epp.planner.registry"])
+    context = start_context([*MEGATRON.preloaded, "megatron_epp.planner.registry"])
     ranks: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "output")

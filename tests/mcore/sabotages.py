@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from megatron_epp.mcore.certify.command import BOUND, Judged, Trial, certify
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.certify.command import BOUND, Judged, Trial
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.mcore.certify.command import certify_training
 
 
 def stand_in_order(ways: Sequence[str], sabotage: Path) -> bool:
@@ -28,7 +29,7 @@ def judged_alone(
     way, in the order of the file."""
     assert stand_in_order(ways, sabotage)
     trial = Trial(Degrees(1, 1, 1), (tuple(model.split()),), len(ways), seed, interfere=sabotage)
-    return dict(zip(ways, certify(trial), strict=True))
+    return dict(zip(ways, certify_training(trial), strict=True))
 
 
 def require_shown(batch: Judged, way: str) -> None:

@@ -10,11 +10,12 @@ import psutil
 import pytest
 import torch
 
-from megatron_epp.mcore.certify import command as certify_module
-from megatron_epp.mcore.certify.command import GPT, LLAMA, Trial, certify, main, read, verdict
-from megatron_epp.mcore.certify.processes import ChildLost, Children
-from megatron_epp.mcore.certify.protocol import Prepared
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.certify import command as certify_module
+from megatron_epp.certify.command import GPT, LLAMA, Trial, read, verdict
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.processes import ChildLost, Children
+from megatron_epp.certify.protocol import Prepared
+from megatron_epp.mcore.certify.command import certify_training, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +58,7 @@ EVERY_DEGREE = {
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]
     lines: list[str] = []
-    judged = certify(trial, lines.append)
+    judged = certify_training(trial, lines.append)
     assert len(judged) == trial.batches
     assert all(batch.passed for batch in judged), "\n".join(lines)
     assert sum(batch.coverage.split for batch in judged) > 0
@@ -91,7 +92,7 @@ def test_adapters_without_a_graph_to_hang_on_are_noticed() -> None:
         lora_rank=4,
         interfere=Path(__file__).with_name("without_graph.py"),
     )
-    judged = certify(trial)
+    judged = certify_training(trial)
     assert not all(batch.passed for batch in judged), verdict(judged)
 
 
@@ -170,14 +171,14 @@ def test_the_attention_of_gpus_in_float64_and_a_host_without_any(tmp_path) -> No
     exact = tmp_path / "exact.py"
     exact.write_text(EXACT)
     llama = models(f"{LLAMA} --num-layers 2")
-    judged = certify(Trial(Degrees(1, 1, 1), llama, batches=3, interfere=exact))
+    judged = certify_training(Trial(Degrees(1, 1, 1), llama, batches=3, interfere=exact))
     assert all(batch.passed for batch in judged)
     assert sum(batch.coverage.hybrid + batch.coverage.split for batch in judged) > 0
     assert read(["--device", "cuda"]).device == "cuda"
     if torch.cuda.is_available():
         return
     with pytest.raises(ValueError, match=r"--device cuda: every rank needs a GPU.* has 0"):
-        certify(Trial(Degrees(1, 1, 1), llama, batches=1, device="cuda"))
+        certify_training(Trial(Degrees(1, 1, 1), llama, batches=1, device="cuda"))
 
 
 def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
@@ -195,7 +196,7 @@ def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
     trial = Trial(Degrees(2, 1, 1), models(f"{LLAMA} --num-layers 4"), batches=3, interfere=deadly)
     lines: list[str] = []
     with pytest.raises(ChildLost, match="rank 1 ended with status -9"):
-        certify(trial, lines.append)
+        certify_training(trial, lines.append)
     assert lines[-1].split()[0] == "0"  # the batch before was judged
     mine = psutil.Process()
     servers = mine.children()
@@ -242,7 +243,7 @@ def test_a_silent_rank_is_named_with_the_op_it_is_in(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(certify_module, "_prepare", impatient)
     trial = Trial(Degrees(2, 1, 1), models(f"{LLAMA} --num-layers 4"), 1, interfere=sleepy)
     with pytest.raises(ChildLost) as error:
-        certify(trial)
+        certify_training(trial)
     first, *words = str(error.value).splitlines()
     assert first == "rank 0, rank 1: no answer to 'compute' in 3 s"
     assert any("rank 0 terminated: stage 0" in line for line in words), words

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy
 import pytest
 
+from megatron_epp.certify.batches import CONTEXT, LONGEST, Coverage, Frame, draw
+from megatron_epp.certify.command import Judged, Trial, row, verdict
+from megatron_epp.certify.compare import Shard, whole, worst_gradient
+from megatron_epp.certify.degrees import Degrees
 from megatron_epp.ir import check
-from megatron_epp.mcore.certify.batches import LONGEST, Coverage, Frame, draw
-from megatron_epp.mcore.certify.command import Judged, Trial, row, verdict
-from megatron_epp.mcore.certify.compare import Shard, whole, worst_gradient
 from megatron_epp.mcore.certify.scale_down import (
-    CONTEXT,
-    Degrees,
     fewer,
     heads,
     small,

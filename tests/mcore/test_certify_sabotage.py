@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.ir import Step, slices_of
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.batches import (
+from megatron_epp.certify.batches import (
     Coverage,
     Drawn,
     Frame,
@@ -17,8 +15,11 @@ from megatron_epp.mcore.certify.batches import (
     letters_drawn,
     most_offloaded,
 )
-from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.ir import Step, slices_of
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
@@ -95,7 +96,7 @@ def judged() -> Mapping[str, Judged]:
     llama = tuple(f"{LLAMA} --num-layers 2".split())
     seed, found = chosen()
     trial = Trial(Degrees(1, 1, 1), (llama,), max(found.values()) + 1, seed, interfere=SABOTAGE)
-    every = certify(trial)
+    every = certify_training(trial)
     return {way: every[number] for way, number in found.items()}
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.certify.allowed_collectives import SCHEDULE, TRAINER, Listed, name_of
 from megatron_epp.ir import Kind, Step, Transfer, lower
-from megatron_epp.mcore.certify.allowed_collectives import SCHEDULE, TRAINER, Listed, name_of
 from megatron_epp.runtime.comm_recorder import Collective, Transferred
 from tests.mcore.runs import flags, train, write_corpus
 

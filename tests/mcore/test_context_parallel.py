@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.certify.batches import Coverage, Frame, draw, letters_drawn
+from megatron_epp.certify.command import LLAMA, Judged, Trial, read
+from megatron_epp.certify.degrees import Degrees
 from megatron_epp.ir import Plan, Step
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.command import LLAMA, Judged, Trial, certify, read
-from megatron_epp.mcore.certify.scale_down import Degrees, heads
+from megatron_epp.mcore.certify.command import certify_training
+from megatron_epp.mcore.certify.scale_down import heads
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.refusals import refuse
 from tests.mcore.runs import flags, train, write_corpus
@@ -111,7 +113,7 @@ def judged() -> Mapping[str, Judged]:
         interfere=SABOTAGE,
     )
     lines: list[str] = []
-    found = dict(zip(WAYS, certify(trial, lines.append), strict=True))
+    found = dict(zip(WAYS, certify_training(trial, lines.append), strict=True))
     assert lines[0].startswith("PP 2, TP 1, DP 1, CP 2: layers 2 2")
     return found
 
@@ -135,7 +137,7 @@ def test_documents_local_to_one_of_several_ranks(degrees, extra, batches) -> Non
     """Every recompute choice, backwards in halves; a rank may have none of a chunk's."""
     flags = f"{LLAMA} --num-layers 2 --num-attention-heads 8 --num-query-groups 2 {extra}".split()
     lines: list[str] = []
-    judged = certify(Trial(degrees, (tuple(flags),), batches), lines.append)
+    judged = certify_training(Trial(degrees, (tuple(flags),), batches), lines.append)
     assert all(batch.passed for batch in judged), "\n".join(lines)
     coverage = [batch.coverage for batch in judged]
     assert min(sum(c.mixed for c in coverage), sum(c.hybrid for c in coverage)) > 0

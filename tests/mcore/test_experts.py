@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.scaled.experts import small_experts
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 from megatron_epp.mcore.refusals import require_whole_experts
@@ -56,7 +57,7 @@ def test_random_plans_compute_what_the_plain_model_computes() -> None:
     models = tuple((model + SPREAD).split() for model in (QWEN3, DEEPSEEK, GPT_OSS))
     trial = Trial(Degrees(pp=2, tp=2, dp=1), tuple(map(tuple, models)), batches=7, overlap=True)
     lines: list[str] = []
-    judged = certify(trial, lines.append)
+    judged = certify_training(trial, lines.append)
     assert all(batch.passed for batch in judged), "\n".join(lines)
     described = [line for line in lines if line.startswith("PP 2")]
     for said, line in zip(
@@ -102,7 +103,7 @@ def judged() -> Mapping[str, Judged]:
         "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     ).replace("--num-layers 4", "--num-layers 2")
     trial = Trial(Degrees(1, 1, 1, cp=2), (tuple(model.split()),), len(WAYS), 1, interfere=SABOTAGE)
-    return dict(zip(WAYS, certify(trial), strict=True))
+    return dict(zip(WAYS, certify_training(trial), strict=True))
 
 
 def test_the_ways_are_those_of_the_sabotage() -> None:

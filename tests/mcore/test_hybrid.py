@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.command import LLAMA, Judged, Trial, verdict
+from megatron_epp.certify.degrees import Degrees
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
-from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.command import LLAMA, Judged, Trial, certify, verdict
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
 from megatron_epp.mcore.model.hybrid.pattern import (
     layers_of_stages,
@@ -75,7 +76,7 @@ EVERY_DEGREE = {
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]
     lines: list[str] = []
-    judged = certify(trial, lines.append)
+    judged = certify_training(trial, lines.append)
     assert len(judged) == trial.batches
     assert all(batch.passed for batch in judged), "\n".join([*lines, verdict(judged)])
     assert "HybridModel " in lines[0]

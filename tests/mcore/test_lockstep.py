@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.certify.batches import Coverage, Frame, draw, letters_drawn
+from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial, verdict
+from megatron_epp.certify.degrees import Degrees
 from megatron_epp.ir import Step, check_skeletons
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
-from megatron_epp.mcore.certify.batches import Coverage, Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, verdict
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, require_equal, tensors
 from tests.mcore.runs import Run, flags, train, write_corpus
 from tests.mcore.sabotages import stand_in_order
@@ -82,7 +83,7 @@ def four() -> tuple[list[str], dict[str, Judged]]:
     lines: list[str] = []
     degrees = Degrees(pp=1, tp=1, dp=4)
     trial = Trial(degrees, spread(SHORT, 4), len(WAYS), seed(), interfere=SABOTAGE)
-    return lines, dict(zip(WAYS, certify(trial, lines.append), strict=True))
+    return lines, dict(zip(WAYS, certify_training(trial, lines.append), strict=True))
 
 
 def require_proved(lines: list[str], judged: list[Judged]) -> None:
@@ -100,7 +101,7 @@ def require_proved(lines: list[str], judged: list[Judged]) -> None:
 def test_random_blocks_compute_what_the_plain_model_computes(name) -> None:
     trial = TRIALS[name]
     lines: list[str] = []
-    judged = certify(trial, lines.append)
+    judged = certify_training(trial, lines.append)
     require_proved(lines, judged)
     said = [line for line in lines if " replicas in lockstep" in line]
     assert len(said) == len(trial.models)

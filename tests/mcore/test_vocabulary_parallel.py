@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial
+from megatron_epp.certify.degrees import Degrees
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.random_plan import arbitrary_plan
-from megatron_epp.mcore.certify.command import BOUND, LLAMA, Judged, Trial, certify, main
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.mcore.certify.command import certify_training, main
 from megatron_epp.mcore.model.vocabulary.head import head_for
 from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard
@@ -59,7 +60,7 @@ def judged() -> Mapping[str, Judged]:
     the last."""
     degrees = Degrees(pp=2, tp=1, dp=2)
     trial = Trial(degrees, model(), len(WAYS), overlap=True, interfere=SABOTAGE)
-    return dict(zip(WAYS, certify(trial), strict=True))
+    return dict(zip(WAYS, certify_training(trial), strict=True))
 
 
 def require_proved(judged: Sequence[Judged], degrees: Degrees) -> None:
@@ -76,7 +77,7 @@ def require_proved(judged: Sequence[Judged], degrees: Degrees) -> None:
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]
     lines: list[str] = []
-    judged = certify(trial, lines.append)
+    judged = certify_training(trial, lines.append)
     said = [line for line in lines if "vocabulary over the stages" in line]
     assert len(said) == len(trial.models)
     assert all(batch.passed for batch in judged), "\n".join(lines)

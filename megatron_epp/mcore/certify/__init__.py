@@ -1,1 +1,1 @@
-"""`certify`: gradients of random plans against the plain model."""
+"""`certify` with Megatron: its ranks under test, and its plain model."""

@@ -13,8 +13,9 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.training.arguments import parse_args, validate_args
 
+from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore import refusals
-from megatron_epp.mcore.certify.scale_down import Degrees, small
+from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.config import OFF
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers

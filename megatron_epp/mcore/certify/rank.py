@@ -14,6 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import get_model_config
 
+from megatron_epp.certify.allowed_collectives import name_of
+from megatron_epp.certify.batches import Drawn, Frame, draw, most_offloaded
+from megatron_epp.certify.protocol import Computed, Role
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import (
     OFFLOAD,
@@ -32,10 +35,7 @@ from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
-from megatron_epp.mcore.certify.allowed_collectives import name_of
-from megatron_epp.mcore.certify.batches import Drawn, Frame, draw, most_offloaded
 from megatron_epp.mcore.certify.models import begin, elastic_model, join
-from megatron_epp.mcore.certify.protocol import Computed, Role
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import AUTO, LATENTS, Config

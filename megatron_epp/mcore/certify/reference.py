@@ -13,15 +13,15 @@ from megatron.core.distributed.finalize_model_grads import (
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
+from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.compare import whole
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.protocol import Prepared, Reference, Role
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
 from megatron_epp.mcore.certify.adapters import adapt, gradient
-from megatron_epp.mcore.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.mcore.certify.compare import whole
 from megatron_epp.mcore.certify.flags import describe, parsed, scaled
 from megatron_epp.mcore.certify.models import begin, join, plain_model
-from megatron_epp.mcore.certify.protocol import Prepared, Reference, Role
 from megatron_epp.mcore.certify.routing import RoutingNotes
-from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.flags import refusals_as_value_errors
 from megatron_epp.mcore.refusals import lockstep_of, vocabulary_parallel

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from megatron_epp.certify.batches import CONTEXT
+from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.certify.scaled.experts import small_experts
 from megatron_epp.mcore.certify.scaled.latents import small_latents
 from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
@@ -24,7 +26,6 @@ from megatron_epp.mcore.model.hybrid.pattern import (
 from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.refusals import vocabulary_parallel
 
-CONTEXT = 64  # inputs of the longest document
 HEAD_SIZE = 8
 VOCABULARY = 61  # about: every tensor-parallel rank gets the same share
 GROUPS_PER_RANK = 2  # key/value heads, and as many as make
@@ -32,24 +33,6 @@ LEAST_HEADS_PER_RANK = 4  # query heads
 MOST_HEADS_PER_GROUP = 8
 UNEVEN_LAYERS = 3  # at most, of a stage where the stages differ; else 2
 HALF_LAYERS = 6  # at most, of a stage of a HybridModel: each is about half of another's layer
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """Pipeline stages, tensor-parallel ranks, data-parallel replicas, context-parallel ranks."""
-
-    pp: int
-    tp: int
-    dp: int
-    cp: int = 1
-
-    @property
-    def ranks(self) -> int:
-        return self.pp * self.tp * self.cp * self.dp
-
-    def __str__(self) -> str:
-        spread = f", CP {self.cp}" if self.cp > 1 else ""
-        return f"PP {self.pp}, TP {self.tp}, DP {self.dp}{spread}"
 
 
 def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:

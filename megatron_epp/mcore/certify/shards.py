@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch import Tensor, nn
 
-from megatron_epp.mcore.certify.compare import Shard
+from megatron_epp.certify.compare import Shard
 
 
 def _sharded(model: Any) -> Iterator[ShardedTensor]:

@@ -5,14 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.certify.command import BOUND, GPT, LLAMA, Trial
-from megatron_epp.mcore.certify.loops.command import (
-    LoopJudged,
-    certify_loop,
-    loop_verdict,
-    main,
-)
-from megatron_epp.mcore.certify.scale_down import Degrees
+from megatron_epp.certify.command import BOUND, GPT, LLAMA, Trial
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.loops.command import LoopJudged, certify_loop, loop_verdict
+from megatron_epp.mcore.certify.backend import MEGATRON
+from megatron_epp.mcore.certify.command import main
 from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("loop_sabotage.py")
@@ -62,7 +59,7 @@ def test_loops_compute_what_the_plain_model_computes(
     level, degrees, batches, llama, others
 ) -> None:
     lines: list[str] = []
-    judged = certify_loop(trial(degrees, batches, llama, **others), level, lines.append)
+    judged = certify_loop(MEGATRON, trial(degrees, batches, llama, **others), level, lines.append)
     assert len(judged) == batches
     assert all(batch.passed for batch in judged), "\n".join(lines)
     assert {batch.loss for batch in judged} == {"tokens", "mean", "sequence", "sequences"}
@@ -81,7 +78,9 @@ def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
     takes each rank for the only one."""
     lines: list[str] = []
     degrees = Degrees(1, 1, 1, cp=2)
-    judged = certify_loop(trial(degrees, 6, EXPERTS, interfere=FORGETS), "level0", lines.append)
+    judged = certify_loop(
+        MEGATRON, trial(degrees, 6, EXPERTS, interfere=FORGETS), "level0", lines.append
+    )
     assert [batch.number for batch in judged] == [0, 2, 4, 1, 3, 5]
     by_loss = {batch.number: batch for batch in judged}
     mean = by_loss.pop(2)
@@ -107,7 +106,9 @@ def test_the_command_line() -> None:
 def sabotaged() -> Mapping[str, LoopJudged]:
     """One stage, in slices."""
     flags = models(f"{LLAMA} --num-layers 2")
-    judged = certify_loop(Trial(Degrees(1, 1, 1), flags, len(WAYS), interfere=SABOTAGE), "level1")
+    judged = certify_loop(
+        MEGATRON, Trial(Degrees(1, 1, 1), flags, len(WAYS), interfere=SABOTAGE), "level1"
+    )
     return dict(zip(WAYS, judged, strict=True))
 
 

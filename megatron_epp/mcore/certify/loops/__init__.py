@@ -1,1 +1,1 @@
-"""`certify --loop`: training loops of others against the plain model."""
+"""`certify --loop` with Megatron: ranks of a training loop, and its plain model."""

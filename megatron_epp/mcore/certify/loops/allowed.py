@@ -1,6 +1,6 @@
 """The collectives that a call of a loop may issue: those of a schedule, over a replica."""
 
-from megatron_epp.mcore.certify.allowed_collectives import SCHEDULE, Listed
+from megatron_epp.certify.allowed_collectives import SCHEDULE, Listed
 from megatron_epp.mcore.loops.replica_groups import CONTROL
 
 _OURS = (

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from megatron_epp.mcore.certify.adapters import gradient
-from megatron_epp.mcore.certify.compare import whole
-from megatron_epp.mcore.certify.flags import parsed
-from megatron_epp.mcore.certify.loops.batches import (
+from megatron_epp.certify.compare import whole
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.loops.micro_batches import (
     MicroBatch,
     draw_micro_batches,
     loop_frame,
     loop_loss,
     zigzag,
 )
-from megatron_epp.mcore.certify.loops.results import LoopReference
-from megatron_epp.mcore.certify.protocol import Prepared
+from megatron_epp.certify.loops.results import LoopReference
+from megatron_epp.certify.protocol import Prepared
+from megatron_epp.mcore.certify.adapters import gradient
+from megatron_epp.mcore.certify.flags import parsed
 from megatron_epp.mcore.certify.reference import Plain
-from megatron_epp.mcore.certify.scale_down import Degrees
 from megatron_epp.mcore.certify.shards import shards
 from megatron_epp.mcore.refusals import vocabulary_parallel
 

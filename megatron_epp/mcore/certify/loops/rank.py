@@ -13,13 +13,9 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron_epp.ir import OFFLOAD, Plan
-from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.adapters import gradient
-from megatron_epp.mcore.certify.allowed_collectives import name_of
-from megatron_epp.mcore.certify.batches import letters_drawn
-from megatron_epp.mcore.certify.loops.allowed import LOOP
-from megatron_epp.mcore.certify.loops.batches import (
+from megatron_epp.certify.allowed_collectives import name_of
+from megatron_epp.certify.batches import letters_drawn
+from megatron_epp.certify.loops.micro_batches import (
     LoopFrame,
     MicroBatch,
     arbitrary_sliced_plan,
@@ -28,10 +24,14 @@ from megatron_epp.mcore.certify.loops.batches import (
     loop_forward_step,
     loop_loss,
 )
+from megatron_epp.certify.loops.results import LoopComputed
+from megatron_epp.certify.protocol import Role
+from megatron_epp.ir import OFFLOAD, Plan
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.adapters import gradient
+from megatron_epp.mcore.certify.loops.allowed import LOOP
 from megatron_epp.mcore.certify.loops.context import attend_over_ranks, context_forward_step
-from megatron_epp.mcore.certify.loops.results import LoopComputed
 from megatron_epp.mcore.certify.models import begin, elastic_model
-from megatron_epp.mcore.certify.protocol import Role
 from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.loops.adapters.samples import Samples

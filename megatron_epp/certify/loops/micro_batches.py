@@ -22,14 +22,13 @@ import numpy
 import torch
 from torch import Tensor
 
+from megatron_epp.certify.batches import CONTEXT, MASKED, Frame
+from megatron_epp.certify.degrees import Degrees
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
 from megatron_epp.ir.random_plan import by_stage, random_walk
-from megatron_epp.mcore.certify.batches import Frame
-from megatron_epp.mcore.certify.scale_down import CONTEXT, Degrees
 
 LOSSES = ("tokens", "mean", "sequence")
 COUNTED = ("tokens", "sequences")  # what a mean over all micro-batches is taken of
-MASKED = 0.15  # share of tokens that carry no loss
 CLIP, DIVERGENCE = 0.2, 0.1
 MULTIPLE = 4  # of rows, where only tensor-parallel ranks share them
 MicroBatch = Mapping[str, Any]

@@ -2,7 +2,8 @@
 
 import runpy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 
 import numpy
 
-from megatron_epp.mcore.certify.batches import Frame
-from megatron_epp.mcore.certify.compare import Shard
-from megatron_epp.mcore.certify.routing import Routed
+from megatron_epp.certify.batches import Frame
+from megatron_epp.certify.compare import Shard
+from megatron_epp.certify.routed import Routed
 
 PLAIN = -1  # the rank of the process with the plain model
 
@@ -57,6 +58,21 @@ class Role:
     @property
     def log(self) -> Path:
         return self.folder / f"{self.name.replace(' ', '-')}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How the certificate's processes compute. Its functions are looked up in the processes, so
+    they stand at the top of a module that is light to import.
+
+    make_server   (role, what ends with the process): the object whose methods are asked for
+    is_refusal    whether an error is about what the user gave
+    preloaded     modules that a fork server imports so that its processes need not
+    """
+
+    make_server: Callable[[Role, ExitStack], Any]
+    is_refusal: Callable[[BaseException], bool]
+    preloaded: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from megatron_epp.control.files import scratch_folder
-from megatron_epp.mcore.certify.command import (
+from megatron_epp.certify.command import (
     BOUND,
     Trial,
     conclusion,
@@ -23,15 +22,16 @@ from megatron_epp.mcore.certify.command import (
     require_prepared,
     table_row,
 )
-from megatron_epp.mcore.certify.compare import worst_gradient
-from megatron_epp.mcore.certify.loops.batches import (
+from megatron_epp.certify.compare import worst_gradient
+from megatron_epp.certify.loops.micro_batches import (
     LoopFrame,
     draw_micro_batches,
     loop_frame,
 )
-from megatron_epp.mcore.certify.loops.results import LoopComputed, LoopReference
-from megatron_epp.mcore.certify.processes import ChildLost, Children
-from megatron_epp.mcore.certify.protocol import PLAIN, Failed, Prepared, Role
+from megatron_epp.certify.loops.results import LoopComputed, LoopReference
+from megatron_epp.certify.processes import ChildLost, Children
+from megatron_epp.certify.protocol import PLAIN, Backend, Failed, Prepared, Role
+from megatron_epp.control.files import scratch_folder
 
 LEVELS = ("level0", "level1")
 
@@ -58,7 +58,7 @@ class LoopJudged:
         return not self.problems and max(self.value_error, self.gradient_error) <= BOUND
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(backend: Backend, arguments: Sequence[str] | None = None) -> int:
     """0: certified; 1: not. ValueError: input that cannot be used."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--loop", default="level0")
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "level0, or --epp (without --loop), with --cp"
         )
     try:
-        judged = certify_loop(trial, chosen.loop, lambda line: print(line, flush=True))
+        judged = certify_loop(backend, trial, chosen.loop, lambda line: print(line, flush=True))
     except ChildLost as error:
         print(f"not certified: {error}")
         return 1
@@ -82,10 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def certify_loop(
-    trial: Trial, level: str, show: Callable[[str], None] = lambda line: None
+    backend: Backend, trial: Trial, level: str, show: Callable[[str], None] = lambda line: None
 ) -> list[LoopJudged]:
-    """Run the batches of ``trial``, telling ``show`` line by line. Its models are taken in turn,
-    with losses per micro-batch and per token by turns. It stops where a rank fails among several.
+    """Run the batches of ``trial`` by ``backend``, telling ``show`` line by line. Its models are
+    taken in turn, with losses per micro-batch and per token by turns. It stops where a rank fails
+    among several.
 
     ValueError: flags that cannot be used. ChildLost: a process that died or stayed silent.
     """
@@ -97,14 +98,14 @@ def certify_loop(
             Role(one, ranks, trial.seed, folder, trial.patience_seconds, trial.interfere, loop=True)
             for one in (PLAIN, *range(ranks))
         ]
-        children = until_the_end.enter_context(Children(roles))
+        children = until_the_end.enter_context(Children(roles, backend))
         turns = max(2, len(trial.models))
         for index in range(min(turns, trial.batches)):
             flags = trial.models[index % len(trial.models)]
             prepared, frame = _prepare(children, flags, trial, bool(index % 2), level)
             show(f"{trial.degrees}, {level}: {prepared.description}")
             if index == 0:
-                show(HEADER)
+                show(LOOP_HEADER)
             for number in range(index, trial.batches, turns):
                 judged.append(_batch(children, number // turns, number, frame, trial))
                 show(loop_row(judged[-1]))
@@ -200,7 +201,7 @@ _COLUMNS = (
     ("value error", 11),
     ("gradient", 8),
 )
-HEADER = "  ".join(name.rjust(width) for name, width in _COLUMNS) + "  worst parameter"
+LOOP_HEADER = "  ".join(name.rjust(width) for name, width in _COLUMNS) + "  worst parameter"
 
 
 def loop_row(judged: LoopJudged) -> str:

@@ -8,10 +8,10 @@ import numpy
 
 from megatron_epp.ir import KEEP, OFFLOAD, SELECTIVE, Chunk, Kind, Op, Plan, Step, slices_of
 from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan, with_local
-from megatron_epp.mcore.certify.scale_down import CONTEXT
 
 MASKED = 0.15  # share of tokens that carry no loss
 TURN = 8  # inputs of a turn, about, where a document is a conversation
+CONTEXT = 64  # inputs that a document may have
 LONGEST = 60  # below the context: its end is not special
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from megatron_epp.mcore.certify.compare import Shard
+from megatron_epp.certify.compare import Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,12 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
 from typing import Any
 
-from megatron_epp.mcore.certify.child import serve
-from megatron_epp.mcore.certify.protocol import Failed, Role
+from megatron_epp.certify.child import serve
+from megatron_epp.certify.protocol import Backend, Failed, Role
 
 # After one rank has failed, how long the others may still answer: they wait for its messages.
 GRACE_SECONDS = 5.0
 _SHOWN_LINES = 20
-PRELOADED = (
-    "megatron_epp.mcore.patching.preloaded",
-    "megatron_epp.mcore.certify.rank",
-    "megatron_epp.mcore.certify.reference",
-)
 
 
 class ChildLost(RuntimeError):
@@ -29,7 +24,8 @@ class ChildLost(RuntimeError):
 class Children:
     """One process per role, addressed by its rank. Leaving the context ends them all."""
 
-    def __init__(self, roles: Sequence[Role]):
+    def __init__(self, roles: Sequence[Role], backend: Backend):
+        self.backend = backend
         self.patience_seconds = roles[0].patience_seconds
         self.roles = {role.rank: role for role in roles}
         self._pipes: dict[int, Connection] = {}
@@ -37,10 +33,10 @@ class Children:
 
     def __enter__(self) -> "Children":
         device = "cuda" if any(role.on_gpu for role in self.roles.values()) else "cpu"
-        context = start_context(device)
+        context = start_context(self.backend.preloaded, device)
         for rank, role in self.roles.items():
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, role), daemon=True)
+            process = context.Process(target=serve, args=(theirs, role, self.backend), daemon=True)
             process.start()
             theirs.close()
             self._pipes[rank], self._processes[rank] = ours, process
@@ -111,15 +107,17 @@ class Children:
             raise ChildLost("\n".join([first, *self._said(rank)[-_SHOWN_LINES:]])) from error
 
 
-def start_context(device: str = "cpu") -> ForkServerContext | SpawnContext:
-    """How processes are started: forked from one that has imported Megatron already, on the CPU.
+def start_context(
+    preloaded: Sequence[str], device: str = "cpu"
+) -> ForkServerContext | SpawnContext:
+    """How processes are started: on the CPU forked from one that has ``preloaded`` imported.
 
-    Importing it takes each process seconds of a core, and there are more processes than cores.
+    Importing Megatron takes each of them seconds, and there are more processes than cores.
     Elsewhere than on Linux a fork of a process with torch in it is not safe, and on a GPU each has
     to make its own context: there each starts from nothing.
     """
     if sys.platform != "linux" or device == "cuda":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context.set_forkserver_preload(list(preloaded))
     return context

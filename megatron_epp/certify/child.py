@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.mcore.certify.protocol import PLAIN, Failed, InputRefused, Role
+from megatron_epp.certify.protocol import PLAIN, Backend, Failed, InputRefused, Role
 
 
-def serve(requests: Connection, role: Role) -> None:
+def serve(requests: Connection, role: Role, backend: Backend) -> None:
     """Answer ``(method, arguments)`` with the method's result, until the pipe is closed."""
     _redirect(role.log)
     os.environ.update(OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -37,10 +37,14 @@ def serve(requests: Connection, role: Role) -> None:
                 return
             try:
                 if server is None:
-                    server = _server(role, until_the_end)
+                    server = backend.make_server(role, until_the_end)
                 answer = getattr(server, method)(*arguments)
             except Exception as error:
-                answer = _failure(error, role.rank == PLAIN or server is None, role)
+                reads_input = role.rank == PLAIN or server is None
+                if reads_input and backend.is_refusal(error):
+                    answer = InputRefused(str(error))
+                else:
+                    answer = _failure(error, role)
             requests.send(answer)
 
 
@@ -59,44 +63,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _server(role: Role, until_the_end: ExitStack) -> Any:
-    from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
-
-    if role.on_gpu:
-        _require_gpu(role.rank)
-        cuda_host.prepare(["--epp", "--pipeline-model-parallel-size", str(role.ranks)])
-    cpu_host.install_cpu_host()
-    seams.install(seams.ALWAYS_SEAMS)
-    until_the_end.enter_context(cpu_host.double_precision())
-    if role.loop:
-        from megatron_epp.mcore.certify.loops.plain import PlainLoop
-        from megatron_epp.mcore.certify.loops.rank import LoopRank
-
-        return PlainLoop(role) if role.rank == PLAIN else LoopRank(role)
-    if role.rank == PLAIN:
-        from megatron_epp.mcore.certify.reference import Plain
-
-        return Plain(role)
-    from megatron_epp.mcore.certify.rank import Rank
-
-    return Rank(role)
-
-
-def _require_gpu(rank: int) -> None:
-    from torch.cuda import device_count
-
-    if device_count() <= rank:
-        raise ValueError(
-            f"--device cuda: every rank needs a GPU, rank {rank} too; this host has "
-            f"{device_count()}: certify fewer ranks, or leave the flag out"
-        )
-
-
-def _failure(error: Exception, reads_input: bool, role: Role) -> InputRefused | Failed:
-    from megatron_epp.mcore.job_exit import is_users_mistake
-
-    if reads_input and is_users_mistake(error):
-        return InputRefused(str(error))
+def _failure(error: Exception, role: Role) -> Failed:
     traceback.print_exc()
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,0 +1,21 @@
+"""How many ranks a certificate has, and how they stand."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Pipeline stages, tensor-parallel ranks, data-parallel replicas, context-parallel ranks."""
+
+    pp: int
+    tp: int
+    dp: int
+    cp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.tp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        spread = f", CP {self.cp}" if self.cp > 1 else ""
+        return f"PP {self.pp}, TP {self.tp}, DP {self.dp}{spread}"

@@ -1,0 +1,59 @@
+"""Comparison of what routers leave beside gradients: tokens per expert, and losses for the log."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Routing of a model's part, or of the whole.
+
+    counts   by the layer's number: tokens that chose each expert, [experts], which move its bias
+    losses   by name: without its coefficient, summed over documents, by layer, [layers]
+    """
+
+    counts: Mapping[int, numpy.ndarray] = field(default_factory=dict)
+    losses: Mapping[str, numpy.ndarray] = field(default_factory=dict)
+
+
+def differences(
+    parts: Sequence[Routed], reference: Routed, replicas: int, bound: float
+) -> list[str]:
+    """Return how the ranks' ``parts`` together differ from the plain model's, a line each.
+
+    Every rank counts its own rows, and adds its share of its replica's losses over ``replicas``.
+    """
+    counts = _sums(part.counts for part in parts)
+    losses = _sums(part.losses for part in parts)
+    found = []
+    for layer in sorted(counts.keys() | reference.counts.keys()):
+        ours, theirs = counts.get(layer), reference.counts.get(layer)
+        if ours is None or theirs is None:
+            found.append(f"layer {layer}: experts counted {'twice' if theirs is None else 'never'}")
+        elif differing := int((ours != theirs).sum()):
+            found.append(
+                f"layer {layer}: {differing} of {len(theirs)} experts counted other tokens: "
+                f"{ours.sum():g} in all where the plain model has {theirs.sum():g}"
+            )
+    for name in sorted(losses.keys() | reference.losses.keys()):
+        theirs = reference.losses.get(name, numpy.zeros(1))
+        ours = losses.get(name, numpy.zeros(1)) * replicas
+        difference = abs(ours - theirs)
+        if not (difference <= bound * abs(theirs).max()).all():
+            layer = int(difference.argmax())
+            found.append(
+                f"{name} of layer {layer + 1}: {ours[layer % len(ours)]:.12g} where the plain "
+                f"model has {theirs[layer % len(theirs)]:.12g}"
+            )
+    return found
+
+
+def _sums(parts: Any) -> dict[Any, numpy.ndarray]:
+    sums: dict[Any, numpy.ndarray] = {}
+    for part in parts:
+        for key, value in part.items():
+            sums[key] = sums[key] + value if key in sums else value
+    return sums

@@ -1,0 +1,59 @@
+"""Megatron as the backend of a certificate: what its processes import, and serve with.
+
+Importing this stays light: every process does so before it has set its environment.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+from megatron_epp.certify.protocol import PLAIN, Backend, Role
+
+
+def make_server(role: Role, until_the_end: ExitStack) -> Any:
+    from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
+
+    if role.on_gpu:
+        _require_gpu(role.rank)
+        cuda_host.prepare(["--epp", "--pipeline-model-parallel-size", str(role.ranks)])
+    cpu_host.install_cpu_host()
+    seams.install(seams.ALWAYS_SEAMS)
+    until_the_end.enter_context(cpu_host.double_precision())
+    if role.loop:
+        from megatron_epp.mcore.certify.loops.plain import PlainLoop
+        from megatron_epp.mcore.certify.loops.rank import LoopRank
+
+        return PlainLoop(role) if role.rank == PLAIN else LoopRank(role)
+    if role.rank == PLAIN:
+        from megatron_epp.mcore.certify.reference import Plain
+
+        return Plain(role)
+    from megatron_epp.mcore.certify.rank import Rank
+
+    return Rank(role)
+
+
+def _require_gpu(rank: int) -> None:
+    from torch.cuda import device_count
+
+    if device_count() <= rank:
+        raise ValueError(
+            f"--device cuda: every rank needs a GPU, rank {rank} too; this host has "
+            f"{device_count()}: certify fewer ranks, or leave the flag out"
+        )
+
+
+def is_refusal(error: BaseException) -> bool:
+    from megatron_epp.mcore.job_exit import is_users_mistake
+
+    return is_users_mistake(error)
+
+
+MEGATRON = Backend(
+    make_server,
+    is_refusal,
+    (
+        "megatron_epp.mcore.patching.preloaded",
+        "megatron_epp.mcore.certify.rank",
+        "megatron_epp.mcore.certify.reference",
+    ),
+)
