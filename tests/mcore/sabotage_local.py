@@ -68,7 +68,7 @@ def exchange_local_rows() -> AbstractContextManager:
         behind = (x[spread:].clone() for x in qkv)
         return (*(x[: state.tokens] for x in ulysses.to_heads(*qkv)), *behind)
 
-    return patch.object(hooks, "parts_of", parts_of)
+    return patch.object(hooks, "attention_parts", parts_of)
 
 
 def give_rows_back_out_of_turn() -> AbstractContextManager:
@@ -82,7 +82,7 @@ def give_rows_back_out_of_turn() -> AbstractContextManager:
 
         return plain(parts, state, ulysses, spread, whole)
 
-    return patch.object(hooks, "attended", attended)
+    return patch.object(hooks, "attend_parts", attended)
 
 
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
