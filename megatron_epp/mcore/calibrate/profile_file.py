@@ -47,10 +47,6 @@ def provenance_of(args: Any) -> Provenance:
         words.append("biases")
     if args.hidden_dropout > 0:
         words.append("dropout")
-    if args.multi_latent_attention:
-        sizes = f"{args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
-        ranks = f"latents {args.kv_lora_rank}, of queries {args.q_lora_rank or 'none'}"
-        words.append(f"{ranks}, heads of {sizes}, keeps {args.epp_mla_keeps}")
     if args.tensor_model_parallel_size > 1:
         words.append(f"tp {args.tensor_model_parallel_size}")
     if args.sequence_parallel:
@@ -74,21 +70,10 @@ def provenance_of(args: Any) -> Provenance:
 
 def _of_kinds(args: Any) -> list[str]:
     """Differences of layers from plain ones, and the way experts are exchanged."""
+    from megatron_epp.mcore.model.kinds import FLAGGED_PARTS
     from megatron_epp.mcore.model.shape import model_shape
 
-    words = []
-    if args.num_experts:
-        hidden = args.moe_ffn_hidden_size or args.ffn_hidden_size
-        words.append(f"{args.moe_router_topk} of {args.num_experts} experts of {hidden}")
-        if args.moe_shared_expert_intermediate_size:
-            words.append(f"shared {args.moe_shared_expert_intermediate_size}")
-        if args.expert_model_parallel_size > 1:
-            words.append(f"ep {args.expert_model_parallel_size}")
-        if args.expert_tensor_parallel_size > 1:
-            words.append(f"etp {args.expert_tensor_parallel_size}")
-        words.append(f"exchanged by {args.moe_token_dispatcher_type}")
-    if args.window_size:
-        words.append(f"window {args.window_size[0]}")
+    words = [word for part in FLAGGED_PARTS for word in part.words(args)]
     kinds = model_shape(args).kinds
     if len(kinds) > 1:
         words.append(f"kinds {' '.join(kinds)}")

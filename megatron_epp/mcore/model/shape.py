@@ -7,15 +7,8 @@ from typing import Any
 from megatron_epp.cost.kinds.layer import PLAIN_WORDS, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds
 from megatron_epp.cost.models import Model
-from megatron_epp.mcore.model.hybrid.pattern import (
-    ATTENTION,
-    EXPERTS,
-    LATENT,
-    MLP,
-    layers_of_stages,
-    letters_of_layers,
-    pattern_of,
-)
+from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages, pattern_of
+from megatron_epp.mcore.model.kinds import FLAGGED_PARTS, part_sizes
 
 
 def model_shape(args: Any) -> Model:
@@ -49,89 +42,11 @@ def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
 
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
     """Differences of each layer from a plain one, first layer first."""
-    windows, experts = window_layers(args), expert_layers(args)
-    attention, mlp = attention_layers(args), mlp_layers(args)
-    shared = dict(_latents(args))
+    there = [(part, part.layers(args)) for part in FLAGGED_PARTS]
     return tuple(
-        LayerShape(
-            attention=attends,
-            mlp=has_mlp,
-            **(shared if attends else {}),
-            window=args.window_size[0] + 1 if windowed and attends else 0,
-            **(_experts(args) if has_experts else {}),
-        )
-        for attends, has_mlp, windowed, has_experts in zip(
-            attention, mlp, windows, experts, strict=True
-        )
+        LayerShape(**part_sizes(args, [part for part, layers in there if layers[at]]))
+        for at in range(args.num_layers)
     )
-
-
-def attention_layers(args: Any) -> tuple[bool, ...]:
-    """Mask of the layers with attention: all but MLPs and experts of a HybridModel."""
-    return _in_pattern(args, ATTENTION + LATENT) or (True,) * args.num_layers
-
-
-def mlp_layers(args: Any) -> tuple[bool, ...]:
-    """Mask of the layers with an MLP or experts: all but a HybridModel's of attention."""
-    return _in_pattern(args, MLP + EXPERTS) or (True,) * args.num_layers
-
-
-def _in_pattern(args: Any, letters: str) -> tuple[bool, ...]:
-    """Mask of a HybridModel's layers that are one of ``letters``; none of another model's."""
-    pattern = getattr(args, "hybrid_layer_pattern", None)
-    return tuple(letter in letters for letter in letters_of_layers(pattern or ""))
-
-
-def window_layers(args: Any) -> tuple[bool, ...]:
-    """Mask of the layers with a window: --window-size, --window-attn-skip-freq."""
-    if not getattr(args, "window_size", None):
-        return (False,) * args.num_layers
-    skip = args.window_attn_skip_freq
-    if skip is None:
-        return (True,) * args.num_layers
-    if isinstance(skip, int):
-        return tuple(number % skip != 0 for number in range(1, args.num_layers + 1))
-    return of_all_layers("--window-attn-skip-freq", skip, args.num_layers)
-
-
-def expert_layers(args: Any) -> tuple[bool, ...]:
-    """Mask of the layers with experts: --num-experts, --moe-layer-freq or the pattern."""
-    if not args.num_experts:
-        return (False,) * args.num_layers
-    if of_pattern := _in_pattern(args, EXPERTS):
-        return of_pattern
-    every = args.moe_layer_freq
-    if isinstance(every, int):
-        return tuple(layer % every == 0 for layer in range(args.num_layers))
-    return of_all_layers("--moe-layer-freq", every, args.num_layers)
-
-
-def of_all_layers(flag: str, given: Sequence[int], layers: int) -> tuple[bool, ...]:
-    """Values of ``flag`` for every layer. ValueError: it has more or fewer."""
-    if len(given) != layers:
-        raise ValueError(f"{flag}: {len(given)} layers; expected --num-layers, {layers}")
-    return tuple(map(bool, given))
-
-
-def _experts(args: Any) -> dict[str, Any]:
-    return {
-        "experts": args.num_experts,
-        "active_experts": args.moe_router_topk,
-        "expert_hidden": args.moe_ffn_hidden_size or args.ffn_hidden_size,
-        "shared_hidden": args.moe_shared_expert_intermediate_size or 0,
-    }
-
-
-def _latents(args: Any) -> dict[str, Any]:
-    if not getattr(args, "multi_latent_attention", False):
-        return {}
-    return {
-        "kv_rank": args.kv_lora_rank,
-        "query_rank": args.q_lora_rank or 0,
-        "rotary_size": args.qk_pos_emb_head_dim,
-        "value_size": args.v_head_dim,
-        "carries_latents": getattr(args, "epp_mla_keeps", "latents") != "expanded",
-    }
 
 
 def _names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:

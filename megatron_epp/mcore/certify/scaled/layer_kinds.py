@@ -5,11 +5,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers, with_borders
-from megatron_epp.mcore.model.shape import (
-    attention_layers,
-    expert_layers,
+from megatron_epp.mcore.model.kinds import (
+    FlaggedAttention,
+    FlaggedExperts,
+    FlaggedWindow,
     of_all_layers,
-    window_layers,
 )
 
 # Inputs that a query sees in front of it: drawn slices are shorter and longer.
@@ -19,8 +19,9 @@ WINDOW = 7
 def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """The values that keep layers of every kind of Megatron's parsed ``args``; ``stages`` and
     ``counts``: layers of every stage before and after. ValueError: one line."""
-    experts, windows, bare = expert_layers(args), window_layers(args), _without_positions(args)
-    kinds = list(zip(experts, windows, bare, attention_layers(args), strict=True))
+    experts, windows = FlaggedExperts.layers(args), FlaggedWindow.windowed(args)
+    bare, attention = _without_positions(args), FlaggedAttention.layers(args)
+    kinds = list(zip(experts, windows, bare, attention, strict=True))
     chosen = kept_layers(kinds, stages, counts)
     changed: dict[str, Any] = {}
     pattern = getattr(args, "hybrid_layer_pattern", None)
