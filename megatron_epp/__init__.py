@@ -35,7 +35,7 @@ def install(
 
     seams.install(seams.ALWAYS_SEAMS)
     seams.install(seams.EPP_SEAMS)
-    return setup.setup(args, model_config, setup.Hooks(items=items))
+    return setup.setup(args, model_config, setup.TrainerParts(items=items))
 
 
 def prepare_host() -> bool:

@@ -83,8 +83,11 @@ def test_no_folder_of_mcore_imports_one_above_it() -> None:
 @pytest.mark.parametrize(
     ("module", "back"),
     [
-        ("mcore.model.hooks", "from megatron_epp.mcore.loops import attached"),
-        ("mcore.data.chunk_params", "from megatron_epp.mcore.model.hooks import ElasticAttention"),
+        ("mcore.model.elastic_layers", "from megatron_epp.mcore.loops import attached"),
+        (
+            "mcore.data.chunk_params",
+            "from megatron_epp.mcore.model.elastic_layers import ElasticAttention",
+        ),
         ("mcore.partition", "def late():\n    import megatron_epp.mcore.certify.rank"),
     ],
 )

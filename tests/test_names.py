@@ -25,20 +25,18 @@ ADJECTIVES = "Alone Small Plain Worst Local Again Adaptive Predicting"
 # To be mended: functions, and modules and constants of a folder at the top, that are there twice;
 # classes that are participles.
 FUNCTIONS = """
-    begin choose expert_layers forward_step loss probe_of refuse serve
+    serve
 """
 MODULES = """
-    layers/te mcore/flags mcore/rank mcore/split_backward
+    mcore/flags mcore/rank
 """
 CONSTANTS = """
-    mcore/AUTO mcore/EXPERTS mcore/OTHERS mcore/REPEATS planner/B
-    planner/F planner/I planner/SKETCH_EFFORT planner/SLACK planner/STEPS planner/W
-    runtime/PATIENCE_SECONDS
+    mcore/EXPERTS planner/B planner/F planner/I planner/SKETCH_EFFORT planner/SLACK
+    planner/STEPS planner/W runtime/PATIENCE_SECONDS
 """
 PARTICIPLES = """
-    Alone Computed Drawn Failed Fitted InputRefused Judged Listed Local LoopComputed LoopJudged
-    Measured Plain Played Prepared Published Replaced Routed Scaled Small Sorted Split
-    Transferred Untargeted Warmed Worst
+    Computed Drawn Failed Fitted InputRefused Judged Listed Local LoopComputed LoopJudged Plain
+    Played Prepared Published Routed Scaled Small Sorted Transferred Untargeted Worst
 """
 
 NOT_PLAIN = re.compile(r"(Of|What|Whose|Which|In the place of|Besides|Apart|Aside)\b")

@@ -173,7 +173,7 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
         defaults["apply_rope_fusion"] = False  # its kernel is Transformer Engine's
     if find_spec("fused_weight_gradient_mlp_cuda") is None:
         # The output layer's kernel is apex's, and Megatron builds none that asks for it in vain.
-        # Transformer Engine's linears have their own (model/hooks.py: fuse_weight_gradients).
+        # Transformer Engine's linears have their own (elastic_layers.py: fuse_weight_gradients).
         defaults["gradient_accumulation_fusion"] = False
         defaults[FUSED_LINEARS] = (
             wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion

@@ -27,12 +27,12 @@ from megatron_epp.mcore.flags import (
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
 if TYPE_CHECKING:  # Megatron is imported when its host is prepared
-    from megatron_epp.mcore.setup import Hooks
+    from megatron_epp.mcore.setup import TrainerParts
 
 
 def main(
     program_start: float | None = None,
-    hooks: Hooks | None = None,
+    hooks: TrainerParts | None = None,
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
@@ -48,13 +48,13 @@ def main(
     except Exception as error:
         if not job_exit.is_users_mistake(error):
             raise
-        job_exit.refuse(error)
+        job_exit.refuse_and_exit(error)
     job_exit.finish()
 
 
 def train(
     program_start: float,
-    hooks: Hooks | None = None,
+    hooks: TrainerParts | None = None,
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
@@ -88,7 +88,7 @@ def train(
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     spread = partition.choose_vocabulary(args)
-    for said in filter(None, (spread, partition.choose(args))):
+    for said in filter(None, (spread, partition.choose_partition(args))):
         if rank() == 0:
             print(said, flush=True)
     with refusals_as_value_errors():

@@ -65,7 +65,7 @@ def is_users_mistake(error: BaseException) -> bool:
     return str(name).startswith("megatron_epp.")
 
 
-def refuse(error: BaseException) -> NoReturn:
+def refuse_and_exit(error: BaseException) -> NoReturn:
     """End this rank with status 2; one rank of those that end so prints the line.
 
     The process ends here and now: whoever waits in a collective would keep an orderly shutdown

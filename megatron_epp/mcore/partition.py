@@ -38,7 +38,7 @@ KEPT_VOCABULARY = "epp-vocab-parallel.json"  # on or off, there, too
 AMPLE_BYTES = 1e15
 BATCHES = 2  # that a partition is chosen on
 # Megatron's flags that say the same, and what each is where it says nothing.
-OTHERS = {
+OTHER_WAYS = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
     "pipeline_model_parallel_layout": None,
@@ -53,7 +53,7 @@ def placeholder(wanted: Any) -> dict[str, Any]:
     stages = wanted.pipeline_model_parallel_size
     if wanted.epp_partition != PARTITION_AUTO or stages == 1:
         return {}
-    for name, silent in OTHERS.items():
+    for name, silent in OTHER_WAYS.items():
         if getattr(wanted, name) != silent:
             raise ValueError(
                 f"--{name.replace('_', '-')} says where layers lie, and --epp-partition auto "
@@ -88,7 +88,7 @@ def chosen(args: Any) -> bool:
     return args.epp and args.epp_partition == PARTITION_AUTO
 
 
-def choose(args: Any) -> str | None:
+def choose_partition(args: Any) -> str | None:
     """Sets Megatron's layout on ``args``, which Megatron has validated, or the | in the pattern of
     a HybridModel; what rank 0 says of it.
 

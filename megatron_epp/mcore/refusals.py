@@ -11,7 +11,7 @@ from functools import partial
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.config import AUTO, OFF, ON
-from megatron_epp.mcore.model.hybrid.pattern import LETTERS, OTHERS
+from megatron_epp.mcore.model.hybrid.pattern import LETTERS, UNSUPPORTED_LETTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ REFUSALS = (
             "run without --epp",
             partial(_has_layers, letter),
         )
-        for letter, what in OTHERS.items()
+        for letter, what in UNSUPPORTED_LETTERS.items()
     ),
 )
 

@@ -21,7 +21,7 @@ NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class ReplacedFlags:
     """``destinations``: of Megatron's parser; those that a version lacks are passed over. ``by``:
     what does the job. ``neutral``: values to set where they are not the parser's defaults.
     ``same``: whether ``args`` ask for what gives the same results."""
@@ -33,7 +33,7 @@ class Replaced:
 
 
 REPLACED = (
-    Replaced(
+    ReplacedFlags(
         (
             "recompute_granularity",
             "recompute_activations",
@@ -46,7 +46,7 @@ REPLACED = (
         "every plan recomputes what memory asks for, per stage, chunk and layer: "
         "--epp-memory-budget-gib",
     ),
-    Replaced(
+    ReplacedFlags(
         (
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
@@ -58,7 +58,7 @@ REPLACED = (
         "one model chunk per stage; slices of long documents shrink the warm-up, and messages go "
         "while ops compute",
     ),
-    Replaced(
+    ReplacedFlags(
         (
             "cuda_graph_impl",
             "enable_cuda_graph",
@@ -69,7 +69,7 @@ REPLACED = (
         ),
         "nothing is captured: chunks have new shapes in every iteration",
     ),
-    Replaced(
+    ReplacedFlags(
         (
             "tp_comm_overlap",
             "tp_comm_overlap_cfg",
@@ -84,7 +84,7 @@ REPLACED = (
         ),
         "tensor-parallel communication goes without buffers of one fixed shape",
     ),
-    Replaced(
+    ReplacedFlags(
         (
             "cpu_offloading_num_layers",
             "cpu_offloading_retain_pinned_cpu_buffers",
@@ -98,12 +98,12 @@ REPLACED = (
         ),
         "plans recompute instead of offloading: --epp-memory-budget-gib",
     ),
-    Replaced(
+    ReplacedFlags(
         ("micro_batch_size", "eval_micro_batch_size"),
         "a plan says what is computed together; --global-batch-size counts documents",
         neutral={"micro_batch_size": 1},
     ),
-    Replaced(
+    ReplacedFlags(
         ("calculate_per_token_loss",),
         "the loss is the mean over all tokens of the batch, which the mean of micro-batches of "
         "equally many tokens is, too",
@@ -111,12 +111,12 @@ REPLACED = (
         # With masked tokens Megatron's micro-batches weigh them differently: refused.
         same=lambda args: not args.eod_mask_loss,
     ),
-    Replaced(
+    ReplacedFlags(
         ("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "delay_wgrad_compute"),
         "the output layer's gradients come with its forward, others where a plan puts its W ops: "
         "--epp-levers",
     ),
-    Replaced(
+    ReplacedFlags(
         (
             "moe_shared_expert_overlap",
             "overlap_moe_expert_parallel_comm",
@@ -125,15 +125,15 @@ REPLACED = (
         "experts are exchanged and computed one after the other; chunks of other documents keep "
         "the other stages busy",
     ),
-    Replaced(
+    ReplacedFlags(
         ("cp_comm_type",),
         "context-parallel ranks exchange rows for heads",
     ),
-    Replaced(
+    ReplacedFlags(
         ("use_flash_attn",),
         "the attention of slices: --epp-attention",
     ),
-    Replaced(
+    ReplacedFlags(
         (
             "reset_position_ids",
             "reset_attention_mask",
@@ -141,7 +141,7 @@ REPLACED = (
         ),
         "positions start anew in every document, and each attends to itself alone",
     ),
-    Replaced(
+    ReplacedFlags(
         ("dataloader_type",),
         "documents come in Megatron's order of samples, which single means, too",
         neutral={"dataloader_type": "external"},

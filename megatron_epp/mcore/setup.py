@@ -21,7 +21,7 @@ from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Step
 from megatron_epp.mcore import megatron_gpt, refusals, replaced, telemetry
-from megatron_epp.mcore.calibrate.kept_latents import choose as choose_kept
+from megatron_epp.mcore.calibrate.kept_latents import choose_mla_keeps
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.data.chat_cache import check_chat_flags, converted_chats
@@ -38,8 +38,8 @@ from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
 from megatron_epp.mcore.launcher import end_with_launcher
 from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
-from megatron_epp.mcore.model.forward import forward_step
-from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
+from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
+from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
@@ -59,7 +59,7 @@ from megatron_epp.runtime.watcher import Watcher
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobContext:
     """This rank's place in the job, known when Megatron has built the model.
 
     layers   of every stage
@@ -75,7 +75,7 @@ class Place:
     attention: Attention
 
 
-def make_steps(place: Place, model: Any) -> StepSource:
+def make_steps(place: JobContext, model: Any) -> StepSource:
     """--epp-plan's steps, or the planner's with a cost model that is measured where none is given;
     ``model`` is wrapped, in its final number format. Collective."""
     if place.config.epp_plan is not None:
@@ -92,7 +92,7 @@ def limit_bytes(config: Config) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class TrainerParts:
     """Replacements of the trainer's own parts by a benchmark, an example or a test.
 
     pre_wrap           (parts of the model): the parts with adapters or the like, before the trainer
@@ -109,7 +109,7 @@ class Hooks:
     """
 
     pre_wrap: Callable[[list[Any]], list[Any]] | None = None
-    make_steps: Callable[[Place, Any], StepSource] = make_steps
+    make_steps: Callable[[JobContext, Any], StepSource] = make_steps
     items: Callable[[Sequence[int]], Sequence[VarlenItems | None]] | None = None
     make_batches: Callable[[DocumentSource, int, int], GlobalBatches] = GlobalBatches
     summary: Summary = summary_line
@@ -130,7 +130,7 @@ def _layers_of_stages(model: Any, groups: Groups) -> tuple[int, ...]:
 # ------------------------------------------------------------------ the job
 
 
-def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any, Any]:
+def setup(args: Any, model_config: Any, hooks: TrainerParts | None = None) -> tuple[Any, Any]:
     """Put elastic pipelines into this process; returns the forward step and the data provider
     for Megatron's ``pretrain``.
 
@@ -150,7 +150,7 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: more stages "
             f"than the {args.num_layers} layers; expected at most one stage per layer"
         )
-    hooks = hooks or Hooks()
+    hooks = hooks or TrainerParts()
     if hooks.pre_wrap is not None:
         if refusals.vocabulary_parallel(args):
             raise ValueError(
@@ -167,14 +167,14 @@ def setup(args: Any, model_config: Any, hooks: Hooks | None = None) -> tuple[Any
         return job.datasets(samples)
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own tokens
-    return forward_step, datasets
+    return chunk_forward_step, datasets
 
 
 class Job:
     """This rank's part of the job. Megatron's hooks fill it: ``attach`` before the model is
     wrapped, ``prepare`` behind it, which makes the ``schedule``."""
 
-    def __init__(self, args: Any, config: Config, hooks: Hooks):
+    def __init__(self, args: Any, config: Config, hooks: TrainerParts):
         self.args, self.config, self.hooks = args, config, hooks
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
         self.truncated_documents = 0  # of the training set
@@ -184,7 +184,7 @@ class Job:
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open as long as the job
         self._waiting = Waiting(0)  # its stage is known when the model is built
-        self._place: Place | None = None
+        self._place: JobContext | None = None
         self._schedule: ElasticSchedule | None = None
 
     def install(self, model_config: Any) -> None:
@@ -206,7 +206,7 @@ class Job:
         warm_up(attention, heads, whole, self.args.seq_length, device)
         groups = make_groups(device)
         layers = _layers_of_stages(model, groups)
-        choose_kept(self.args, model, attention, layers, groups)
+        choose_mla_keeps(self.args, model, attention, layers, groups)
         self.hooks.install_in_model(model, self.args.seq_length, attention)
         if refusals.vocabulary_parallel(self.args):
             refusals.require_whole_words(self.args)  # padded now
@@ -219,7 +219,7 @@ class Job:
         if self._reads_chats:
             self._chats = converted_chats(self.args, groups.control)
         rows = RowShare.of(self.args)
-        self._place = Place(self.args, self.config, groups, layers, rows, device, attention)
+        self._place = JobContext(self.args, self.config, groups, layers, rows, device, attention)
         if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
             speak_when_terminated(self._waiting, dist.get_rank())
         Watcher(

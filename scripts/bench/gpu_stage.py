@@ -36,7 +36,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
     """The table, and its errors in words."""
     from megatron_epp.ir import FULL, KEEP, Kind
     from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
-    from megatron_epp.mcore.calibrate.single_stage import probe_of, profile_of
+    from megatron_epp.mcore.calibrate.single_stage import probe_alone, profile_of
 
     layers = arguments.layers
     made: list[list[str]] = []
@@ -44,7 +44,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
     with undisturbed(model):
         profile = profile_of(alone, model)
         print(profile.provenance.source, flush=True)
-        probe = probe_of(alone, model)
+        probe = probe_alone(alone, model)
         seconds = {kind: profile.layer_seconds[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)}
         for tokens in arguments.slices:
             for context in arguments.contexts:

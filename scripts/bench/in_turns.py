@@ -55,14 +55,14 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
     tell    what is logged of an iteration; given first which variant it was, by number
     """
     from megatron_epp.mcore import entry
-    from megatron_epp.mcore.setup import Hooks
+    from megatron_epp.mcore.setup import TrainerParts
 
     def variant_of(iteration: int) -> int:
         """Where iteration 1 warms up, it does so with the first variant, as iteration 2."""
         return max(0, iteration - 1 - warm_up) % len(variants)
 
     entry.main(
-        hooks=Hooks(
+        hooks=TrainerParts(
             make_steps=functools.partial(steps, lambda at: variants[variant_of(at)]),
             make_batches=repeated(len(variants), warm_up, first),
             summary=functools.partial(tell, variant_of),

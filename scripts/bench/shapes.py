@@ -82,7 +82,9 @@ def begin(arguments: argparse.Namespace, layers: int, context: int, others: Sequ
     cpu_host.install_cpu_host()
     from megatron_epp.mcore.calibrate import single_stage
 
-    return single_stage.begin(flags(arguments.model, layers, context, on_gpu, others))
+    return single_stage.start_single_process(
+        flags(arguments.model, layers, context, on_gpu, others)
+    )
 
 
 def hardware() -> str:

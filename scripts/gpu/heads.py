@@ -25,7 +25,7 @@ def main() -> None:
     arguments, others = parser.parse_known_args()
     alone = shapes.begin(arguments, 2, 16384, others)
     from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
-    from megatron_epp.mcore.calibrate.single_stage import build_stage, probe_of
+    from megatron_epp.mcore.calibrate.single_stage import build_stage, probe_alone
     from megatron_epp.mcore.config import FUSED_LINEARS
     from megatron_epp.mcore.model import early_head
 
@@ -49,14 +49,14 @@ def main() -> None:
         setattr(args, FUSED_LINEARS, fused)
         model = build_stage(dataclasses.replace(alone, args=args), 2, False, False)
         with undisturbed(model):
-            probe = probe_of(alone, model)
+            probe = probe_alone(alone, model)
             for tokens in (1024, 2048, arguments.tokens):
                 row = told(lambda weigh: probe.layers(Shape(tokens), "kk", weigh))  # noqa: B023
                 print(f"linears fused {fused}, 2 layers, {tokens} tokens: {row}", flush=True)
         del model, probe
     model = build_stage(alone, 1, False, True)
     with undisturbed(model):
-        probe = probe_of(alone, model)
+        probe = probe_alone(alone, model)
         for block in BLOCKS:
             # The constants that this probe is there to choose: no setting of a training.
             with mock.patch.object(early_head, "rows_at_once", return_value=block):

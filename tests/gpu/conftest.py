@@ -42,9 +42,9 @@ def alone():
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.calibrate.single_stage import begin
+    from megatron_epp.mcore.calibrate.single_stage import start_single_process
 
-    return begin(MODEL.split() + ([] if has_engine() else LOCAL.split()))
+    return start_single_process(MODEL.split() + ([] if has_engine() else LOCAL.split()))
 
 
 @pytest.fixture(scope="session")

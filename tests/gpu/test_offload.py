@@ -83,13 +83,13 @@ def test_copies_are_as_fast_as_the_link(alone) -> None:
     import torch.distributed as dist
 
     from megatron_epp.mcore.calibrate.host_rate import host_rate
-    from megatron_epp.mcore.calibrate.single_stage import probe_of, run_stage
+    from megatron_epp.mcore.calibrate.single_stage import probe_alone, run_stage
     from megatron_epp.mcore.process_groups import make_groups
     from megatron_epp.runtime.host_store import HostStore
 
     assert dist.is_initialized()
     model = stage(alone)
-    rate = host_rate(probe_of(alone, model), make_groups(alone.device))
+    rate = host_rate(probe_alone(alone, model), make_groups(alone.device))
     assert rate > LEAST_RATE
     host = HostStore(alone.device, parameters=model.parameters())
     offloaded = lettered(*("oo",) * SLICES)

@@ -62,11 +62,11 @@ def test_what_i_leaves_is_what_w_adds(alone, engine) -> None:
     """The guard can fail: without its Ws the weights of linears have no gradient at all."""
     from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
     from megatron_epp.mcore.calibrate.probe import Shape
-    from megatron_epp.mcore.calibrate.single_stage import build_stage, probe_of
+    from megatron_epp.mcore.calibrate.single_stage import build_stage, probe_alone
     from megatron_epp.mcore.model.split_backward import Deferral
 
     model = build_stage(alone, 1, False, False)
-    probe = probe_of(alone, model)
+    probe = probe_alone(alone, model)
     with patch.object(DeferredWeightGrads, "accumulate_all", lambda self: None):
         model.zero_grad_buffer()
         probe.layers(Shape(256), "k", split=True)

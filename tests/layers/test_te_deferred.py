@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
-from megatron_epp.layers.wgrad.te import can_defer, deferred_forward
+from megatron_epp.layers.wgrad.te_linear import can_defer, deferred_forward
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
 from tests.layers import engine

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_epp.mcore.calibrate.probe import Measured, Shape
+from megatron_epp.mcore.calibrate.probe import Measurement, Shape
 
 MIB = 2**20
 
@@ -74,7 +74,7 @@ class MadeUpProbe:
     def most_context(self, share: float) -> int:
         return 65536
 
-    def layers(self, shape: Shape, letters: str, weigh: bool = False) -> Measured:
+    def layers(self, shape: Shape, letters: str, weigh: bool = False) -> Measurement:
         rules, tokens = self.rules, shape.tokens
         keys = rules.keys * (tokens + shape.context)
         attention = rules.attention * max(1024, tokens) + keys
@@ -84,14 +84,14 @@ class MadeUpProbe:
         passing = rules.passing * tokens + (again if letters == "f" else 0)
         return self._pass(saved, passing, (rules.weight, attention), again)
 
-    def ends(self, shape: Shape, weigh: bool = False) -> Measured:
+    def ends(self, shape: Shape, weigh: bool = False) -> Measurement:
         rules, block = self.rules, min(shape.tokens, self.head_tokens)
         forward = rules.logits * block + rules.head_weight
         return self._pass([8192 * shape.tokens], forward, (0,), 0)
 
     def _pass(
         self, saved: list[int], forward: int, backward: tuple[int, ...], again: int
-    ) -> Measured:
+    ) -> Measurement:
         memory = self.allocator
         memory.peak = base = memory.now
         if not self.called:
@@ -107,6 +107,6 @@ class MadeUpProbe:
         memory.give(lives)
         for block in blocks:
             memory.give(block)
-        return Measured(
+        return Measurement(
             0.0, 0.0, held, forward_peak - held, memory.peak - base - held
         )  # fmt: skip

@@ -27,4 +27,4 @@ def make_steps(place, model):
 
 
 if __name__ == "__main__":
-    entry.main(hooks=setup.Hooks(make_steps=make_steps))
+    entry.main(hooks=setup.TrainerParts(make_steps=make_steps))

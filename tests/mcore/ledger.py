@@ -23,11 +23,11 @@ from megatron_epp.ir import Chunk, Op, Plan  # noqa: E402
 from megatron_epp.layers.attention.reference import PlainKernel  # noqa: E402
 from megatron_epp.layers.attention.varlen import VarlenAttention  # noqa: E402
 from megatron_epp.mcore.calibrate.single_stage import (  # noqa: E402
-    begin,
     build_stage,
     peak_bytes,
     profile_of,
     run_stage,
+    start_single_process,
 )
 from megatron_epp.runtime.host_store import HostStore  # noqa: E402
 from megatron_epp.sim.play import play  # noqa: E402
@@ -94,7 +94,7 @@ def main(which: str) -> None:
         at = flags.index("--group-query-attention")
         flags[at : at + 3] = [*OF_LATENTS.split(), "--epp-mla-keeps", which]
         plans = PLANS_OF_LATENTS
-    alone = begin(flags)
+    alone = start_single_process(flags)
     if which == "varlen":
         scale = alone.args.kv_channels**-0.5
         alone = replace(alone, attention=VarlenAttention(Unseen(scale)))

@@ -68,5 +68,5 @@ if __name__ == "__main__":
     except Exception as error:
         if not job_exit.is_users_mistake(error):
             raise
-        job_exit.refuse(error)
+        job_exit.refuse_and_exit(error)
     job_exit.finish()

@@ -47,11 +47,11 @@ def forget() -> None:
     os.environ.update(MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
-def hooks_of(words: list[str]) -> setup.Hooks:
+def hooks_of(words: list[str]) -> setup.TrainerParts:
     if not words:
-        return setup.Hooks()
+        return setup.TrainerParts()
     rank = int(words[1])
-    return setup.Hooks(pre_wrap=lambda models: [adapt(one, rank) for one in models])
+    return setup.TrainerParts(pre_wrap=lambda models: [adapt(one, rank) for one in models])
 
 
 if __name__ == "__main__":

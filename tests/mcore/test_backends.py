@@ -20,7 +20,7 @@ from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import Heads, attention_for
 from megatron_epp.mcore.model.early_head import rows_at_once
-from megatron_epp.mcore.model.hooks import (
+from megatron_epp.mcore.model.elastic_layers import (
     PositionedRotary,
     add_every_gradient,
     fuse_weight_gradients,
@@ -264,7 +264,7 @@ OTHER_ATTENTION = """
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model.attention import Heads
-from megatron_epp.mcore.setup import Hooks
+from megatron_epp.mcore.setup import TrainerParts
 
 asked = []
 
@@ -274,7 +274,7 @@ def attention_for(wanted, config, device):
     return VarlenAttention(PlainKernel(Heads.of(config).scale))
 
 
-HOOKS = Hooks(attention_for=attention_for)
+HOOKS = TrainerParts(attention_for=attention_for)
 
 
 class Around:

@@ -9,7 +9,7 @@ from megatron_epp.cost.devices import device
 from megatron_epp.cost.models import model
 from megatron_epp.cost.profile import Bytes, Seconds, Workspace
 from megatron_epp.ir import Kind
-from megatron_epp.mcore.calibrate.split_backward import SMALL_TOKENS, Split, with_split
+from megatron_epp.mcore.calibrate.split_cost import SMALL_TOKENS, SplitSeconds, with_split
 
 B = Seconds(per_token=3e-6, per_pair=2e-9, per_chunk=1e-4)
 HEAD = Seconds(per_token=4e-6)
@@ -29,14 +29,14 @@ def measured(price: float, per_chunk: float, weight_seconds: float = 1e-6):
     for tokens in (128, 256):
         # Beside what is in proportion to tokens, 5 bytes that every I needs.
         bytes_ = {"input_bytes": tokens * 7 + 5, "weight_input_bytes": tokens * 11}
-        splits.append(Split(False, tokens, **bytes_))
-        splits.append(Split(True, tokens, weight_input_bytes=tokens * 13))
+        splits.append(SplitSeconds(False, tokens, **bytes_))
+        splits.append(SplitSeconds(True, tokens, weight_input_bytes=tokens * 13))
     for tokens in (SMALL_TOKENS, 1000, 2000):
         whole = B(tokens, tokens * tokens / 2)
         weight = weight_seconds * tokens + per_chunk / 2
         both = whole * (1 + price * (tokens != SMALL_TOKENS)) + per_chunk
-        splits.append(Split(False, tokens, whole, both - weight, weight))
-    splits.append(Split(True, 1000, 4e-3, 1e-3, 3e-3))
+        splits.append(SplitSeconds(False, tokens, whole, both - weight, weight))
+    splits.append(SplitSeconds(True, 1000, 4e-3, 1e-3, 3e-3))
     return with_split(made, splits)
 
 

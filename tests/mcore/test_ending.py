@@ -23,7 +23,7 @@ time.sleep(0.3 * {late}[rank])
 if rank in {refused}:
     started = subprocess.Popen(["sleep", "61"])
     print("rank", rank, "started", started.pid, flush=True)
-    job_exit.refuse(ValueError("rank %d was given a bad plan" % rank))
+    job_exit.refuse_and_exit(ValueError("rank %d was given a bad plan" % rank))
 time.sleep(60)
 """
 

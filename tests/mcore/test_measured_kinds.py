@@ -19,7 +19,7 @@ cpu_host.install_cpu_host()
 
 from megatron_epp.mcore.calibrate import measure  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
-from megatron_epp.mcore.calibrate.probe import Measured, Shape  # noqa: E402
+from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
 from megatron_epp.mcore.data.row_share import RowShare  # noqa: E402
 from megatron_epp.mcore.model.shape import kinds_of_stage  # noqa: E402
 
@@ -58,16 +58,16 @@ class MadeUpLayers:
         seconds = token * shape.tokens + pair * shape.pairs_within(window) + chunk
         again = seconds if letters == FULL else 0.0
         kept = 64.0 if letters == FULL else held
-        return Measured(
+        return Measurement(
             seconds, 2 * seconds + again, round(kept * shape.tokens),
             weight_seconds=token * shape.tokens if split else 0.0,
         )  # fmt: skip
 
-    def embedding(self, shape: Shape, weigh: bool = False) -> Measured:
-        return Measured(1e-7 * shape.tokens, 2e-7 * shape.tokens, shape.tokens)
+    def embedding(self, shape: Shape, weigh: bool = False) -> Measurement:
+        return Measurement(1e-7 * shape.tokens, 2e-7 * shape.tokens, shape.tokens)
 
-    def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measured:
-        return Measured(5e-7 * shape.tokens, 1e-6 * shape.tokens, 8 * shape.tokens)
+    def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measurement:
+        return Measurement(5e-7 * shape.tokens, 1e-6 * shape.tokens, 8 * shape.tokens)
 
     def module_seconds(self, shape: Shape, module) -> float:
         return 1e-7 * shape.tokens * (1 + len(self.word[self.at]))
@@ -120,7 +120,9 @@ class Busy(MadeUpLayers):
     def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
         token, _, chunk, _, held = RULES[self.word[self.at]]
         seconds = token * shape.tokens + chunk
-        return Measured(seconds, 2 * seconds - 1e-5 * (letters != KEEP), round(held * shape.tokens))
+        return Measurement(
+            seconds, 2 * seconds - 1e-5 * (letters != KEEP), round(held * shape.tokens)
+        )
 
     def of_layer(self, at: int) -> "Busy":
         return Busy(self.word, at, self.runs)

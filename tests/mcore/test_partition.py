@@ -11,7 +11,13 @@ from megatron_epp.mcore.model.hybrid.pattern import (
     require_pattern,
     with_borders,
 )
-from megatron_epp.mcore.partition import KEPT, KEPT_VOCABULARY, OTHERS, choose, placeholder
+from megatron_epp.mcore.partition import (
+    KEPT,
+    KEPT_VOCABULARY,
+    OTHER_WAYS,
+    choose_partition,
+    placeholder,
+)
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import flags, train, write_corpus
 
@@ -105,7 +111,7 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     # Resumed with ours, it is not chosen again.
     resumes = {"load": str(kept), "finetune": False, "num_layers": 7}
     args = wanted(hybrid_layer_pattern=PATTERN, epp=True, **resumes)
-    said = choose(args)
+    said = choose_partition(args)
     assert args.hybrid_layer_pattern == pattern
     assert said.endswith(f"{pattern}, the checkpoint's, as it resumes (kept in {KEPT})")
 
@@ -117,7 +123,7 @@ def wanted(**changes: object) -> Namespace:
         "num_layers": 6,
         "hybrid_layer_pattern": None,
         "mtp_num_layers": None,
-        **OTHERS,
+        **OTHER_WAYS,
     }
     return Namespace(**{**given, **changes})
 

@@ -10,7 +10,7 @@ from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model import warm_up as module
 from megatron_epp.mcore.model.attention import Heads
-from megatron_epp.mcore.model.warm_up import Warmed, buckets, calls, warm_up
+from megatron_epp.mcore.model.warm_up import WarmUpCall, buckets, calls, warm_up
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 8, 0.5, torch.float32)
@@ -26,9 +26,9 @@ def test_buckets_are_those_of_the_kernels() -> None:
 def test_every_pair_of_buckets_once_and_whole_documents_first() -> None:
     wanted = list(calls(5000, alone=False))
     assert len(wanted) == len(set(wanted)) == 4 + 3 + 2 + 1
-    assert wanted[:4] == [Warmed(size, size) for size in buckets(5000)]
+    assert wanted[:4] == [WarmUpCall(size, size) for size in buckets(5000)]
     assert all(call.queries <= call.keys <= 5000 for call in wanted)
-    alone = [Warmed(size, size, alone=True) for size in buckets(5000)]
+    alone = [WarmUpCall(size, size, alone=True) for size in buckets(5000)]
     assert list(calls(5000, alone=True)) == [*wanted[:4], *alone, *wanted[4:]]
 
 

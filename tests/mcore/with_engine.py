@@ -12,8 +12,8 @@ cpu_host.install_cpu_host()
 from megatron.core.tensor_parallel import RowParallelLinear  # noqa: E402
 
 from megatron_epp.mcore import entry  # noqa: E402
-from megatron_epp.mcore.model import hooks  # noqa: E402
-from megatron_epp.mcore.setup import Hooks  # noqa: E402
+from megatron_epp.mcore.model import elastic_layers  # noqa: E402
+from megatron_epp.mcore.setup import TrainerParts  # noqa: E402
 from tests.layers import engine  # noqa: E402
 
 
@@ -50,8 +50,8 @@ def install_in_model(model: Any, *others: Any) -> None:
         ):
             for name in names:
                 setattr(parent, name, as_engine(getattr(parent, name), fused))
-    hooks.install_in_model(model, *others)
+    elastic_layers.install_in_model(model, *others)
 
 
 if __name__ == "__main__":
-    entry.main(hooks=Hooks(install_in_model=install_in_model))
+    entry.main(hooks=TrainerParts(install_in_model=install_in_model))

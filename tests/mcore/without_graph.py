@@ -4,13 +4,13 @@ is frozen. Run inside a rank (``Trial.interfere``)."""
 from typing import Any
 from unittest.mock import patch
 
-from megatron_epp.mcore.model import hooks
-from megatron_epp.mcore.setup import Hooks
+from megatron_epp.mcore.model import elastic_layers
+from megatron_epp.mcore.setup import TrainerParts
 
 
 def install_in_model(*arguments: Any) -> None:
-    with patch.object(hooks, "_from_here_on", lambda forward: forward):
-        hooks.install_in_model(*arguments)
+    with patch.object(elastic_layers, "_from_here_on", lambda forward: forward):
+        elastic_layers.install_in_model(*arguments)
 
 
-HOOKS = Hooks(install_in_model=install_in_model)
+HOOKS = TrainerParts(install_in_model=install_in_model)

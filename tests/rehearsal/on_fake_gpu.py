@@ -39,8 +39,8 @@ from megatron_epp.mcore.calibrate import single_stage  # noqa: E402
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder  # noqa: E402
 from megatron_epp.mcore.model import (  # noqa: E402
     attention,
+    elastic_layers,
     forward,
-    hooks,
 )
 from megatron_epp.mcore.model.early_head import block_tokens  # noqa: E402
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec  # noqa: E402
@@ -103,7 +103,7 @@ def plan_of(kind: str) -> Plan:
 
 
 @contextmanager
-def world_of(tensor: int, context: int) -> Iterator[single_stage.Alone]:
+def world_of(tensor: int, context: int) -> Iterator[single_stage.SingleProcess]:
     """The first rank of a world of ``tensor`` x ``context`` ranks, as far as Megatron can tell."""
     ranks = tensor * context
     with pytest.MonkeyPatch.context() as patch:
@@ -129,7 +129,7 @@ def world_of(tensor: int, context: int) -> Iterator[single_stage.Alone]:
 
         patch.setattr(argument_utils, "gpt_config_from_args", description)
         flags = FLAGS + f"--tensor-model-parallel-size {tensor} --context-parallel-size {context}"
-        alone = single_stage.begin(flags.split())
+        alone = single_stage.start_single_process(flags.split())
         assert alone.device == DEVICE and alone.attention.name == "torch"
         try:
             yield alone
@@ -145,7 +145,7 @@ ALONE, SPREAD = (1, 1), (2, 2)  # tensor- and context-parallel ranks
 
 
 @pytest.fixture(scope="module")
-def world(request) -> Iterator[single_stage.Alone]:
+def world(request) -> Iterator[single_stage.SingleProcess]:
     with world_of(*request.param) as alone:
         yield alone
 
@@ -166,7 +166,7 @@ def attentions(plan: Plan, stage: int) -> tuple[int, int]:
     return forwards, backwards
 
 
-def run(alone: single_stage.Alone, model: Any, plan: Plan, stage: int) -> Counter[str]:
+def run(alone: single_stage.SingleProcess, model: Any, plan: Plan, stage: int) -> Counter[str]:
     """Ops that an iteration of ``stage`` asks the device for; none makes the host wait."""
     before = gpu.calls.copy()
     with gpu.without_waiting(), torch.set_grad_enabled(not plan.forward_only):
@@ -285,28 +285,28 @@ def _gradient_in_float32(patch: pytest.MonkeyPatch) -> None:
 
 
 def _loss_is_read(patch: pytest.MonkeyPatch) -> None:
-    plain = forward.loss
+    plain = forward.chunk_loss
 
     def loss(mask: Tensor, losses: Tensor) -> Any:
         assert float(losses.sum()) >= 0
         return plain(mask, losses)
 
-    patch.setattr(forward, "loss", loss)
+    patch.setattr(forward, "chunk_loss", loss)
 
 
 def _mask_as_index(patch: pytest.MonkeyPatch) -> None:
-    plain = forward.loss
+    plain = forward.chunk_loss
 
     def loss(mask: Tensor, losses: Tensor) -> Any:
         losses.view(-1)[mask.view(-1) > 0]
         return plain(mask, losses)
 
-    patch.setattr(forward, "loss", loss)
+    patch.setattr(forward, "chunk_loss", loss)
 
 
 def _mask_to_host(patch: pytest.MonkeyPatch) -> None:
-    plain = forward.loss
-    patch.setattr(forward, "loss", lambda mask, losses: plain(mask.cpu().to(DEVICE), losses))
+    plain = forward.chunk_loss
+    patch.setattr(forward, "chunk_loss", lambda mask, losses: plain(mask.cpu().to(DEVICE), losses))
 
 
 def _aside_unpinned(patch: pytest.MonkeyPatch) -> None:
@@ -319,9 +319,9 @@ def _aside_in_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rotary_in_float32(patch: pytest.MonkeyPatch) -> None:
-    plain = hooks.ElasticAttention.__call__
+    plain = elastic_layers.ElasticAttention.__call__
     patch.setattr(
-        hooks.ElasticAttention,
+        elastic_layers.ElasticAttention,
         "__call__",
         lambda self, q, *given, **others: plain(self, q.float(), *given, **others),
     )

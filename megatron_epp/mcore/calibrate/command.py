@@ -139,7 +139,7 @@ def worker(argv: Sequence[str]) -> None:
     except Exception as error:
         if not job_exit.is_users_mistake(error):
             raise
-        job_exit.refuse(error)
+        job_exit.refuse_and_exit(error)
     job_exit.finish()
 
 
@@ -149,10 +149,10 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron.training.initialize import initialize_megatron
 
     from megatron_epp.mcore import megatron_gpt, refusals, replaced
-    from megatron_epp.mcore.calibrate.kept_latents import choose as choose_kept
+    from megatron_epp.mcore.calibrate.kept_latents import choose_mla_keeps
     from megatron_epp.mcore.data.row_share import RowShare
     from megatron_epp.mcore.model.attention import attention_for, this_device
-    from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
+    from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
     from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
     from megatron_epp.mcore.process_groups import make_groups
 
@@ -178,7 +178,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
     def attach(models: list[Any]) -> list[Any]:
         attention = attention_for(config.epp_attention, models[0].config, this_device())
-        choose_kept(args, models[0], attention, (args.num_layers // pp,) * pp, groups)
+        choose_mla_keeps(args, models[0], attention, (args.num_layers // pp,) * pp, groups)
         install_in_model(models[0], args.seq_length, attention)
         if getattr(args, FUSED_LINEARS, False):
             fuse_weight_gradients(models[0])

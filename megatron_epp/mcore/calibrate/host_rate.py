@@ -11,7 +11,7 @@ from megatron_epp.runtime.host_store import HostStore
 
 # More than caches hold; on a GPU enough that what a copy costs to launch does not show.
 CPU_BYTES, GPU_BYTES = 2**24, 2**28
-REPEATS = 5
+COPIES = 5
 
 
 def host_rate(probe: Probe, groups: Groups) -> float:
@@ -24,7 +24,7 @@ def host_rate(probe: Probe, groups: Groups) -> float:
     host = HostStore(probe.device)
     ends = [_ends(host, nbytes) for _ in range(2)]
     seconds = []
-    for _ in range(REPEATS + 1):  # the first meets memory that nobody has touched
+    for _ in range(COPIES + 1):  # the first meets memory that nobody has touched
         dist.barrier(groups.control)
         began = probe.now()
         done = (

@@ -21,7 +21,7 @@ from megatron_epp.runtime.groups import Groups
 logger = logging.getLogger(__name__)
 
 
-def choose(
+def choose_mla_keeps(
     args: Any, model: Any, attention: Attention, layers: tuple[int, ...], groups: Groups
 ) -> None:
     """Decide for all ranks, and say so in ``args.epp_mla_keeps`` and to ``attention``. Collective.

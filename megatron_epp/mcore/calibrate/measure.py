@@ -25,8 +25,8 @@ from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Works
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
 from megatron_epp.layers.recompute.wrap import ON_DEVICE
 from megatron_epp.mcore.calibrate.host_rate import host_rate
-from megatron_epp.mcore.calibrate.probe import Measured, Probe, Shape
-from megatron_epp.mcore.calibrate.split_backward import Split, measure_split, with_split
+from megatron_epp.mcore.calibrate.probe import Measurement, Probe, Shape
+from megatron_epp.mcore.calibrate.split_cost import SplitSeconds, measure_split, with_split
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import receive_now, send_now
@@ -172,7 +172,7 @@ class Readings:
     again: list[tuple[str, int, float, float]] = dataclasses.field(default_factory=list)
     module_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     link: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    split: list[Split] = dataclasses.field(default_factory=list)
+    split: list[SplitSeconds] = dataclasses.field(default_factory=list)
     exchange: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
     keeps_last: bool = False
@@ -282,7 +282,7 @@ def _sizes(probe: Probe, context: int) -> list[int]:
     return sorted({min(size, context) for size in sizes})
 
 
-def _weighed(probe: Probe, shape: Shape, letter: str) -> Measured:
+def _weighed(probe: Probe, shape: Shape, letter: str) -> Measurement:
     if probe.device.type == "cuda":
         # Kernels and the libraries' own buffers come with the first call and stay.
         probe.layers(shape, letter)
@@ -290,7 +290,7 @@ def _weighed(probe: Probe, shape: Shape, letter: str) -> Measured:
 
 
 def _peaks(
-    measured: Measured, letter: str, end: bool, tokens: int, context: int = 0
+    measured: Measurement, letter: str, end: bool, tokens: int, context: int = 0
 ) -> tuple[Peak, Peak]:
     where = (letter, end, tokens, context)
     return (
@@ -308,7 +308,7 @@ def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, most * size // _CONTEXTS[-1]) for size in _CONTEXTS}))
 
 
-def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measured, bool, bool]]:
+def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measurement, bool, bool]]:
     """(measured, with the first stage's part, with the last stage's) of what the stage has."""
     if probe.first:
         yield probe.embedding(shape, weigh), True, False
@@ -324,7 +324,7 @@ def _measure_seconds(
     layer: Layer,
 ) -> None:
     """``probe``: None where the stage has no such ``layer``; it waits for those that have."""
-    runs: dict[tuple[Shape, str], list[Measured]] = {}
+    runs: dict[tuple[Shape, str], list[Measurement]] = {}
     if probe is not None:
         probe.layers(shapes[0][0], KEEP)  # what happens only once: threads, buffers, gradients
     for _ in range(REPEATS):
@@ -356,7 +356,7 @@ def _measure_end_seconds(
     largest = max(shape.tokens for shape, _ in shapes)
     if not probe.early_head:  # a device may have no room for all its logits at once
         largest //= 2
-    runs: dict[Shape, list[list[tuple[Measured, bool, bool]]]] = {}
+    runs: dict[Shape, list[list[tuple[Measurement, bool, bool]]]] = {}
     for _ in range(REPEATS):
         for shape in (Shape(largest // 8), Shape(largest // 2), Shape(largest)):
             dist.barrier(groups.control)

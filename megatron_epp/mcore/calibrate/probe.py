@@ -23,7 +23,7 @@ from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.model.hooks import ElasticAttention
+from megatron_epp.mcore.model.elastic_layers import ElasticAttention
 from megatron_epp.mcore.model.hybrid.stack import has_attention
 from megatron_epp.mcore.model.latent_attention import LatentLayer
 from megatron_epp.mcore.model.split_backward import Deferral
@@ -76,7 +76,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """One pass forward and back.
 
     forward_seconds, backward_seconds   backward with the recompute that was asked for
@@ -191,7 +191,7 @@ class Probe:
 
     def layers(
         self, shape: Shape, letters: str, weigh: bool = False, split: bool = False
-    ) -> Measured:
+    ) -> Measurement:
         """``len(letters)`` layers of the stage from the first on; a letter each. ``split``: I and
         W."""
         store, params = self._chunk(shape, letters)
@@ -211,7 +211,7 @@ class Probe:
 
         return self._pass(forward, store, weigh, split)
 
-    def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measured:
+    def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measurement:
         """The stage without its layers: embedding, output layer and loss, whichever it has."""
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
@@ -234,7 +234,7 @@ class Probe:
         with self._without_layers():
             return self._pass(forward, store, weigh, split)
 
-    def embedding(self, shape: Shape, weigh: bool = False) -> Measured:
+    def embedding(self, shape: Shape, weigh: bool = False) -> Measurement:
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
         positions = params.positions[None]
@@ -255,7 +255,7 @@ class Probe:
 
     def _pass(
         self, forward: Callable[[], Tensor], store: Store, weigh: bool, split: bool = False
-    ) -> Measured:
+    ) -> Measurement:
         scale = self._scale(store) if weigh else _NoScale()
         deferred = DeferredWeightGrads()
         with scale.watching(), self._deferring(deferred) if split else nullcontext():
@@ -274,7 +274,7 @@ class Probe:
             late = self.now()
             deferred.accumulate_all()
             done = self.now()
-        return Measured(
+        return Measurement(
             forward_seconds=middle - start,
             backward_seconds=stop - again,
             held_bytes=held,

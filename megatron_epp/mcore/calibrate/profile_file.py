@@ -180,11 +180,11 @@ def probe_of(args: Any, model: Any, rows: Any) -> Any:
     from megatron_epp.mcore.calibrate.probe import Probe
     from megatron_epp.mcore.model.attention import this_device
     from megatron_epp.mcore.model.early_head import block_tokens, early_head
-    from megatron_epp.mcore.model.forward import forward_step
+    from megatron_epp.mcore.model.forward import chunk_forward_step
 
     head_tokens = block_tokens(args) if early_head(args) else None
     unwrapped = unwrap_model(model)
-    return Probe(unwrapped, forward_step, rows, this_device(), head_tokens, args.seq_length)
+    return Probe(unwrapped, chunk_forward_step, rows, this_device(), head_tokens, args.seq_length)
 
 
 def _kept(args: Any, config: Any, wanted: Provenance) -> str:

@@ -28,7 +28,7 @@ from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags import be_the_only_process, read_flags
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.forward import forward_step
+from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 from megatron_epp.runtime.clock import CudaClock, HostClock
@@ -38,7 +38,7 @@ from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, SavedBytesM
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class SingleProcess:
     """This process as a world of its own: Megatron's arguments, and what stages are built with."""
 
     args: Any
@@ -48,7 +48,7 @@ class Alone:
     share: RowShare
 
 
-def begin(flags: Sequence[str]) -> Alone:
+def start_single_process(flags: Sequence[str]) -> SingleProcess:
     """Initialise Megatron with its ``flags`` for this process only. ValueError: one line."""
     be_the_only_process()
     cuda_host.prepare([*flags, "--epp"])
@@ -73,10 +73,10 @@ def begin(flags: Sequence[str]) -> Alone:
     attention = attention_for(config.epp_attention, transformer, device)
     attention.latents = config.epp_mla_keeps == LATENTS
     args.epp_mla_keeps = LATENTS if attention.latents else EXPANDED  # auto is for whole jobs
-    return Alone(args, config, attention, device, RowShare.of(args))
+    return SingleProcess(args, config, attention, device, RowShare.of(args))
 
 
-def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
+def build_stage(alone: SingleProcess, layers: int, first: bool, last: bool) -> Any:
     """A stage of ``layers`` layers in Megatron's DDP, as the trainer builds it, with the embedding
     where it is the ``first`` and the output layer where it is the ``last``."""
     from megatron.training.argument_utils import gpt_config_from_args
@@ -85,7 +85,7 @@ def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
     )
     from megatron.training.training import get_megatron_ddp_config
 
-    from megatron_epp.mcore.model.hooks import fuse_weight_gradients, install_in_model
+    from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
     from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 
     args = copy.copy(alone.args)
@@ -108,7 +108,7 @@ def build_stage(alone: Alone, layers: int, first: bool, last: bool) -> Any:
     return wrapped
 
 
-def probe_of(alone: Alone, model: Any) -> Any:
+def probe_alone(alone: SingleProcess, model: Any) -> Any:
     """Probe that measures parts of ``model`` on made-up chunks, as the trainer's calibration
     does."""
     from megatron_epp.mcore.calibrate.probe import Probe
@@ -117,10 +117,12 @@ def probe_of(alone: Alone, model: Any) -> Any:
     args = alone.args
     head_tokens = block_tokens(args) if early_head(args) else None
     unwrapped = unwrap_model(model)
-    return Probe(unwrapped, forward_step, alone.share, alone.device, head_tokens, args.seq_length)
+    return Probe(
+        unwrapped, chunk_forward_step, alone.share, alone.device, head_tokens, args.seq_length
+    )
 
 
-def profile_of(alone: Alone, model: Any) -> Profile:
+def profile_of(alone: SingleProcess, model: Any) -> Profile:
     """The cost model that the trainer would measure with ``model``, a stage with both ends."""
     from megatron_epp.mcore.calibrate.profile_file import obtain
     from megatron_epp.mcore.process_groups import make_groups
@@ -184,7 +186,9 @@ class MadeUpLinks:
 # ------------------------------------------------------------------ a stage's program
 
 
-def replay(alone: Alone, model: Any, plan: Plan, stage: int, repeats: int) -> tuple[Timed, ...]:
+def replay(
+    alone: SingleProcess, model: Any, plan: Plan, stage: int, repeats: int
+) -> tuple[Timed, ...]:
     """Run ``stage``'s program of ``plan`` through ``model`` once unmeasured and ``repeats`` times;
     every op with its median seconds (one behind the other) and the last run's bytes.
 
@@ -200,7 +204,7 @@ def replay(alone: Alone, model: Any, plan: Plan, stage: int, repeats: int) -> tu
 
 
 def run_stage(
-    alone: Alone, model: Any, plan: Plan, stage: int, host: HostStore | None = None
+    alone: SingleProcess, model: Any, plan: Plan, stage: int, host: HostStore | None = None
 ) -> tuple[Timed, ...]:
     """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer.
 
@@ -227,7 +231,9 @@ def run_stage(
     early = early_head(alone.args)
     host = HostStore(alone.device, parameters=model.parameters()) if host is None else host
     host.meter = meter
-    with ModelStage(model, config, forward_step, builder, plan, store, early, host) as compute:
+    with ModelStage(
+        model, config, chunk_forward_step, builder, plan, store, early, host
+    ) as compute:
         executor = Executor(
             lower_rank(plan, stage), compute, links, store, clock, meter, Waiting(stage)
         )  # fmt: skip

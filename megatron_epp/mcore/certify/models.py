@@ -19,7 +19,7 @@ from megatron.training.training import get_megatron_ddp_config
 from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.model.experts.biases import mend_biases
-from megatron_epp.mcore.model.experts.router import expert_layers
+from megatron_epp.mcore.model.experts.router import moe_layers
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 
 
@@ -61,7 +61,7 @@ def plain_model(args: Namespace) -> Any:
     model = description.get_builder_cls()(description).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
-    for _, layer in expert_layers(model):
+    for _, layer in moe_layers(model):
         mend_biases(layer)
     return model
 

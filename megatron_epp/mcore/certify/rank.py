@@ -41,7 +41,7 @@ from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import AUTO, LATENTS, Config
 from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.model.attention import Heads
-from megatron_epp.mcore.model.forward import forward_step
+from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import Traffic, Transferred
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
@@ -101,7 +101,7 @@ class Rank:
         join(role.folder / "meeting", role.rank, role.ranks, role.patience, backend)
         interference = role.interference()
         self.around = interference.get("around", lambda number: nullcontext())
-        self.hooks = interference.get("HOOKS", setup.Hooks())
+        self.hooks = interference.get("HOOKS", setup.TrainerParts())
         if role.on_gpu:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
@@ -176,7 +176,7 @@ class Rank:
         self.model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):
             reports = self.schedule(
-                forward_step_func=forward_step,
+                forward_step_func=chunk_forward_step,
                 data_iterator=InMemory(drawn),
                 model=[self.model],
                 num_microbatches=1,

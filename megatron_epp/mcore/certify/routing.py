@@ -26,11 +26,11 @@ class RoutingNotes:
 
     def note_counts(self) -> None:
         """As they are now."""
-        from megatron_epp.mcore.model.experts.router import expert_layers
+        from megatron_epp.mcore.model.experts.router import moe_layers
 
         self._counts = {
             layer.layer_number: layer.router.local_tokens_per_expert.numpy().copy()
-            for _, layer in expert_layers(self.model)
+            for _, layer in moe_layers(self.model)
             if layer.router.enable_expert_bias
         }
 

@@ -21,7 +21,7 @@ from megatron_epp.ir import FULL
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.hooks import PositionedRotary, install_in_model
+from megatron_epp.mcore.model.elastic_layers import PositionedRotary, install_in_model
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 _HERE = "_megatron_epp_attached"

@@ -24,9 +24,9 @@ from megatron_epp.mcore.patching import cpu_host
 
 logger = logging.getLogger(__name__)
 
-AUTO, TE, TORCH = "auto", "te", "torch"
+AUTO_BACKEND, TE, TORCH = "auto", "te", "torch"
 _UNFUSED = "NVTE_UNFUSED_ATTN"  # read by Transformer Engine whenever it chooses anew
-CHOICES = (AUTO, TE, TORCH)
+CHOICES = (AUTO_BACKEND, TE, TORCH)
 
 
 class Attention(Protocol):
@@ -130,7 +130,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
             "attention kernels do not know; give --bf16 or --fp16"
         )
     reasons = []
-    for name in (TE, TORCH) if wanted == AUTO else (wanted,):
+    for name in (TE, TORCH) if wanted == AUTO_BACKEND else (wanted,):
         try:
             kernel = _right_kernel(name, heads, device)
             of_whole = kernel if whole == heads else _right_kernel(name, whole, device)

@@ -12,7 +12,7 @@ from megatron_epp.mcore.model.early_head import EarlyHead
 from megatron_epp.mcore.model.vocabulary.head import HiddenStates
 
 
-def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
+def chunk_forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
     """One chunk through this stage: its output, and the loss function for the last stage."""
     batch = next(batches)
     processor: Any = None
@@ -28,10 +28,10 @@ def forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any
         packed_seq_params=batch.params,
         output_processor=processor,
     )
-    return output, partial(loss, batch.loss_mask)
+    return output, partial(chunk_loss, batch.loss_mask)
 
 
-def loss(
+def chunk_loss(
     loss_mask_1T: Tensor | None, token_losses_1T: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss summed over the chunk's unmasked tokens, their number, and both for the log.

@@ -6,8 +6,8 @@ multiplies by :func:`megatron_epp.layers.wgrad.linear.deferred_linear`; in every
 own function, so a plain B computes what it computed before. A plan that splits nothing on a stage
 touches nothing.
 
-Transformer Engine's linears defer by a protocol of their own (layers/wgrad/te.py): for as long
-their forward is wrapped.
+Transformer Engine's linears defer by a protocol of their own (layers/wgrad/te_linear.py): for as
+long as their forward is wrapped.
 
 What stays in I: the gradients of norms, biases and embeddings, and of a weight that a linear
 borrows from the embedding (tied embeddings within one stage): autograd adds up both uses there.
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from megatron_epp.ir import PlanError
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferred_linear
-from megatron_epp.layers.wgrad.te import can_defer, deferred_forward
+from megatron_epp.layers.wgrad.te_linear import can_defer, deferred_forward
 from megatron_epp.mcore.patching import seams
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)

@@ -32,7 +32,7 @@ def buckets(most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
+class WarmUpCall:
     """One call: over all ``heads`` of a tensor-parallel rank (``alone``: a document that one
     context-parallel rank computes), or over this rank's."""
 
@@ -41,16 +41,16 @@ class Warmed:
     alone: bool = False
 
 
-def calls(context: int, alone: bool) -> Iterator[Warmed]:
+def calls(context: int, alone: bool) -> Iterator[WarmUpCall]:
     """One for every pair of buckets that documents of up to ``context`` inputs may need: whole
     documents first, with ``alone`` also those that one rank computes, which are never cut; then
     slices, from short contexts to long ones."""
     sizes = buckets(context)
-    yield from (Warmed(size, size) for size in sizes)
+    yield from (WarmUpCall(size, size) for size in sizes)
     if alone:
-        yield from (Warmed(size, size, alone) for size in sizes)
+        yield from (WarmUpCall(size, size, alone) for size in sizes)
     for keys in sizes:
-        yield from (Warmed(queries, keys) for queries in sizes if queries < keys)
+        yield from (WarmUpCall(queries, keys) for queries in sizes if queries < keys)
 
 
 def warm_up(
@@ -86,7 +86,7 @@ def warm_up(
     return done
 
 
-def _run(attention: VarlenAttention, heads: Heads, call: Warmed, device: torch.device) -> None:
+def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: torch.device) -> None:
     def zeros(rows: int, count: int, size: int = heads.size) -> torch.Tensor:
         return torch.zeros(rows, count, size, dtype=heads.dtype, device=device)
 

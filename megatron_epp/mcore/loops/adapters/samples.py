@@ -3,8 +3,8 @@
     tokens, labels, loss_mask, ...   [B, S]: B samples, the shorter ones padded to S
 
 Megatron's own ``get_batch`` hands on tensors of the whole context among tensor-parallel ranks, into
-which no slice fits: :func:`forward_step` takes slices as they are drawn, on every rank that has an
-iterator. Every sample is a document: tokens within it attend to those before them.
+which no slice fits: :func:`samples_forward_step` takes slices as they are drawn, on every rank that
+has an iterator. Every sample is a document: tokens within it attend to those before them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +82,7 @@ def masked_sum(
     return total, tokens, {"lm loss": report}
 
 
-def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+def samples_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     """A forward step for loops that have none of their own: losses of the tokens drawn."""
     batch = next(data_iterator)
     output = model(

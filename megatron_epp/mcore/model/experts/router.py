@@ -36,7 +36,7 @@ AUXILIARY = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balanc
 LOGGED = (*AUXILIARY.values(), "z_loss")
 
 
-def expert_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
+def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
     """(index in its stage, MoE layer) of every layer of experts of this rank's GPTModel."""
     decoder = getattr(unwrap_model(model), "decoder", None)
     for index, layer in enumerate(() if decoder is None else decoder.layers):
@@ -110,7 +110,7 @@ def router_stats_for(
     """An iteration's statistics of this rank's stage, for ``plan``; None where no router asks:
     without experts, and in loops of others, whose routers are Megatron's own."""
     model = unwrap_model(model)
-    routers = [layer.router for _, layer in expert_layers(model)]
+    routers = [layer.router for _, layer in moe_layers(model)]
     if not any("apply_z_loss" in vars(router) for router in routers):
         return None
     layers, device = len(model.decoder.layers), routers[0].weight.device
@@ -150,7 +150,7 @@ def balancing_of(config: Any) -> Balancing:
 def report(router_stats: RouterStats, model: Any) -> None:
     """Add the iteration's losses to those that Megatron logs."""
     tracker, config = get_moe_metrics_tracker(), unwrap_model(model).config
-    numbers = {index: layer.layer_number for index, layer in expert_layers(model)}
+    numbers = {index: layer.layer_number for index, layer in moe_layers(model)}
     replicas = mpu.get_data_parallel_world_size()
     for name, losses_L in router_stats.losses().items():
         for index, number in numbers.items():
@@ -183,7 +183,7 @@ def routing_state(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Tensors that an iteration changes beside gradients, (tensor, copy): the biases that choose
     experts, the tokens counted for them, the losses to be logged."""
     tensors = [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
-    for _, layer in expert_layers(model):
+    for _, layer in moe_layers(model):
         if layer.router.enable_expert_bias:
             tensors += [layer.router.expert_bias, layer.router.local_tokens_per_expert]
     return [(tensor, tensor.clone()) for tensor in tensors]
@@ -197,7 +197,7 @@ def restore_routing(state: list[tuple[Tensor, Tensor]]) -> None:
 
 def drop_routing(model: Any) -> None:
     """Free what dispatchers hold of the chunk that came last: Megatron keeps it until the next."""
-    for _, layer in expert_layers(model):
+    for _, layer in moe_layers(model):
         dispatcher = layer.token_dispatcher
         for name in ("probs", "routing_map", "local_probs", "local_map"):
             if hasattr(dispatcher, name):

@@ -16,7 +16,7 @@ from megatron_epp.mcore.config import PARTITION_AUTO
 ATTENTION, LATENT, MLP, EXPERTS = "*", "+", "-", "E"
 LETTERS = ATTENTION + LATENT + MLP + EXPERTS  # of the layers that --epp runs
 # Of others, what they are: they carry a state from token to token, or choose what they attend to.
-OTHERS = {
+UNSUPPORTED_LETTERS = {
     "M": "Mamba layers",
     "G": "gated delta net layers",
     "D": "layers of DeepSeek's sparse attention",
@@ -54,7 +54,7 @@ def require_pattern(args: Namespace) -> None:
         return
     whole = f"{_FLAG} {pattern}"
     main, *further = pattern.split(FURTHER)
-    known = set(LETTERS) | set(OTHERS)
+    known = set(LETTERS) | set(UNSUPPORTED_LETTERS)
     for letter in main.replace(BORDER, "") + "".join(further):
         if letter not in known:
             raise ValueError(f"{whole}: {letter!r} stands for no layer; {_EXPECTED}")

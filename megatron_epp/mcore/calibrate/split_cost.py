@@ -14,12 +14,12 @@ from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import KEEP, Kind
 from megatron_epp.mcore.calibrate.probe import Probe, Shape
 
-REPEATS = 4  # the fastest counts: what matters is a difference of a few per cent
+SPLIT_REPEATS = 4  # the fastest counts: what matters is a difference of a few per cent
 SMALL_TOKENS = 16  # a chunk of which two ops cost what two ops cost
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SplitSeconds:
     """A chunk's B, and its I and W, alone; ``end``: of the output layer and loss, else of a layer.
 
     input_bytes          beyond what is held before, while I runs
@@ -37,13 +37,13 @@ class Split:
     weight_input_bytes: int = 0
 
 
-def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[Split]:
+def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[SplitSeconds]:
     """On one rank. ``tokens``: of a chunk that is large for this device; ``weighed``: of chunks
     whose bytes are asked for."""
     return [*_bytes(probe, weighed), *_seconds(probe, tokens)]
 
 
-def _bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[Split]:
+def _bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[SplitSeconds]:
     for tokens in weighed:
         shape = Shape(tokens)
         if probe.device.type == "cuda":  # what comes with the first call and stays
@@ -53,28 +53,28 @@ def _bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[Split]:
             halves.append((True, probe.ends(shape, weigh=True, split=True)))
         for end, half in halves:
             held = half.weight_input_bytes
-            yield Split(
+            yield SplitSeconds(
                 end, tokens, input_bytes=max(0, half.backward_bytes), weight_input_bytes=held
             )
 
 
-def _seconds(probe: Probe, largest: int) -> Iterator[Split]:
+def _seconds(probe: Probe, largest: int) -> Iterator[SplitSeconds]:
     for tokens in (SMALL_TOKENS, largest // 2, largest):
         shape = Shape(tokens)
         runs = []
-        for _ in range(REPEATS):
+        for _ in range(SPLIT_REPEATS):
             whole = probe.layers(shape, KEEP)
             halves = probe.layers(shape, KEEP, split=True)
             runs.append((whole.backward_seconds, halves.backward_seconds, halves.weight_seconds))
-        yield Split(False, tokens, *map(min, zip(*runs, strict=True)))
+        yield SplitSeconds(False, tokens, *map(min, zip(*runs, strict=True)))
     if probe.last:
         shape = Shape(largest // 2)
-        ends = [probe.ends(shape, split=True) for _ in range(REPEATS)]
+        ends = [probe.ends(shape, split=True) for _ in range(SPLIT_REPEATS)]
         seconds, weight = min(e.backward_seconds for e in ends), min(e.weight_seconds for e in ends)
-        yield Split(True, shape.tokens, seconds + weight, seconds, weight)
+        yield SplitSeconds(True, shape.tokens, seconds + weight, seconds, weight)
 
 
-def with_split(profile: Profile, splits: Sequence[Split]) -> Profile:
+def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
     """``profile``, whose B was measured, with I, W and what lies between them from ``splits``."""
     timed = [split for split in splits if split.whole]
     small = [s for s in timed if not s.end and s.tokens == SMALL_TOKENS]
