@@ -94,7 +94,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     )
     assert len(rows.missing_bytes)
     most = np.full(rows.slots, min(cost.layers))
-    ours = ilp.solve(ilp.Solver(), rows, most)
+    ours = ilp.solve_rows(ilp.Solver(), rows, most)
     matrix = np.zeros((len(rows.missing_bytes), rows.slots))
     for row in range(len(rows.missing_bytes)):
         for entry in range(rows.starts[row], rows.starts[row + 1]):
@@ -111,7 +111,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
         return
     assert (matrix @ ours >= rows.missing_bytes * (1 - 1e-9)).all()
     assert judge.fun - 1e-6 <= ours.sum() <= np.floor(judge.fun * 1.021 + 1)
-    relaxed = ilp.solve(ilp.Solver(), rows, most, integer=False)
+    relaxed = ilp.solve_rows(ilp.Solver(), rows, most, integer=False)
     assert relaxed is not None
     assert (matrix @ relaxed >= rows.missing_bytes * (1 - 1e-9)).all()
 
@@ -120,8 +120,8 @@ def test_the_diagonal_program_says_when_nothing_helps() -> None:
     rows = ilp.MemoryRows(
         2, 1, np.array([0, 2]), np.array([0, 1]), np.array([1.0, 1.0]), np.array([100.0])
     )
-    assert ilp.solve(ilp.Solver(), rows, np.array([3, 3])) is None
-    assert ilp.solve(ilp.Solver(), rows, np.array([60, 60])).sum() == 100
+    assert ilp.solve_rows(ilp.Solver(), rows, np.array([3, 3])) is None
+    assert ilp.solve_rows(ilp.Solver(), rows, np.array([60, 60])).sum() == 100
 
 
 @pytest.mark.parametrize("seed", range(8))
