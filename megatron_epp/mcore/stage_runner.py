@@ -22,6 +22,7 @@ from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Failure, Waiting
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.host_store import HostStore
+from megatron_epp.runtime.instruments import instruments_for
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.malloc_trim import HostHeap
 from megatron_epp.runtime.memory_meter import Meter
@@ -66,9 +67,7 @@ class StageRunner:
     host_peak_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        on_gpu = self.device.type == "cuda"
-        self.clock = CudaClock() if on_gpu else HostClock()
-        self.heap = None if on_gpu else HostHeap()
+        self.clock, self.heap = instruments_for(self.device)
 
     def run(
         self,

@@ -31,9 +31,9 @@ from megatron_epp.mcore.model.attention import Attention, attention_for, this_de
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
-from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Executor, Waiting
 from megatron_epp.runtime.host_store import HostStore
+from megatron_epp.runtime.instruments import instruments_for
 from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, SavedBytesMeter
 
 
@@ -219,7 +219,7 @@ def run_stage(
     documents = MadeUpDocuments(alone.args.padded_vocab_size)
     builder = ChunkBatchBuilder(plan, slices, samples, documents, stage, alone.share, alone.device)
     on_gpu = alone.device.type == "cuda"
-    clock = CudaClock() if on_gpu else HostClock()
+    clock, _ = instruments_for(alone.device)
     meter: Meter = AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters())
     links = MadeUpLinks(
         lambda message: (alone.share.message(builder.rows(message.chunk)), 1, config.hidden_size),

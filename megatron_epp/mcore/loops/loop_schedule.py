@@ -33,10 +33,9 @@ from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
-from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Elsewhere, Executor
+from megatron_epp.runtime.instruments import Instruments, instruments_for
 from megatron_epp.runtime.link import Links
-from megatron_epp.runtime.malloc_trim import HostHeap
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,7 @@ class LoopSchedule:
         self._pipelines = Pipelines(settings)
         self._said: set[str] = set()
         self._calls = 0
-        self._clock: HostClock | CudaClock | None = None
-        self._heap: HostHeap | None = None
+        self._instruments: Instruments | None = None  # made when a call tells the device
 
     # -------------------------------------------------------------- a call
 
@@ -203,7 +201,8 @@ class LoopSchedule:
         self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, work: _CallRun
     ) -> None:
         config, device, stage = call.config, this_device(), work.stage
-        clock, heap = self._instruments(device)
+        self._instruments = self._instruments or instruments_for(device)
+        clock, heap = self._instruments
         meter = self.settings.make_meter(call.one_model)
         self._calls += 1
         pipeline.waiting.iteration = self._calls
@@ -240,13 +239,6 @@ class LoopSchedule:
         self._judge(pipeline, work.plan, took, guarded.error, executor.failure)
         if self.settings.observe is not None:
             self.settings.observe(CallRecord(work.plan, records, meter.peak_bytes))
-
-    def _instruments(self, device: torch.device) -> tuple[HostClock | CudaClock, HostHeap | None]:
-        if self._clock is None:
-            on_gpu = device.type == "cuda"
-            self._clock = CudaClock() if on_gpu else HostClock()
-            self._heap = None if on_gpu else HostHeap()
-        return self._clock, self._heap
 
     def _judge(
         self,
