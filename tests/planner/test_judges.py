@@ -19,7 +19,7 @@ from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.order.warmup import shrinking
+from megatron_epp.planner.order.warmup import shrinking_window
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
 from megatron_epp.planner.replicas import balance_replicas
@@ -50,7 +50,7 @@ def test_list_scheduling_against_every_order(lengths, cut) -> None:
     assert chunking.count == 3 and (chunking.document.max() >= 0) == cut
     loads = loads_of(chunking, batch.lengths)
     work = problem_of(cost, chunking, loads, {})
-    law = shrinking(chunking.sizes, 2)
+    law = shrinking_window(chunking.sizes, 2)
     ours = min(
         list_schedule(work, policy_of(style, work, chunking.sizes, law)).seconds
         for style in policies(False, many=True)
@@ -84,7 +84,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     chunking = build_chunks(ChunkingParams(8.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     work = problem_of(cost, chunking, loads, {})
-    law = shrinking(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.stages)
     alone = list_schedule(
         work, policy_of(next(iter(policies(False, many=False))), work, chunking.sizes, law)
     )
@@ -257,7 +257,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     chunking = build_chunks(ChunkingParams(40.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
     work = problem_of(cost, chunking, loads, {})
-    law = shrinking(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.stages)
     solver = ilp.Solver()
     freed = freed_bytes(cost, loads, "kf")
     most = np.full(chunking.count + cost.stages - 1, min(cost.layers))
@@ -325,7 +325,7 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     loads = loads_of(chunking, batch.lengths)
     more = {(0, "f"): np.full((pp, chunking.count), 3.0)}
     plain, recomputing = (problem_of(cost, chunking, loads, counts) for counts in ({}, more))
-    law = shrinking(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.stages)
     for style in policies(True, many=True):
         schedule = list_schedule(plain, policy_of(style, plain, chunking.sizes, law))
         again = replayed(plain, schedule)

@@ -20,7 +20,7 @@ from megatron_epp.planner.order.emit import Draft, SortedBatch, emit, merge_iw
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
-from megatron_epp.planner.order.warmup import constant, pipelines, shrinking, whole_groups
+from megatron_epp.planner.order.warmup import constant, group_by_group, pipelines, shrinking_window
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.engine import OpArrays
@@ -82,11 +82,11 @@ def test_each_pipeline_pays_its_warm_up(sizes, stages, data) -> None:
 def test_a_shrinking_window_costs_no_time(sizes, stages) -> None:
     """One pipeline, no barrier, less in flight than with a constant window."""
     work = balanced(sizes, stages, 1.0, 2.0)
-    law = shrinking(np.array(sizes), stages)
+    law = shrinking_window(np.array(sizes), stages)
     schedule = list_schedule(work, strict(law))
     assert schedule.seconds == 3.0 * (sum(sizes) + stages - 1)
     assert (law <= constant(np.array(sizes), stages)).all()
-    assert (law >= whole_groups(np.array(sizes), stages)).all()
+    assert (law >= group_by_group(np.array(sizes), stages)).all()
 
 
 @given(SIZES, st.integers(1, 6), st.data())
@@ -124,7 +124,7 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
         [[random.randint(0, n) for _ in range(chunking.count)] for n in cost.layers], float
     )
     work = problem_of(cost, chunking, loads, {(0, FULL): grid})
-    law = shrinking(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.stages)
     for split in (False, True):
         style = random.choice(list(policies(split, many=True)))
         schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
@@ -143,7 +143,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     batch = SortedBatch.of(lengths)
     chunking = build_chunks(ChunkingParams(12), batch.lengths, rates_of(cost), 50_000)
     work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
-    law = shrinking(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.stages)
     style = PolicyParams(strict=True, split=True, held=0.0, patience=1.0)
     schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
@@ -222,7 +222,7 @@ def test_a_policy_that_fits_stays_within_the_budget() -> None:
     chunking = build_chunks(ChunkingParams(60.0), batch.lengths, rates_of(cost), 10**9)
     work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
     everything = np.full((4, chunking.count), chunking.count)
-    greedy = Policy(whole_groups(chunking.sizes, 4), everything, everything)
+    greedy = Policy(group_by_group(chunking.sizes, 4), everything, everything)
     schedule = list_schedule(work, greedy)
     assert schedule.over_bytes == 0
     loose = dataclasses.replace(work, room_bytes=np.full(4, 1e15))

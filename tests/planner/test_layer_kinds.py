@@ -22,7 +22,7 @@ from megatron_epp.planner.order.problem import (
     problem_of,
     rates_of,
 )
-from megatron_epp.planner.order.warmup import shrinking, whole_groups
+from megatron_epp.planner.order.warmup import group_by_group, shrinking_window
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import diagonal_counts, freed_bytes, whole_layers
 from megatron_epp.planner.recompute.uniform import strict
@@ -42,7 +42,7 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
     batch = SortedBatch.of([random.randint(2_000, 12_000) for _ in range(3)])
     chunking = build_chunks(ChunkingParams(3.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = whole_groups(chunking.sizes, cost.stages)
+    law = group_by_group(chunking.sizes, cost.stages)
     assert cost.kinds.number == 2 and chunking.count <= 4
 
     def within(counts, budget) -> bool:
@@ -90,7 +90,7 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
     batch = SortedBatch.of([20_000, 15_000, 9_000, 8_000])
     chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = shrinking(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.stages)
     kept = problem_of(cost, chunking, loads, {})
     full = every_layer("f", left_layers(cost, {}, chunking.count))
     least = list_schedule(problem_of(cost, chunking, loads, full), strict(law)).peak_bytes

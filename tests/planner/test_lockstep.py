@@ -29,7 +29,7 @@ from megatron_epp.planner.order.emit_block import block_peaks, shares_of, tables
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
-from megatron_epp.planner.order.warmup import shrinking
+from megatron_epp.planner.order.warmup import shrinking_window
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 from tests.planner.cases import LENGTHS, machine, machines, mixture
@@ -161,7 +161,7 @@ def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> N
         grid[stage] = [random.randint(0, int(layers)) for _ in range(chunking.count)]
     counts = {(0, letter): grid}
     work = problem_of(cost, chunking, loads, counts)
-    law = shrinking(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.stages)
     schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks)
     exact = block_peaks(batch, draft, cost, options) - np.array(cost.states_bytes)

@@ -14,7 +14,8 @@ from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
 from megatron_epp.planner import ALL, PIPELINES, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
-from megatron_epp.planner.epp.search import STRICT, Search
+from megatron_epp.planner.epp.player import STRICT
+from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import (
     ScheduleProblem,
@@ -23,7 +24,7 @@ from megatron_epp.planner.order.problem import (
     rates_of,
     with_kept,
 )
-from megatron_epp.planner.order.warmup import shrinking
+from megatron_epp.planner.order.warmup import shrinking_window
 from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import diagonal_counts
 from tests.planner.cases import LENGTHS, ROOMS_GIB, machine
@@ -77,7 +78,7 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     batch = SortedBatch.of([random.randint(2_000, 25_000) for _ in range(12)])
     chunking = build_chunks(ChunkingParams(14.0), batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    law = shrinking(chunking.sizes, cost.stages)
+    law = shrinking_window(chunking.sizes, cost.stages)
     layers = np.array(cost.layers, float)[:, None]
     aside = (
         offload.hidden_layers(cost, loads)[0, OFFLOAD] * (np.arange(stages) != stages - 1)[:, None]
@@ -110,7 +111,7 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
     chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(ample), 10**9)
     search = Search(batch, ample, ON)
     everything = np.tile(np.array(ample.layers, float)[:, None], (1, chunking.count))
-    kept = search.table(chunking)
+    kept = search.prepare(chunking)
     aside = search.recounted(kept, {(0, OFFLOAD): everything})
     quick = search.play(kept, STRICT, "")
     peaks = search.play(aside, STRICT, "").schedule.peak_bytes
@@ -118,13 +119,13 @@ def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chun
         ample, budget_bytes=tuple((np.array(ample.states_bytes) + np.ceil(peaks)).tolist())
     )
     found = Search(batch, tight, ON)
-    table = found.table(chunking)
+    table = found.prepare(chunking)
     assert set(table.counts) == {(0, OFFLOAD)}
     played = found.play(table, STRICT, "")
     assert played.over_bytes == 0
     assert played.seconds == pytest.approx(quick.seconds, rel=1e-12)
     without = Search(batch, tight, OFF)
-    recomputing = without.play(without.table(chunking), STRICT, "")
+    recomputing = without.play(without.prepare(chunking), STRICT, "")
     assert recomputing.rank > played.rank
 
 

@@ -17,7 +17,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.problem import Counts, loads_of, problem_of, rates_of
-from megatron_epp.planner.order.warmup import shrinking
+from megatron_epp.planner.order.warmup import shrinking_window
 from megatron_epp.planner.recompute.uniform import ScoredDraft, better, strict
 
 KEPT = (1, 2, 4, 8, 16)  # K
@@ -35,7 +35,7 @@ def draft(
         chunking = folded(fixed_chunks(batch.lengths, size, rates), options.lockstep, rates)
         loads = loads_of(chunking, batch.lengths, options.multiple)
         bound = ordered_bound_seconds(chunking, loads, cost)
-        law = shrinking(chunking.sizes, cost.stages)
+        law = shrinking_window(chunking.sizes, cost.stages)
         most = int(chunking.sizes.max())
         for kept in sorted({min(kept, most) for kept in KEPT}):
             if not better(best, bound, below):

@@ -21,7 +21,7 @@ from megatron_epp.planner.order.emit import NOTHING, merge_iw
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
-from megatron_epp.planner.order.warmup import shrinking, whole_groups
+from megatron_epp.planner.order.warmup import group_by_group, shrinking_window
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.inputs import op_arrays
 
@@ -98,7 +98,7 @@ class OrderedGroups:
 
 def given_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
     """1F1B in the caller's order; where there is one stage, group by group."""
-    law = (shrinking if problem.stages > 1 else whole_groups)(sizes, problem.stages)
+    law = (shrinking_window if problem.stages > 1 else group_by_group)(sizes, problem.stages)
     played = list_schedule(problem, strict(law))
     return OrderedGroups(tuple(range(len(sizes))), problem, PolicyParams(strict=True), played)
 
@@ -141,7 +141,7 @@ class _GroupSearch:
         """Play ``order``; whether it is the best so far."""
         better = False
         problem, sizes = arranged(self.problem, order, self.sizes), self.sizes[list(order)]
-        law = shrinking(sizes, problem.stages)
+        law = shrinking_window(sizes, problem.stages)
         for policy in by:
             if self.left <= 0:
                 break

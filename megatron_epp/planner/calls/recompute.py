@@ -17,7 +17,7 @@ from megatron_epp.planner.calls.group_order import OrderedGroups, best_order, pr
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.order.warmup import shrinking, whole_groups
+from megatron_epp.planner.order.warmup import group_by_group, shrinking_window
 from megatron_epp.planner.recompute.choices import diagonal_counts
 from megatron_epp.planner.recompute.ilp import Solver
 
@@ -61,7 +61,7 @@ class RecomputeFit:
         nothing = np.zeros((self.cost.stages, len(self.call.loads.tokens)))
         yield nothing
         kept = self._problem(self.call, nothing)
-        for law in (shrinking, whole_groups):
+        for law in (shrinking_window, group_by_group):
             again = self._least(self.call, kept, law(self.call.sizes, self.cost.stages))
             if again is not None and again.any():
                 yield again

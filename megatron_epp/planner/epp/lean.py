@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from megatron_epp.planner.epp.search import Candidate, Search
+from megatron_epp.planner.epp.player import Candidate
+from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policy_of
 
@@ -43,15 +44,17 @@ def leanest(search: Search, fastest: Candidate) -> Candidate:
 
 def _filled(found: Candidate) -> float:
     """The share of its room that the fullest stage takes."""
-    room = np.maximum(found.table.work.room_bytes, 1.0)
+    room = np.maximum(found.prepared.work.room_bytes, 1.0)
     return float((found.schedule.peak_bytes / room).max())
 
 
 def _within(search: Search, found: Candidate, share: float) -> Candidate:
     """``found``'s chunks and policy, had every stage only that share of its room."""
-    work = found.table.work
+    work = found.prepared.work
     smaller = dataclasses.replace(work, room_bytes=work.room_bytes * share)
-    policy = policy_of(found.policy, smaller, found.table.chunking.sizes, found.table.law)
+    policy = policy_of(
+        found.policy, smaller, found.prepared.chunking.sizes, found.prepared.min_in_flight
+    )
     search.effort.spend(work.stages * work.chunks * (3 if found.policy.split else 2))
     schedule = list_schedule(smaller, policy)
     over = max(0.0, float((schedule.peak_bytes - work.room_bytes).max()))

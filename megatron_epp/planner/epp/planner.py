@@ -12,7 +12,8 @@ from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Kind
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.epp.lean import leanest
-from megatron_epp.planner.epp.search import PreparedChunkings, Search
+from megatron_epp.planner.epp.preparation import PreparedChunkings
+from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.lower_bound import lower_bound_seconds

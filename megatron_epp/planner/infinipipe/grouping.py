@@ -20,7 +20,7 @@ from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.ilp import Solver
 
 
-class Programs:
+class RecomputeIlps:
     """The recompute programs of one chunking, by the paper's ledger.
 
     room_bytes   per stage beside residents
@@ -87,7 +87,7 @@ class Programs:
 
 
 def group(
-    programs: Programs, delta: float, below: float = np.inf
+    ilps: RecomputeIlps, delta: float, below: float = np.inf
 ) -> tuple[tuple[int, ...], float] | None:
     """Eq. 14: the group numbers at which another pipeline begins, and the seconds of all deltas
     and recompute. None where no grouping fits, or none takes less than ``below``.
@@ -95,10 +95,10 @@ def group(
     Groups stand in falling order of their split counts, so a pipeline is a run of them, and only
     places where the count falls need be tried.
     """
-    sizes = programs.chunking.sizes
+    sizes = ilps.chunking.sizes
     borders = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
     last = len(borders) - 1
-    whole = programs.seconds(0, len(sizes))
+    whole = ilps.seconds(0, len(sizes))
     if whole <= delta:
         return (), delta + whole  # two pipelines cost two deltas at least
     least = [0.0] + [np.inf] * last
@@ -111,7 +111,7 @@ def group(
             if stop - first == last:
                 taken = whole
             else:
-                taken = programs.seconds(borders[first], borders[stop])
+                taken = ilps.seconds(borders[first], borders[stop])
             if delta + taken >= min(least[stop], below):
                 break
             if least[first] + delta + taken < least[stop]:

@@ -19,7 +19,7 @@ from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.slicing import Rates, cut_at, equal_points
 from megatron_epp.planner.feasibility import most_tokens
-from megatron_epp.planner.infinipipe.grouping import Programs, group
+from megatron_epp.planner.infinipipe.grouping import RecomputeIlps, group
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
@@ -65,7 +65,7 @@ class GroupedChunking:
     seconds   predicted, by eq. 13 with the work itself added: K changes it through the constants
     """
 
-    programs: Programs
+    ilps: RecomputeIlps
     cuts: tuple[int, ...]
     seconds: float
     note: str
@@ -80,14 +80,14 @@ def draft(
     room, solver = whole, Solver()
     best: GroupedChunking | None = None
     for _ in range(TIGHTENINGS):
-        counts = None if best is None else best.programs.counts(best.cuts, room)
+        counts = None if best is None else best.ilps.counts(best.cuts, room)
         if counts is None:
             best = best_grouping(solver, method, batch, cost, options, room)
-            counts = None if best is None else best.programs.counts(best.cuts, room)
+            counts = None if best is None else best.ilps.counts(best.cuts, room)
         if best is None or counts is None:
             break
         note = f"{best.note}, predicted {best.seconds:.6g} s"
-        played, peaks = _play(batch, best.programs.chunking, best.cuts, counts, note, cost, options)
+        played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, note, cost, options)
         if played.over_bytes <= 0:
             return played
         room = room - np.maximum(peaks - whole, 0.0) * TIGHTENED_BY
@@ -165,13 +165,13 @@ def best_grouping(
         below = np.inf if best is None else best.seconds - work
         if delta >= below:
             continue  # recompute and more pipelines only add
-        programs = Programs(solver, chunking, loads, cost, room_bytes, method.recompute)
-        grouped = group(programs, delta, below)
+        ilps = RecomputeIlps(solver, chunking, loads, cost, room_bytes, method.recompute)
+        grouped = group(ilps, delta, below)
         if grouped is None:
             continue
         cuts, overhead = grouped
         if overhead < below:
-            best = GroupedChunking(programs, cuts, work + overhead, note)
+            best = GroupedChunking(ilps, cuts, work + overhead, note)
     return best
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_epp.planner.order.compiled import G, W
 from megatron_epp.planner.order.list_scheduler import Policy
 from megatron_epp.planner.order.problem import ScheduleProblem
-from megatron_epp.planner.order.warmup import whole_groups
+from megatron_epp.planner.order.warmup import group_by_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,5 +92,5 @@ def policy_of(
     count = work.chunks
     first = np.clip(law + style.lead, 0, count) if style.lead else law
     everything = np.full_like(law, count)
-    groups = whole_groups(sizes, work.stages)
+    groups = group_by_group(sizes, work.stages)
     return Policy(groups, first, everything, style.split, held, style.patience)

@@ -27,7 +27,7 @@ def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
     return np.concatenate(rows, axis=1)
 
 
-def shrinking(sizes: np.ndarray, stages: int) -> np.ndarray:
+def shrinking_window(sizes: np.ndarray, stages: int) -> np.ndarray:
     """One pipeline whose window is that of the longest document still to come.
 
     Where documents come longest first, the window falls to 1 as the split documents run out, and
@@ -39,7 +39,7 @@ def shrinking(sizes: np.ndarray, stages: int) -> np.ndarray:
     return _staged(last, count, stages)
 
 
-def whole_groups(sizes: np.ndarray, stages: int) -> np.ndarray:
+def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
     """The least that dependencies ask for: a group's forwards before its first backward."""
     ends = np.repeat(np.cumsum(sizes), sizes)
     return np.repeat(ends[None], stages, axis=0)

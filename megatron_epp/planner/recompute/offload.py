@@ -68,7 +68,7 @@ class HostRoom:
         return HostRoom(budget_bytes, at_once=True)
 
 
-def layers_aside(
+def layers_offloaded(
     cost: Cost, loads: Loads, host: HostRoom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
     """:func:`hidden_layers` as far as the ``host`` has room; each kind has an equal part of it."""

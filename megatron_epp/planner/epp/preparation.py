@@ -1,0 +1,188 @@
+"""Chunkings made ready to be played: with seconds, bytes and recompute choices as arrays."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Counts
+from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import FULL
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.params import ChunkingParams
+from megatron_epp.planner.epp.effort import Effort
+from megatron_epp.planner.infinipipe.grouping import RecomputeIlps, group
+from megatron_epp.planner.infinipipe.memory import papers_ledger
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.compiled import B, F
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import (
+    ScheduleProblem,
+    every_layer,
+    left_layers,
+    loads_of,
+    problem_of,
+)
+from megatron_epp.planner.order.warmup import group_by_group, pipelines, shrinking_window
+from megatron_epp.planner.recompute import ilp, offload
+from megatron_epp.planner.recompute.choices import (
+    Ladders,
+    diagonal_counts,
+    ladders,
+    whole_layers,
+)
+from megatron_epp.planner.recompute.ilp import Solver
+
+# Effort charged for building a chunking and its arrays, in simulated ops: fixed, and per array
+# element; and for solving a recompute program. Chosen by hand: they need only be of the right size.
+CHUNKING_OPS = 15_000
+OPS_PER_NUMBER = 4
+PROGRAM_OPS = 40_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedChunking:
+    """A chunking with its recompute choices, ready to be played.
+
+    min_in_flight   [stages, chunks] forwards before each backward (planner.order.warmup)
+    """
+
+    chunking: Chunking
+    loads: Loads
+    counts: Counts
+    work: ScheduleProblem
+    min_in_flight: np.ndarray
+    pipelines: int
+
+
+# With the effort that making each is worth.
+PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
+
+
+class Preparation:
+    """One batch on one machine, with the levers that are on.
+
+    room_bytes   per stage beside residents, if less than all of it
+    host         for what is offloaded, if less than all of it
+    """
+
+    def __init__(
+        self,
+        batch: SortedBatch,
+        cost: Cost,
+        options: Options,
+        room_bytes: np.ndarray | None = None,
+        host: offload.HostRoom | None = None,
+    ):
+        self.host = offload.HostRoom(cost.host_budget_bytes) if host is None else host
+        self.batch, self.cost, self.options = batch, cost, options
+        self.levers = options.levers
+        self.effort = Effort(options.effort)
+        self.solver = Solver()
+        self.room_bytes = room_bytes
+
+    def work(self, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
+        self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.stages * chunking.count)
+        work = problem_of(self.cost, chunking, loads, counts)
+        if "exact" not in self.levers:
+            work = papers_ledger(work, self.cost, loads, counts)
+        if self.room_bytes is not None:
+            work = dataclasses.replace(work, room_bytes=self.room_bytes)
+        return work
+
+    def prepare(self, chunking: Chunking, *, bare: bool = False) -> PreparedChunking:
+        """``chunking`` with just enough recompute for its window law; where ``bare``, or where
+        none is enough, for one document at a time; where that is too little too, all of it."""
+        loads = loads_of(chunking, self.batch.lengths, self.options.multiple)
+        work = self.work(chunking, loads, {})
+        min_in_flight, parts = self._min_in_flight(chunking, loads, work)
+        laws = [min_in_flight] if not bare else []
+        if "window" in self.levers:
+            laws.append(group_by_group(chunking.sizes, self.cost.stages))
+        counts: Counts | None = None
+        for least in laws:
+            counts = self._least_counts(chunking, loads, work, least)
+            if counts is not None:
+                break
+        if counts is None:
+            counts = every_layer(FULL, left_layers(self.cost, {}, chunking.count))
+        if counts:
+            self.effort.spend(PROGRAM_OPS)
+            work = self.work(chunking, loads, counts)
+        return PreparedChunking(chunking, loads, counts, work, min_in_flight, parts)
+
+    def _least_counts(
+        self,
+        chunking: Chunking,
+        loads: Loads,
+        kept: ScheduleProblem,
+        least: np.ndarray,
+    ) -> Counts | None:
+        """Recompute counts of the diagonal program for the law ``least``; where keeping everything
+        does not fit, of what is left when all layers are offloaded whose copies hide."""
+        if _within(kept, least).all():
+            return {}
+        steps = self._ladders(loads)
+
+        def recompute(
+            work: ScheduleProblem, layers: list[np.ndarray] | None = None
+        ) -> Counts | None:
+            return diagonal_counts(
+                self.solver,
+                self.cost,
+                loads,
+                work,
+                least,
+                integer=False,
+                steps=steps,
+                layers=layers,
+            )
+
+        if "offload" in self.levers:
+            offloaded = offload.layers_offloaded(
+                self.cost, loads, self.host, least, kept.backward_order
+            )
+            left = left_layers(self.cost, offloaded, chunking.count)
+            # Where even recomputing the rest leaves no room for what is on its way to or from the
+            # host, the stage keeps off it; the last one does at times, for its logits.
+            smallest = self.work(chunking, loads, {**offloaded, **every_layer(FULL, left)})
+            there = _within(smallest, least)[:, None]
+            offloaded = {choice: grid * there for choice, grid in offloaded.items()}
+            if any(grid.any() for grid in offloaded.values()):
+                left = left_layers(self.cost, offloaded, chunking.count)
+                again = recompute(self.work(chunking, loads, offloaded), left)
+                if again is not None:
+                    return {**offloaded, **again}
+        return recompute(kept)
+
+    def _ladders(self, loads: Loads) -> Ladders:
+        if "selective" in self.levers:
+            return ladders(self.cost, loads)
+        return whole_layers(self.cost)
+
+    def _min_in_flight(
+        self, chunking: Chunking, loads: Loads, work: ScheduleProblem
+    ) -> tuple[np.ndarray, int]:
+        """Forwards before each backward, and the number of pipelines."""
+        if "window" in self.levers:
+            return shrinking_window(chunking.sizes, self.cost.stages), 1
+        seconds = work.ops.seconds[F] + work.ops.seconds[B]
+        delta = (self.cost.stages - 1) * float(seconds.mean())
+        ilps = RecomputeIlps(self.solver, chunking, loads, self.cost, work.room_bytes)
+        grouped = group(ilps, delta)
+        cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
+        return pipelines(chunking.sizes, list(cuts), self.cost.stages), len(cuts) + 1
+
+    def recounted(self, prepared: PreparedChunking, counts: Counts) -> PreparedChunking | None:
+        """``prepared`` with other recompute choices; None where the effort is spent."""
+        if self.effort.spent:
+            return None
+        counts = {letter: grid for letter, grid in counts.items() if grid.any()}
+        work = self.work(prepared.chunking, prepared.loads, counts)
+        return dataclasses.replace(prepared, counts=counts, work=work)
+
+
+def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
+    """[stages]: whether ``work`` fits under the window law ``least``."""
+    return ilp.within(least, work.backward_order, *work.of_window)
