@@ -309,8 +309,8 @@ def test_the_ladder_is_convex() -> None:
     )
     letters = ladder(cost, loads)
     assert letters[0] == "k" and letters[-1] == "f" and len(letters) > 2
-    saved = [cost.saved_bytes(letter, loads).sum() for letter in letters]
-    seconds = [cost.recompute_seconds(letter, loads).sum() for letter in letters]
+    saved = [cost.saved_bytes((0, letter), loads).sum() for letter in letters]
+    seconds = [cost.recompute_seconds((0, letter), loads).sum() for letter in letters]
     prices = np.diff(seconds) / -np.diff(saved)
     assert (np.diff(saved) < 0).all() and (np.diff(prices) > 0).all()
 
