@@ -1,6 +1,7 @@
 """The certificate on real processes: every degree of parallelism, and what it says of bad input."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from megatron_epp.certify.command import GPT, LLAMA, Trial, read, verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.processes import ChildLost, Children
 from megatron_epp.certify.protocol import Prepared
+from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.mcore.certify.command import certify_training, main
 
 ROOT = Path(__file__).parents[2]
@@ -149,6 +151,13 @@ def test_flags_that_megatron_does_not_know_end_with_status_2() -> None:
         "megatron_epp: error: certify: unknown option '--hidden-sizes', here and in Megatron; "
         "did you mean --hidden-size?\n"
     )
+
+
+def test_every_flag_of_its_own_is_known_before_megatron_is() -> None:
+    source = Path(certify_module.__file__).read_text()
+    flags = re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source)
+    assert {"--overlap", "--vocab-parallel", "--lora-rank", "--timeout"} <= set(flags)
+    require_known("certify", [*flags, "--loop"])
 
 
 def test_degrees_come_from_the_model_flags_too() -> None:
