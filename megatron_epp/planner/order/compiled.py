@@ -12,28 +12,24 @@ from megatron_epp.ir import KIND_CODE, Kind
 F, B, I, W, H, G = 0, 1, 2, 3, 4, 5  # noqa: E741  (the letters of plans)
 assert [KIND_CODE[Kind(letter)] for letter in "FBIWHG"] == [F, B, I, W, H, G]
 ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
-BLOCK = 8  # stages looked at together
+BLOCK = 8  # ranks looked at together
 
 
 @njit(cache=True, inline="always")
 def _message(kind, s, stages, head):
-    """(link, payload, row of link_seconds, receiver) of what an op of stage ``s`` hands on.
-
-    Links go down (s to s + 1), then up (s + 1 to s, behind them), then from the last stage to the
-    first; of two stages that is the one that goes up. A receiver of -1: the op hands nothing on; a
-    link of -1: what it made lies there at once.
-    """
+    """(payload, row of link_seconds, receiving stage) of what an op of stage ``s`` hands on; the
+    stage itself where what it made lies there at once, -1 where it hands nothing on."""
     if kind == F and s + 1 < stages:
-        return s, ACTIVATION, s, s + 1
+        return ACTIVATION, s, s + 1
     if kind == F and head:
-        return (stages if stages == 2 else 2 * stages), HEAD, stages - 1, 0
+        return HEAD, stages - 1, 0
     if kind == H and s + 1 < stages:
-        return s, HEAD, s, s + 1
+        return HEAD, s, s + 1
     if kind == H:
-        return -1, GRADIENT, s, s
+        return GRADIENT, s, s
     if kind in (B, I) and s > 0:
-        return stages + s - 1, GRADIENT, s - 1, s - 1
-    return -1, 0, 0, -1
+        return GRADIENT, s - 1, s - 1
+    return 0, 0, -1
 
 
 @njit(cache=True)
@@ -95,8 +91,8 @@ def _rise(moves, split, head):
 
 @njit(cache=True, inline="always")
 def _first_to_wake(wake, firsts, stale):
-    """The stage, the first among equals; brings ``firsts`` of the ``stale`` blocks up to date."""
-    s = 0
+    """The rank, the first among equals; brings ``firsts`` of the ``stale`` blocks up to date."""
+    r = 0
     for b in range(len(firsts)):
         if stale[b]:
             first = b * BLOCK
@@ -104,18 +100,24 @@ def _first_to_wake(wake, firsts, stale):
                 if wake[q] < wake[first]:
                     first = q
             firsts[b], stale[b] = first, False
-        if b == 0 or wake[firsts[b]] < wake[s]:
-            s = firsts[b]
-    return s
+        if b == 0 or wake[firsts[b]] < wake[r]:
+            r = firsts[b]
+    return r
 
 
 @njit(cache=True)
-def _first_with(forwards, arrival_f):
-    """The first stage whose next forward has what it needs, -1 where none has."""
+def _first_with(forwards, arrival_f, rank_of, deep):
+    """The first stage whose next forward has what it needs, -1 where none has; ``deep``: the last
+    such stage of its rank."""
+    found = -1
     for s in range(len(forwards)):
         if forwards[s] < arrival_f.shape[1] and arrival_f[s, forwards[s]] < np.inf:
-            return s
-    return -1
+            if found < 0:
+                found = s
+            elif rank_of is not None:  # noqa: SIM102  (numba leaves the branch out only like this)
+                if deep and rank_of[s] == rank_of[found]:
+                    found = s
+    return found
 
 
 @njit(cache=True)
@@ -126,6 +128,7 @@ def schedule_with(
     moves,
     backward_order,
     last_of_group,
+    rank_of,
     budget,
     least,
     first,
@@ -133,135 +136,166 @@ def schedule_with(
     split,
     held_seconds,
     patience,
+    deep,
 ):
-    """As list_scheduler.list_schedule says, of arrays: seconds, peaks, kinds, chunks, start, stop.
+    """As list_scheduler.list_schedule says, of arrays: seconds, peaks, kinds, chunks, stages,
+    start, stop.
 
     Shapes as in sim.engine.OpArrays and list_scheduler.Policy; ``back`` is the kind that hands the
-    gradient on.
+    gradient on. ``rank_of``: None where stage i lies on rank i, which is compiled apart, as a loop
+    over the stages of a rank costs up to a third there; ``stages`` has no columns then.
     """
     stages, count = seconds.shape[1:]
+    ranks, counted = least.shape
     back = I if split else B
     head = len(seconds) > H
     per_stage = ((3 if split else 2) + (2 if head else 0)) * count
-    kinds = np.zeros((stages, per_stage), dtype=np.int8)
-    chunks = np.zeros((stages, per_stage), dtype=np.int32)
-    start = np.zeros((stages, per_stage))
-    stop = np.zeros((stages, per_stage))
-    ran = np.zeros(stages, dtype=np.int64)
+    per_rank = np.full(ranks, per_stage)
+    width, noted = per_stage, 0
+    if rank_of is not None:  # the stages of rank r: own[own_from[r]:own_from[r + 1]]
+        own = np.argsort(rank_of, kind="mergesort")
+        own_from = np.searchsorted(rank_of[own], np.arange(ranks + 1))
+        per_rank = per_stage * (own_from[1:] - own_from[:-1])
+        width = noted = per_rank.max()
+    kinds = np.zeros((ranks, width), dtype=np.int8)
+    chunks = np.zeros((ranks, width), dtype=np.int32)
+    on_stage = np.zeros((ranks, noted), dtype=np.int32)
+    start = np.zeros((ranks, width))
+    stop = np.zeros((ranks, width))
     forwards = np.zeros(stages, dtype=np.int64)
     backs = np.zeros(stages, dtype=np.int64)
     weights = np.zeros(stages, dtype=np.int64)
-    waiting_seconds = np.zeros(stages)
-    waiting_bytes = np.zeros(stages)
-    free_at = np.zeros(stages)
-    wake = np.zeros(stages)
-    held = np.zeros(stages)
-    peak = np.zeros(stages)
+    ran = np.zeros(ranks, dtype=np.int64)
+    all_forwards = np.zeros(ranks, dtype=np.int64)
+    all_backs = np.zeros(ranks, dtype=np.int64)
+    waiting_seconds = np.zeros(ranks)
+    waiting_bytes = np.zeros(ranks)
+    free_at = np.zeros(ranks)
+    wake = np.zeros(ranks)
+    held = np.zeros(ranks)
+    peak = np.zeros(ranks)
     arrival = _arrivals(stages, count, head)
     own_b = np.full((stages, count), np.inf)  # when the stage's own forward was done
-    links = np.zeros(2 * stages + 1)  # busy until
+    links = np.zeros((ranks, ranks))  # from rank to rank: busy until
     rise = _rise(moves, split, head)
     # Of vocabulary parallelism; arrays of nothing without it.
-    parts = stages if head else 0
-    heads = np.zeros(parts, dtype=np.int64)
-    head_weights = np.zeros(parts, dtype=np.int64)
-    to_come = np.zeros(parts)  # bytes that the H of chunks whose F has run will make
-    aside = np.zeros(parts)  # what the largest H or G needs while it runs
-    for s in range(parts):
+    heads = np.zeros(stages if head else 0, dtype=np.int64)
+    head_weights = np.zeros(stages if head else 0, dtype=np.int64)
+    to_come = np.zeros(ranks if head else 0)  # that the H of chunks whose F has run will make
+    reserved = np.zeros(ranks if head else 0)  # what the largest H or G needs while it runs
+    for s in range(len(heads)):
         for c in range(count):
-            aside[s] = max(aside[s], moves[H, 1, s, c], moves[G, 0, s, c])
+            r = s
+            if rank_of is not None:
+                r = rank_of[s]
+            reserved[r] = max(reserved[r], moves[H, 1, s, c], moves[G, 0, s, c])
     left = stages * per_stage
-    # The first stage to wake of every block, and the blocks that must be looked through again.
-    blocks = (stages + BLOCK - 1) // BLOCK
+    # The first rank to wake of every block, and the blocks that must be looked through again.
+    blocks = (ranks + BLOCK - 1) // BLOCK
     firsts = np.arange(blocks) * BLOCK
     stale = np.zeros(blocks, dtype=np.bool_)
     while left > 0:
-        s = _first_to_wake(wake, firsts, stale)
-        now = wake[s]
-        forced = -1
+        r = _first_to_wake(wake, firsts, stale)
+        now = wake[r]
+        chosen, s = -1, -1
+        later = np.inf  # when the next awaited input is known to arrive
         if now == np.inf:
             # Nobody can go on within the budget: the first stage with an F at hand takes it.
-            forced = _first_with(forwards, arrival[ACTIVATION])
-            if forced < 0:
-                return np.inf, peak, kinds, chunks, start, stop
-            s = forced
-            now = max(free_at[s], arrival[ACTIVATION, s, forwards[s]])
-        stale[s // BLOCK] = True
-        f, k = forwards[s], backs[s]
-        chosen = -1
-        later = np.inf  # when the next awaited input is known to arrive
-        can_f = False
-        memory_blocks = False
-        if forced >= 0:
-            chosen = F
-        else:
-            if head and heads[s] < count:
-                if arrival[HEAD, s, heads[s]] <= now:
-                    chosen = H
-                else:
-                    later = min(later, arrival[HEAD, s, heads[s]])
-            if chosen < 0 and f < count and f < most[s, min(k, count - 1)]:
-                # Room for the F itself, and to drain from there.
-                held_f = held[s] + moves[F, 0, s, f]
-                if head:
-                    held_f += to_come[s] + moves[H, 0, s, f] - moves[H, 1, s, f] + aside[s]
-                base = held_f - moves[F, 1, s, f] - waiting_bytes[s]
-                if held_f <= budget[s] and (
-                    base + rise[s] <= budget[s]
-                    or base
-                    + _drain_peak(s, f, k, backward_order, last_of_group, moves, split, head)
-                    <= budget[s]
-                ):
-                    if arrival[ACTIVATION, s, f] <= now:
-                        can_f = True
-                    else:
-                        later = min(later, arrival[ACTIVATION, s, f])
-                else:
-                    memory_blocks = arrival[ACTIVATION, s, f] <= now
-            can_b, b_lacks_room = False, False
-            if chosen < 0 and k < count:
-                c = backward_order[k]
-                if f > last_of_group[c] and f >= min(least[s, k], count):
-                    b_lacks_room = held[s] + moves[back, 0, s, c] > budget[s]
-                    ready = max(own_b[s, c], arrival[GRADIENT, s, c])
-                    if ready <= now:
-                        can_b = True
-                    else:
-                        later = min(later, ready)
-            can_w = split and weights[s] < k
-            can_g = head and head_weights[s] < k
-            if chosen >= 0:
-                pass
-            elif (can_w or can_g) and (
-                waiting_seconds[s] > held_seconds
-                or (memory_blocks and not can_b)
-                or (b_lacks_room and not can_f)
-            ):
-                chosen = W if can_w and not (can_g and head_weights[s] < weights[s]) else G
-            elif can_f and f < first[s, min(k, count - 1)]:
-                chosen = F
-            elif can_b:
-                chosen = back
-            elif can_f:
-                chosen = F
-            else:
-                if can_w:
-                    c = backward_order[weights[s]]
-                    if now + (1.0 - patience) * seconds[W, s, c] <= later:
-                        chosen = W
-                if can_g and chosen < 0:
-                    c = backward_order[head_weights[s]]
-                    if now + (1.0 - patience) * seconds[G, s, c] <= later:
-                        chosen = G
+            s = _first_with(forwards, arrival[ACTIVATION], rank_of, deep)
+            if s < 0:
+                return np.inf, peak, kinds, chunks, on_stage, start, stop
+            chosen, r = F, s
+            if rank_of is not None:
+                r = rank_of[s]
+            now = max(free_at[r], arrival[ACTIVATION, s, forwards[s]])
+        low, high = r, r + 1
+        if rank_of is not None:
+            low, high = own_from[r], own_from[r + 1]
+        if head and chosen < 0:
+            for j in range(low, high):
+                q = j
+                if rank_of is not None:
+                    q = own[j]
+                if heads[q] < count:
+                    if arrival[HEAD, q, heads[q]] > now:
+                        later = min(later, arrival[HEAD, q, heads[q]])
+                    elif chosen < 0:
+                        chosen, s = H, q
+        stale[r // BLOCK] = True
         if chosen < 0:
-            wake[s] = later
-            continue
+            can_f, can_b, can_w, can_g = -1, -1, -1, -1  # the stage that can
+            memory_blocks, b_lacks_room = False, False
+            f_done, b_done = all_forwards[r], min(all_backs[r], counted - 1)
+            for j in range(low, high):
+                q = j
+                if rank_of is not None:
+                    q = own[j]
+                f, k = forwards[q], backs[q]
+                if f < count and f_done < most[r, b_done]:
+                    # Room for the F itself, and to drain from there.
+                    held_f = held[r] + moves[F, 0, q, f]
+                    if head:
+                        held_f += to_come[r] + moves[H, 0, q, f] - moves[H, 1, q, f] + reserved[r]
+                    base = held_f - moves[F, 1, q, f] - waiting_bytes[r]
+                    if held_f <= budget[r] and (
+                        base + rise[q] <= budget[r]
+                        or base
+                        + _drain_peak(q, f, k, backward_order, last_of_group, moves, split, head)
+                        <= budget[r]
+                    ):
+                        if arrival[ACTIVATION, q, f] > now:
+                            later = min(later, arrival[ACTIVATION, q, f])
+                        elif can_f < 0 or deep:
+                            can_f = q
+                    elif arrival[ACTIVATION, q, f] <= now:
+                        memory_blocks = True
+                if k < count:
+                    c = backward_order[k]
+                    if f > last_of_group[c] and f_done >= min(least[r, b_done], counted):
+                        if held[r] + moves[back, 0, q, c] > budget[r]:
+                            b_lacks_room = True
+                        ready = max(own_b[q, c], arrival[GRADIENT, q, c])
+                        if ready > now:
+                            later = min(later, ready)
+                        elif can_b < 0:
+                            can_b = q
+                if split and can_w < 0 and weights[q] < k:
+                    can_w = q
+                if head and can_g < 0 and head_weights[q] < k:
+                    can_g = q
+            if (can_w >= 0 or can_g >= 0) and (
+                waiting_seconds[r] > held_seconds
+                or (memory_blocks and can_b < 0)
+                or (b_lacks_room and can_f < 0)
+            ):
+                if can_w >= 0 and not (can_g >= 0 and head_weights[can_g] < weights[can_w]):
+                    chosen, s = W, can_w
+                else:
+                    chosen, s = G, can_g
+            elif can_f >= 0 and f_done < first[r, b_done]:
+                chosen, s = F, can_f
+            elif can_b >= 0:
+                chosen, s = back, can_b
+            elif can_f >= 0:
+                chosen, s = F, can_f
+            else:
+                if can_w >= 0:
+                    c = backward_order[weights[can_w]]
+                    if now + (1.0 - patience) * seconds[W, can_w, c] <= later:
+                        chosen, s = W, can_w
+                if can_g >= 0 and chosen < 0:
+                    c = backward_order[head_weights[can_g]]
+                    if now + (1.0 - patience) * seconds[G, can_g, c] <= later:
+                        chosen, s = G, can_g
+            if chosen < 0:
+                wake[r] = later
+                continue
         # Run it.
-        i = ran[s]
+        i = ran[r]
         if chosen == F:
-            c = f
+            c = forwards[s]
         elif chosen == back:
-            c = backward_order[k]
+            c = backward_order[backs[s]]
         elif chosen == H:
             c = heads[s]
         elif chosen == G:
@@ -269,50 +303,59 @@ def schedule_with(
         else:
             c = backward_order[weights[s]]
         done = now + seconds[chosen, s, c]
-        kinds[s, i], chunks[s, i], start[s, i], stop[s, i] = chosen, c, now, done
-        held[s] += moves[chosen, 0, s, c]
-        if held[s] > peak[s]:
-            peak[s] = held[s]
-        held[s] -= moves[chosen, 1, s, c]
-        ran[s] += 1
+        kinds[r, i], chunks[r, i], start[r, i], stop[r, i] = chosen, c, now, done
+        if rank_of is not None:
+            on_stage[r, i] = s
+        held[r] += moves[chosen, 0, s, c]
+        if held[r] > peak[r]:
+            peak[r] = held[r]
+        held[r] -= moves[chosen, 1, s, c]
+        ran[r] += 1
         left -= 1
-        free_at[s] = done
-        wake[s] = done if ran[s] < per_stage else np.inf
+        free_at[r] = done
+        wake[r] = done if ran[r] < per_rank[r] else np.inf
         if chosen == F:
             forwards[s] += 1
+            all_forwards[r] += 1
             own_b[s, c] = done
             if head:
-                to_come[s] += moves[H, 0, s, c] - moves[H, 1, s, c]
+                to_come[r] += moves[H, 0, s, c] - moves[H, 1, s, c]
         elif chosen == H:
             heads[s] += 1
-            to_come[s] -= moves[H, 0, s, c] - moves[H, 1, s, c]
+            to_come[r] -= moves[H, 0, s, c] - moves[H, 1, s, c]
         elif chosen == G:
             head_weights[s] += 1
-            waiting_seconds[s] -= seconds[G, s, c]
-            waiting_bytes[s] -= moves[G, 1, s, c] - moves[G, 0, s, c]
+            waiting_seconds[r] -= seconds[G, s, c]
+            waiting_bytes[r] -= moves[G, 1, s, c] - moves[G, 0, s, c]
         elif chosen == back:
             backs[s] += 1
+            all_backs[r] += 1
             if head:
-                waiting_seconds[s] += seconds[G, s, c]
-                waiting_bytes[s] += moves[G, 1, s, c] - moves[G, 0, s, c]
+                waiting_seconds[r] += seconds[G, s, c]
+                waiting_bytes[r] += moves[G, 1, s, c] - moves[G, 0, s, c]
             if split:
-                waiting_seconds[s] += seconds[W, s, c]
-                waiting_bytes[s] += moves[W, 1, s, c] - moves[W, 0, s, c]
+                waiting_seconds[r] += seconds[W, s, c]
+                waiting_bytes[r] += moves[W, 1, s, c] - moves[W, 0, s, c]
         else:
             weights[s] += 1
-            waiting_seconds[s] -= seconds[W, s, c]
-            waiting_bytes[s] -= moves[W, 1, s, c] - moves[W, 0, s, c]
-        link, payload, row, to = _message(chosen, s, stages, head)
-        if link >= 0:
-            links[link] = max(done, links[link]) + link_seconds[payload, row, c]
-            come = links[link] + latency
-            arrival[payload, to, c] = come
-            if ran[to] < per_stage:
-                wake[to] = min(wake[to], max(free_at[to], come))
-                stale[to // BLOCK] = True
-        elif to >= 0:
+            waiting_seconds[r] -= seconds[W, s, c]
+            waiting_bytes[r] -= moves[W, 1, s, c] - moves[W, 0, s, c]
+        payload, row, to = _message(chosen, s, stages, head)
+        if to < 0:
+            continue
+        other = to
+        if rank_of is not None:
+            other = rank_of[to]
+        if other == r:
             arrival[payload, to, c] = done
-    return free_at.max(), peak, kinds, chunks, start, stop
+            continue
+        links[r, other] = max(done, links[r, other]) + link_seconds[payload, row, c]
+        come = links[r, other] + latency
+        arrival[payload, to, c] = come
+        if ran[other] < per_rank[other]:
+            wake[other] = min(wake[other], max(free_at[other], come))
+            stale[other // BLOCK] = True
+    return free_at.max(), peak, kinds, chunks, on_stage, start, stop
 
 
 @njit(cache=True)
@@ -327,7 +370,7 @@ def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
     start, stop = np.zeros((stages, per_stage)), np.zeros((stages, per_stage))
     head = len(seconds) > H
     arrival = _arrivals(stages, count, head)
-    links = np.zeros(2 * stages + 1)
+    links = np.zeros((stages, stages))
     free, held, peak = np.zeros(stages), np.zeros(stages), np.zeros(stages)
     at = np.zeros(stages, dtype=np.int64)
     left = stages * per_stage
@@ -354,12 +397,12 @@ def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
                 held[s] -= moves[kind, 1, s, c]
                 at[s] += 1
                 left -= 1
-                link, payload, row, to = _message(kind, s, stages, head)
-                if link >= 0:
-                    links[link] = max(done, links[link]) + link_seconds[payload, row, c]
-                    arrival[payload, to, c] = links[link] + latency
-                elif to >= 0:
+                payload, row, to = _message(kind, s, stages, head)
+                if to == s:
                     arrival[payload, to, c] = done
+                elif to >= 0:
+                    links[s, to] = max(done, links[s, to]) + link_seconds[payload, row, c]
+                    arrival[payload, to, c] = links[s, to] + latency
         if left == before:
             return np.inf, peak, start, stop
     return free.max(), peak, start, stop

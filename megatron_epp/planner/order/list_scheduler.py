@@ -1,8 +1,10 @@
-"""List scheduling: every stage, whenever it is free, takes the op that its policy likes best.
+"""List scheduling: every rank, whenever it is free, takes the op that its policy likes best.
 
 Forwards run in chunk order and backwards in theirs on every stage, so a policy only says which of
-three is next: the next F, the next B (or I), the oldest waiting W. Memory is charged as the rule
-table says; an F that would leave the stage without room to run its backwards waits.
+three is next: the next F, the next B (or I), the oldest waiting W. Where a rank has several stages,
+it takes them in turn: an F of its last one that can run one, or of its first (``deep``); a B, H, W
+or G of its first. Memory is charged as the rule table says, to the rank; an F that would leave it
+without room to run its backwards waits.
 
 With vocabulary parallelism an H runs as soon as its stage is free and what it needs has come: the
 other stages' H of that chunk wait for it, and the last stage's B for all of them. G waits for a
@@ -24,15 +26,16 @@ HEAD_PATIENCE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Preferences of a stage.
+    """What a rank prefers, by the forwards and backwards of all its stages together.
 
-    least[stage][k]   forwards that must have run before backward k of that stage
-    first[stage][k]   while k backwards have run, an F goes before a B below this many forwards
-    most[stage][k]    while k backwards have run, no F beyond this many forwards
+    least[rank][k]    forwards that must have run before backward k of that rank
+    first[rank][k]    while k backwards have run, an F goes before a B below this many forwards
+    most[rank][k]     while k backwards have run, no F beyond this many forwards
     split             run I and W instead of B
     held_seconds      a W or G goes first where this much of their work already waits on the stage
     patience          a W or G starts only if it ends at most this share of itself after the next
                       awaited input
+    deep              of several stages' F the last stage's, else the first's
     A strict order has least = first = most; without a split nothing is left to choose then, so
     memory is measured and does not hold an op back. Where B is whole, what is said of W here is
     HELD_HEADS and HEAD_PATIENCE of G.
@@ -44,22 +47,25 @@ class Policy:
     split: bool = False
     held_seconds: float = np.inf
     patience: float = 0.0
+    deep: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The ops of each stage, and when they run.
+    """The ops of each rank, and when they run; ranks of fewer stages have empty places at the end.
 
-    kinds, chunks   [stages, ops] codes of kinds (ir.KIND_CODE), and chunks
-    start, stop     [stages, ops] seconds
-    peak_bytes      [stages] beside residents
+    kinds, chunks   [ranks, ops] codes of kinds (ir.KIND_CODE), and chunks
+    stages          [ranks, ops] the stage of each; no columns where stage i lies on rank i
+    start, stop     [ranks, ops] seconds
+    peak_bytes      [ranks] beside residents
     """
 
     seconds: float
     peak_bytes: np.ndarray
-    over_bytes: float  # the most that any stage is above its budget, 0 if none
+    over_bytes: float  # the most that any rank is above its budget, 0 if none
     kinds: np.ndarray
     chunks: np.ndarray
+    stages: np.ndarray
     start: np.ndarray
     stop: np.ndarray
 
@@ -71,20 +77,22 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
     if work.vocabulary_parallel and not policy.split:
         held_seconds = HELD_HEADS * float(work.ops.seconds[G].mean())
         patience = HEAD_PATIENCE
-    taken, peaks, kinds, chunks, start, stop = schedule_with(
+    taken, peaks, *ops = schedule_with(
         work.ops.seconds,
         work.ops.link_seconds,
         work.ops.latency,
         work.ops.moved_bytes,
         work.backward_order,
         work.last_of_group,
-        np.full(work.stages, np.inf) if fixed else work.room_bytes,
+        np.array(work.place, np.int64) if work.place else None,
+        np.full(len(work.room_bytes), np.inf) if fixed else work.room_bytes,
         policy.least,
         policy.first,
         policy.most,
         policy.split,
         held_seconds,
         patience,
+        policy.deep,
     )
     over = max(0.0, float((peaks - work.room_bytes).max()))
-    return Schedule(taken, peaks, over, kinds, chunks, start, stop)
+    return Schedule(taken, peaks, over, *ops)

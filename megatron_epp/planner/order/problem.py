@@ -90,13 +90,15 @@ class ScheduleProblem:
     ops              seconds and bytes of every op, as the simulator plays them
     backward_order   chunks in the order of their backwards
     last_of_group    [chunks] the last chunk of each one's group
-    room_bytes       [stages] what is left beside the residents
+    room_bytes       [ranks] what is left beside the residents
+    place            the rank of every stage; () where stage i lies on rank i
     """
 
     ops: OpArrays
     backward_order: np.ndarray
     last_of_group: np.ndarray
     room_bytes: np.ndarray
+    place: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:

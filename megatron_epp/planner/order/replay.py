@@ -24,4 +24,5 @@ def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
         schedule.chunks,
     )
     over = max(0.0, float((peaks - work.room_bytes).max()))
-    return Schedule(seconds, peaks, over, schedule.kinds, schedule.chunks, start, stop)
+    kept = schedule.kinds, schedule.chunks, schedule.stages
+    return Schedule(seconds, peaks, over, *kept, start, stop)

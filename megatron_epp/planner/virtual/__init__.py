@@ -1,1 +1,1 @@
-"""Several stages on a device, in simulation only: the baselines `adaptis` and `slimpipe`."""
+"""Several stages on a rank, in simulation only: the baselines `adaptis` and `slimpipe`."""

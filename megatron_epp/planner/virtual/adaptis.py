@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.chunks.bin_packing import first_fit
 from megatron_epp.planner.chunks.chunking import Chunking, assemble
@@ -23,8 +24,14 @@ from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import loads_of, rates_of
 from megatron_epp.planner.partition import fastest_layers
 from megatron_epp.planner.result import SimulatedPipeline
-from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, result
-from megatron_epp.planner.virtual.schedule import PlacementName, placement
+from megatron_epp.planner.virtual.pipeline import (
+    PlacementName,
+    Played,
+    Setup,
+    best_of,
+    placement,
+    result,
+)
 
 ROUNDS = 12  # moves of a layer that are tried for every placement
 PLACEMENTS: tuple[PlacementName, ...] = ("one", "interleaved", "wave")
@@ -36,10 +43,10 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
     chunking = _packed(batch, cost, options)
     best: tuple[Played, PlacementName] | None = None
     for name in PLACEMENTS:
-        device_of = placement(name, cost.stages)
-        if len(device_of) > sum(cost.layers):
+        place = placement(name, cost.stages)
+        if len(place) > sum(cost.layers):
             continue
-        played = _moved(cost, chunking, batch, options, device_of)
+        played = _moved(cost, chunking, batch, options, place)
         if played is not None and (best is None or played.rank < best[0].rank):
             best = played, name
     if best is None:
@@ -55,14 +62,14 @@ def interleaved_1f1b(lengths: Sequence[int], cost: Cost, options: Options) -> Si
     layers, whole backwards, micro-batches packed to the context."""
     batch = SortedBatch.of(lengths)
     chunking = _packed(batch, cost, options)
-    device_of = placement("interleaved", cost.stages)
-    layers = _even(sum(cost.layers), len(device_of))
+    place = placement("interleaved", cost.stages)
+    layers = even_layers(sum(cost.layers), len(place))
     shape = dataclasses.replace(
-        cost, layers=layers, budget_bytes=(max(cost.budget_bytes),) * len(device_of)
+        cost, layers=layers, budget_bytes=(max(cost.budget_bytes),) * len(place)
     )
     setup = Setup(
         shape,
-        device_of,
+        place,
         loads_of(chunking, batch.lengths, options.multiple),
         chunking.backward,
         np.repeat(chunking.starts[1:] - 1, chunking.sizes),
@@ -80,22 +87,24 @@ def _packed(batch: SortedBatch, cost: Cost, options: Options) -> Chunking:
 
 
 def _moved(
-    cost: Cost, chunking: Chunking, batch: SortedBatch, options: Options, device_of: np.ndarray
+    cost: Cost, chunking: Chunking, batch: SortedBatch, options: Options, place: tuple[int, ...]
 ) -> Played | None:
-    """The best partition found for a placement, moving one layer at a time away from the device
+    """The best partition found for a placement, moving one layer at a time away from the rank
     that is busy longest."""
-    stages = len(device_of)
+    stages = len(place)
     loads = loads_of(chunking, batch.lengths, options.multiple)
     # The budget of a device is for all its stages: each is checked with the whole, then together.
     budget = (max(cost.budget_bytes),) * stages
-    shape = dataclasses.replace(cost, layers=_even(sum(cost.layers), stages), budget_bytes=budget)
+    shape = dataclasses.replace(
+        cost, layers=even_layers(sum(cost.layers), stages), budget_bytes=budget
+    )
     features = shape.features(loads).sum(axis=1)
     last = np.repeat(chunking.starts[1:] - 1, chunking.sizes)
 
     def played(layers: tuple[int, ...]) -> Played | None:
         setup = Setup(
             dataclasses.replace(shape, layers=layers),
-            device_of,
+            place,
             loads,
             chunking.backward,
             last,
@@ -110,7 +119,7 @@ def _moved(
     for _ in range(ROUNDS if best is not None else 0):
         assert best is not None
         better = None
-        for layers in _neighbours(best, device_of):
+        for layers in _neighbours(best, place):
             other = played(layers)
             if other is not None and other.rank < best.rank:
                 better = other
@@ -121,19 +130,13 @@ def _moved(
     return best
 
 
-def _even(layers: int, stages: int) -> tuple[int, ...]:
-    share, rest = divmod(layers, stages)
-    return tuple(share + (stage < rest) for stage in range(stages))
-
-
-def _neighbours(best: Played, device_of: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """A layer from a stage of the busiest device to one of the two least busy."""
+def _neighbours(best: Played, place: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """A layer from a stage of the busiest rank to one of the two least busy."""
     layers = best.setup.cost.layers
-    busy = best.found.busy_seconds
-    order = np.argsort(busy, kind="stable")
-    for give in np.flatnonzero(device_of == order[-1]):
+    on, order = np.array(place), np.argsort(best.busy_seconds, kind="stable")
+    for give in np.flatnonzero(on == order[-1]):
         for idle in order[:2]:
-            for take in np.flatnonzero(device_of == idle):
+            for take in np.flatnonzero(on == idle):
                 if give == take or layers[give] < 2:
                     continue
                 moved = list(layers)

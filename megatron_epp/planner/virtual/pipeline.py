@@ -1,46 +1,75 @@
-"""Shared parts of the virtual baselines: a load on virtual stages, played with recompute just
-enough."""
+"""Several stages on a rank: a load is scheduled with just enough recompute."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL, KIND_CODE, OF_LAYERS, OFFLOAD, Kind
-from megatron_epp.planner.order.problem import every_layer, left_layers, with_kept
+from megatron_epp.ir import FULL, OFFLOAD, Kind
+from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
+from megatron_epp.planner.order.problem import (
+    ScheduleProblem,
+    every_layer,
+    left_layers,
+    with_kept,
+)
 from megatron_epp.planner.result import SimulatedPipeline
-from megatron_epp.planner.virtual.schedule import VirtualSchedule, schedule
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import op_arrays
 
 STEPS = 8  # shares of a stage's layers that are recomputed or offloaded
 WARMER = (0.75, 1.0, 1.5, 2.5)  # times the forwards that fill the pipeline once
+PATIENCE = 0.5  # of Policy
+PlacementName = Literal["one", "interleaved", "wave"]
+
+
+def placement(name: PlacementName, ranks: int) -> tuple[int, ...]:
+    """The rank of every stage.
+
+    one           0 1 2 3
+    interleaved   0 1 2 3 0 1 2 3
+    wave          0 1 2 3 3 2 1 0   as in V schedules: the ends lie on one rank
+    """
+    once = tuple(range(ranks))
+    return {"one": once, "interleaved": once + once, "wave": once + once[::-1]}[name]
+
+
+def warm_up(place: tuple[int, ...], chunks: int, warm: np.ndarray, **how: bool) -> Policy:
+    """Forwards go first on a rank until ``warm`` [ranks] of them wait for their backwards, then
+    backwards; ``strict``: and never more forwards. ``split``, ``deep``: of Policy."""
+    backwards = np.arange(chunks * int(np.bincount(place).max()))
+    first = backwards[None] + warm[:, None]
+    most = first if how.pop("strict") else np.full_like(first, len(place) * chunks)
+    return Policy(np.zeros_like(first), first, most, patience=PATIENCE, **how)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setup:
-    """``cost`` of as many stages as are placed on ``device_of``; chunks with their groups."""
+    """``cost`` of as many stages as have a rank in ``place``; chunks with their groups."""
 
     cost: Cost
-    device_of: np.ndarray
+    place: tuple[int, ...]
     loads: Loads
     backward_order: np.ndarray
     last_of_group: np.ndarray
     change: Callable[[OpArrays], OpArrays] = lambda work: work
 
     @property
-    def devices(self) -> int:
-        return int(self.device_of.max()) + 1
+    def ranks(self) -> int:
+        return max(self.place) + 1
+
+    @property
+    def resident_bytes(self) -> np.ndarray:
+        """[ranks] the states of all its stages."""
+        return np.bincount(self.place, weights=np.array(self.cost.states_bytes))
 
     @property
     def room_bytes(self) -> np.ndarray:
-        """[devices] beside the states of all its stages."""
-        budget = np.full(self.devices, self.cost.budget_bytes[0])
-        return budget - np.bincount(self.device_of, weights=np.array(self.cost.states_bytes))
+        return self.cost.budget_bytes[0] - self.resident_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,13 +78,17 @@ class Played:
 
     setup: Setup
     counts: Counts
-    work: OpArrays
-    found: VirtualSchedule
+    found: Schedule
     note: str
 
     @property
     def rank(self) -> tuple[float, float]:
         return self.found.over_bytes, self.found.seconds
+
+    @property
+    def busy_seconds(self) -> np.ndarray:
+        """[ranks]"""
+        return (self.found.stop - self.found.start).sum(axis=1)
 
 
 def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> Played:
@@ -90,27 +123,24 @@ def _played(
     setup: Setup, counts: Counts, work: OpArrays, said: str, splits: Sequence[bool]
 ) -> Iterator[Played]:
     groups = np.bincount(np.unique(setup.last_of_group, return_inverse=True)[1])
-    # Forwards that fill the pipeline: those of one group on all stages of a device, and what is
-    # under way to the devices behind.
-    stages, devices = len(setup.device_of), setup.devices
-    own = np.bincount(setup.device_of)
-    fill = own * int(groups.max()) + 2 * (devices - 1 - np.arange(devices)) * (stages // devices)
+    # Forwards that fill the pipeline: those of one group on all stages of a rank, and what is
+    # under way to the ranks behind.
+    stages, ranks = len(setup.place), setup.ranks
+    own = np.bincount(setup.place)
+    fill = own * int(groups.max()) + 2 * (ranks - 1 - np.arange(ranks)) * (stages // ranks)
+    problem = ScheduleProblem(
+        work, setup.backward_order, setup.last_of_group, setup.room_bytes, setup.place
+    )
     for factor in WARMER:
+        warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
         for split in splits:
             for deep, strict in ((True, False), (False, False), (True, True)):
-                found = schedule(
-                    work,
-                    setup.backward_order,
-                    setup.last_of_group,
-                    setup.device_of,
-                    setup.room_bytes,
-                    np.maximum(np.rint(fill * factor), own).astype(np.int64),
-                    split=split,
-                    deep=deep,
-                    strict=strict,
+                policy = warm_up(
+                    setup.place, setup.loads.chunks, warm, split=split, deep=deep, strict=strict
                 )
                 how = f"{'split' if split else 'whole'} backwards, warm-up x {factor:g}"
-                yield Played(setup, counts, work, found, f"{how} {said}".rstrip())
+                found = list_schedule(problem, policy)
+                yield Played(setup, counts, found, f"{how} {said}".rstrip())
 
 
 def result(
@@ -126,14 +156,13 @@ def result(
             setup.loads, with_kept(setup.cost, played.counts, setup.loads.chunks)
         )
         again = float(np.sum(table.recompute_seconds))
-    whole = setup.devices * found.seconds
-    resident = np.bincount(setup.device_of, weights=np.array(setup.cost.states_bytes))
-    peaks = tuple(int(peak) for peak in found.peak_bytes + resident)
+    whole = setup.ranks * found.seconds
+    peaks = tuple(int(peak) for peak in found.peak_bytes + setup.resident_bytes)
     return SimulatedPipeline(
         planner=planner,
         seconds=found.seconds,
         lower_bound_seconds=min(bound_seconds, found.seconds),
-        bubble_ratio=1 - float(found.busy_seconds.sum()) / whole,
+        bubble_ratio=1 - float(played.busy_seconds.sum()) / whole,
         recompute_ratio=again / whole,
         comm_ratio=comm / whole,
         peak_bytes=peaks,
@@ -141,39 +170,3 @@ def result(
         fits=found.over_bytes <= 0,
         note=f"{note}; {played.note}",
     )
-
-
-def spread_head(cost: Cost, stages: int) -> tuple[Cost, Callable[[OpArrays, np.ndarray], OpArrays]]:
-    """``cost`` without its output layer, and what adds an equal share of its seconds to every
-    stage: vocabulary parallelism with messages that cost nothing. Its bytes go with it."""
-    profile = cost.profile
-    nothing = {kind: type(each)() for kind, each in profile.last_seconds.items()}
-    bare = dataclasses.replace(
-        profile,
-        last_seconds=nothing,
-        last_bytes=type(profile.last_bytes)(),
-        last_weight_input_bytes=type(profile.last_weight_input_bytes)(),
-        last_workspace_bytes={
-            kind: type(each)() for kind, each in profile.last_workspace_bytes.items()
-        },
-        last_parameters=0.0,
-    )
-    share = profile.last_parameters / stages
-    layers = np.maximum(np.array(cost.layers), 1)
-    if len(set(cost.layers)) == 1 and not profile.other_kinds:
-        bare = dataclasses.replace(
-            bare, layer_parameters=profile.layer_parameters + share / float(layers[0])
-        )
-    per = {
-        kind: np.array([each.per_token, each.per_pair, each.per_chunk])
-        for kind, each in profile.last_seconds.items()
-    }
-
-    def change(work: OpArrays, tokens: np.ndarray) -> OpArrays:
-        seconds = work.seconds.copy()
-        for kind in OF_LAYERS:
-            token, _, chunk = per[kind]
-            seconds[KIND_CODE[kind]] += (token * tokens / cost.shards + chunk) / stages
-        return work._replace(seconds=seconds)
-
-    return dataclasses.replace(cost, profile=bare), change

@@ -13,16 +13,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
+from megatron_epp.ir import KIND_CODE, OF_LAYERS
 from megatron_epp.planner.chunks.bin_packing import first_fit
 from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.result import SimulatedPipeline
-from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, result, spread_head
-from megatron_epp.planner.virtual.schedule import placement
+from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, placement, result
+from megatron_epp.sim.engine import OpArrays
 
 SLICES = (1, 2, 4, 8)  # times the stages
 MOST_CHUNKS = 2048
@@ -80,25 +82,34 @@ def uniform_loads(tokens: np.ndarray, pairs: np.ndarray, slices: int) -> Loads:
 def _played(
     cost: Cost, tokens: np.ndarray, pairs: np.ndarray, slices: int, virtual: int
 ) -> Played | None:
-    device_of = placement("interleaved" if virtual == 2 else "one", cost.stages)
-    stages = len(device_of)
-    share, rest = divmod(sum(cost.layers), stages)
+    place = placement("interleaved" if virtual == 2 else "one", cost.stages)
+    stages = len(place)
     shape = dataclasses.replace(
-        cost,
-        layers=tuple(share + (stage < rest) for stage in range(stages)),
+        cost.with_vocabulary(True),
+        layers=even_layers(sum(cost.layers), stages),
         budget_bytes=(max(cost.budget_bytes),) * stages,
     )
-    shape, change = spread_head(shape, stages)
     loads = uniform_loads(tokens, pairs, slices)
     number = np.arange(loads.chunks)
     first = number - number % slices
+
+    def head_in_layers(work: OpArrays) -> OpArrays:
+        """An equal share of the output layer on every stage, as a part of its F and B in the place
+        of H and G: vocabulary parallelism with messages that cost nothing."""
+        kinds = len(OF_LAYERS)
+        seconds = work.seconds[:kinds].copy()
+        for kind, each in cost.profile.last_seconds.items():
+            whole = each.per_token * loads.tokens / cost.shards + each.per_chunk
+            seconds[KIND_CODE[kind]] += whole / stages
+        return work._replace(seconds=seconds, moved_bytes=work.moved_bytes[:kinds])
+
     setup = Setup(
         shape,
-        device_of,
+        place,
         loads,
         first + slices - 1 - number % slices,
         first + slices - 1,
-        lambda work: change(work, loads.tokens),
+        head_in_layers,
     )
     if (setup.room_bytes <= 0).any():
         return None
