@@ -94,7 +94,7 @@ class OpSeconds(StageLayout):
             kind: self.over_stages(
                 [np.array([self._exchange(each, kind)]) for each in self.figures]
             )[:, 0]
-            for kind in OF_LAYERS
+            for kind in self._seconds
         }
 
     def _unexchanged(self, per_token: np.ndarray, loads: Loads) -> np.ndarray | float:

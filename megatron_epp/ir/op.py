@@ -14,9 +14,9 @@ class Kind(Enum):
 
     A new kind of op is a member here and four answers: what it needs, makes and frees, and which
     ops a chunk must have (ir/rules); what it takes (the cost model, and sim/unit_table for pictures
-    without one); what runs it (runtime/executor); how it is drawn (show/colours, show/text,
-    show/trace). Text form, checks, order, messages and simulation follow from these;
-    ``tests/ir/test_new_kind.py`` adds one.
+    without one); what runs it (runtime/executor); how it is drawn (show/colours). Text form,
+    checks, order, messages and simulation follow from these; ``tests/ir/test_new_kind.py`` adds
+    one, ``tests/ir/test_costly_kind.py`` one that costs and frees.
     """
 
     FORWARD = "F"
@@ -57,6 +57,7 @@ COMPUTE = tuple(kind for kind in Kind if kind not in TRANSFERS)
 KIND_CODE: Mapping[Kind, int] = {kind: code for code, kind in enumerate(COMPUTE)}
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # either of them hands the gradient on
 OF_LAYERS = (Kind.FORWARD, *BACKWARDS, Kind.WEIGHT)  # ops that run a stage's layers
+MAKE_GRADIENTS = (*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT)  # in plans for training alone
 OF_HEAD = (Kind.HEAD, Kind.HEAD_WEIGHT)  # ops that run a stage's part of the output layer
 
 _LETTERS = [kind.value for kind in COMPUTE]

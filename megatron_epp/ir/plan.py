@@ -40,14 +40,13 @@ from typing import Any, NoReturn
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Op, StageOp
+from megatron_epp.ir.op import MAKE_GRADIENTS, OF_HEAD, Kind, Op, StageOp
 from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_recompute
 from megatron_epp.ir.span import NUMBER
 
 _NUMBER = re.compile(NUMBER)
 # As Python prints floats: 16 digits before the point, 20 behind it (0.00012345678901234567).
 _DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
-_OF_TRAINING = frozenset({*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT})
 MOST_LAYERS = 9999  # of a stage: four digits in a recompute choice
 Orders = tuple[tuple[Op, ...], ...]
 Turns = tuple[tuple[int, ...], ...]
@@ -243,7 +242,7 @@ class Plan:
     @property
     def forward_only(self) -> bool:
         """Whether no stage runs a backward: a plan for evaluation."""
-        return self.kinds.isdisjoint(_OF_TRAINING)
+        return self.kinds.isdisjoint(MAKE_GRADIENTS)
 
     @property
     def splits_backward(self) -> bool:

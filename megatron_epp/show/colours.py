@@ -13,9 +13,14 @@ from megatron_epp.show.timeline import slice_places
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """Looks of one kind of op: a painter that wants another thing of it has its field here."""
+
     name: str
     hue: float  # degrees
     saturation: float  # of slices; packs are paler
+    sign: str  # behind its label in text
+    ansi: str  # its colour in a terminal
+    trace: str = ""  # of the trace format's own colours
 
     def shade(self, lightness: float, saturation: float | None = None) -> str:
         chosen = self.saturation if saturation is None else saturation
@@ -29,14 +34,14 @@ class Family:
 
 
 FAMILIES: dict[Kind, Family] = {
-    Kind.FORWARD: Family("forward", 213, 0.68),
-    Kind.BACKWARD: Family("backward", 152, 0.52),
-    Kind.INPUT: Family("backward: input gradient", 176, 0.55),
-    Kind.WEIGHT: Family("backward: weight gradient", 40, 0.80),
-    Kind.HEAD: Family("vocabulary", 4, 0.62),
-    Kind.HEAD_WEIGHT: Family("vocabulary: weight gradient", 24, 0.45),
-    Kind.SEND: Family("send", 285, 0.40),
-    Kind.RECEIVE: Family("receive (wait)", 320, 0.45),
+    Kind.FORWARD: Family("forward", 213, 0.68, "-", "34", "thread_state_running"),
+    Kind.BACKWARD: Family("backward", 152, 0.52, "=", "32", "thread_state_runnable"),
+    Kind.INPUT: Family("backward: input gradient", 176, 0.55, "~", "36", "rail_animation"),
+    Kind.WEIGHT: Family("backward: weight gradient", 40, 0.80, ":", "33", "rail_load"),
+    Kind.HEAD: Family("vocabulary", 4, 0.62, "^", "31", "rail_response"),
+    Kind.HEAD_WEIGHT: Family("vocabulary: weight gradient", 24, 0.45, "'", "91", "cq_build_passed"),
+    Kind.SEND: Family("send", 285, 0.40, ">", "35"),
+    Kind.RECEIVE: Family("receive (wait)", 320, 0.45, "<", "35"),
 }
 
 INK = "#1f2933"

@@ -1,8 +1,13 @@
-"""A Gantt chart in characters: ranks as rows, time as columns."""
+"""A Gantt chart in characters: ranks as rows, time as columns.
+
+An op is its label and, up to the label of the next, the sign of its kind (colours.FAMILIES).
+"""
 
 import shutil
 
 from megatron_epp.ir import Kind, Timed
+from megatron_epp.ir.op import TRANSFERS
+from megatron_epp.show.colours import FAMILIES
 from megatron_epp.show.timeline import (
     Timeline,
     by_rank,
@@ -12,40 +17,9 @@ from megatron_epp.show.timeline import (
 )
 from megatron_epp.show.units import share_text
 
-# Behind an op's label; the label of the next op marks its end.
-FILL = {
-    Kind.FORWARD: "-",
-    Kind.BACKWARD: "=",
-    Kind.INPUT: "~",
-    Kind.WEIGHT: ":",
-    Kind.HEAD: "^",
-    Kind.HEAD_WEIGHT: "'",
-    Kind.SEND: ">",
-    Kind.RECEIVE: "<",
-}
-_ANSI = {
-    Kind.FORWARD: "34",
-    Kind.BACKWARD: "32",
-    Kind.INPUT: "36",
-    Kind.WEIGHT: "33",
-    Kind.HEAD: "31",
-    Kind.HEAD_WEIGHT: "91",
-    Kind.SEND: "35",
-    Kind.RECEIVE: "35",
-}
 _IDLE = "."
 _MOST_BLOCKS = 12
 _LABELLED_SHARE = 0.9
-_LETTERS = {
-    Kind.FORWARD: "F forward",
-    Kind.BACKWARD: "B backward",
-    Kind.INPUT: "I its input-gradient half",
-    Kind.WEIGHT: "W its weight-gradient half",
-    Kind.HEAD: "H part of the vocabulary",
-    Kind.HEAD_WEIGHT: "G its weight gradient",
-    Kind.RECEIVE: "< waits for a message",
-    Kind.SEND: "> sends",
-}
 
 
 def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
@@ -131,7 +105,7 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
             continue
         label = _label(timeline, record)
         if len(label) <= stop - start:
-            text = label + FILL[record.op.kind] * (stop - start - len(label))
+            text = label + FAMILIES[record.op.kind].sign * (stop - start - len(label))
         else:
             row.unlabelled += 1
             letter = record.op.kind.value
@@ -141,14 +115,18 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
     for record in transfers:
         for column in range(round(record.start * scale), round(record.stop * scale)):
             if column < columns and row.cells[column][1] is None:
-                row.cells[column] = (FILL[record.op.kind], record.op.kind)
+                row.cells[column] = (FAMILIES[record.op.kind].sign, record.op.kind)
     return row
 
 
 def _legend(timeline: Timeline, rows: list[_Row]) -> list[str]:
     """Meaning of the signs that occur."""
     kinds = {record.op.kind for record in (*timeline.records, *timeline.transfers)}
-    words = [text for kind, text in _LETTERS.items() if kind in kinds]
+    words = [
+        f"{family.sign if kind in TRANSFERS else kind.value} {family.name}"
+        for kind, family in FAMILIES.items()
+        if kind in kinds
+    ]
     if recomputes(timeline.plan):
         words.append("* recomputes")
     lines = ["  ".join([*words, ". idle"])]
@@ -180,7 +158,7 @@ def _painted(cells: list[tuple[str, Kind | None]]) -> str:
     parts, kind = [], None
     for char, own in cells:
         if own is not kind:
-            parts.append("\x1b[0m" if own is None else f"\x1b[0;{_ANSI[own]}m")
+            parts.append("\x1b[0m" if own is None else f"\x1b[0;{FAMILIES[own].ansi}m")
             kind = own
         parts.append(char)
     return "".join(parts) + ("\x1b[0m" if kind is not None else "")

@@ -16,15 +16,6 @@ from megatron_epp.show.units import GIB
 
 _MICRO = 1e6  # the format counts microseconds
 _OPS, _TRANSFERS, _IDLE = 0, 1, 2
-# Names of the format's own colours.
-_COLOURS = {
-    "F": "thread_state_running",
-    "B": "thread_state_runnable",
-    "I": "rail_animation",
-    "W": "rail_load",
-    "H": "rail_response",
-    "G": "cq_build_passed",
-}
 
 
 def to_trace(timeline: Timeline) -> str:
@@ -70,7 +61,7 @@ def _ops(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {
             **_span(rank, _OPS, timeline.name(record), record.start, record.stop),
             "cat": FAMILIES[record.op.kind].name,
-            "cname": _COLOURS[record.op.kind.value],
+            "cname": FAMILIES[record.op.kind].trace,
             "args": args,
         }
     for record in timeline.transfers:

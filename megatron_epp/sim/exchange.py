@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import BACKWARDS, Kind, Plan, Table
+from megatron_epp.ir import MAKE_GRADIENTS, Kind, Plan, Table
 from megatron_epp.sim.play import Simulation, play
 
 GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
-_MAKE_GRADIENTS = (*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ def exchange(cost: Cost, played: Simulation, *, overlapped: bool = True) -> Exch
         kind = record.op.kind
         if kind is Kind.FORWARD and record.start < first[record.stage]:
             first[record.stage], first_stop[record.stage] = record.start, record.stop
-        if kind in _MAKE_GRADIENTS and record.start >= last_backward[record.stage]:
+        if kind in MAKE_GRADIENTS and record.start >= last_backward[record.stage]:
             last_backward[record.stage] = record.start
         end[record.stage] = max(end[record.stage], record.stop)
     # How much longer the gather takes than the stage's first op is away, its own time included.

@@ -54,7 +54,8 @@ def op_arrays(table: Table, ties: Ties, rules: Rules = TRAINING) -> OpArrays:
     the table has, H and G, have no rows."""
     chunks, stages = len(ties.document), len(table.resident_bytes)
     kinds = [kind for kind in COMPUTE if kind in table.seconds]
-    seconds = np.empty((len(kinds), stages, chunks))
+    codes = 1 + max(KIND_CODE[kind] for kind in kinds)
+    seconds = np.zeros((codes, stages, chunks))
     for kind in kinds:
         seconds[KIND_CODE[kind]] = table.seconds[kind]
     for kind in BACKWARDS:
@@ -102,7 +103,8 @@ def moved_bytes(table: Table, ties: Ties, rules: Rules = TRAINING) -> np.ndarray
         where = holds[effect.slice]
         return held if where is None else held * where
 
-    result = np.zeros((len(table.seconds), 2, len(table.resident_bytes), len(document)))
+    codes = 1 + max(KIND_CODE[kind] for kind in (*table.seconds, *rules))
+    result = np.zeros((codes, 2, len(table.resident_bytes), len(document)))
     for kind, rule in rules.items():
         for when, effects in enumerate((rule.makes, rule.frees)):
             for effect in effects:

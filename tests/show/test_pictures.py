@@ -26,7 +26,7 @@ from megatron_epp.show.paint import draw_comparison, draw_timeline
 from megatron_epp.show.png import to_png
 from megatron_epp.show.shapes import Label, Rect, text_width
 from megatron_epp.show.svg import to_svg
-from megatron_epp.show.text import FILL, text_gantt
+from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import idle, timeline, timeline_of
 from megatron_epp.show.trace import to_trace
 from megatron_epp.show.units import bytes_text, share_text
@@ -63,14 +63,14 @@ def test_every_kind_has_a_picture(kind):
     drawn = to_svg(draw_timeline(content))
     assert family.plain in drawn  # the legend
     assert f"{kind.value} {family.name}" in drawn
-    assert FILL[kind] in text_gantt(content, 120)
+    assert family.sign in text_gantt(content, 120)
     assert family.name in to_trace(content)
     assert family.name in to_html(content)
 
 
 def test_families_and_fills_are_all_different():
     assert len({family.plain for family in FAMILIES.values()}) == len(Kind)
-    assert len(set(FILL.values())) == len(Kind)
+    assert len({family.sign for family in FAMILIES.values()}) == len(Kind)
 
 
 def test_a_small_plan_in_characters():
@@ -323,7 +323,7 @@ def test_letters_without_a_number_are_explained():
     plan = one_f_one_b(8, 200)
     chart = text_gantt(timeline_of(play(plan, unit_table(plan)), unit="units"), 60)
     assert "large and small in turn: ops too short for their label" in chart
-    assert "I its input-gradient half" not in chart  # none is there
+    assert "I backward: input gradient" not in chart  # none is there
     assert "draw -o x.html shows all of them" in text_gantt(
         timeline_of(played(one_f_one_b(8, 900))), 40
     )

@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Op, Plan
+from megatron_epp.ir import BACKWARDS, MAKE_GRADIENTS, OFFLOAD, Kind, Op, Plan
 from megatron_epp.layers.recompute.offload import entrance
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch, ChunkBatchBuilder
@@ -70,7 +70,7 @@ class ModelStage:
         order = plan.orders[self.stage]
         forwards = [op.chunk for op in order if op.kind is Kind.FORWARD]
         self._following = dict(pairwise(forwards))
-        self._last_gradients = _last(order, (*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT))
+        self._last_gradients = _last(order, MAKE_GRADIENTS)
         self._last_backward = _last(order, BACKWARDS)
         self._no_sync = ExitStack()
         self._patched = ExitStack()

@@ -148,7 +148,7 @@ def schedule_with(
     stages, count = seconds.shape[1:]
     ranks, counted = least.shape
     back = I if split else B
-    head = len(seconds) > H
+    head = len(link_seconds) > HEAD  # as vocabulary parallelism has
     per_stage = ((3 if split else 2) + (2 if head else 0)) * count
     per_rank = np.full(ranks, per_stage)
     width, noted = per_stage, 0
@@ -368,7 +368,7 @@ def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
     stages, count = seconds.shape[1:]
     per_stage = kinds.shape[1]
     start, stop = np.zeros((stages, per_stage)), np.zeros((stages, per_stage))
-    head = len(seconds) > H
+    head = len(link_seconds) > HEAD  # as vocabulary parallelism has
     arrival = _arrivals(stages, count, head)
     links = np.zeros((stages, stages))
     free, held, peak = np.zeros(stages), np.zeros(stages), np.zeros(stages)

@@ -9,13 +9,13 @@ from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads, local_of, over_ranks
 from megatron_epp.ir import (
     BACKWARDS,
-    COMPUTE,
     KEEP,
     KIND_CODE,
     OF_HEAD,
     TRAINING,
     VOCABULARY_TRAINING,
     Kind,
+    Payload,
 )
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
@@ -110,7 +110,7 @@ class ScheduleProblem:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        return len(self.ops.seconds) == len(COMPUTE)
+        return len(self.ops.link_seconds) == len(Payload)
 
     @property
     def of_window(self) -> tuple[np.ndarray, np.ndarray]:

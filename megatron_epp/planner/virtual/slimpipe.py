@@ -101,7 +101,11 @@ def _played(
         for kind, each in cost.profile.last_seconds.items():
             whole = each.per_token * loads.tokens / cost.shards + each.per_chunk
             seconds[KIND_CODE[kind]] += whole / stages
-        return work._replace(seconds=seconds, moved_bytes=work.moved_bytes[:kinds])
+        return work._replace(
+            seconds=seconds,
+            moved_bytes=work.moved_bytes[:kinds],
+            link_seconds=work.link_seconds[:2],  # of activations and of gradients
+        )
 
     setup = Setup(
         shape,
