@@ -27,7 +27,7 @@ from megatron_epp.ir import FULL, Payload, Plan, check, lower, slices_of
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.runtime.clock import HostClock
-from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.executor import CurrentOp, Executor
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import NoMeter
 from megatron_epp.show.table import plain
@@ -156,7 +156,7 @@ def train_by_plan(plan: Plan, model: Model, documents: list[Tensor], stage: int)
     clock.start()
     shape = lambda message: (plan.chunks[message.chunk].tokens, W)  # noqa: E731
     links = Links(groups, shape, torch.float64, torch.device("cpu"))
-    Executor(program, compute, links, compute.store, clock, NoMeter(), Waiting(stage)).run()
+    Executor(program, compute, links, compute.store, clock, NoMeter(), CurrentOp(stage)).run()
     return compute.loss / plan.tokens
 
 

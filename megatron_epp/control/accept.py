@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_epp.control.step_source import SourcedStep, StepSource
 from megatron_epp.ir import PlanError, Step, check, check_ranks, check_skeletons
 from megatron_epp.runtime.consensus import agree
-from megatron_epp.runtime.executor import Waiting, require_executable
+from megatron_epp.runtime.executor import CurrentOp, require_executable
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ class AcceptedSteps:
         steps: StepSource,
         groups: Groups,
         layers: tuple[int, ...],
-        waiting: Waiting,
+        current_op: CurrentOp,
         ranks: int = 1,
     ):
-        self.steps, self.groups, self.layers, self.waiting = steps, groups, layers, waiting
+        self.steps, self.groups, self.layers, self.current_op = steps, groups, layers, current_op
         self.ranks = ranks
         self.waited_seconds = 0.0
 
@@ -42,13 +42,13 @@ class AcceptedSteps:
     ) -> Step:
         """The step for documents of ``lengths``; ``following``: those of the next iteration, to be
         planned meanwhile. PlanError: ranks differ, or this job cannot run the step."""
-        self.waiting.enter("the plan that all ranks agree on")
+        self.current_op.enter("the plan that all ranks agree on")
         began = time.perf_counter()
         try:
             made = self.steps.step(iteration, lengths, forward_only)
             agree(f"{list(lengths)}\n{made.text}", f"iteration {iteration}", self.groups.control)
         except RuntimeError as error:
-            logger.error("%s; a rank is lost: %s", self.waiting, str(error).splitlines()[0])
+            logger.error("%s; a rank is lost: %s", self.current_op, str(error).splitlines()[0])
             raise
         groups = self.groups
         place = groups.replica, groups.replicas, groups.lockstep

@@ -22,7 +22,7 @@ from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
 from megatron_epp.mcore.model.vocabulary.tied import add_up_tied_gradients
 from megatron_epp.mcore.stage_runner import StageRun, StageRunner
-from megatron_epp.runtime.executor import Elsewhere
+from megatron_epp.runtime.executor import OutsidePhase
 
 
 class ElasticSchedule:
@@ -76,7 +76,7 @@ class ElasticSchedule:
         batch: Batch = next(data_iterator)
         source = _batches(data_iterator)
         iteration = _iteration()
-        self.runner.waiting.iteration = iteration
+        self.runner.current_op.iteration = iteration
         self.observer.resume(iteration)
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
@@ -90,7 +90,7 @@ class ElasticSchedule:
             following = None if ahead is None else ahead.lengths.tolist()
             step = self.steps.step(iteration, batch.lengths.tolist(), following, forward_only)
             ran = self.runner.run(step, batch, source.documents, model, config, forward_step_func)
-            self.runner.waiting.enter("the gradients and the report of all ranks")
+            self.runner.current_op.enter("the gradients and the report of all ranks")
             if not forward_only and config.finalize_model_grads_func is not None:
                 tokens = torch.zeros([], dtype=torch.int, device=self.runner.device) + ran.tokens
                 config.finalize_model_grads_func(
@@ -104,7 +104,7 @@ class ElasticSchedule:
                 step, ran.records, ran.failure, self.runner.host_peak_bytes
             )
             between = "optimizer and what else Megatron does between iterations"
-            self.runner.waiting.enter(Elsewhere(between))
+            self.runner.current_op.enter(OutsidePhase(between))
             return Attempt(step, ran.records, report)
 
         def undo() -> None:

@@ -50,7 +50,7 @@ from megatron_epp.mcore.process_groups import make_groups
 from megatron_epp.mcore.sigterm import speak_when_terminated
 from megatron_epp.mcore.stage_runner import StageRunner
 from megatron_epp.runtime.consensus import broadcast_text
-from megatron_epp.runtime.executor import Waiting
+from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
 from megatron_epp.runtime.watcher import Watcher
@@ -183,7 +183,7 @@ class Job:
         self._chats: Mapping[str, str] = {}  # the corpora of chat files
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open as long as the job
-        self._waiting = Waiting(0)  # its stage is known when the model is built
+        self._current_op = CurrentOp(0)  # its stage is known when the model is built
         self._place: JobContext | None = None
         self._schedule: ElasticSchedule | None = None
 
@@ -214,16 +214,16 @@ class Job:
             tie(model, device)
         if getattr(self.args, FUSED_LINEARS, False):
             fuse_weight_gradients(model)
-        self._waiting.stage = groups.stage
+        self._current_op.stage = groups.stage
         self._claim_folders(groups)
         if self._reads_chats:
             self._chats = converted_chats(self.args, groups.control)
         rows = RowShare.of(self.args)
         self._place = JobContext(self.args, self.config, groups, layers, rows, device, attention)
         if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
-            speak_when_terminated(self._waiting, dist.get_rank())
+            speak_when_terminated(self._current_op, dist.get_rank())
         Watcher(
-            self._waiting,
+            self._current_op,
             groups.pipeline_ranks,
             dist.get_rank(),
             groups.timeout,
@@ -256,7 +256,7 @@ class Job:
             meter=AllocatorMeter(every_op=config.epp_record is not None)
             if device.type == "cuda"
             else SavedBytesMeter(model.parameters(), self.hooks.limit_bytes(config)),
-            waiting=self._waiting,
+            current_op=self._current_op,
             device=device,
             early_head=early_head(args),
             keeps_last=place.attention.keeps_last,
@@ -274,7 +274,9 @@ class Job:
             loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
         )
         self._schedule = ElasticSchedule(
-            AcceptedSteps(steps, groups, place.layers, self._waiting, args.context_parallel_size),
+            AcceptedSteps(
+                steps, groups, place.layers, self._current_op, args.context_parallel_size
+            ),
             runner,
             Retry(steps, groups),
             observer,

@@ -6,13 +6,13 @@ import socket
 import sys
 import threading
 
-from megatron_epp.runtime.executor import Waiting
+from megatron_epp.runtime.executor import CurrentOp
 
 _SIGTERM_STATUS = 128 + signal.SIGTERM
 
 
-def speak_when_terminated(waiting: Waiting, rank: int) -> None:
-    """On SIGTERM, print what ``waiting`` says and end the process at once.
+def speak_when_terminated(current_op: CurrentOp, rank: int) -> None:
+    """On SIGTERM, print what ``current_op`` says and end the process at once.
 
     A rank that waits inside a collective or for a message runs no Python signal handler; the
     wake-up descriptor is written by the C-level handler and read by a thread, which can.
@@ -31,7 +31,7 @@ def speak_when_terminated(waiting: Waiting, rank: int) -> None:
         # The sockets live as long as this thread: as long as the process.
         while signal.SIGTERM not in woken.recv(1):
             pass
-        print(f"megatron_epp: rank {rank} terminated: {waiting}", file=sys.stderr, flush=True)
+        print(f"megatron_epp: rank {rank} terminated: {current_op}", file=sys.stderr, flush=True)
         wake.close()
         os._exit(_SIGTERM_STATUS)
 

@@ -19,7 +19,7 @@ from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
 from megatron_epp.mcore.model.vocabulary.head import head_for
 from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.runtime.clock import CudaClock, HostClock
-from megatron_epp.runtime.executor import Executor, Failure, Waiting
+from megatron_epp.runtime.executor import CurrentOp, Executor, Failure
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.instruments import instruments_for
@@ -56,7 +56,7 @@ class StageRunner:
     groups: Groups
     share: RowShare
     meter: Meter
-    waiting: Waiting
+    current_op: CurrentOp
     device: torch.device
     early_head: bool
     keeps_last: bool
@@ -108,7 +108,7 @@ class StageRunner:
                 store,
                 self.clock,
                 self.meter,
-                self.waiting,
+                self.current_op,
                 self.groups.peers,
                 self.heap,
             )

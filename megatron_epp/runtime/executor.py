@@ -95,22 +95,22 @@ class LinkLost(RuntimeError):
     """A message that cannot come or leave: which op of which iteration waited, and how long."""
 
 
-class Elsewhere(str):
+class OutsidePhase(str):
     """A time that is not this package's: it takes as long as it takes."""
 
     __slots__ = ()
 
 
-BEFORE = Elsewhere("the first iteration")
+BEFORE = OutsidePhase("the first iteration")
 
 
 @dataclass
-class Waiting:
+class CurrentOp:
     """The op or phase that this rank is in; read when a link is lost, when nothing moves, or when
     the job is being killed.
 
     An op or a transfer of the program, the name of a step that all ranks take together, or what
-    happens :class:`Elsewhere`. ``links``: of the program that runs, None between programs.
+    happens :class:`OutsidePhase`. ``links``: of the program that runs, None between programs.
     """
 
     stage: int
@@ -167,7 +167,7 @@ class Executor:
         store: Store,
         clock: HostClock | CudaClock,
         meter: Meter,
-        waiting: Waiting,
+        current_op: CurrentOp,
         peers: Peers | None = None,
         heap: HostHeap | None = None,
     ):
@@ -175,7 +175,7 @@ class Executor:
         self.program = tuple(op for op in program if not isinstance(op, StageOp))
         assert len(self.program) == len(program), "require_executable comes first"
         self.compute, self.links, self.store = compute, links, store
-        self.clock, self.meter, self.waiting = clock, meter, waiting
+        self.clock, self.meter, self.current_op = clock, meter, current_op
         self._inbox: dict[tuple[Payload, int], Tensor] = {}
         self._outbox: dict[tuple[Payload, int], Tensor] = {}
         self._carrying = _carrying(program)
@@ -198,13 +198,13 @@ class Executor:
         """
         marks = []
         ends: deque = deque(maxlen=LEAD_OPS)  # of the last ops
-        self.waiting.links = self.links
+        self.current_op.links = self.links
         with self.meter.watch(self.store):
             for op in self.program:
                 if isinstance(op, Post):
                     self._post(op)
                     continue
-                self.waiting.enter(op)
+                self.current_op.enter(op)
                 if isinstance(op, Op) and len(ends) == LEAD_OPS:
                     # Safe at any place: what was issued so far needs nothing that was not (lower).
                     self.clock.wait(ends[0])
@@ -220,10 +220,10 @@ class Executor:
                 if self.heap is not None:
                     self.heap.settle()
             self._finish()
-        self.waiting.links = None
+        self.current_op.links = None
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
-        stage = self.waiting.stage
+        stage = self.current_op.stage
         # Marks are of the clock that made them, which is one of two.
         seconds: Callable[[Any], float] = self.clock.seconds
         return tuple(Timed(stage, op, seconds(a), seconds(b), peak) for op, a, b, peak in marks)
@@ -244,7 +244,7 @@ class Executor:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self.peers is not None and not self.peers.all_failed(where):
             raise OutOfMemory(
-                f"{self.waiting}: out of memory ({reason}) on one of the ranks that share its "
+                f"{self.current_op}: out of memory ({reason}) on one of the ranks that share its "
                 "layers, or their experts; the others wait for it in there, so the iteration "
                 "cannot be repeated: lower --epp-memory-budget-gib"
             ) from None
@@ -265,7 +265,7 @@ class Executor:
     def _give_up(self, op: Op, reason: str):
         held = min(self.meter.op_peak(), self.meter.limit_bytes)
         self.failure = Failure(op, int(held), reason)
-        logger.warning("%s: out of memory (%s)", self.waiting, reason)
+        logger.warning("%s: out of memory (%s)", self.current_op, reason)
         self.compute.abandon()
         self.store.clear()
         self._inbox.clear()
@@ -321,7 +321,7 @@ class Executor:
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, OutOfMemory):
                 raise
-            self.waiting.enter(Transfer(Kind.RECEIVE, op.message))
+            self.current_op.enter(Transfer(Kind.RECEIVE, op.message))
             raise self._lost(op.message, error) from error
 
     def _next_op(self, post: Post) -> Op:
@@ -352,15 +352,15 @@ class Executor:
         try:
             message = self.links.oldest_sending()
             if message is not None:
-                self.waiting.enter(Transfer(Kind.SEND, message))
+                self.current_op.enter(Transfer(Kind.SEND, message))
             self.links.finish()
         except RuntimeError as error:
             raise self._lost(message, error) from error
 
     def _lost(self, message: Message | None, error: RuntimeError | MemoryError) -> LinkLost:
         reason = str(error).splitlines()[0]
-        logger.error("%s; the link is lost: %s", self.waiting, reason)
-        return LinkLost(f"{self.waiting}; the link is lost: {reason}")
+        logger.error("%s; the link is lost: %s", self.current_op, reason)
+        return LinkLost(f"{self.current_op}; the link is lost: {reason}")
 
 
 def _carrying(program: Program) -> dict[Op, Payload]:

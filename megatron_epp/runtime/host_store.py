@@ -100,19 +100,19 @@ class _Storage:
 class _View:
     """Stand-in that autograd keeps for a tensor."""
 
-    __slots__ = ("dtype", "offset", "parcel", "size", "storage", "stride")
+    __slots__ = ("dtype", "offloaded", "offset", "size", "storage", "stride")
 
-    def __init__(self, parcel: "Parcel", storage: _Storage, tensor: Tensor):
-        self.parcel, self.storage, self.dtype = parcel, storage, tensor.dtype
+    def __init__(self, offloaded: "OffloadedLayer", storage: _Storage, tensor: Tensor):
+        self.offloaded, self.storage, self.dtype = offloaded, storage, tensor.dtype
         self.size, self.stride = tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
 
 
-class Parcel:
+class OffloadedLayer:
     """Tensors that one layer saved of one chunk: ``pack`` while it runs forward, ``unpack`` in
     backward.
 
-    ``shared``: whether a tensor's storage is not the layer's own. ``before``: the chunk's parcel
+    ``shared``: whether a tensor's storage is not the layer's own. ``before``: the chunk's offloaded
     that backward wants next.
     """
 
@@ -121,7 +121,7 @@ class Parcel:
         store: "HostStore",
         chunk: int,
         shared: Callable[[Tensor], bool],
-        before: "Parcel | None",
+        before: "OffloadedLayer | None",
     ):
         self._store, self.chunk, self._shared, self._before = store, chunk, shared, before
         self._storages: dict[int, _Storage] = {}  # by their address, while the layer runs
@@ -165,7 +165,7 @@ class Parcel:
         """The layer has run: copy out what it saved. False where nothing leaves: there is nothing
         worth a copy, or the host has no room."""
         storages, self._storages = list(self._storages.values()), {}
-        blocks = self._store.take(sum(storage.nbytes for storage in storages))
+        blocks = self._store.allocate(sum(storage.nbytes for storage in storages))
         if not blocks:
             return False
         self._sent = True
@@ -222,7 +222,7 @@ class Parcel:
             if storage is not None:
                 storage.blocks = []
         self._moving, self._away = [], []
-        self._store.give_back(self, self._host_bytes)
+        self._store.free(self, self._host_bytes)
         self._host_bytes = 0
 
     def _ends(self, storage: _Storage) -> tuple[list[Tensor], Sequence[Tensor]]:
@@ -232,7 +232,7 @@ class Parcel:
 
 
 class HostStore:
-    """The parcels of an iteration's chunks on this rank.
+    """The offloaded layers of an iteration's chunks on this rank.
 
     limit_bytes   of the host's memory that may be taken; a layer for which there is no room stays
                   on the device, which is said once
@@ -250,13 +250,14 @@ class HostStore:
         self.meter: Meter = NoMeter() if meter is None else meter
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
         self._copies: Any = None
-        self._parcels: dict[int, list[Parcel]] = {}  # by chunk, in the order of its layers
-        self._leaving: deque[Parcel] = deque()
+        # By chunk, in the order of its layers.
+        self._offloaded: dict[int, list[OffloadedLayer]] = {}
+        self._leaving: deque[OffloadedLayer] = deque()
         self._told = False
         self.bytes = self.peak_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._parcels)
+        return len(self._offloaded)
 
     @property
     def copies(self) -> Any:
@@ -280,37 +281,37 @@ class HostStore:
         device when it ends."""
         while len(self._leaving) >= IN_FLIGHT:
             self._leaving.popleft().leave()
-        earlier = self._parcels.get(chunk)
-        parcel = Parcel(self, chunk, shared, earlier[-1] if earlier else None)
-        with torch.autograd.graph.saved_tensors_hooks(parcel.pack, parcel.unpack):
+        earlier = self._offloaded.get(chunk)
+        offloaded = OffloadedLayer(self, chunk, shared, earlier[-1] if earlier else None)
+        with torch.autograd.graph.saved_tensors_hooks(offloaded.pack, offloaded.unpack):
             yield
         with torch.no_grad():
-            sent = parcel.send()
+            sent = offloaded.send()
         if sent:
-            self._parcels.setdefault(chunk, []).append(parcel)
-            self._leaving.append(parcel)
+            self._offloaded.setdefault(chunk, []).append(offloaded)
+            self._leaving.append(offloaded)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """F is over: nothing of it is on its way out any more when the next op begins."""
         while self._leaving:
             self._leaving.popleft().leave()
 
     # -------------------------------------------------------------- B, I
 
-    def recall(self, chunk: int) -> None:
+    def prefetch(self, chunk: int) -> None:
         """B or I of ``chunk`` begins: the layer that it comes to first is on its way."""
-        for parcel in self._parcels.get(chunk, ())[-1:]:
-            parcel.fetch()
+        for offloaded in self._offloaded.get(chunk, ())[-1:]:
+            offloaded.fetch()
 
     def clear(self) -> None:
         """Forget everything, as in an iteration that failed."""
-        self.settle()
-        for parcel in [parcel for parcels in self._parcels.values() for parcel in parcels]:
-            parcel.release()
+        self.wait()
+        for offloaded in [one for of_chunk in self._offloaded.values() for one in of_chunk]:
+            offloaded.release()
 
     # -------------------------------------------------------------- the host's memory
 
-    def take(self, nbytes: int) -> list[Tensor] | None:
+    def allocate(self, nbytes: int) -> list[Tensor] | None:
         """Blocks of together at least ``nbytes``; None where there is no room for them."""
         sizes = list(_sizes(nbytes))
         taken = sum(sizes)
@@ -329,13 +330,13 @@ class HostStore:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return made
 
-    def give_back(self, parcel: Parcel, nbytes: int) -> None:
-        """``parcel`` is on the device again."""
+    def free(self, offloaded: OffloadedLayer, nbytes: int) -> None:
+        """``offloaded`` is on the device again."""
         self.bytes -= nbytes
-        of_chunk = self._parcels[parcel.chunk]
-        of_chunk.remove(parcel)
+        of_chunk = self._offloaded[offloaded.chunk]
+        of_chunk.remove(offloaded)
         if not of_chunk:
-            del self._parcels[parcel.chunk]
+            del self._offloaded[offloaded.chunk]
 
     def _say_full(self, nbytes: int, why: str) -> None:
         if not self._told:

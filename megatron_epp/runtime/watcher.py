@@ -2,7 +2,7 @@
 
 A lost message shows in no other way: NCCL's waits return at once and leave the device standing,
 gloo's block without a word until the group's timeout. The watcher is a thread that looks at what
-the rank noted last (:class:`Waiting`), now and then; ops pay nothing for it.
+the rank noted last (:class:`CurrentOp`), now and then; ops pay nothing for it.
 """
 
 import os
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from megatron_epp.ir import Kind, Message, Op, Payload, Transfer
-from megatron_epp.runtime.executor import Elsewhere, Waiting
+from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
 
 PATIENCE_SECONDS = 30.0  # without progress, before the first line; then twice as long, and again
 # What is not ours (a checkpoint, the optimizer) may take so many times as long before it is named.
@@ -32,7 +32,7 @@ class Watcher:
 
     def __init__(
         self,
-        waiting: Waiting,
+        current_op: CurrentOp,
         ranks: Sequence[int],
         rank: int,
         timeout: timedelta,
@@ -42,7 +42,7 @@ class Watcher:
         end: Callable[[int], object] = os._exit,
         together: Sequence[int] = (),
     ):
-        self.waiting, self.ranks, self.rank = waiting, tuple(ranks), rank
+        self.current_op, self.ranks, self.rank = current_op, tuple(ranks), rank
         self.patience_seconds = patience_seconds
         self.last_seconds = timeout.total_seconds() + grace_seconds
         self.tell, self.end = tell or _to_stderr, end
@@ -59,9 +59,9 @@ class Watcher:
 
     def look(self) -> float:
         """Speak if it is time to; the seconds after which to look again."""
-        if self._since != self.waiting.since:  # something moved
-            self._since, self._after = self.waiting.since, self.patience_seconds
-            if isinstance(self.waiting.what, Elsewhere):
+        if self._since != self.current_op.since:  # something moved
+            self._since, self._after = self.current_op.since, self.patience_seconds
+            if isinstance(self.current_op.what, OutsidePhase):
                 self._after *= ELSEWHERE_PATIENCE
         quiet = time.monotonic() - self._since
         if quiet >= self.last_seconds and self._waits_for_others():
@@ -78,14 +78,14 @@ class Watcher:
         return min(self.patience_seconds, next_look)  # what comes next may be stuck at once
 
     def _waits_for_others(self) -> bool:
-        what = self.waiting.what
+        what = self.current_op.what
         if isinstance(what, Op):
             return self._arriving() is not None
-        return not isinstance(what, Elsewhere)
+        return not isinstance(what, OutsidePhase)
 
     def _arriving(self) -> Message | None:
         """The message that the device waits for, though the host has gone on."""
-        links = self.waiting.links
+        links = self.current_op.links
         try:
             return None if links is None else links.oldest_arriving()
         except RuntimeError:  # its communicator is gone
@@ -93,7 +93,7 @@ class Watcher:
 
     def line(self) -> str:
         """One line: the rank, the op of another that it waits for, and since when."""
-        what, line = self.waiting.what, f"rank {self.rank} does not move: {self.waiting}"
+        what, line = self.current_op.what, f"rank {self.rank} does not move: {self.current_op}"
         if isinstance(what, Transfer):
             return f"{line}: {self._explained(what)}"
         message = self._arriving()

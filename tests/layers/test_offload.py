@@ -86,12 +86,12 @@ def run(letters: str, cut: bool) -> tuple[dict[str, int], list[Tensor]]:
         x = hidden
         for layer in made:
             x, _ = layer(hidden_states=x, table=table, state=state)
-        host.settle()
+        host.wait()
         held = {"device": meter.saved_bytes, "host": host.bytes, "table": table.nbytes}
         for layer in range(len(letters) * cut):
             zeros = torch.zeros(ROWS, HEADS, HIDDEN // HEADS, dtype=DTYPE)
             store.add_gradient(layer, 0, zeros, zeros)
-        host.recall(0)
+        host.prefetch(0)
         x.square().sum().backward()
         assert meter.saved_bytes == host.bytes == len(host) == len(store) == 0
     return held, [hidden.grad, *(p.grad for p in parameters)]
@@ -130,10 +130,10 @@ def test_what_was_received_is_not_held_for_its_gradient(lets_go) -> None:
     host = HostStore(torch.device("cpu"))
     with host.layer(0, lambda tensor: False):
         out = hidden.square()
-    host.settle()
+    host.wait()
     del array, received, hidden
     gc.collect()
     assert (alive() is None) == lets_go
-    host.recall(0)
+    host.prefetch(0)
     out.sum().backward()
     assert torch.equal(leaf.grad, expected) and leaf.grad.is_contiguous()

@@ -8,7 +8,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import PIPELINES, SIMULATED, Options
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.problem import ScheduleProblem
-from megatron_epp.planner.virtual.pipeline import PlacementName, placement, warm_up
+from megatron_epp.planner.virtual.pipeline import PlacementName, placement, warm_up_policy
 from megatron_epp.planner.virtual.slimpipe import uniform_loads
 from megatron_epp.sim.engine import OpArrays, Orders, run
 from megatron_epp.sim.rule_arrays import training_needs
@@ -37,7 +37,7 @@ def play(
     made = work(len(place), chunks)
     settings = {"split": False, "deep": True, "strict": False} | how
     problem = ScheduleProblem(made, order, order, np.full(ranks, room), place)
-    return list_schedule(problem, warm_up(place, chunks, warm, **settings)), made
+    return list_schedule(problem, warm_up_policy(place, chunks, warm, **settings)), made
 
 
 def busy(found: Schedule) -> np.ndarray:
@@ -83,7 +83,7 @@ def test_the_scheduler_needs_what_the_rule_table_needs(place, cut: bool, seed: i
     warm = np.random.default_rng(seed).integers(1, 2 * count, ranks)
     for split in (False, True):
         for deep in (False, True):
-            policy = warm_up(place, count, warm, split=split, deep=deep, strict=False)
+            policy = warm_up_policy(place, count, warm, split=split, deep=deep, strict=False)
             found = list_schedule(problem, policy)
             sizes = np.bincount(place) * ((3 if split else 2) + 2 * cut) * count
             ran = np.arange(found.kinds.shape[1]) < sizes[:, None]

@@ -25,7 +25,7 @@ from megatron_epp.ir import (
 )
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
-from megatron_epp.runtime.executor import Executor, LinkLost, Waiting
+from megatron_epp.runtime.executor import CurrentOp, Executor, LinkLost
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import NoMeter
@@ -93,17 +93,17 @@ def execute(
     groups: dict,
     compute: Any,
     iteration: int = 1,
-    waiting: Waiting | None = None,
+    current_op: CurrentOp | None = None,
 ):
     """(records, links) of one iteration."""
     program = lower(plan)[stage]
-    waiting = waiting or Waiting(stage)
-    waiting.iteration = iteration
+    current_op = current_op or CurrentOp(stage)
+    current_op.iteration = iteration
     clock = HostClock()
     clock.start()
     shape = lambda message: (plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
     links = Links(groups, shape, torch.float64, torch.device("cpu"))
-    executor = Executor(program, compute, links, Store({}), clock, NoMeter(), waiting)
+    executor = Executor(program, compute, links, Store({}), clock, NoMeter(), current_op)
     return executor.run(), links
 
 
@@ -252,7 +252,7 @@ def test_the_store_must_be_empty() -> None:
     clock = HostClock()
     clock.start()
     links = Links({}, lambda chunk: (), torch.float64, torch.device("cpu"))
-    executor = Executor(program, compute, links, compute.store, clock, NoMeter(), Waiting(0))
+    executor = Executor(program, compute, links, compute.store, clock, NoMeter(), CurrentOp(0))
     with pytest.raises(AssertionError, match="1 K/V buffers outlive the iteration"):
         executor.run()
 

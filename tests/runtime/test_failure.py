@@ -10,7 +10,7 @@ from torch import nn
 from megatron_epp.ir import Kind, Op, Payload, Post, Transfer, lower
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
-from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.executor import CurrentOp, Executor
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import LimitReached, NoMeter, SavedBytesMeter, out_of_memory
@@ -40,11 +40,11 @@ def run_stage(rank: int, kind: Kind, chunk: int) -> dict[str, Any]:
     program = lower(the_plan)[rank]
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     compute = Linear(the_plan, rank, fails_at(kind, chunk, error) if rank == FAILING else id)
-    waiting, clock, store = Waiting(rank), HostClock(), Store({})
+    current_op, clock, store = CurrentOp(rank), HostClock(), Store({})
     clock.start()
     shape = lambda message: (the_plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
     links = Links(groups, shape, torch.float64, torch.device("cpu"))
-    executor = Executor(program, compute, links, store, clock, NoMeter(), waiting)
+    executor = Executor(program, compute, links, store, clock, NoMeter(), current_op)
     records = executor.run()
     return {
         "ops": [record.op for record in records]
@@ -96,7 +96,7 @@ def test_other_errors_are_not_survived(error) -> None:
     clock = HostClock()
     clock.start()
     links = Links({}, lambda c: (1,), torch.float64, torch.device("cpu"))
-    executor = Executor(program, Hungry(error), links, Store({}), clock, NoMeter(), Waiting(0))
+    executor = Executor(program, Hungry(error), links, Store({}), clock, NoMeter(), CurrentOp(0))
     with pytest.raises(type(error), match=str(error)):
         executor.run()
 
@@ -134,7 +134,7 @@ def test_a_receive_without_memory_is_a_failure_of_the_next_op() -> None:
     program = lower(the_plan)[1]
     links, compute, clock = FullAtFirst(), Linear(the_plan, 1), HostClock()
     clock.start()
-    executor = Executor(program, compute, links, Store({}), clock, NoMeter(), Waiting(1))
+    executor = Executor(program, compute, links, Store({}), clock, NoMeter(), CurrentOp(1))
     executor.run()
     assert executor.failure is not None
     assert executor.failure.op == the_plan.orders[1][0]
@@ -170,7 +170,7 @@ def test_the_host_leads_by_one_op() -> None:
     clock = Device()
     links = Links({}, lambda c: (1,), torch.float64, torch.device("cpu"))
     compute = Linear(the_plan, 0)
-    Executor(program, compute, links, Store({}), clock, NoMeter(), Waiting(0)).run()
+    Executor(program, compute, links, Store({}), clock, NoMeter(), CurrentOp(0)).run()
     waits = [event for event in clock.events if event.startswith("wait")]
     ends = [event for event in clock.events if event.startswith("mark")][1::2]
     assert waits == [f"wait for {end}" for end in ends[:-2]]

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_epp.runtime import host_store
-from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES, HostStore, Parcel, _sizes
+from megatron_epp.runtime.host_store import (
+    LEAST_BLOCK,
+    LEAST_BYTES,
+    HostStore,
+    OffloadedLayer,
+    _sizes,
+)
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
@@ -57,7 +63,7 @@ def forward(host: HostStore, chunk: int, letters: str, x: Tensor, look=lambda: N
         else:
             x = x.tanh()
         look()
-    host.settle()
+    host.wait()
     return x
 
 
@@ -71,7 +77,7 @@ def gradient(letters: str, host: HostStore) -> Tensor:
     x = inputs()
     first, second = (forward(host, chunk, letters, x) for chunk in (0, 1))
     for chunk, y in ((1, second), (0, first)):
-        host.recall(chunk)
+        host.prefetch(chunk)
         y.square().sum().backward()
     assert len(host) == host.bytes == 0
     assert x.grad is not None
@@ -97,7 +103,7 @@ def _one_block_for_all():
         yield
 
 
-def _forgotten_at_once(self: Parcel):
+def _forgotten_at_once(self: OffloadedLayer):
     """What is to be copied is let go, and written over, before it is copied."""
     for storage in self._moving:
         self._store.meter.held(storage.held).fill_(255)
@@ -110,7 +116,7 @@ def _forgotten_at_once(self: Parcel):
     [
         lambda: patch.object(Late, "wait", _without_waiting),
         _one_block_for_all,
-        lambda: patch.object(Parcel, "leave", _forgotten_at_once),
+        lambda: patch.object(OffloadedLayer, "leave", _forgotten_at_once),
     ],
     ids=["nobody waits", "a buffer used again too early", "gone before it is copied"],
 )
@@ -118,10 +124,10 @@ def test_these_copies_would_show_it(sabotage) -> None:
     kept = gradient("kkk", store())
     with sabotage():
         host = store(Late())
-        with patch.object(HostStore, "give_back", lambda self, parcel, nbytes: None):
+        with patch.object(HostStore, "free", lambda self, offloaded, nbytes: None):
             x = inputs()
             y = forward(host, 0, "oko", x)
-            host.recall(0)
+            host.prefetch(0)
             y.square().sum().backward()
     assert not torch.equal(x.grad * 2, kept)
 
@@ -140,7 +146,7 @@ def test_two_layers_at_most_are_on_the_device() -> None:
         for hooked in _nodes(y):
             hooked.register_prehook(lambda *gradients: held.append(meter.now))
         meter.op_peak()
-        host.recall(0)
+        host.prefetch(0)
         y.sum().backward()
         # Before each layer's turn: what is behind it is gone, itself on its way.
         assert [now / SAVED for now in held] == [1, 1, 1, 1]
@@ -167,12 +173,12 @@ def test_views_of_one_storage_go_once_and_parameters_stay() -> None:
             y = sum((part @ part) @ weight * table for part in parts[:2])
             z = y + parts[2].exp().sum() + parts[3].sin().sum()
         held = meter.now
-        host.settle()
-        storages = {r().nbytes for r in host._parcels[0][0]._away}
-        assert 2 * SAVED in storages and len(host._parcels[0][0]._away) < 8
+        host.wait()
+        storages = {r().nbytes for r in host._offloaded[0][0]._away}
+        assert 2 * SAVED in storages and len(host._offloaded[0][0]._away) < 8
         # What stays is what all layers share; the weight counts nowhere.
         assert held > meter.now == SAVED
-        host.recall(0)
+        host.prefetch(0)
         z.sum().backward()
         mine = x.grad.clone(), weight.grad.clone()
     x.grad = weight.grad = None
@@ -197,21 +203,21 @@ def test_every_kind_of_tensor_comes_back_as_it_was() -> None:
     ]
     small = torch.zeros(LEAST_BYTES - 1, dtype=torch.uint8)
     with host.layer(0, nobodys):
-        parcel = _parcel_in_force()
-        packed = [parcel.pack(tensor) for tensor in saved]
-        assert parcel.pack(small).data_ptr() == small.data_ptr()
-    host.settle()
+        offloaded = _layer_in_force()
+        packed = [offloaded.pack(tensor) for tensor in saved]
+        assert offloaded.pack(small).data_ptr() == small.data_ptr()
+    host.wait()
     before = [tensor.clone() for tensor in saved]
     for tensor in saved:
         tensor.zero_()
-    host.recall(0)
-    for one, mine in zip(before, map(parcel.unpack, packed), strict=True):
+    host.prefetch(0)
+    for one, mine in zip(before, map(offloaded.unpack, packed), strict=True):
         assert torch.equal(one, mine) and one.dtype == mine.dtype
-    for tensor, mine in zip(saved, map(parcel.unpack, packed), strict=True):
+    for tensor, mine in zip(saved, map(offloaded.unpack, packed), strict=True):
         assert mine.stride() == tensor.stride()
 
 
-def _parcel_in_force() -> Parcel:
+def _layer_in_force() -> OffloadedLayer:
     pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return pack.__self__
 
@@ -237,8 +243,8 @@ def test_a_layer_of_small_tensors_stays_and_is_none_the_less_finished() -> None:
         y = mixed.tanh()
     with host.layer(1, nobodys):
         z = y[0, :4].tanh().clone()
-    host.settle()
-    host.recall(1)
+    host.wait()
+    host.prefetch(1)
     z.sum().backward()
     assert len(host) == host.bytes == 0 < host.peak_bytes
 
@@ -253,7 +259,7 @@ def test_what_was_abandoned_is_forgotten() -> None:
         with pytest.raises(MemoryError), host.layer(2, nobodys):
             z = z.tanh()
             raise MemoryError
-        host.recall(0)
+        host.prefetch(0)
         host.clear()
         assert len(host) == host.bytes == 0
         del y, z

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_epp.ir import Kind, Payload, Plan, Program, lower_rank
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
-from megatron_epp.runtime.executor import Executor, LinkLost, Waiting
+from megatron_epp.runtime.executor import CurrentOp, Executor, LinkLost
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import NoMeter
 from tests.plans import EXAMPLE, two_ahead
@@ -43,7 +43,7 @@ def execute(
     clock.start()
     shape = lambda message: (plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
     links = StrictLinks(groups, shape, torch.float64, torch.device("cpu"), ranks)
-    Executor(program, compute, links, Store({}), clock, NoMeter(), Waiting(stage)).run()
+    Executor(program, compute, links, Store({}), clock, NoMeter(), CurrentOp(stage)).run()
     return compute.gradient, links.sent + links.received
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_epp.ir import Kind, Message, Op, Payload, Transfer
-from megatron_epp.runtime.executor import Elsewhere, LinkLost, Waiting
+from megatron_epp.runtime.executor import CurrentOp, LinkLost, OutsidePhase
 from megatron_epp.runtime.watcher import LOST_STATUS, Watcher
 from tests.runtime.test_executor import TWO, Linear, execute
 from tests.runtime.world import run
@@ -24,9 +24,9 @@ class Spoken:
     def __init__(self, what, seconds: float = 0.0, links=None, together=()):
         self.lines: list[str] = []
         self.statuses: list[int] = []
-        self.waiting = Waiting(0, 5, what, time.monotonic() - seconds, links)
+        self.current_op = CurrentOp(0, 5, what, time.monotonic() - seconds, links)
         self.watcher = Watcher(
-            self.waiting,
+            self.current_op,
             (4, 6),
             4,
             timedelta(seconds=600),
@@ -36,7 +36,7 @@ class Spoken:
         )
 
     def after(self, seconds: float) -> float:
-        self.waiting.since -= seconds
+        self.current_op.since -= seconds
         self.watcher._since -= seconds  # the same moment, seen from later
         return self.watcher.look()
 
@@ -72,7 +72,7 @@ def test_lines_come_after_half_a_minute_and_then_twice_as_late() -> None:
     assert len(spoken.lines) == 2
     spoken.after(40)
     assert len(spoken.lines) == 2
-    spoken.waiting.enter(Op(Kind.FORWARD, 3))  # something moves
+    spoken.current_op.enter(Op(Kind.FORWARD, 3))  # something moves
     assert spoken.watcher.look() == pytest.approx(30, abs=0.1)
     spoken.after(31)
     assert "was in F3 for 31." in spoken.lines[-1]
@@ -118,7 +118,7 @@ def test_a_device_that_stands_is_seen_behind_a_host_that_went_on() -> None:
 
 
 def test_what_is_not_ours_has_ten_times_the_patience_and_never_ends() -> None:
-    spoken = Spoken(Elsewhere("the optimizer"), 290)
+    spoken = Spoken(OutsidePhase("the optimizer"), 290)
     spoken.watcher.look()
     assert spoken.lines == []
     spoken.after(20)
@@ -151,13 +151,13 @@ def stop_a_peer(rank: int, folder: Path, gloo_seconds: float, watch_seconds: flo
         with (folder / f"said-{rank}").open("a") as file:
             file.write(f"{line}\n")
 
-    waiting = Waiting(rank)
+    current_op = CurrentOp(rank)
     Watcher(
-        waiting, (0, 1), rank, timedelta(seconds=watch_seconds), 0.5, 0.25, tell, end_both
+        current_op, (0, 1), rank, timedelta(seconds=watch_seconds), 0.5, 0.25, tell, end_both
     ).start()
     compute = Linear(TWO, rank, stand_still)
     try:
-        execute(TWO, rank, groups, compute, 9, waiting)
+        execute(TWO, rank, groups, compute, 9, current_op)
     except LinkLost as error:
         os.kill(int(peer.read_text()), signal.SIGKILL)
         return str(error)

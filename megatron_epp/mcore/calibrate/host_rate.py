@@ -40,7 +40,7 @@ def host_rate(probe: Probe, groups: Groups) -> float:
 
 def _ends(host: HostStore, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(part of the host's memory, part of the device's), together ``nbytes``."""
-    blocks = host.take(nbytes)
+    blocks = host.allocate(nbytes)
     assert blocks is not None, "no pinned memory to measure copies with"
     here = torch.zeros(nbytes, dtype=torch.uint8, device=host.device)
     return list(zip(blocks, here.split([block.numel() for block in blocks]), strict=True))

@@ -31,7 +31,7 @@ from megatron_epp.mcore.model.attention import Attention, attention_for, this_de
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
-from megatron_epp.runtime.executor import Executor, Waiting
+from megatron_epp.runtime.executor import CurrentOp, Executor
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.instruments import instruments_for
 from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, SavedBytesMeter
@@ -235,7 +235,7 @@ def run_stage(
         model, config, chunk_forward_step, builder, plan, store, early, host
     ) as compute:
         executor = Executor(
-            lower_rank(plan, stage), compute, links, store, clock, meter, Waiting(stage)
+            lower_rank(plan, stage), compute, links, store, clock, meter, CurrentOp(stage)
         )  # fmt: skip
         records = executor.run()
     if executor.failure is not None:

@@ -33,7 +33,7 @@ from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
-from megatron_epp.runtime.executor import Elsewhere, Executor
+from megatron_epp.runtime.executor import Executor, OutsidePhase
 from megatron_epp.runtime.instruments import Instruments, instruments_for
 from megatron_epp.runtime.link import Links
 
@@ -80,7 +80,7 @@ class LoopSchedule:
         try:
             found = self._serve(call, pipeline, batches)
         finally:
-            pipeline.waiting.enter(Elsewhere("what the loop does between two calls"))
+            pipeline.current_op.enter(OutsidePhase("what the loop does between two calls"))
         if found is None:
             return self._leave(
                 "micro-batches of several lengths that nobody tells (install_schedule(lengths=))",
@@ -205,7 +205,7 @@ class LoopSchedule:
         clock, heap = self._instruments
         meter = self.settings.make_meter(call.one_model)
         self._calls += 1
-        pipeline.waiting.iteration = self._calls
+        pipeline.current_op.iteration = self._calls
         dtype = config.pipeline_dtype or getattr(config, "params_dtype", torch.float32)
         payload = {} if pipeline.groups is None else pipeline.groups.payload
         ranks = None if pipeline.groups is None else pipeline.groups.pipeline_ranks
@@ -224,7 +224,7 @@ class LoopSchedule:
             stage.store,
             clock,
             meter,
-            pipeline.waiting,
+            pipeline.current_op,
             None if pipeline.groups is None else pipeline.groups.peers,
             heap,
         )
@@ -252,7 +252,7 @@ class LoopSchedule:
 
         ``took_seconds``: this rank's ops, from the call's beginning; 0 where they are no measure.
         """
-        pipeline.waiting.enter("what became of the call on all ranks of the replica")
+        pipeline.current_op.enter("what became of the call on all ranks of the replica")
         refusal = str(error) if isinstance(error, ValueError) else None
         if failure is not None:
             error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")

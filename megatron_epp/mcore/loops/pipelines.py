@@ -23,7 +23,7 @@ from megatron_epp.planner.calls.call_cost import guessed_rates
 from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
 from megatron_epp.planner.calls.stage_seconds import StageSeconds
 from megatron_epp.planner.calls.track_record import TrackRecord
-from megatron_epp.runtime.executor import BEFORE, Waiting
+from megatron_epp.runtime.executor import BEFORE, CurrentOp
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.watcher import Watcher
 
@@ -50,7 +50,7 @@ class ModelPipeline:
     rates_SK3: np.ndarray
     seconds: StageSeconds
     planning: ReplicaPlans
-    waiting: Waiting
+    current_op: CurrentOp
     split_refused: str | None
     measured: bool = False
     track_record: TrackRecord = field(default_factory=TrackRecord)
@@ -94,7 +94,7 @@ class Pipelines:
     def __init__(self, settings: Settings):
         self.settings = settings
         self._known: WeakKeyDictionary[Any, ModelPipeline] = WeakKeyDictionary()
-        self._groups: tuple[Any, Groups, Waiting] | None = None
+        self._groups: tuple[Any, Groups, CurrentOp] | None = None
 
     def of(self, call: LoopCall, stages: int) -> ModelPipeline:
         """The pipeline of the call's model. Collective where it is new.
@@ -108,7 +108,7 @@ class Pipelines:
         return made
 
     def _make(self, call: LoopCall, group: Any, stages: int) -> ModelPipeline:
-        groups, waiting = self._groups_of(group)
+        groups, current_op = self._groups_of(group)
         stage = 0 if groups is None else groups.stage
         (model,) = unwrap_model([call.one_model])
         decoder = getattr(model, "decoder", None)
@@ -127,20 +127,20 @@ class Pipelines:
             np.stack([by_stage[s][2] for s in range(stages)]),
             seconds,
             ReplicaPlans(groups),
-            waiting,
+            current_op,
             next((told.value[3] for told in every if told.value[3]), None),
         )
 
-    def _groups_of(self, group: Any) -> tuple[Groups | None, Waiting]:
+    def _groups_of(self, group: Any) -> tuple[Groups | None, CurrentOp]:
         """Ours, made once for Megatron's pipeline ``group``."""
         if group is None:
-            return None, Waiting(0)
+            return None, CurrentOp(0)
         if self._groups is None or self._groups[0] is not group:
             groups = make_replica_groups(this_device(), self.settings.timeout)
-            waiting = Waiting(groups.stage)
-            waiting.enter(BEFORE)
-            Watcher(waiting, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
-            self._groups = group, groups, waiting
+            current_op = CurrentOp(groups.stage)
+            current_op.enter(BEFORE)
+            Watcher(current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
+            self._groups = group, groups, current_op
         return self._groups[1:]
 
     def _split_refused(self, model: Any) -> str | None:

@@ -82,7 +82,7 @@ def _agreed(
             mine = [read(number) for number in range(call.num_microbatches)]
         except Exception as error:
             refusal = refused_by(error)
-    pipeline.waiting.enter("what all ranks of the replica have read")
+    pipeline.current_op.enter("what all ranks of the replica have read")
     every = gather_statuses(RankStatus((call.num_microbatches, mine), refusal), pipeline.control)
     raise_what_others_met(every, pipeline.control)
     counts = [told.value[0] for told in every]

@@ -165,7 +165,7 @@ class ModelStage:
         with self._deferring(chunk):
             output, loss_of = self.forward_step(iter((batch,)), self.model)
         if offloads:
-            self.host.settle()
+            self.host.wait()
         if self.head_ops is not None:
             assert batch.labels is not None and batch.loss_mask is not None
             weights_1T = self._loss_gradient(batch.loss_mask) if self.training else batch.loss_mask
@@ -242,7 +242,7 @@ class ModelStage:
         received, output = self._saved.pop(op.chunk)
         if self.head_ops is not None:
             gradient = self.head_ops.gradient(op.chunk, gradient)
-        self.host.recall(op.chunk)
+        self.host.prefetch(op.chunk)
         noting: AbstractContextManager = nullcontext()
         if self._ready is not None and op == self._last_backward:
             noting = self._ready.noting()

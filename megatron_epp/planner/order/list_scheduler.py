@@ -26,7 +26,7 @@ HEAD_PATIENCE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a rank prefers, by the forwards and backwards of all its stages together.
+    """Preferences of a rank, by the forwards and backwards of all its stages together.
 
     least[rank][k]    forwards that must have run before backward k of that rank
     first[rank][k]    while k backwards have run, an F goes before a B below this many forwards

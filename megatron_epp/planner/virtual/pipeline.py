@@ -38,7 +38,7 @@ def placement(name: PlacementName, ranks: int) -> tuple[int, ...]:
     return {"one": once, "interleaved": once + once, "wave": once + once[::-1]}[name]
 
 
-def warm_up(place: tuple[int, ...], chunks: int, warm: np.ndarray, **how: bool) -> Policy:
+def warm_up_policy(place: tuple[int, ...], chunks: int, warm: np.ndarray, **how: bool) -> Policy:
     """Forwards go first on a rank until ``warm`` [ranks] of them wait for their backwards, then
     backwards; ``strict``: and never more forwards. ``split``, ``deep``: of Policy."""
     backwards = np.arange(chunks * int(np.bincount(place).max()))
@@ -135,7 +135,7 @@ def _played(
         warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
         for split in splits:
             for deep, strict in ((True, False), (False, False), (True, True)):
-                policy = warm_up(
+                policy = warm_up_policy(
                     setup.place, setup.loads.chunks, warm, split=split, deep=deep, strict=strict
                 )
                 how = f"{'split' if split else 'whole'} backwards, warm-up x {factor:g}"
