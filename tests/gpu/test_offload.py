@@ -56,7 +56,7 @@ def test_the_guard_can_fail(alone) -> None:
     from megatron_epp.runtime.host_store import HostStore
 
     model, block = stage(alone), torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
-    with patch.object(HostStore, "take", lambda self, nbytes: [block]):
+    with patch.object(HostStore, "allocate", lambda self, nbytes: [block]):
         found = run(alone, model, lettered(*("oo",) * SLICES))
     assert off(found, run(alone, model)) > 0.1
 

@@ -112,27 +112,27 @@ def meet_in_between() -> AbstractContextManager:
 
 def reuse_host_memory() -> AbstractContextManager:
     """A layer is laid where another one still lies that has not come back."""
-    plain, block = HostStore.take, torch.empty(2**22, dtype=torch.uint8)
+    plain, block = HostStore.allocate, torch.empty(2**22, dtype=torch.uint8)
 
     def take(self: HostStore, nbytes: int) -> list[torch.Tensor] | None:
         return [block] if plain(self, nbytes) else None
 
-    return patch.object(HostStore, "take", take)
+    return patch.object(HostStore, "allocate", take)
 
 
 def leave_layers_where_they_are() -> AbstractContextManager:
     """What the plan offloads stays on the device."""
-    return patch.object(HostStore, "take", lambda self, nbytes: None)
+    return patch.object(HostStore, "allocate", lambda self, nbytes: None)
 
 
 def lay_one_layer_aside_at_a_time() -> AbstractContextManager:
     """The host has room for one layer, whatever the plan says."""
-    plain = HostStore.take
+    plain = HostStore.allocate
 
     def take(self: HostStore, nbytes: int) -> list[torch.Tensor] | None:
         return None if self.bytes else plain(self, nbytes)
 
-    return patch.object(HostStore, "take", take)
+    return patch.object(HostStore, "allocate", take)
 
 
 def forget_to_free() -> AbstractContextManager:

@@ -99,7 +99,7 @@ def _without_waiting(self, *done):
 def _one_block_for_all():
     """A buffer that is used again before what lay in it has come back."""
     block = torch.empty(2**22, dtype=torch.uint8)
-    with patch.object(HostStore, "take", lambda self, nbytes: [block]):
+    with patch.object(HostStore, "allocate", lambda self, nbytes: [block]):
         yield
 
 
