@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_epp.cli import made_for
-from megatron_epp.cost.bounded_file import read_at_most, read_bounded
+from megatron_epp.cost.catalogue.bounded_file import read_at_most, read_bounded
 from megatron_epp.ir import (
     Op,
     Plan,

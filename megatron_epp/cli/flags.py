@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from megatron_epp.corpus.lengths import DEFAULT_SEED, distribution_names
 from megatron_epp.corpus.overlong import OVERLONG
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
 from megatron_epp.flag_fields import add_flags, flag, fraction, one_of, positive, whole_number
 from megatron_epp.planner.options import LEVERS, Options

@@ -8,10 +8,10 @@ from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.analytic import budgeted
 from megatron_epp.cost.build import expert_degree, named_cost
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB, device
+from megatron_epp.cost.catalogue.models import MODELS, model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES, GIB, device
 from megatron_epp.cost.layer_kinds import parse_kinds
-from megatron_epp.cost.models import MODELS, model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
 

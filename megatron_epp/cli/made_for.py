@@ -12,9 +12,9 @@ from pathlib import Path
 
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import machine_flags
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import MODELS
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
 
 _START = "# made for: "

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_epp.cost.catalogue.did_you_mean import unknown_name
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.did_you_mean import unknown_name
 from megatron_epp.ir import Step
 from megatron_epp.planner import (
     GROUPS,

@@ -20,11 +20,11 @@ from megatron_epp.control.drift import Drift
 from megatron_epp.control.files import BestEffort, write_whole
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.fit import Sample
+from megatron_epp.cost.fitting.fit import Sample
+from megatron_epp.cost.fitting.refit import refit
+from megatron_epp.cost.fitting.residuals import Residual, residuals
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.cost.profile import Profile
-from megatron_epp.cost.refit import refit
-from megatron_epp.cost.residuals import Residual, residuals
 from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Step, Timed
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups

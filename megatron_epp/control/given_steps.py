@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_epp.control.step_source import SourcedStep
-from megatron_epp.cost.bounded_file import read_bounded
+from megatron_epp.cost.catalogue.bounded_file import read_bounded
 from megatron_epp.ir import PlanError, Step
 
 MOST_BYTES = 256 << 20  # of a file: a plan of a hundred thousand chunks has a few

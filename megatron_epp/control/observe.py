@@ -17,8 +17,8 @@ from megatron_epp.control.report import (
 from megatron_epp.control.retry import Attempt
 from megatron_epp.control.routed_memory import routed_bytes
 from megatron_epp.control.step_source import AdaptiveSource, PredictingSource, StepSource
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB
 from megatron_epp.ir import Step, Timed
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.executor import Failure

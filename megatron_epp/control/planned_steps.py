@@ -14,8 +14,8 @@ from megatron_epp.control.files import BestEffort
 from megatron_epp.control.memory_budget import BUDGET_FILE, MemoryBudget
 from megatron_epp.control.planner_process import PlannerFailed, PlannerProcess, PlannerRefused
 from megatron_epp.control.step_source import SourcedStep
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError, Step
 from megatron_epp.runtime.consensus import broadcast_text

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.layer_kinds import format_kinds
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.residuals import Sorted, residuals
+from megatron_epp.cost.fitting.residuals import Sorted, residuals
 from megatron_epp.ir import COMPUTE, Kind, Op, Step, Timed, format_records, parse_records
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.show.table import plain

@@ -11,7 +11,7 @@ from itertools import count
 
 from megatron_epp.control.report import IterationReport, StageReport
 from megatron_epp.control.step_source import AdaptiveSource, StepSource
-from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import PlanError, Step, Timed
 from megatron_epp.runtime.groups import Groups
 

@@ -11,10 +11,11 @@ the gradient of the up-projection that this leaves is made in B, or in I.
 import dataclasses
 from typing import Any
 
-from megatron_epp.cost.devices import Device
+from megatron_epp.cost.catalogue.devices import Device
+from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.catalogue.published import PUBLISHED, Published
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.cost.kinds.layer import Layer
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import (
     ANALYTIC,
     LAYER_KIND,
@@ -27,7 +28,6 @@ from megatron_epp.cost.profile import (
     States,
     Workspace,
 )
-from megatron_epp.cost.published import PUBLISHED, Published
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
 ELEMENT_BYTES = 2  # bf16

@@ -7,13 +7,13 @@ from typing import Any
 
 from megatron_epp.cost.analytic import budgeted, head_block_tokens
 from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.catalogue.devices import GIB, device
+from megatron_epp.cost.catalogue.models import model
+from megatron_epp.cost.catalogue.published import PUBLISHED
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB, device
-from megatron_epp.cost.models import model
 from megatron_epp.cost.network.topology import FLAT, Network, Topology
 from megatron_epp.cost.network.topology import topology as find_topology
 from megatron_epp.cost.profile import Profile
-from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import Kind
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerFigures

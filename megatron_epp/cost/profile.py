@@ -5,7 +5,7 @@ stage do besides. Everything in it is linear: seconds in a chunk's tokens and in
 (as many of them as the kind's window leaves), bytes in its tokens, those of a running op also in
 the tokens before it. Its figures are of one device where a layer is spread over ``tp * cp``
 devices; other degrees scale. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
-measured ones from :mod:`megatron_epp.cost.fit`.
+measured ones from :mod:`megatron_epp.cost.fitting.fit`.
 
 As JSON, version 3, every field is written: the figures of the first kind beside those of the ends,
 those of each further kind in an object of ``other_kinds``.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.named import read_json
+from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 
 VERSION = 3

@@ -8,7 +8,7 @@ from math import lcm
 from typing import Any, ClassVar
 
 from megatron_epp.corpus.overlong import OVERLONG
-from megatron_epp.cost.devices import MOST_GIB
+from megatron_epp.cost.catalogue.devices import MOST_GIB
 from megatron_epp.flag_fields import add_flags, flag, flag_of
 from megatron_epp.mcore import replaced
 from megatron_epp.mcore.patching import modelopt_flags

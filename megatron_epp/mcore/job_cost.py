@@ -17,8 +17,8 @@ from megatron_epp.control.files import write_whole
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.analytic import without_states
+from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.profile import Profile
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention

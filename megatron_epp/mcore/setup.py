@@ -18,7 +18,7 @@ from megatron_epp.control.observe import Observer, Summary, summary_line
 from megatron_epp.control.report import IterationReport, Recorder
 from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
-from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import Step
 from megatron_epp.mcore import megatron_gpt, refusals, replaced, telemetry
 from megatron_epp.mcore.calibrate.kept_latents import choose_mla_keeps

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_epp.control.report import IterationReport
-from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import FULL, KEEP, OFFLOAD, Step
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, KIND_CODE, TRAINING, VOCABULARY_TRAINING, Kind, PlanError
 from megatron_epp.sim.inputs import moved_bytes

@@ -103,7 +103,7 @@ class SplitSteps(VariantSteps):
 
 def halved(plan: Any, cost: Any, at_end: bool) -> Any:
     """``plan`` with every B as an I and a W, its prediction made anew."""
-    from megatron_epp.cost.devices import GIB
+    from megatron_epp.cost.catalogue.devices import GIB
     from megatron_epp.ir import Kind, Op, Prediction
     from megatron_epp.sim.play import play
 

@@ -48,8 +48,8 @@ def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, 
 def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) -> Any:
     """The cost model of this device: measured on a stage of one layer with both ends."""
     from megatron_epp.cost.analytic import without_states
+    from megatron_epp.cost.catalogue.devices import GIB
     from megatron_epp.cost.cost import Cost
-    from megatron_epp.cost.devices import GIB
     from megatron_epp.mcore.calibrate.single_stage import build_stage, profile_of
 
     profile = without_states(profile_of(alone, build_stage(alone, 1, True, True)))
@@ -84,7 +84,7 @@ def replayed(
 
 
 def rows(planned: dict[str, Any], records: dict[str, list[Any]], cost: Any) -> list[list[str]]:
-    from megatron_epp.cost.devices import GIB
+    from megatron_epp.cost.catalogue.devices import GIB
     from megatron_epp.mcore.calibrate.single_stage import measured_table, peak_bytes
     from megatron_epp.sim.play import play
 

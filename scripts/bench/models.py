@@ -22,9 +22,9 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import format_kinds
-from megatron_epp.cost.models import MODELS
 from megatron_epp.ir import PlanError
 from megatron_epp.planner import ALL, PLANNERS, Options
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.devices import device
+from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import device
-from megatron_epp.cost.models import model
 from megatron_epp.planner import Options, plan_step
 from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.lower_bound import lower_bound_seconds

@@ -65,8 +65,8 @@ class Material:
 
     def __init__(self, folder: Path, server: CommandServer):
         from megatron_epp.cost.analytic import profile
-        from megatron_epp.cost.devices import Device
-        from megatron_epp.cost.models import Model
+        from megatron_epp.cost.catalogue.devices import Device
+        from megatron_epp.cost.catalogue.models import Model
 
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder

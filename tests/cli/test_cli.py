@@ -16,7 +16,7 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.cli.options import COMMANDS, DOING
 from megatron_epp.cli.serve import serve
-from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.ir import Plan, Step, check, parse_records
 from tests.cli.commands import LENGTHS, printed, refused
 from tests.corpus.test_idx_file import write_pair

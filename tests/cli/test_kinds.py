@@ -9,9 +9,9 @@ from megatron_epp.__main__ import main
 from megatron_epp.control.planner_process import PlannerProcess
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import named_cost
-from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.kinds.layer import LayerShape
-from megatron_epp.cost.models import MODELS, Model
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import ALL, Options, plan_step
 from tests.cli.commands import LENGTHS, refused, said

@@ -7,11 +7,11 @@ import pytest
 from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.fitting.residuals import Residual
 from megatron_epp.cost.kinds.layer import LayerShape
-from megatron_epp.cost.models import Model
-from megatron_epp.cost.residuals import Residual
 from megatron_epp.ir import Kind, Op, Plan, Timed
 
 PLAN = Plan.parse(

@@ -9,8 +9,8 @@ from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.control.fallbacks import FALLBACKS_FILE as FALLBACKS
 from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.cost.analytic import profile
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import Model
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.profile import Profile
 
 TEXT = Profile.from_json(

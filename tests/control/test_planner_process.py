@@ -10,9 +10,9 @@ import pytest
 from megatron_epp.control import planner_process
 from megatron_epp.control.planner_process import PlannerFailed, PlannerProcess
 from megatron_epp.cost.analytic import profile, without_states
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import Model
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options
 

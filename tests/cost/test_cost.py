@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers, named_cost
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB
+from megatron_epp.cost.catalogue.models import MODELS
+from megatron_epp.cost.catalogue.published import PUBLISHED
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES, GIB
 from megatron_epp.cost.layer_kinds import stage_kinds
 from megatron_epp.cost.loads import Loads
-from megatron_epp.cost.models import MODELS
-from megatron_epp.cost.published import PUBLISHED
 from megatron_epp.ir import FULL, KEEP, OF_LAYERS, Chunk, Item, Kind, Plan, Span
 from megatron_epp.sim.play import play
 from tests.plans import EXAMPLE, evaluation, plans

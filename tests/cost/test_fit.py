@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.fit import Sample, fit_profile
-from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.fitting.fit import Sample, fit_profile
+from megatron_epp.cost.fitting.regression import fit, nnls
 from megatron_epp.cost.profile import (
     MEASURED,
     Bytes,
@@ -20,7 +21,6 @@ from megatron_epp.cost.profile import (
     Provenance,
     Seconds,
 )
-from megatron_epp.cost.regression import fit, nnls
 from megatron_epp.ir import BACKWARDS, OF_LAYERS, Kind
 
 TRUTH = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])

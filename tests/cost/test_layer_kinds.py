@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from megatron_epp.control.routed_memory import routed_bytes
 from megatron_epp.cost.analytic import CONTEXT_BLOCK, profile
 from megatron_epp.cost.build import even_layers, expert_degree, named_cost
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.loads import pairs_before
-from megatron_epp.cost.models import MODELS, Model, model
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace, layer_figures
 from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span, Step
 from megatron_epp.ir.random_plan import arbitrary_plan

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Bytes, Workspace
 from megatron_epp.ir import Chunk, Item, Kind, Plan, Span, slices_of
 from megatron_epp.ir.random_plan import arbitrary_plan

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.build import named_cost
-from megatron_epp.cost.devices import DEVICES, device
-from megatron_epp.cost.models import MODELS, Model, model
+from megatron_epp.cost.catalogue.devices import DEVICES, device
+from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.profile import Profile
 
 PROFILE = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])

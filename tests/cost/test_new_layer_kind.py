@@ -14,12 +14,12 @@ import pytest
 
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB
+from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES, GIB
 from megatron_epp.cost.kinds import layer
 from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
-from megatron_epp.cost.models import MODELS, Model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Chunk, Item, Kind, Span, check
 from megatron_epp.planner import PLANNERS, Options

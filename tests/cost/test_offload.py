@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost.analytic import profile, without_states
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import MODELS
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.sim.play import play

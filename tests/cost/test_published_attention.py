@@ -10,8 +10,8 @@ import dataclasses
 import pytest
 
 from megatron_epp.cost.analytic import profile
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import MODELS, Model
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.ir import Kind
 
 TOKENS, HEADS, HEAD_SIZE = 16384, 16, 128

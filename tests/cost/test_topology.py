@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_epp.cost.build import named_cost
-from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.network.topology import TOPOLOGIES, Network, Topology, topology
 from megatron_epp.ir import Kind
 

@@ -6,15 +6,15 @@ from random import Random
 import pytest
 
 from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.fit import Sample
+from megatron_epp.cost.fitting.fit import Sample
+from megatron_epp.cost.fitting.refit import LEAST, refit
+from megatron_epp.cost.fitting.residuals import Sorted, residuals
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.loads import pairs_within
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Seconds, layer_figures
-from megatron_epp.cost.refit import LEAST, refit
-from megatron_epp.cost.residuals import Sorted, residuals
 from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Payload, Span, Timed, Transfer
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.sim.play import play

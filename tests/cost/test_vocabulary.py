@@ -7,10 +7,10 @@ import pytest
 
 from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS, profile
 from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.loads import plan_loads
-from megatron_epp.cost.models import MODELS
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import KEEP, OF_HEAD, OF_LAYERS, Chunk, Item, Kind, Payload, Plan, Span
 

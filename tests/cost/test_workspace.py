@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB
+from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES, GIB
-from megatron_epp.cost.fit import line_above
-from megatron_epp.cost.models import MODELS
+from megatron_epp.cost.fitting.fit import line_above
 from megatron_epp.cost.profile import Profile, Workspace
 from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.planner.feasibility import most_tokens, require_fit

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.devices import device
-from megatron_epp.cost.models import model
+from megatron_epp.cost.catalogue.devices import device
+from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.profile import Bytes, Seconds, Workspace
 from megatron_epp.ir import Kind
 from megatron_epp.mcore.calibrate.split_cost import SMALL_TOKENS, SplitSeconds, with_split

@@ -12,9 +12,9 @@ from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.control.planner_process import PlannerFailed
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.analytic import without_states
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import Model
 from megatron_epp.ir import PlanError, Step
 from megatron_epp.planner import Options, plan_step
 from tests.mcore.runs import flags, train, write_corpus

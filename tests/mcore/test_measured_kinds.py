@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.devices import device
+from megatron_epp.cost.catalogue.devices import device
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import LayerShape
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds, layer_figures
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore.patching import cpu_host

@@ -13,10 +13,10 @@ import pytest
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.analytic import without_states
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES, GIB
 from megatron_epp.cost.host_memory import host_peak_bytes
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step
 from megatron_epp.planner import Options, plan_step

@@ -8,8 +8,8 @@ import pytest
 
 from megatron_epp.control.memory_budget import BUDGET_FILE
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.devices import DEVICES, GIB
-from megatron_epp.cost.models import Model
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.profile import Profile
 from tests.mcore.runs import flags, train, write_corpus
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.devices import DEVICES
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import LayerShape
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 from megatron_epp.mcore.patching import cpu_host

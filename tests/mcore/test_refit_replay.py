@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_epp.cost.analytic import profile
-from megatron_epp.cost.devices import DEVICES
-from megatron_epp.cost.models import Model
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.profile import Profile
 from tests.runtime.world import run
 

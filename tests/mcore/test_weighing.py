@@ -7,8 +7,8 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
+from megatron_epp.cost.catalogue.models import Model  # noqa: E402
 from megatron_epp.cost.kinds.layer import Layer, LayerShape  # noqa: E402
-from megatron_epp.cost.models import Model  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import (  # noqa: E402
     Readings,
     _measure_bytes,

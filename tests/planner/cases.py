@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers, named_cost
+from megatron_epp.cost.catalogue.devices import DEVICES
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import DEVICES
 from megatron_epp.cost.kinds.layer import LayerShape
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Seconds
 from megatron_epp.ir import Kind
 

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.models import MODELS
 from megatron_epp.planner import Options, plan_step
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, divisors, layouts
 from megatron_epp.planner.tuning.survey import ELASTIC, STOCK, choice_of, partitions, survey

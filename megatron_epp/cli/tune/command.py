@@ -14,9 +14,9 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.progress import bar
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script
+from megatron_epp.cost.catalogue.devices import device
+from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import device
-from megatron_epp.cost.models import model
 from megatron_epp.cost.network.topology import FLAT, Topology, topology
 from megatron_epp.planner.options import Options, parse_levers
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts

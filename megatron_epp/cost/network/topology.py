@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
-from megatron_epp.cost.devices import MOST_DEVICES, Device
-from megatron_epp.cost.named import pick
+from megatron_epp.cost.catalogue.devices import MOST_DEVICES, Device
+from megatron_epp.cost.catalogue.named import pick
 
 SWITCH, MESH, RINGS = "switch", "mesh", "rings"
 

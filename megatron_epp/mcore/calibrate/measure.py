@@ -17,10 +17,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_epp.cost.analytic import carried_bytes
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.devices import device as named_device
-from megatron_epp.cost.fit import Sample, fit_profile, line_above
+from megatron_epp.cost.catalogue.devices import device as named_device
+from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.fitting.fit import Sample, fit_profile, line_above
 from megatron_epp.cost.kinds.layer import Layer
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Payload
 from megatron_epp.layers.recompute.wrap import ON_DEVICE

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_epp.cost.fit import line_above
+from megatron_epp.cost.fitting.fit import line_above
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import KEEP, Kind
 from megatron_epp.mcore.calibrate.probe import Probe, Shape

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megatron_epp.cost.devices import GIB
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import FULL
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import Adapter

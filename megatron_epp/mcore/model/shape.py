@@ -4,9 +4,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import PLAIN_WORDS, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds
-from megatron_epp.cost.models import Model
 from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages, pattern_of
 from megatron_epp.mcore.model.kinds import FLAGGED_PARTS, part_sizes
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.analytic import ELEMENT_BYTES, profile, without_states
+from megatron_epp.cost.catalogue.devices import GIB, device
+from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB, device
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads, plan_loads
-from megatron_epp.cost.models import Model
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import (
     BACKWARDS,

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from megatron_epp.cost.regression import fit
+from megatron_epp.cost.fitting.regression import fit
 from megatron_epp.ir import KIND_CODE, OF_LAYERS, Kind, Timed
 from megatron_epp.planner.calls.call_cost import SPLIT_COST
 

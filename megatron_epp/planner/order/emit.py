@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.devices import GIB
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction, check

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_epp.cost.models import Model
+from megatron_epp.cost.catalogue.models import Model
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost.analytic import profile, without_states
-from megatron_epp.cost.devices import device
+from megatron_epp.cost.catalogue.devices import device
+from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.loads import plan_loads
-from megatron_epp.cost.models import model
 from megatron_epp.cost.profile import Bytes
 from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Plan, PlanError, Span, check
 from megatron_epp.planner.calls.call_cost import ActivationBudget

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megatron_epp.cost.fitting.regression import Quality, fit
 from megatron_epp.cost.profile import (
     LETTERS,
     Bytes,
@@ -26,7 +27,6 @@ from megatron_epp.cost.profile import (
     Seconds,
     layer_figures,
 )
-from megatron_epp.cost.regression import Quality, fit
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, Kind
 
 _HALVES = (Kind.INPUT, Kind.WEIGHT)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from megatron_epp.cost.bounded_file import read_bounded
+from megatron_epp.cost.catalogue.bounded_file import read_bounded
 
 _MOST_BYTES = 16 << 20  # a profile takes 5 KB
 _CURE = {

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from megatron_epp.cost.catalogue.named import pick
 from megatron_epp.cost.kinds.base import require_flags, require_sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layer_kinds import parse_kinds
-from megatron_epp.cost.named import pick
 from megatron_epp.cost.profile import LAYER_KIND, kind_name
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_epp.cost.fit import Columns, Sample, fit_profile
+from megatron_epp.cost.fitting.fit import Columns, Sample, fit_profile
 from megatron_epp.cost.profile import Profile, layer_figures
 from megatron_epp.ir import Kind
 

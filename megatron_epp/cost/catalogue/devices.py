@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_epp.cost.named import pick
+from megatron_epp.cost.catalogue.named import pick
 
 # The most and, inverted, the least GiB that anybody means.
 MOST_GIB = 1e6

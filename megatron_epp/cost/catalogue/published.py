@@ -1,6 +1,6 @@
 """Constants that FlexSP published for its GPT models on one A100.
 
-Milliseconds of forward plus backward of the whole model, a2a rates elsewhere (cost.devices).
+Milliseconds of forward plus backward of the whole model; rates of all-to-all: cost.catalogue.devices.
 Source: systems.md section 3, from FlexSP's code.
 """
 

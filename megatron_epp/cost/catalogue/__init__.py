@@ -1,0 +1,1 @@
+"""Models and devices by name, or from a user's file."""
