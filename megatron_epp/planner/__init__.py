@@ -1,7 +1,7 @@
 """Planners: document lengths in, a checked plan out.
 
-    PLANNERS[name](lengths, cost, options)       one replica's plan (a Planned), or what a method
-                                                 without a pipeline would take (PlannedGroups)
+    PLANNERS[name](lengths, cost, options)       one replica's plan (a PlannedReplica), or what
+                                                 a method without a pipeline takes (PlannedGroups)
     plan_step(lengths, cost, options, name, n)   documents balanced over n replicas, a plan for each
     evaluation_plan(lengths, cost)               forwards only
 

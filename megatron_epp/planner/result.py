@@ -61,7 +61,7 @@ class GroupMicroBatch:
 class PlannedGroups(BoundedSeconds):
     """The work of a method without a pipeline: micro-batches of device groups, one after another.
 
-    Fields as in :class:`Planned`; ``plan`` is None since there is no pipeline to run, peak_bytes
+    Fields as in :class:`PlannedReplica`; ``plan`` is None, there being no pipeline, and peak_bytes
     holds one number for every group of every micro-batch, bubble_ratio is the groups' waiting.
     """
 
@@ -89,7 +89,7 @@ class PlannedGroups(BoundedSeconds):
 class SimulatedPipeline(BoundedSeconds):
     """The time of a method with several stages on a device; no plan says that yet.
 
-    Fields as in :class:`Planned`; peak_bytes by device.
+    Fields as in :class:`PlannedReplica`; peak_bytes by device.
     """
 
     planner: str

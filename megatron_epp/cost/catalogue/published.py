@@ -1,7 +1,7 @@
 """Constants that FlexSP published for its GPT models on one A100.
 
-Milliseconds of forward plus backward of the whole model; rates of all-to-all: cost.catalogue.devices.
-Source: systems.md section 3, from FlexSP's code.
+Milliseconds of forward plus backward of the whole model; all-to-all rates: cost.catalogue.devices.
+Source: FlexSP (arXiv 2412.01523), its code.
 """
 
 from collections.abc import Mapping
