@@ -37,6 +37,8 @@ def main() -> None:
         num_query_groups=wanted.groups,
         kv_channels=wanted.size,
         softmax_scale=None,
+        softmax_type="vanilla",
+        window_size=None,
         tensor_model_parallel_size=1,
         context_parallel_size=1,
         params_dtype=torch.bfloat16,

@@ -52,7 +52,7 @@ def test_a_long_context_is_computed_in_slices(name, request) -> None:
         request.getfixturevalue("engine")
     kernel = kernel_of(name, 4, 1, 128)
     ours, plain = errors(
-        kernel, [(2048, 24576)], 4, 1, 128, 128**-0.5, torch.bfloat16, this_device()
+        kernel, [(2048, 24576)], 4, 1, (128, 128), 128**-0.5, torch.bfloat16, this_device()
     )
     assert all(mine <= ALLOWANCE * theirs for mine, theirs in zip(ours, plain, strict=True))
 

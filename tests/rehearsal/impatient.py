@@ -34,7 +34,7 @@ def main() -> None:
         args.distributed_timeout_minutes = seconds / 60
         return args
 
-    class CurrentOp(ModelStage):
+    class Waiting(ModelStage):
         def forward(self, chunk, received):
             if made == ITERATION and not (folder / "here").exists():
                 (folder / "here").touch()
@@ -45,7 +45,7 @@ def main() -> None:
     def make_stage(*arguments):
         nonlocal made
         made += 1
-        return (CurrentOp if os.environ["RANK"] == "0" else ModelStage)(*arguments)
+        return (Waiting if os.environ["RANK"] == "0" else ModelStage)(*arguments)
 
     with patch.object(entry, "read_flags", read_flags):
         entry.main(hooks=TrainerParts(make_stage=make_stage))
