@@ -59,7 +59,7 @@ def test_a_plan_file_brings_it_along(capsys, lengths, tmp_path) -> None:
     assert facts["gap"] >= 0
     assert "ok: " in said(capsys, "check", path)
     drawn = said(capsys, "draw", path)
-    assert "H part of the vocabulary" in drawn and "G its weight gradient" in drawn
+    assert "H vocabulary" in drawn and "G vocabulary: weight gradient" in drawn
     for ending in ("svg", "html", "json"):
         picture = tmp_path / f"x.{ending}"
         said(capsys, "draw", path, "-o", picture)

@@ -52,7 +52,7 @@ EVALUATION = {
     ],
     "cost/cost.py": [
         (
-            "            Item.WEIGHT_INPUTS: weight_inputs,\n",
+            "            Item.WEIGHT_INPUTS: self.weight_input_bytes(loads),\n",
             """\
             Item.STATES: np.outer(self.layers, 2.0**20 * (np.asarray(loads.later) >= 0)),
             Item.STATE_GRADIENTS: np.outer(
