@@ -28,6 +28,7 @@ from megatron_epp.mcore.loops.rank_status import (
     raise_what_others_met,
 )
 from megatron_epp.mcore.loops.read_batches import read_documents, read_shapes
+from megatron_epp.mcore.loops.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
@@ -217,8 +218,10 @@ class LoopSchedule:
             first=pipeline.stage == 0,
             last=pipeline.stage == pipeline.stages - 1,
         )
+        # Replicas that meet in their ops do not wait for each other's messages besides.
+        block = (counted(work.plan),) if pipeline.in_lockstep else ()
         executor = Executor(
-            lower_rank(work.plan, pipeline.stage),
+            lower_rank(work.plan, pipeline.stage, block),
             guarded,
             Links(payload, lambda message: work.shape(message.chunk), dtype, device, ranks),
             stage.store,

@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.ir import PlanError
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.rank_status import RankStatus, gather_statuses
-from megatron_epp.mcore.loops.replica_groups import make_replica_groups
+from megatron_epp.mcore.loops.replica_groups import make_replica_groups, meets_other_replicas
 from megatron_epp.mcore.loops.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
@@ -41,6 +41,7 @@ class ModelPipeline:
     track_record   whether predictions came true
     had_rows       [stages] tokens that Megatron's own order has had to hold at once until now
     split_refused  why no stage may split backwards; None: all can
+    in_lockstep    ops meet those of other replicas: nothing may follow from this one's lengths
     """
 
     group: Any
@@ -52,6 +53,7 @@ class ModelPipeline:
     planning: ReplicaPlans
     current_op: CurrentOp
     split_refused: str | None
+    in_lockstep: bool
     measured: bool = False
     track_record: TrackRecord = field(default_factory=TrackRecord)
     had_rows: tuple[int, ...] = ()
@@ -70,11 +72,10 @@ class ModelPipeline:
         if not call.forward_only and self.stages > 1:
             now = rows_of_1f1b(tokens, self.stages).tolist()
             self.had_rows = tuple(map(max, now, self.had_rows)) if self.had_rows else tuple(now)
-        if call.first_val_step is not None and call.forward_only:
+        if self.in_lockstep or (call.first_val_step is not None and call.forward_only):
             return CallOptions(False, False)
         return CallOptions(
-            # The experts' ranks meet inside of layers, those of other replicas too; what routers
-            # recorded is replayed in the order of the forwards.
+            # What routers recorded is replayed in the order of the forwards.
             reorder=wanted.reorder and not getattr(call.config, "num_moe_experts", None),
             split=wanted.split and self.split_refused is None,
             headroom=wanted.headroom,
@@ -129,6 +130,7 @@ class Pipelines:
             ReplicaPlans(groups),
             current_op,
             next((told.value[3] for told in every if told.value[3]), None),
+            group is not None and meets_other_replicas(call.config),
         )
 
     def _groups_of(self, group: Any) -> tuple[Groups | None, CurrentOp]:

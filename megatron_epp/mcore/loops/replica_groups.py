@@ -5,6 +5,7 @@ over batches of several sizes): but for the first call, no rank waits for one of
 """
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,24 @@ def replica_ranks() -> tuple[int, ...]:
     together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
     mine = dist.get_rank()
     return tuple(sorted(peer + rank - mine for peer in together for rank in pipeline))
+
+
+def meets_other_replicas(config: Any) -> bool:
+    """Whether ranks of other replicas meet this one's inside of its ops: experts that are spread
+    over replicas, a balance of experts over all of them, scales of fp8 that are. Such replicas must
+    run the same ops in the same order, whatever documents each has."""
+    mine = replica_ranks()
+    if getattr(config, "num_moe_experts", None):
+        experts = mpu.get_expert_tensor_and_model_parallel_group()
+        if not set(dist.get_process_group_ranks(experts)) <= set(mine):
+            return True
+    several = mpu.get_data_parallel_world_size() > 1
+    balance = getattr(config, "moe_router_load_balancing_type", None) or ()
+    of_all = "global_aux_loss" in ([balance] if isinstance(balance, str) else balance)
+    # Transformer Engine takes the largest values of all replicas behind every forward and backward.
+    scales = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
+    alone = getattr(config, "tp_only_amax_red", False)
+    return several and bool(of_all or (scales and not alone))
 
 
 def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:

@@ -1,12 +1,23 @@
 """The plans of a replica's calls: made by one rank, told to the others, remembered."""
 
+import dataclasses
 from collections.abc import Callable
 
-from megatron_epp.ir import Plan, check
+from megatron_epp.ir import Chunk, Plan, Span, check
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 MOST_REMEMBERED = 64  # plans of calls that looked alike
+
+
+def counted(plan: Plan) -> Plan:
+    """``plan`` with a token in every chunk: what replicas that meet in their ops have in common,
+    however long their micro-batches are."""
+    return dataclasses.replace(
+        plan,
+        documents=(1,) * len(plan.chunks),
+        chunks=tuple(Chunk((Span(number, 0, 1),)) for number in range(len(plan.chunks))),
+    )
 
 
 class ReplicaPlans:

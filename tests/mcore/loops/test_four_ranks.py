@@ -1,0 +1,55 @@
+"""Loops of four ranks: replicas that meet in their ops run the same ops in the same order."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from megatron_epp.ir import COMPUTE, lower_rank
+from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
+from megatron_epp.planner.calls.call_plan import whole_plan
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+from tests.mcore.runs import train
+
+WORKER = Path(__file__).with_name("four_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> list[Mapping]:
+    folder = tmp_path_factory.mktemp("four ranks")
+    run = train([], processes=4, program=(str(WORKER), str(folder)))
+    assert run.statuses == (0,) * 4, run.output
+    return [json.loads((folder / f"answers.{rank}").read_text()) for rank in range(4)]
+
+
+def test_experts_over_replicas_meet_in_the_same_ops(answers) -> None:
+    """Stood still in the third call: backwards were split where one replica's lengths asked."""
+    found = [answer["experts over replicas"] for answer in answers]
+    assert max(one["worst"] for one in found) < 1e-12
+    assert all(one["losses equal"] for one in found)
+    by_1f1b = [
+        "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7",
+        " ".join(f"F{n} B{n}" for n in range(8)),
+    ]
+    assert [one["orders"] for one in found] == [[by_1f1b[rank // 2]] * 4 for rank in range(4)]
+
+
+def test_replicas_that_meet_have_one_program_whatever_their_lengths() -> None:
+    """Where an op waits for another replica's, so must each message before it."""
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore.loops.replica_plans import counted
+
+    random, rates = Random(1), np.ones((4, len(COMPUTE), 3))
+    free, together = set(), set()
+    for _ in range(6):
+        shapes = [MicrobatchShape(max(1, int(random.lognormvariate(7, 1)))) for _ in range(8)]
+        plan = whole_plan(shapes, (2,) * 4, rates, CallOptions(False, False), False)
+        assert plan.predicted is not None and plan.predicted.planner == AS_GIVEN
+        free.add(tuple(lower_rank(plan, stage) for stage in range(4)))
+        together.add(tuple(lower_rank(plan, stage, (counted(plan),)) for stage in range(4)))
+    assert len(together) == 1 < len(free)
