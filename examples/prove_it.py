@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_epp.ir import FULL, Payload, Plan, check, lower, slices_of
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
-from megatron_epp.runtime.clock import HostClock
-from megatron_epp.runtime.executor import CurrentOp, Executor
+from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import NoMeter
+from megatron_epp.runtime.program_runner import ProgramRunner
 from megatron_epp.show.table import plain
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import timeline_of
@@ -152,11 +152,11 @@ def train_by_plan(plan: Plan, model: Model, documents: list[Tensor], stage: int)
     the stage is not the last)."""
     groups = {payload: dist.new_group() for payload in Payload}  # activations, gradients
     program = lower(plan)[stage]  # the stage's ops with their sends and receives
-    compute, clock = Stage(plan, model, documents, stage), HostClock()
-    clock.start()
+    compute = Stage(plan, model, documents, stage)
     shape = lambda message: (plan.chunks[message.chunk].tokens, W)  # noqa: E731
     links = Links(groups, shape, torch.float64, torch.device("cpu"))
-    Executor(program, compute, links, compute.store, clock, NoMeter(), CurrentOp(stage)).run()
+    runner = ProgramRunner(torch.device("cpu"), CurrentOp(stage))
+    runner.run(program, compute, compute.store, links, NoMeter())
     return compute.loss / plan.tokens
 
 

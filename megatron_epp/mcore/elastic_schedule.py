@@ -17,6 +17,7 @@ from megatron_epp.control.accept import AcceptedSteps
 from megatron_epp.control.observe import Observer
 from megatron_epp.control.retry import Attempt, Retry
 from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
+from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.experts.router import restore_routing, routing_state
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
@@ -29,6 +30,7 @@ class ElasticSchedule:
     """Stands in for Megatron's ``forward_backward_func``: one call, one global batch.
 
     validate   shows Megatron's re-run machine the iteration's summed loss
+    ran        the latest attempt, on this rank
     """
 
     def __init__(
@@ -40,7 +42,8 @@ class ElasticSchedule:
         validate: Callable[[torch.Tensor], None],
     ):
         self.steps, self.runner, self.retry, self.observer = steps, runner, retry, observer
-        self.validate = validate
+        self.validate, self.current_op = validate, runner.programs.current_op
+        self.ran: StageRun
 
     def __call__(
         self,
@@ -76,23 +79,23 @@ class ElasticSchedule:
         batch: Batch = next(data_iterator)
         source = _batches(data_iterator)
         iteration = _iteration()
-        self.runner.current_op.iteration = iteration
+        self.current_op.iteration = iteration
         self.observer.resume(iteration)
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
         random, routing = random_states(), routing_state(model)
-        ran: StageRun | None = None
 
         def attempt() -> Attempt:
-            nonlocal ran
             ahead = None if forward_only else source.peek()
             following = None if ahead is None else ahead.lengths.tolist()
             step = self.steps.step(iteration, batch.lengths.tolist(), following, forward_only)
-            ran = self.runner.run(step, batch, source.documents, model, config, forward_step_func)
-            self.runner.current_op.enter("the gradients and the report of all ranks")
+            self.ran = ran = self.runner.run(
+                step, batch, source.documents, model, config, forward_step_func
+            )
+            self.current_op.enter("the gradients and the report of all ranks")
             if not forward_only and config.finalize_model_grads_func is not None:
-                tokens = torch.zeros([], dtype=torch.int, device=self.runner.device) + ran.tokens
+                tokens = torch.zeros([], dtype=torch.int, device=this_device()) + ran.tokens
                 config.finalize_model_grads_func(
                     [model],
                     tokens,
@@ -100,11 +103,9 @@ class ElasticSchedule:
                     force_all_reduce=force_all_reduce,
                 )
                 add_up_tied_gradients(model)
-            report = self.observer.gather(
-                step, ran.records, ran.failure, self.runner.host_peak_bytes
-            )
+            report = self.observer.gather(step, ran.records, ran.failure, ran.host_peak_bytes)
             between = "optimizer and what else Megatron does between iterations"
-            self.runner.current_op.enter(OutsidePhase(between))
+            self.current_op.enter(OutsidePhase(between))
             return Attempt(step, ran.records, report)
 
         def undo() -> None:
@@ -118,7 +119,6 @@ class ElasticSchedule:
                     model.zero_grad_buffer()
 
         done = self.retry.run(iteration, forward_only, attempt, undo)
-        assert ran is not None
         if not forward_only:
             self.observer.after(iteration, done, self.steps.waited_seconds)
         if config.timers is not None:
@@ -126,10 +126,10 @@ class ElasticSchedule:
         if not forward_only:
             # Whole documents of this replica, once per iteration on every rank: Megatron's log
             # line then shows true tokens and TFLOP/s.
-            update_seqlen_stats_from_cu_seqlens(self.runner.flop_borders(ran.plan))
-            if ran.reports:
-                self.validate(next(iter(ran.reports[0].values()))[0])
-        return ran.reports
+            update_seqlen_stats_from_cu_seqlens(self.runner.flop_borders(self.ran.plan))
+            if self.ran.reports:
+                self.validate(next(iter(self.ran.reports[0].values()))[0])
+        return self.ran.reports
 
 
 def _batches(data_iterator: Any) -> GlobalBatches:

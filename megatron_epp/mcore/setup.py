@@ -53,6 +53,7 @@ from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
+from megatron_epp.runtime.program_runner import ProgramRunner
 from megatron_epp.runtime.watcher import Watcher
 
 # ------------------------------------------------------------------ what can be put in its place
@@ -197,6 +198,11 @@ class Job:
         assert self._schedule is not None, "the model is not built yet"
         return self._schedule
 
+    @property
+    def place(self) -> JobContext:
+        assert self._place is not None, "the model is not built yet"
+        return self._place
+
     def attach(self, models: list[Any]) -> list[Any]:
         """Megatron's pre-wrap hook: make the model compute chunks."""
         (model,) = models
@@ -244,20 +250,19 @@ class Job:
     def prepare(self, models: list[Any]) -> list[Any]:
         """Megatron's post-wrap hook: the model has its final number format, so it can be measured,
         and steps can be made."""
-        place, args, config = self._place, self.args, self.config
-        assert place is not None, "Megatron wraps a model before it was built"
+        place, args, config = self.place, self.args, self.config
         (model,) = models
         groups, device = place.groups, place.device
         steps = self.hooks.make_steps(place, model)
         folders = [folder for _, folder in self._folders if folder]
         runner = StageRunner(
-            groups=groups,
+            ProgramRunner(device, self._current_op, groups),
+            groups.stage,
+            groups.replica,
             share=place.share,
             meter=AllocatorMeter(every_op=config.epp_record is not None)
             if device.type == "cuda"
             else SavedBytesMeter(model.parameters(), self.hooks.limit_bytes(config)),
-            current_op=self._current_op,
-            device=device,
             early_head=early_head(args),
             keeps_last=place.attention.keeps_last,
             make_stage=self.hooks.make_stage,
@@ -333,9 +338,8 @@ class Job:
                 for items, wanted in zip(self.hooks.items(samples), samples, strict=True)
             ]
         tokenizer = build_tokenizer(args)
-        assert self._place is not None, "Megatron builds data sets before the model"
         return build_documents(
             config_from_args(args, tokenizer, overlong, args.padded_vocab_size, self._chats),
             samples,
-            self._place.groups.control,
+            self.place.groups.control,
         )

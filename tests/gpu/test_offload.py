@@ -64,17 +64,15 @@ def test_the_guard_can_fail(alone) -> None:
 def test_what_is_offloaded_is_gone(alone) -> None:
     """All but two layers of what all chunks hold: 6 of 8."""
     from megatron_epp.mcore.calibrate.single_stage import peak_bytes, run_stage
-    from megatron_epp.runtime.host_store import HostStore
 
     model = stage(alone)
-    host = HostStore(alone.device, parameters=model.parameters())
     offloaded = lettered(*("oo",) * SLICES)
     for made in (plan(), offloaded):  # kernels' own buffers, and the host's blocks
         run_stage(alone, model, made, 1)
-    kept = peak_bytes(run_stage(alone, model, plan(), 1))
-    away = peak_bytes(run_stage(alone, model, offloaded, 1, host))
-    assert host.peak_bytes > 2**20
-    assert kept - away > 0.9 * 6 / 8 * host.peak_bytes
+    kept = peak_bytes(run_stage(alone, model, plan(), 1).records)
+    away = run_stage(alone, model, offloaded, 1)
+    assert away.host_peak_bytes > 2**20
+    assert kept - peak_bytes(away.records) > 0.9 * 6 / 8 * away.host_peak_bytes
 
 
 def test_copies_are_as_fast_as_the_link(alone) -> None:
@@ -85,21 +83,19 @@ def test_copies_are_as_fast_as_the_link(alone) -> None:
     from megatron_epp.mcore.calibrate.host_rate import host_rate
     from megatron_epp.mcore.calibrate.single_stage import probe_alone, run_stage
     from megatron_epp.mcore.process_groups import make_groups
-    from megatron_epp.runtime.host_store import HostStore
 
     assert dist.is_initialized()
     model = stage(alone)
     rate = host_rate(probe_alone(alone, model), make_groups(alone.device))
     assert rate > LEAST_RATE
-    host = HostStore(alone.device, parameters=model.parameters())
     offloaded = lettered(*("oo",) * SLICES)
     seconds = {}
     for name, made in (("kept", plan()), ("away", offloaded)):
         for _ in range(3):
             torch.cuda.synchronize()
-            records = run_stage(alone, model, made, 1, host if name == "away" else None)
-            forwards = [r.seconds for r in records if str(r.op).startswith("F")]
+            ran = run_stage(alone, model, made, 1)
+            forwards = [r.seconds for r in ran.records if str(r.op).startswith("F")]
             seconds[name] = min(sum(forwards), seconds.get(name, float("inf")))
-    copies = host.peak_bytes / rate
+    copies = ran.host_peak_bytes / rate  # of "away", the last
     # Events and launches of a chunk of 256 tokens take longer than its copies.
     assert seconds["away"] < 1.3 * (seconds["kept"] + copies) + 2e-3 * SLICES

@@ -29,7 +29,6 @@ from megatron_epp.mcore.calibrate.single_stage import (  # noqa: E402
     run_stage,
     start_single_process,
 )
-from megatron_epp.runtime.host_store import HostStore  # noqa: E402
 from megatron_epp.sim.play import play  # noqa: E402
 
 FLAGS = """
@@ -103,9 +102,9 @@ def main(which: str) -> None:
     for words in plans:
         plan = plan_of(*words)
         table = replace(cost.table(plan), resident_bytes=(0.0,))
-        host = HostStore(alone.device, parameters=model.parameters())
-        measured = peak_bytes(run_stage(alone, model, plan, 0, host))
-        on_host = host_peak_bytes(cost, plan)[0], host.peak_bytes
+        ran = run_stage(alone, model, plan, 0)
+        measured = peak_bytes(ran.records)
+        on_host = host_peak_bytes(cost, plan)[0], ran.host_peak_bytes
         print(play(plan, table).peak_bytes[0], measured, *on_host)
 
 

@@ -170,7 +170,7 @@ def run(alone: single_stage.SingleProcess, model: Any, plan: Plan, stage: int) -
     """Ops that an iteration of ``stage`` asks the device for; none makes the host wait."""
     before = gpu.calls.copy()
     with gpu.without_waiting(), torch.set_grad_enabled(not plan.forward_only):
-        records = single_stage.run_stage(alone, model, plan, stage)
+        records = single_stage.run_stage(alone, model, plan, stage).records
     done = [record.op for record in records if isinstance(record.op, Op)]
     assert done == list(plan.orders[stage])
     return gpu.calls - before

@@ -20,21 +20,20 @@ from torch import Tensor
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Message, Op, Plan, Table, Timed, lower_rank, slices_of
-from megatron_epp.layers.chunk_state import store_for
+from megatron_epp.ir import Message, Op, Plan, Step, Table, Timed
 from megatron_epp.mcore import megatron_gpt, refusals
 from megatron_epp.mcore.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
-from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
+from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.flags import be_the_only_process, read_flags
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
-from megatron_epp.runtime.executor import CurrentOp, Executor
-from megatron_epp.runtime.host_store import HostStore
-from megatron_epp.runtime.instruments import instruments_for
-from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, SavedBytesMeter
+from megatron_epp.mcore.stage_runner import StageRun, StageRunner
+from megatron_epp.runtime.executor import CurrentOp
+from megatron_epp.runtime.link import Links
+from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
+from megatron_epp.runtime.program_runner import ProgramRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,37 +149,24 @@ class MadeUpDocuments:
         return numpy.random.default_rng([self._seed, sample]).integers(0, self._vocabulary, count)
 
 
-class MadeUpLinks:
-    """In place of runtime.link.Links: what is received is random, what is sent is dropped."""
-
-    def __init__(
-        self, shape: Callable[[Message], tuple[int, ...]], dtype: torch.dtype, device: Any
-    ):
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.sent = self.received = 0
+class MadeUpLinks(Links):
+    """Links to nobody: what is received is random, what is sent is dropped."""
 
     def post(self, message: Message) -> None:
         """Nothing will come."""
 
     def receive(self, message: Message) -> Tensor:
         self.received += 1
-        return torch.randn(self.shape(message), dtype=self.dtype, device=self.device)
+        return torch.randn(tuple(self.shape(message)), dtype=self.dtype, device=self.device)
 
     def send(self, message: Message, tensor: Tensor) -> None:
         assert tuple(tensor.shape) == self.shape(message)
         self.sent += 1
 
-    def zeros(self, message: Message) -> Tensor:
-        return torch.zeros(self.shape(message), dtype=self.dtype, device=self.device)
 
-    def oldest_sending(self) -> None:
-        """Nothing is under way."""
-
-    def oldest_arriving(self) -> None:
-        """Nothing is under way."""
-
-    def finish(self) -> None:
-        """Nothing is waited for."""
+class _NoNeighbours(ProgramRunner):
+    def links(self, shape: Callable[[Message], Sequence[int]], dtype: torch.dtype) -> MadeUpLinks:
+        return MadeUpLinks({}, shape, dtype, self.device)
 
 
 # ------------------------------------------------------------------ a stage's program
@@ -194,7 +180,7 @@ def replay(
 
     RuntimeError: an op ran out of memory.
     """
-    runs = [run_stage(alone, model, plan, stage) for _ in range(repeats + 1)][1:]
+    runs = [run_stage(alone, model, plan, stage).records for _ in range(repeats + 1)][1:]
     records, now = [], 0.0
     for same in zip(*runs, strict=True):
         seconds = median(record.seconds for record in same)
@@ -203,44 +189,33 @@ def replay(
     return tuple(records)
 
 
-def run_stage(
-    alone: SingleProcess, model: Any, plan: Plan, stage: int, host: HostStore | None = None
-) -> tuple[Timed, ...]:
-    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer.
-
-    ``host``: where offloaded layers lie, for those who ask it afterwards.
-    """
+def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> StageRun:
+    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
     from megatron_epp.mcore.model.early_head import early_head
 
-    config = get_model_config(model)
-    slices = slices_of(plan)
-    store = store_for(plan, slices, alone.attention.keeps_last)
-    samples = numpy.arange(len(plan.documents))
-    documents = MadeUpDocuments(alone.args.padded_vocab_size)
-    builder = ChunkBatchBuilder(plan, slices, samples, documents, stage, alone.share, alone.device)
     on_gpu = alone.device.type == "cuda"
-    clock, _ = instruments_for(alone.device)
-    meter: Meter = AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters())
-    links = MadeUpLinks(
-        lambda message: (alone.share.message(builder.rows(message.chunk)), 1, config.hidden_size),
-        config.pipeline_dtype or config.params_dtype,
-        alone.device,
+    runner = StageRunner(
+        _NoNeighbours(alone.device, CurrentOp(stage)),
+        stage,
+        replica=0,
+        share=alone.share,
+        meter=AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters()),
+        early_head=early_head(alone.args),
+        keeps_last=alone.attention.keeps_last,
     )
+    samples = numpy.arange(len(plan.documents))
     model.zero_grad_buffer()
-    clock.start()
-    early = early_head(alone.args)
-    host = HostStore(alone.device, parameters=model.parameters()) if host is None else host
-    host.meter = meter
-    with ModelStage(
-        model, config, chunk_forward_step, builder, plan, store, early, host
-    ) as compute:
-        executor = Executor(
-            lower_rank(plan, stage), compute, links, store, clock, meter, CurrentOp(stage)
-        )  # fmt: skip
-        records = executor.run()
-    if executor.failure is not None:
-        raise RuntimeError(f"stage {stage}: out of memory at {executor.failure.op}")
-    return records
+    ran = runner.run(
+        Step((tuple(samples.tolist()),), (plan,)),
+        Batch(samples, numpy.array(plan.documents)),
+        MadeUpDocuments(alone.args.padded_vocab_size),
+        model,
+        get_model_config(model),
+        chunk_forward_step,
+    )
+    if ran.failure is not None:
+        raise RuntimeError(f"stage {stage}: out of memory at {ran.failure.op}")
+    return ran
 
 
 def measured_table(plan: Plan, cost: Cost, records: Sequence[Sequence[Timed]]) -> Table:

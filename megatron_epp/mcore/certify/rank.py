@@ -130,7 +130,7 @@ class Rank:
         self.routing, config = RoutingNotes(self.model), get_model_config(self.model)
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
-        self.groups, self.share = self.schedule.runner.groups, self.schedule.runner.share
+        self.groups, self.share = job.place.groups, job.place.share
         fill(self.model.module, weights)
 
     def _attention_for(self, make: Any, wanted: str, config: Any, device: torch.device) -> Any:
@@ -210,7 +210,7 @@ class Rank:
         lockstep are, a layer of attention may save nothing that is.
         """
         stage, plan = self.groups.stage, step.plans[self.groups.replica]
-        taken = self.schedule.runner.host_peak_bytes
+        taken = self.schedule.ran.host_peak_bytes
         layers = most_offloaded(plan, stage, lambda chunk: self._input_bytes(chunk) >= LEAST_BYTES)
         asked = any(OFFLOAD in choice for choice in plan.recompute[stage])
         if layers * LEAST_BLOCK <= taken and (asked or not taken):

@@ -34,9 +34,7 @@ from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
-from megatron_epp.runtime.executor import Executor, OutsidePhase
-from megatron_epp.runtime.instruments import Instruments, instruments_for
-from megatron_epp.runtime.link import Links
+from megatron_epp.runtime.executor import OutsidePhase
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,6 @@ class LoopSchedule:
         self._pipelines = Pipelines(settings)
         self._said: set[str] = set()
         self._calls = 0
-        self._instruments: Instruments | None = None  # made when a call tells the device
 
     # -------------------------------------------------------------- a call
 
@@ -201,45 +198,31 @@ class LoopSchedule:
     def _run(
         self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, work: _CallRun
     ) -> None:
-        config, device, stage = call.config, this_device(), work.stage
-        self._instruments = self._instruments or instruments_for(device)
-        clock, heap = self._instruments
+        config, stage, programs = call.config, work.stage, pipeline.programs
         meter = self.settings.make_meter(call.one_model)
         self._calls += 1
-        pipeline.current_op.iteration = self._calls
+        programs.current_op.iteration = self._calls
         dtype = config.pipeline_dtype or getattr(config, "params_dtype", torch.float32)
-        payload = {} if pipeline.groups is None else pipeline.groups.payload
-        ranks = None if pipeline.groups is None else pipeline.groups.pipeline_ranks
-        clock.start()
         guarded = FailureGuard(
             stage,
             stage.store,
-            lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=device),
+            lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=programs.device),
             first=pipeline.stage == 0,
             last=pipeline.stage == pipeline.stages - 1,
         )
         # Replicas that meet in their ops do not wait for each other's messages besides.
         block = (counted(work.plan),) if pipeline.in_lockstep else ()
-        executor = Executor(
-            lower_rank(work.plan, pipeline.stage, block),
-            guarded,
-            Links(payload, lambda message: work.shape(message.chunk), dtype, device, ranks),
-            stage.store,
-            clock,
-            meter,
-            pipeline.current_op,
-            None if pipeline.groups is None else pipeline.groups.peers,
-            heap,
-        )
+        program = lower_rank(work.plan, pipeline.stage, block)
+        links = programs.links(lambda message: work.shape(message.chunk), dtype)
         with stage:
-            records = executor.run()
+            records, failure = programs.run(program, guarded, stage.store, links, meter)
         took = 0.0
-        if guarded.error is None and executor.failure is None:
+        if guarded.error is None and failure is None:
             batches.finish()
-            if not call.forward_only and pipeline.groups is not None:
+            if not call.forward_only and programs.groups is not None:
                 pipeline.seconds.saw(work.sizes_3C, records)
                 took = records[-1].stop
-        self._judge(pipeline, work.plan, took, guarded.error, executor.failure)
+        self._judge(pipeline, work.plan, took, guarded.error, failure)
         if self.settings.observe is not None:
             self.settings.observe(CallRecord(work.plan, records, meter.peak_bytes))
 

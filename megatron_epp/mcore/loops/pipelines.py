@@ -23,8 +23,8 @@ from megatron_epp.planner.calls.call_cost import guessed_rates
 from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
 from megatron_epp.planner.calls.stage_seconds import StageSeconds
 from megatron_epp.planner.calls.track_record import TrackRecord
-from megatron_epp.runtime.executor import BEFORE, CurrentOp
-from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.executor import CurrentOp
+from megatron_epp.runtime.program_runner import ProgramRunner
 from megatron_epp.runtime.watcher import Watcher
 
 
@@ -33,7 +33,7 @@ class ModelPipeline:
     """One model's pipeline.
 
     group          Megatron's, of which ours were made; Megatron may make its groups anew
-    groups         ours; None: one stage, alone
+    programs       runs this rank's programs, over groups of ours
     layers         of every stage
     rates_SK3      of every stage, by which seconds follow (stage_seconds); ``measured``: whether
                    they are, on all stages
@@ -45,13 +45,12 @@ class ModelPipeline:
     """
 
     group: Any
-    groups: Groups | None
+    programs: ProgramRunner
     stage: int
     layers: tuple[int, ...]
     rates_SK3: np.ndarray
     seconds: StageSeconds
     planning: ReplicaPlans
-    current_op: CurrentOp
     split_refused: str | None
     in_lockstep: bool
     measured: bool = False
@@ -64,7 +63,12 @@ class ModelPipeline:
 
     @property
     def control(self) -> Any:
-        return None if self.groups is None else self.groups.control
+        groups = self.programs.groups
+        return None if groups is None else groups.control
+
+    @property
+    def current_op(self) -> CurrentOp:
+        return self.programs.current_op
 
     def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
         """The options of a plan of ``call``, with micro-batches of ``tokens``, among those that
@@ -95,7 +99,7 @@ class Pipelines:
     def __init__(self, settings: Settings):
         self.settings = settings
         self._known: WeakKeyDictionary[Any, ModelPipeline] = WeakKeyDictionary()
-        self._groups: tuple[Any, Groups, CurrentOp] | None = None
+        self._programs: tuple[Any, ProgramRunner] | None = None
 
     def of(self, call: LoopCall, stages: int) -> ModelPipeline:
         """The pipeline of the call's model. Collective where it is new.
@@ -109,7 +113,8 @@ class Pipelines:
         return made
 
     def _make(self, call: LoopCall, group: Any, stages: int) -> ModelPipeline:
-        groups, current_op = self._groups_of(group)
+        programs = self._programs_of(group)
+        groups = programs.groups
         stage = 0 if groups is None else groups.stage
         (model,) = unwrap_model([call.one_model])
         decoder = getattr(model, "decoder", None)
@@ -122,28 +127,26 @@ class Pipelines:
         by_stage = {told.value[0]: told.value for told in reversed(every)}
         return ModelPipeline(
             group,
-            groups,
+            programs,
             stage,
             tuple(by_stage[s][1] for s in range(stages)),
             np.stack([by_stage[s][2] for s in range(stages)]),
             seconds,
             ReplicaPlans(groups),
-            current_op,
             next((told.value[3] for told in every if told.value[3]), None),
             group is not None and meets_other_replicas(call.config),
         )
 
-    def _groups_of(self, group: Any) -> tuple[Groups | None, CurrentOp]:
-        """Ours, made once for Megatron's pipeline ``group``."""
+    def _programs_of(self, group: Any) -> ProgramRunner:
+        """Over groups of ours, made once for Megatron's pipeline ``group``."""
         if group is None:
-            return None, CurrentOp(0)
-        if self._groups is None or self._groups[0] is not group:
+            return ProgramRunner(this_device(), CurrentOp(0))
+        if self._programs is None or self._programs[0] is not group:
             groups = make_replica_groups(this_device(), self.settings.timeout)
             current_op = CurrentOp(groups.stage)
-            current_op.enter(BEFORE)
             Watcher(current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
-            self._groups = group, groups, current_op
-        return self._groups[1:]
+            self._programs = group, ProgramRunner(this_device(), current_op, groups)
+        return self._programs[1]
 
     def _split_refused(self, model: Any) -> str | None:
         """Why this stage cannot split backwards; None: it can."""
