@@ -48,10 +48,6 @@ from megatron_epp.ir.program.skeleton import check_skeletons
 from megatron_epp.ir.recompute import FULL, IN_FLIGHT, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,
-    EVALUATION,
-    TRAINING,
-    VOCABULARY_EVALUATION,
-    VOCABULARY_TRAINING,
     Effect,
     Item,
     Need,
@@ -60,6 +56,7 @@ from megatron_epp.ir.rules import (
     Rules,
     SlicePosition,
     StagePosition,
+    rules_for,
 )
 from megatron_epp.ir.slices import Slices, slices_in, slices_of
 from megatron_epp.ir.span import ALL_RANKS, Span
@@ -72,7 +69,6 @@ __all__ = [
     "BACKWARDS",
     "COMPUTE",
     "DOCUMENT_ITEMS",
-    "EVALUATION",
     "FULL",
     "IN_FLIGHT",
     "KEEP",
@@ -82,9 +78,6 @@ __all__ = [
     "OF_HEAD",
     "OF_LAYERS",
     "SELECTIVE",
-    "TRAINING",
-    "VOCABULARY_EVALUATION",
-    "VOCABULARY_TRAINING",
     "Chunk",
     "Deadlock",
     "Effect",
@@ -122,6 +115,7 @@ __all__ = [
     "needs_of",
     "ops_of_chunk",
     "parse_records",
+    "rules_for",
     "rules_of",
     "slices_in",
     "slices_of",

@@ -4,18 +4,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_epp.ir.op import Kind, Op
 from megatron_epp.ir.plan import Plan
-from megatron_epp.ir.rules import (
-    EVALUATION,
-    EVALUATION_OPS,
-    TRAINING,
-    TRAINING_OPS,
-    VOCABULARY_EVALUATION,
-    VOCABULARY_EVALUATION_OPS,
-    VOCABULARY_TRAINING,
-    VOCABULARY_TRAINING_OPS,
-    Need,
-    Rules,
-)
+from megatron_epp.ir.rules import CHUNK_OPS, Need, Rules, rules_for
 from megatron_epp.ir.slices import Slices, slices_of
 
 # Of an op on a stage: each need that exists there, the stage that meets it, and the ops that would.
@@ -24,18 +13,15 @@ NeedsOf = Callable[[int, Op], Iterator[tuple[Need, int, tuple[Op, ...]]]]
 
 
 def rules_of(plan: Plan) -> Rules:
-    """The rule table that governs ``plan``: training, or evaluation for a plan of forwards only;
-    with or without vocabulary parallelism."""
-    if plan.vocabulary_parallel:
-        return VOCABULARY_EVALUATION if plan.forward_only else VOCABULARY_TRAINING
-    return EVALUATION if plan.forward_only else TRAINING
+    """The rules that govern ``plan``."""
+    return rules_for(plan.vocabulary_parallel, plan.forward_only)
 
 
 def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
     """The sets of ops of which every stage runs one for every chunk of ``plan``."""
-    if plan.vocabulary_parallel:
-        return VOCABULARY_EVALUATION_OPS if plan.forward_only else VOCABULARY_TRAINING_OPS
-    return EVALUATION_OPS if plan.forward_only else TRAINING_OPS
+    kinds = rules_of(plan)
+    sets = (tuple(kind for kind in each if kind in kinds) for each in CHUNK_OPS)
+    return tuple(dict.fromkeys(sets))
 
 
 def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = None) -> NeedsOf:

@@ -13,14 +13,13 @@ from megatron_epp.ir import (
     FULL,
     KEEP,
     OF_HEAD,
-    TRAINING,
-    VOCABULARY_TRAINING,
     Chunk,
     Kind,
     Op,
     Plan,
     Span,
     needs_of,
+    rules_for,
 )
 from megatron_epp.ir.recompute import MLP_AGAIN
 
@@ -127,7 +126,7 @@ def arbitrary_block(
                 tuple(each), tuple(layers), tuple(spread), choices, orders, first + number, replicas
             )
         )
-    rules = VOCABULARY_TRAINING if vocabulary_parallel else TRAINING
+    rules = rules_for(vocabulary_parallel)
     needs = [needs_of(plan, rules) for plan in bare[1:]]
 
     def met(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
@@ -216,7 +215,7 @@ def random_walk(
               rule says
     """
     # It has no order yet, so it looks like an evaluation.
-    needs = needs_of(plan, VOCABULARY_TRAINING if vocabulary_parallel else TRAINING)
+    needs = needs_of(plan, rules_for(vocabulary_parallel))
     pending: list[set[Op]] = []
     for _ in plan.layers:
         ops = set()

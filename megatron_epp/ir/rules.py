@@ -40,16 +40,29 @@ from the last slice's backward on. Whole documents keep nothing. What an op make
 its start; what it frees it holds until its stop.
 
 A plan of forwards only (evaluation) makes no activations, and a document's K/V is freed by its
-last slice's forward: ``EVALUATION``. With vocabulary parallelism it has H besides, which holds
-nothing when it is done.
+last slice's forward. With vocabulary parallelism it has H besides, which holds nothing when it is
+done. Rows that hold for some plans alone are marked ``only``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
+from functools import cache
 from typing import Literal
 
 from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Payload
+
+
+class PlanTrait(Flag):
+    """Traits of a plan: a row holds where the plan has all that the row is marked with."""
+
+    TRAINING = auto()
+    EVALUATION = auto()  # forwards only
+    VOCABULARY = auto()  # with vocabulary parallelism
+
+
+ANY_PLAN = PlanTrait(0)
+TRAINING, EVALUATION, VOCABULARY = PlanTrait
 
 
 class Relation(Enum):
@@ -115,6 +128,7 @@ class Need:
     chunk: Relation
     why: str
     at: StagePosition = StagePosition.ANY
+    only: PlanTrait = ANY_PLAN
 
     def met_on(self, stage: int, stages: int) -> int:
         """The stage that meets the need of an op on ``stage`` of ``stages``; -1: it has none."""
@@ -140,26 +154,34 @@ class Effect:
     item: Item
     slice: SlicePosition = SlicePosition.ANY
     chunk: Relation = Relation.SAME
+    only: PlanTrait = ANY_PLAN
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
+    """The rows of one kind of op, which plans have ``only`` with these traits."""
+
     needs: tuple[Need, ...]
     makes: tuple[Effect, ...]
     frees: tuple[Effect, ...]
+    only: PlanTrait = ANY_PLAN
 
 
 Rules = Mapping[Kind, Rule]  # a rule table
 
 _WORKSPACE = Effect(Item.WORKSPACE)
-_FORWARD_NEEDS = (
-    Need((Kind.FORWARD,), -1, Relation.SAME, "its input"),
-    Need((Kind.FORWARD,), 0, Relation.EARLIER, "the K and V of the slice before"),
-)
 _BACKWARD_NEEDS = (
     Need((Kind.FORWARD,), 0, Relation.SAME, "what its forward saved"),
     Need(BACKWARDS, +1, Relation.SAME, "the gradient of its output"),
     Need(BACKWARDS, 0, Relation.LATER, "the gradients of its K and V from the slice after"),
+    Need(
+        (Kind.HEAD,),
+        0,
+        Relation.SAME,
+        "the gradient of the model's output",
+        StagePosition.LAST,
+        VOCABULARY,
+    ),
 )
 _BACKWARD_MAKES = (Effect(Item.KV_GRADIENTS, SlicePosition.LAST), _WORKSPACE)
 _BACKWARD_FREES = (
@@ -169,43 +191,40 @@ _BACKWARD_FREES = (
     _WORKSPACE,
 )
 
-TRAINING: Rules = {
+RULES: Rules = {
     Kind.FORWARD: Rule(
-        _FORWARD_NEEDS,
-        makes=(Effect(Item.ACTIVATIONS), Effect(Item.KV, SlicePosition.FIRST), _WORKSPACE),
-        frees=(_WORKSPACE,),
+        needs=(
+            Need((Kind.FORWARD,), -1, Relation.SAME, "its input"),
+            Need((Kind.FORWARD,), 0, Relation.EARLIER, "the K and V of the slice before"),
+        ),
+        makes=(
+            Effect(Item.ACTIVATIONS, only=TRAINING),
+            Effect(Item.KV, SlicePosition.FIRST),
+            _WORKSPACE,
+        ),
+        frees=(Effect(Item.KV, SlicePosition.LAST, only=EVALUATION), _WORKSPACE),
     ),
-    Kind.BACKWARD: Rule(_BACKWARD_NEEDS, _BACKWARD_MAKES, _BACKWARD_FREES),
+    Kind.BACKWARD: Rule(_BACKWARD_NEEDS, _BACKWARD_MAKES, _BACKWARD_FREES, TRAINING),
     Kind.INPUT: Rule(
-        _BACKWARD_NEEDS, (*_BACKWARD_MAKES, Effect(Item.WEIGHT_INPUTS)), _BACKWARD_FREES
+        _BACKWARD_NEEDS, (*_BACKWARD_MAKES, Effect(Item.WEIGHT_INPUTS)), _BACKWARD_FREES, TRAINING
     ),
     Kind.WEIGHT: Rule(
-        (Need((Kind.INPUT,), 0, Relation.SAME, "what its I left for it"),),
+        needs=(Need((Kind.INPUT,), 0, Relation.SAME, "what its I left for it"),),
         makes=(_WORKSPACE,),
         frees=(Effect(Item.WEIGHT_INPUTS), _WORKSPACE),
+        only=TRAINING,
     ),
-}
-
-EVALUATION: Rules = {
-    Kind.FORWARD: Rule(
-        _FORWARD_NEEDS,
-        makes=(Effect(Item.KV, SlicePosition.FIRST), _WORKSPACE),
-        frees=(Effect(Item.KV, SlicePosition.LAST), _WORKSPACE),
+    Kind.HEAD: Rule(
+        needs=(
+            Need((Kind.FORWARD,), "last", Relation.SAME, "the model's output", StagePosition.FIRST),
+            Need((Kind.HEAD,), -1, Relation.SAME, "what the vocabulary's rows before made"),
+        ),
+        makes=(Effect(Item.HEAD_INPUTS, only=TRAINING), _WORKSPACE),
+        frees=(_WORKSPACE,),
+        only=VOCABULARY,
     ),
-}
-
-# With vocabulary parallelism.
-_HEAD_NEEDS = (
-    Need((Kind.FORWARD,), "last", Relation.SAME, "the model's output", StagePosition.FIRST),
-    Need((Kind.HEAD,), -1, Relation.SAME, "what the vocabulary's rows before made"),
-)
-_LOSS_NEED = Need(
-    (Kind.HEAD,), 0, Relation.SAME, "the gradient of the model's output", StagePosition.LAST
-)
-_HEAD = {
-    Kind.HEAD: Rule(_HEAD_NEEDS, makes=(Effect(Item.HEAD_INPUTS), _WORKSPACE), frees=(_WORKSPACE,)),
     Kind.HEAD_WEIGHT: Rule(
-        (
+        needs=(
             Need(
                 BACKWARDS,
                 0,
@@ -217,27 +236,33 @@ _HEAD = {
         ),
         makes=(_WORKSPACE,),
         frees=(Effect(Item.HEAD_INPUTS), _WORKSPACE),
+        only=TRAINING | VOCABULARY,
     ),
 }
 
-VOCABULARY_TRAINING: Rules = {
-    **{
-        kind: replace(rule, needs=(*rule.needs, _LOSS_NEED)) if kind in BACKWARDS else rule
-        for kind, rule in TRAINING.items()
-    },
-    **_HEAD,
-}
-
-VOCABULARY_EVALUATION: Rules = {
-    **EVALUATION,
-    Kind.HEAD: Rule(_HEAD_NEEDS, makes=(_WORKSPACE,), frees=(_WORKSPACE,)),
-}
-
-# What a stage runs of every chunk, once each: one of these sets.
-TRAINING_OPS = ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT))
-EVALUATION_OPS = ((Kind.FORWARD,),)
-VOCABULARY_TRAINING_OPS = (
+# What a stage runs of every chunk, once each: one of these sets, of kinds that the plan may have.
+CHUNK_OPS = (
     (Kind.FORWARD, Kind.HEAD, Kind.BACKWARD, Kind.HEAD_WEIGHT),
     (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.WEIGHT, Kind.HEAD_WEIGHT),
 )
-VOCABULARY_EVALUATION_OPS = ((Kind.FORWARD, Kind.HEAD),)
+
+
+def held(table: Rules, traits: PlanTrait) -> Rules:
+    """The rows of ``table`` that hold for plans with these ``traits``."""
+    return {
+        kind: Rule(
+            *(
+                tuple(row for row in rows if row.only in traits)
+                for rows in (rule.needs, rule.makes, rule.frees)
+            )
+        )
+        for kind, rule in table.items()
+        if rule.only in traits
+    }
+
+
+@cache
+def rules_for(vocabulary_parallel: bool, forward_only: bool = False) -> Rules:
+    """The rules that govern such plans."""
+    traits = EVALUATION if forward_only else TRAINING
+    return held(RULES, traits | VOCABULARY if vocabulary_parallel else traits)

@@ -5,7 +5,7 @@ import numpy as np
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL, KIND_CODE, TRAINING, VOCABULARY_TRAINING, Kind, PlanError
+from megatron_epp.ir import FULL, KIND_CODE, Kind, PlanError, rules_for
 from megatron_epp.sim.inputs import moved_bytes
 
 # Bytes are linear in tokens but for rounding up; taking them of many tokens hides the rounding.
@@ -35,7 +35,7 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
         spans=(number, edges[:-1], edges[1:]),
     )
     layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, slices))
-    rules = VOCABULARY_TRAINING if cost.vocabulary_parallel else TRAINING
+    rules = rules_for(cost.vocabulary_parallel)
     moved = moved_bytes(cost.table_of(loads, cost.kinds.first(FULL, layers)), loads, rules)
     up, down = [KIND_CODE[Kind.FORWARD]], [KIND_CODE[Kind.BACKWARD]]
     if cost.vocabulary_parallel:  # the first backward waits for the H of all slices

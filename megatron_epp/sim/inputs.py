@@ -10,7 +10,6 @@ from megatron_epp.ir import (
     COMPUTE,
     DOCUMENT_ITEMS,
     KIND_CODE,
-    TRAINING,
     Effect,
     Item,
     Kind,
@@ -49,7 +48,7 @@ def orders_of(plan: Plan) -> Orders:
     )
 
 
-def op_arrays(table: Table, ties: Ties, rules: Rules = TRAINING) -> OpArrays:
+def op_arrays(table: Table, ties: Ties, rules: Rules) -> OpArrays:
     """``table`` over chunks whose slices are tied like that, under ``rules``. Kinds that no plan on
     the table has, H and G, have no rows."""
     chunks, stages = len(ties.document), len(table.resident_bytes)
@@ -78,7 +77,7 @@ def op_arrays(table: Table, ties: Ties, rules: Rules = TRAINING) -> OpArrays:
     )
 
 
-def moved_bytes(table: Table, ties: Ties, rules: Rules = TRAINING) -> np.ndarray:
+def moved_bytes(table: Table, ties: Ties, rules: Rules) -> np.ndarray:
     """[kinds, 2, stages, chunks]: bytes that an op makes at its start and frees at its stop, read
     off the rule table."""
     document = np.asarray(ties.document, np.int64)

@@ -232,7 +232,7 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
     if noise:
         random = np.random.default_rng(seed)
         arrays, factors = _noisy(arrays, noise, random)
-    result = run(orders, arrays, needs_for(plan))
+    result = run(orders, arrays, needs_for(plan.vocabulary_parallel, plan.forward_only))
     if not np.isfinite(result.seconds):
         check(plan)
         raise PlanError("the table holds a duration that is no finite number")

@@ -6,16 +6,12 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_epp.ir import (
-    EVALUATION,
     KIND_CODE,
-    TRAINING,
-    VOCABULARY_EVALUATION,
-    VOCABULARY_TRAINING,
     Payload,
-    Plan,
     Relation,
     Rules,
     StagePosition,
+    rules_for,
 )
 from megatron_epp.sim.engine import (
     ANYWHERE,
@@ -52,17 +48,7 @@ def needs_array(rules: Rules) -> np.ndarray:
     return np.array(needs, np.int64).reshape(-1, 6)
 
 
-@lru_cache(maxsize=2)
-def training_needs(vocabulary_parallel: bool = False) -> np.ndarray:
-    return needs_array(VOCABULARY_TRAINING if vocabulary_parallel else TRAINING)
-
-
-@lru_cache(maxsize=2)
-def evaluation_needs(vocabulary_parallel: bool = False) -> np.ndarray:
-    return needs_array(VOCABULARY_EVALUATION if vocabulary_parallel else EVALUATION)
-
-
-def needs_for(plan: Plan) -> np.ndarray:
-    """The needs of the rule table that governs ``plan``."""
-    of_kind = evaluation_needs if plan.forward_only else training_needs
-    return of_kind(plan.vocabulary_parallel)
+@lru_cache(maxsize=4)
+def needs_for(vocabulary_parallel: bool, forward_only: bool = False) -> np.ndarray:
+    """The needs of the rules that govern such plans."""
+    return needs_array(rules_for(vocabulary_parallel, forward_only))

@@ -25,7 +25,7 @@ from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import shrinking_window
 from megatron_epp.show.table import markdown
 from megatron_epp.sim.engine import Orders, run_arrays
-from megatron_epp.sim.rule_arrays import training_needs
+from megatron_epp.sim.rule_arrays import needs_for
 
 ROUNDS, PLAYS = 9, 10
 
@@ -61,7 +61,7 @@ def main() -> None:
                 np.arange(stages + 1) * schedule.kinds.shape[1],
                 np.arange(stages),
             )
-            needs = training_needs()
+            needs = needs_for(False)
             replay, engine = least_seconds(
                 lambda work=work, schedule=schedule: replayed(work, schedule),
                 lambda work=work, orders=orders, needs=needs: run_arrays(orders, work.ops, needs),

@@ -16,37 +16,21 @@ EDITS = {
             '    STATES = "states"\n    STATE_GRADIENTS = "state_gradients"\n',
         ),
         (
-            "\nEVALUATION: Rules = {\n",
-            """\
+            "\n\ndef held(",
+            """
 _AT_BORDER = (Effect(Item.STATES), Effect(Item.STATE_GRADIENTS))
 
 
 def _with_states(kind: Kind) -> Rule:
-    rule = TRAINING[kind]
+    rule = RULES[kind]
     if kind is Kind.FORWARD:
-        return Rule(rule.needs, (*rule.makes, Effect(Item.STATES)), rule.frees)
+        freed = Effect(Item.STATES, only=EVALUATION, chunk=Relation.EARLIER)
+        return Rule(rule.needs, (*rule.makes, Effect(Item.STATES)), (*rule.frees, freed))
     left = Effect(Item.STATE_GRADIENTS, chunk=Relation.EARLIER)
-    return Rule(rule.needs, (*rule.makes, left), (*rule.frees, *_AT_BORDER))
+    return Rule(rule.needs, (*rule.makes, left), (*rule.frees, *_AT_BORDER), rule.only)
 
 
-TRAINING = {
-    **TRAINING, **{kind: _with_states(kind) for kind in (Kind.FORWARD, *BACKWARDS)}
-}
-
-""",
-        ),
-        (
-            "# What a stage runs of every chunk",
-            """\
-_F = EVALUATION[Kind.FORWARD]
-EVALUATION = {
-    Kind.FORWARD: Rule(
-        _F.needs,
-        (*_F.makes, Effect(Item.STATES)),
-        (*_F.frees, Effect(Item.STATES, chunk=Relation.EARLIER)),
-    )
-}
-
+RULES = {**RULES, **{kind: _with_states(kind) for kind in (Kind.FORWARD, *BACKWARDS)}}
 """,
         ),
     ],

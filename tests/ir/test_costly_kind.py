@@ -16,12 +16,11 @@ LATE = {
     ],
     "ir/rules.py": [
         (
-            "\nEVALUATION: Rules = {\n",
-            "\nTRAINING = {**TRAINING, Kind.LATE: TRAINING[Kind.WEIGHT]}\n",
-        ),
-        (
-            "\nEVALUATION_OPS = ",
-            "\nTRAINING_OPS = (*TRAINING_OPS, (Kind.FORWARD, Kind.INPUT, Kind.LATE))",
+            "\n\ndef held(",
+            """
+RULES = {**RULES, Kind.LATE: RULES[Kind.WEIGHT]}
+CHUNK_OPS = (*CHUNK_OPS, (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.LATE, Kind.HEAD_WEIGHT))
+""",
         ),
     ],
     "ir/program/sequence.py": [

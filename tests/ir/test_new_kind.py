@@ -11,12 +11,8 @@ from tests.ir.edited_copy import run_with
 EDITS = {
     "ir/op.py": [('    SEND = "SEND"\n', '    NOTE = "N"\n')],
     "ir/rules.py": [
-        ("\nTRAINING: Rules = {\n", "\n_NOTE = Rule((), (), ())"),
-        ("    Kind.BACKWARD: Rule(", "    Kind.NOTE: _NOTE,\n"),
-        (
-            "\nEVALUATION_OPS = ",
-            "\nTRAINING_OPS = tuple((*kinds, Kind.NOTE) for kinds in TRAINING_OPS)",
-        ),
+        ("    Kind.BACKWARD: Rule(", "    Kind.NOTE: Rule((), (), (), TRAINING),\n"),
+        ("\n\ndef held(", "\nCHUNK_OPS = tuple((*kinds, Kind.NOTE) for kinds in CHUNK_OPS)\n"),
     ],
     "sim/unit_table.py": [("\n\ndef unit_table", "UNITS[Kind.NOTE] = 0.5\n")],
     "runtime/executor.py": [

@@ -14,11 +14,7 @@ import pytest
 from megatron_epp.ir import (
     COMPUTE,
     DOCUMENT_ITEMS,
-    EVALUATION,
     OF_LAYERS,
-    TRAINING,
-    VOCABULARY_EVALUATION,
-    VOCABULARY_TRAINING,
     Chunk,
     Item,
     Kind,
@@ -34,9 +30,11 @@ from megatron_epp.ir import (
     check,
     lower,
     needs_of,
+    rules_for,
     slices_of,
     walk,
 )
+from megatron_epp.ir.rules import ANY_PLAN, RULES, PlanTrait, held
 from megatron_epp.sim.engine import run
 from megatron_epp.sim.inputs import op_arrays, orders_of
 from megatron_epp.sim.rule_arrays import needs_array
@@ -170,19 +168,6 @@ def plan_of(name: str) -> Plan:
     return Plan.parse("plan v1\n" + head.format(layers=layers) + stages)
 
 
-TABLES = {
-    "training": TRAINING,
-    "evaluation": EVALUATION,
-    "vocabulary_training": VOCABULARY_TRAINING,
-    "vocabulary_evaluation": VOCABULARY_EVALUATION,
-}
-
-
-def table_name(plan: Plan) -> str:
-    kind = "evaluation" if plan.forward_only else "training"
-    return f"vocabulary_{kind}" if plan.vocabulary_parallel else kind
-
-
 def ledger(plan: Plan, rules: Rules) -> str:
     ones = np.ones((plan.stages, len(plan.chunks)))
     # Of documents as of chunks: the owners differ, the bytes do not.
@@ -219,12 +204,15 @@ def arrivals(plan: Plan, rules: Rules) -> str:
     return " ".join(waits)
 
 
-def observed(**tables: Rules) -> dict:
-    """What these tables make of the plans; those of the package where they are not given."""
+def observed(table: Rules) -> dict:
+    """What ``table`` makes of the plans."""
     found: dict = {}
     for name in PLANS:
         plan = plan_of(name)
-        rules = tables.get(table_name(plan), TABLES[table_name(plan)])
+        traits = PlanTrait.EVALUATION if plan.forward_only else PlanTrait.TRAINING
+        if plan.vocabulary_parallel:
+            traits |= PlanTrait.VOCABULARY
+        rules = held(table, traits)
         try:
             check(plan, rules)
         except PlanError as error:
@@ -241,52 +229,46 @@ def observed(**tables: Rules) -> dict:
 
 
 def test_the_table_means_what_it_says() -> None:
-    assert observed() == GOLDEN
+    assert observed(RULES) == GOLDEN
 
 
-def without(rules: Rules) -> Iterator[tuple[str, Rules]]:
-    """The table without one row, for every row."""
-    for kind, rule in rules.items():
+def changed() -> Iterator[tuple[str, Rules]]:
+    """The table without one row, for every row; and with it unmarked, where it is marked."""
+    for kind, rule in RULES.items():
         for part in ("needs", "makes", "frees"):
             rows = getattr(rule, part)
             for index, row in enumerate(rows):
                 what = row.why if isinstance(row, Need) else f"{row.item.value} {row.slice.name}"
-                rest = (*rows[:index], *rows[index + 1 :])
-                shorter = dataclasses.replace(rule, **{part: rest})
-                yield f"{kind.value} {part} {what}", {**rules, kind: shorter}
+                others = [()]
+                if row.only is not ANY_PLAN:
+                    others.append((dataclasses.replace(row, only=ANY_PLAN),))
+                for other in others:
+                    new = (*rows[:index], *other, *rows[index + 1 :])
+                    name = f"{kind.value} {part} {what}{' unmarked' * bool(other)}"
+                    yield name, {**RULES, kind: dataclasses.replace(rule, **{part: new})}
 
 
-def inherited(name: str, row: str) -> bool:
-    """Whether the row of a table with vocabulary parallelism is one of the table without it."""
-    plain = TABLES.get(name.removeprefix("vocabulary_"))
-    return name.startswith("vocabulary") and any(row == each for each, _ in without(plain))
+ROWS = dict(changed())
 
 
-ROWS = [
-    (f"{table} {row}", {table: shorter})
-    for table, rules in TABLES.items()
-    for row, shorter in without(rules)
-    if not inherited(table, row)
-]
-
-
-@pytest.mark.parametrize("tables", [tables for _, tables in ROWS], ids=[name for name, _ in ROWS])
-def test_no_row_can_go(tables: dict) -> None:
-    assert observed(**tables) != GOLDEN
+@pytest.mark.parametrize("table", ROWS.values(), ids=ROWS)
+def test_no_row_can_go_nor_lose_its_mark(table: Rules) -> None:
+    assert observed(table) != GOLDEN
 
 
 def test_every_kind_has_its_rule() -> None:
-    assert set(TRAINING) == set(OF_LAYERS)
-    assert set(VOCABULARY_TRAINING) == set(COMPUTE)
-    assert set(EVALUATION) == {Kind.FORWARD}
-    assert set(VOCABULARY_EVALUATION) == {Kind.FORWARD, Kind.HEAD}
-    assert len(ROWS) == 35 + 12 + 4
+    training, evaluation = rules_for(False), rules_for(False, forward_only=True)
+    assert set(training) == set(OF_LAYERS)
+    assert set(rules_for(True)) == set(COMPUTE)
+    assert set(evaluation) == {Kind.FORWARD}
+    assert set(rules_for(True, forward_only=True)) == {Kind.FORWARD, Kind.HEAD}
+    assert len([name for name in ROWS if not name.endswith(" unmarked")]) == 42
 
 
 def test_vocabulary_parallelism_adds_rows_and_takes_none() -> None:
-    for table in ("training", "evaluation"):
-        for kind, rule in TABLES[table].items():
-            more = TABLES[f"vocabulary_{table}"][kind]
+    for forward_only in (False, True):
+        for kind, rule in rules_for(False, forward_only).items():
+            more = rules_for(True, forward_only)[kind]
             assert (more.makes, more.frees) == (rule.makes, rule.frees)
             assert more.needs[: len(rule.needs)] == rule.needs
 

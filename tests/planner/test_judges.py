@@ -25,7 +25,7 @@ from megatron_epp.planner.recompute.choices import freed_bytes, ladder
 from megatron_epp.planner.replicas import balance_replicas
 from megatron_epp.sim.engine import Orders, run
 from megatron_epp.sim.play import play
-from megatron_epp.sim.rule_arrays import training_needs
+from megatron_epp.sim.rule_arrays import needs_for
 from tests.planner.cases import machine
 
 
@@ -341,7 +341,7 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
             np.arange(stages + 1) * count,
             np.arange(stages),
         )
-        simulated = run(orders, recomputing.ops, training_needs(cut))
+        simulated = run(orders, recomputing.ops, needs_for(cut))
         assert other.seconds == simulated.seconds
         assert (other.start.ravel() == simulated.start).all()
         assert (other.stop.ravel() == simulated.stop).all()

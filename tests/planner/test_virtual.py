@@ -11,7 +11,7 @@ from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.virtual.pipeline import PlacementName, placement, warm_up_policy
 from megatron_epp.planner.virtual.slimpipe import uniform_loads
 from megatron_epp.sim.engine import OpArrays, Orders, run
-from megatron_epp.sim.rule_arrays import training_needs
+from megatron_epp.sim.rule_arrays import needs_for
 
 K = 1024
 
@@ -95,7 +95,7 @@ def test_the_scheduler_needs_what_the_rule_table_needs(place, cut: bool, seed: i
                 np.concatenate(([0], np.cumsum(sizes))),
                 np.array(place),
             )
-            simulated = run(orders, problem.ops, training_needs(cut))
+            simulated = run(orders, problem.ops, needs_for(cut))
             assert found.seconds == simulated.seconds < np.inf
             assert (found.start[ran] == simulated.start).all()
             assert (found.stop[ran] == simulated.stop).all()

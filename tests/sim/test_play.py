@@ -28,13 +28,14 @@ from megatron_epp.ir import (
     check,
     format_records,
     parse_records,
+    rules_for,
     slices_of,
 )
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.sim.engine import run
 from megatron_epp.sim.inputs import op_arrays, orders_of
 from megatron_epp.sim.play import BUSY, START, IdleTail, Wait, play
-from megatron_epp.sim.rule_arrays import training_needs
+from megatron_epp.sim.rule_arrays import needs_for
 from tests.plans import EXAMPLE, any_plans, evaluation, random_table, reordered
 from tests.sim.replay import Replay
 
@@ -420,7 +421,7 @@ def test_every_kind_is_simulated(kind: Kind) -> None:
     stages = "".join(f"stage {stage}: {order}\n" for stage, order in enumerate(orders))
     layers = " 1" * len(orders)
     plan = Plan.parse(f"plan v1\ndocuments 3\nlayers{layers}\nchunk 0: 0[0:3]\n{stages}")
-    assert KIND_CODE[kind] in training_needs(head)[:, 0]
+    assert KIND_CODE[kind] in needs_for(head)[:, 0]
     table = even_table(plan, 1, 2)
     before = play(plan, table)
     table.seconds[kind] = table.seconds[kind] + 0.5
@@ -437,8 +438,8 @@ def test_every_kind_is_simulated(kind: Kind) -> None:
 def test_a_stuck_order_takes_forever() -> None:
     plan = one_f_one_b(2, [3, 1], window=2)
     table = even_table(plan, 1, 2)
-    arrays = op_arrays(table, slices_of(plan))
-    assert run(orders_of(plan), arrays, training_needs()).seconds == np.inf
+    arrays = op_arrays(table, slices_of(plan), rules_for(False))
+    assert run(orders_of(plan), arrays, needs_for(False)).seconds == np.inf
 
 
 def test_it_is_fast() -> None:

@@ -14,7 +14,7 @@ from random import Random
 
 import numpy as np
 
-from megatron_epp.ir import OF_LAYERS, Op, Table
+from megatron_epp.ir import OF_LAYERS, Op, Table, rules_for
 from megatron_epp.planner.calls.call_cost import CallChunks, chunks_in
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import NOTHING, merge_iw
@@ -39,7 +39,7 @@ def search_ops(seconds: float) -> int:
 
 def problem_of_call(call: CallChunks, table: Table, room: np.ndarray) -> ScheduleProblem:
     """The ops of ``call`` where stages have ``room`` [stages] for its chunks."""
-    ops = op_arrays(table, call.loads)
+    ops = op_arrays(table, call.loads, rules_for(False))
     return ScheduleProblem(ops, *_group_orders(call.sizes), np.asarray(room, float))
 
 

@@ -12,10 +12,9 @@ from megatron_epp.ir import (
     KEEP,
     KIND_CODE,
     OF_HEAD,
-    TRAINING,
-    VOCABULARY_TRAINING,
     Kind,
     Payload,
+    rules_for,
 )
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
@@ -151,7 +150,7 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
     """The work of ``chunking`` where ``counts`` layers are recomputed."""
     table = table_of(cost, loads, with_kept(cost, counts, chunking.count))
     return ScheduleProblem(
-        ops=op_arrays(table, loads, VOCABULARY_TRAINING if cost.vocabulary_parallel else TRAINING),
+        ops=op_arrays(table, loads, rules_for(cost.vocabulary_parallel)),
         backward_order=chunking.backward,
         last_of_group=np.repeat(chunking.starts[1:] - 1, chunking.sizes),
         room_bytes=cost.room_bytes,

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import FULL, OFFLOAD, Kind
+from megatron_epp.ir import FULL, OFFLOAD, Kind, rules_for
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.problem import (
     ScheduleProblem,
@@ -108,7 +108,7 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> Played:
     best: Played | None = None
     for counts, said in plans:
         table = setup.cost.table_of(setup.loads, with_kept(setup.cost, counts, chunks))
-        work = setup.change(op_arrays(table, setup.loads))
+        work = setup.change(op_arrays(table, setup.loads, rules_for(False)))
         for played in _played(setup, counts, work, said, splits):
             if best is None or played.rank < best.rank:
                 best = played
