@@ -32,13 +32,16 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import ALL, PIPELINES, PLANNERS, SIMULATED, Options
-from megatron_epp.planner.chunks.fixed_size import fixed_chunks, sizes
+from megatron_epp.planner.chunks.fixed_size import fixed_chunks, packed_chunks, sizes
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.infinipipe import planner as infinipipe
+from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import loads_of, rates_of
+from megatron_epp.planner.result import SimulatedPipeline
 from megatron_epp.planner.tuning.partitions import partition_of
 from megatron_epp.planner.tuning.vocabulary import vocabulary_of
-from megatron_epp.planner.virtual.adaptis import interleaved_1f1b
+from megatron_epp.planner.virtual.pipeline import Setup, best_of, placement, result
 from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.sim.play import play
 
@@ -516,6 +519,18 @@ LAYOUTS = (
     ("llama3-8b", 4, 1, 8, 128, None, None),
     ("gpt-oss-20b", 8, 1, 8, 128, None, None),
 )
+
+
+def interleaved_1f1b(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
+    """Megatron's interleaved 1F1B, which AdaPtis compares itself with: two stages a device, even
+    layers, whole backwards, micro-batches packed to the context."""
+    batch = SortedBatch.of(lengths)
+    chunking = packed_chunks(batch.lengths, options.context, rates_of(cost))
+    loads = loads_of(chunking, batch.lengths, options.multiple)
+    setup = Setup.even(cost, placement("interleaved", cost.stages), loads, chunking.sizes)
+    played = best_of(setup, splits=(False,), offload=False)
+    bound = lower_bound_seconds(batch.lengths, cost)
+    return result("interleaved", played, bound, chunking.count, "even layers")
 
 
 def partition(numbers: Sequence[int]) -> str:

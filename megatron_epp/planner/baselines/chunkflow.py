@@ -51,7 +51,6 @@ def draft(
 
 def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
     """Every layer of all but the last ``kept`` chunks of each group."""
-    last = np.repeat(chunking.starts[1:], chunking.sizes)
-    early = last - np.arange(chunking.count) > kept
+    early = chunking.last_of_group - np.arange(chunking.count) >= kept
     grid = np.outer(np.array(cost.layers, dtype=np.float64), early)
     return cost.kinds.first(FULL, grid)

@@ -7,10 +7,8 @@ and the fallback where another planner failed.
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner.chunks.bin_packing import first_fit
 from megatron_epp.planner.chunks.block import folded
-from megatron_epp.planner.chunks.chunking import assemble
-from megatron_epp.planner.chunks.slicing import cut_at
+from megatron_epp.planner.chunks.fixed_size import packed_chunks
 from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
@@ -26,12 +24,8 @@ def draft(
 
     None if surely not under ``below`` seconds.
     """
-    longest = int(batch.lengths[0])
-    context = max(options.context, longest)
-    whole = cut_at(batch.lengths, np.array([0, longest]))
-    bucket, buckets = first_fit(whole, context)
-    rates = rates_of(cost)
-    chunking = folded(assemble(whole, bucket, buckets, rates), options.lockstep, rates)
+    context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
+    chunking = folded(packed_chunks(batch.lengths, context, rates), options.lockstep, rates)
     loads = loads_of(chunking, batch.lengths, options.multiple)
     if ordered_bound_seconds(chunking, loads, cost) >= below:
         return None

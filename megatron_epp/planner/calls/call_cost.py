@@ -19,7 +19,7 @@ from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, plan_loads
+from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import (
     BACKWARDS,
@@ -27,13 +27,17 @@ from megatron_epp.ir import (
     KEEP,
     KIND_CODE,
     OF_LAYERS,
-    Chunk,
     Item,
     Kind,
     Payload,
     PlanError,
     Table,
 )
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.slicing import Spans
+from megatron_epp.planner.order.problem import loads_of
+
+Groups = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
 
 SPLIT_COST = 1.04  # I and W together over B, where they have not been measured
 # What I leaves for W over what F leaves for B: inputs and output gradients of the linears alone.
@@ -128,37 +132,40 @@ class CallChunks:
     its documents are cut. Its chunks run forward as they stand, backward in reverse, and no
     backward comes before the last forward (the loss).
 
-    groups      in the order of their forwards
+    chunking    groups in the order of their forwards
     documents   tokens of each
-    pairs       [chunks] query-key pairs where spans do not tell them
     """
 
-    groups: tuple[tuple[Chunk, ...], ...]
+    chunking: Chunking
     documents: tuple[int, ...]
-    pairs: np.ndarray | None = None
 
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        return tuple(chunk for group in self.groups for chunk in group)
+    @classmethod
+    def of(cls, groups: Groups, documents: Sequence[int]) -> "CallChunks":
+        """groups[g][c]: the spans of each chunk, as (document, start, stop)."""
+        chunks = [chunk for group in groups for chunk in group]
+        rows = [(number, *span) for number, chunk in enumerate(chunks) for span in chunk]
+        chunk, document, start, stop = np.array(rows, np.int64).T
+        starts = np.cumsum([0, *map(len, groups)])
+        cut = stop - start < np.array(documents)[document]
+        spans = Spans(document, start, stop)
+        return cls(Chunking.of_spans(spans, chunk, starts, cut), tuple(documents))
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        return np.array([len(group) for group in self.groups])
+        return self.chunking.sizes
 
     @cached_property
     def loads(self) -> Loads:
-        loads = plan_loads(self.chunks, self.documents)
-        return loads if self.pairs is None else dataclasses.replace(loads, pairs=self.pairs)
+        return loads_of(self.chunking, np.array(self.documents))
 
     @property
     def losses(self) -> np.ndarray:
         """[chunks]: whether a loss follows the chunk's forward."""
-        return np.arange(len(self.loads.tokens)) == np.repeat(np.cumsum(self.sizes) - 1, self.sizes)
+        return np.arange(self.chunking.count) == self.chunking.last_of_group
 
     def arranged(self, order: Sequence[int]) -> "CallChunks":
         """The same groups in another order."""
-        pairs = None if self.pairs is None else self.pairs[chunks_in(order, self.sizes)]
-        return CallChunks(tuple(self.groups[g] for g in order), self.documents, pairs)
+        return CallChunks(self.chunking.arranged(order), self.documents)
 
 
 def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:

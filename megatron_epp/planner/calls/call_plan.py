@@ -1,10 +1,11 @@
 """The plan of a call: its micro-batches whole or cut, in the order that takes least."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from megatron_epp.ir import FULL, KEEP, KIND_CODE, Chunk, Kind, Op, Plan, Prediction, Span
+from megatron_epp.ir import FULL, KEEP, KIND_CODE, Kind, Op, Plan, Prediction
 from megatron_epp.planner.calls.call_cost import CallChunks, token_table
 from megatron_epp.planner.calls.call_options import AS_GIVEN, PAYS_FROM, PLANNED, CallOptions
 from megatron_epp.planner.calls.cuttings import cuttings
@@ -35,9 +36,9 @@ def whole_plan(
     PlanError: nothing holds as little as ``options.memory`` wants.
     """
     tokens = tuple(shape.tokens for shape in shapes)
-    groups = tuple((Chunk((Span(number, 0, count),)),) for number, count in enumerate(tokens))
-    pairs = np.array([float(shape.pairs) for shape in shapes])
-    whole = CallChunks(groups, tokens, pairs)
+    whole = CallChunks.of([[[(number, 0, count)]] for number, count in enumerate(tokens)], tokens)
+    pairs = np.array([shape.pairs for shape in shapes])
+    whole = replace(whole, chunking=replace(whole.chunking, pairs=pairs))
     return _fastest([whole], layers, rates_SK3, options, forward_only)
 
 
@@ -121,8 +122,8 @@ def _forwards(
     """Forwards alone, in one order for all stages: as they stand, or whole micro-batches in another
     where that pays."""
     seconds_SC = np.asarray(token_table(call, rates_SK3).seconds[Kind.FORWARD])
-    order, by = tuple(range(len(call.chunks))), AS_GIVEN
-    if options.reorder and len(call.groups) == len(order):
+    order, by = tuple(range(call.chunking.count)), AS_GIVEN
+    if options.reorder and call.chunking.groups == len(order):
         other = forward_order(seconds_SC)
         if options.pays(flow_seconds(seconds_SC, other), flow_seconds(seconds_SC, order)):
             order, by = other, PLANNED
@@ -144,11 +145,11 @@ def _plan(
     again: np.ndarray | None = None,
 ) -> Plan:
     """again: layers [stages, chunks] that are recomputed; None: nothing is."""
-    counts = np.zeros((len(layers), len(call.chunks))) if again is None else again
+    counts = np.zeros((len(layers), call.chunking.count)) if again is None else again
     return Plan(
         documents=call.documents,
         layers=tuple(layers),
-        chunks=call.chunks,
+        chunks=call.chunking.ir_chunks(range(len(call.documents))),
         recompute=tuple(
             tuple(FULL * int(n) + KEEP * int(count - n) for n in row)
             for count, row in zip(layers, counts, strict=True)

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_epp.ir import Chunk, Span
 from megatron_epp.planner.calls.call_cost import CallChunks
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
 
@@ -28,30 +27,33 @@ def cuttings(lengths: Sequence[Sequence[int]], rates: Rates) -> Iterator[CallChu
         )
         if groups not in seen:
             seen.add(groups)
-            yield CallChunks(groups, documents)
+            yield CallChunks.of(groups, documents)
 
 
-def _chunks(first: int, lengths: Sequence[int], target: float, rates: Rates) -> Iterator[Chunk]:
+def _chunks(
+    first: int, lengths: Sequence[int], target: float, rates: Rates
+) -> Iterator[tuple[tuple[int, int, int], ...]]:
     """One micro-batch in chunks of about ``target`` seconds; its documents are first, first + 1 ...
 
     What is not cut is packed, the longest first, into the chunk with the most room. Packs come
     first: the backward of a slice has one forward less to wait for.
     """
-    slices: list[Chunk] = []
-    packs: list[tuple[float, list[Span]]] = []
+    slices = []
+    packs: list[tuple[float, list[tuple[int, int, int]]]] = []
     seconds = rates.document_seconds(np.array(lengths))
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
         length, takes = lengths[document], float(seconds[document])
+        whole = (first + document, 0, length)
         pieces = min(round(takes / target), max(1, length // LEAST_TOKENS))
         if pieces > 1:
             points = equal_points(length, pieces, rates).tolist()
-            slices += (Chunk((Span(first + document, *pair),)) for pair in pairwise(points))
+            slices += (((first + document, *pair),) for pair in pairwise(points))
             continue
         place = min(packs, key=lambda pack: pack[0], default=None)
         if place is None or place[0] + takes > target:
-            packs.append((takes, [Span(first + document, 0, length)]))
+            packs.append((takes, [whole]))
         else:
             packs.remove(place)
-            packs.append((place[0] + takes, [*place[1], Span(first + document, 0, length)]))
-    yield from (Chunk(tuple(sorted(spans))) for _, spans in packs)
+            packs.append((place[0] + takes, [*place[1], whole]))
+    yield from (tuple(sorted(spans)) for _, spans in packs)
     yield from slices

@@ -14,10 +14,11 @@ from random import Random
 
 import numpy as np
 
-from megatron_epp.ir import OF_LAYERS, Op, Table, rules_for
+from megatron_epp.ir import Op, Table, rules_for
 from megatron_epp.planner.calls.call_cost import CallChunks, chunks_in
+from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups
 from megatron_epp.planner.order.compiled import B, F
-from megatron_epp.planner.order.emit import NOTHING, merge_iw
+from megatron_epp.planner.order.emit import merge_iw, orders_of_arrays
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
@@ -39,21 +40,14 @@ def search_ops(seconds: float) -> int:
 
 def problem_of_call(call: CallChunks, table: Table, room: np.ndarray) -> ScheduleProblem:
     """The ops of ``call`` where stages have ``room`` [stages] for its chunks."""
-    ops = op_arrays(table, call.loads, rules_for(False))
-    return ScheduleProblem(ops, *_group_orders(call.sizes), np.asarray(room, float))
-
-
-def _group_orders(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The order of backwards, and the last chunk of each one's group."""
-    ends = np.repeat(np.cumsum(sizes), sizes)
-    number = np.arange(len(ends))
-    return 2 * ends - np.repeat(sizes, sizes) - 1 - number, ends - 1
+    ops, chunking = op_arrays(table, call.loads, rules_for(False)), call.chunking
+    return ScheduleProblem(ops, chunking.backward, chunking.last_of_group, np.asarray(room, float))
 
 
 def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) -> ScheduleProblem:
     """``problem`` with its groups in ``order``; how slices are tied is in the bytes already."""
     chunks, ops = chunks_in(order, sizes), problem.ops
-    backward_order, last_of_group = _group_orders(sizes[list(order)])
+    sizes = sizes[list(order)]
     return dataclasses.replace(
         problem,
         ops=ops._replace(
@@ -61,8 +55,8 @@ def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) 
             link_seconds=np.ascontiguousarray(ops.link_seconds[..., chunks]),
             moved_bytes=np.ascontiguousarray(ops.moved_bytes[..., chunks]),
         ),
-        backward_order=backward_order,
-        last_of_group=last_of_group,
+        backward_order=backward_order(sizes),
+        last_of_group=last_of_groups(sizes),
     )
 
 
@@ -82,18 +76,10 @@ class OrderedGroups:
 
     def ops(self, sizes: np.ndarray) -> tuple[tuple[Op, ...], ...]:
         """The ops of every stage, with the caller's numbers of chunks."""
-        played, chunks = self.schedule, chunks_in(self.order, sizes)
-        kinds = played.kinds
+        kinds, chunks = self.schedule.kinds, self.schedule.chunks
         if self.policy.split:
-            kinds = merge_iw(kinds, played.chunks, self.problem)
-        return tuple(
-            tuple(
-                Op(OF_LAYERS[kind], chunk)
-                for kind, chunk in zip(*row, strict=True)
-                if kind != NOTHING
-            )
-            for row in zip(kinds.tolist(), chunks[played.chunks].tolist(), strict=True)
-        )
+            kinds = merge_iw(kinds, chunks, self.problem)
+        return orders_of_arrays(kinds, chunks_in(self.order, sizes)[chunks])
 
 
 def given_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:

@@ -240,7 +240,8 @@ def _block(
     group = np.repeat(np.arange(len(sizes)), sizes)
     is_cut = np.bincount(spans.document)[spans.document] > 1
     members = tuple(
-        _member(spans, member == who, is_cut, position, starts, count) for who in range(width)
+        Chunking.of_spans(_select(spans, mine), position[mine], starts, is_cut[mine])
+        for mine in (member == who for who in range(width))
     )
     taken = np.stack(
         [
@@ -261,25 +262,6 @@ def _block(
         np.stack([each.slice_tokens for each in members]).max(axis=0),
         members,
     )
-
-
-def _member(
-    spans: Spans,
-    mine: np.ndarray,
-    is_cut: np.ndarray,
-    position: np.ndarray,
-    starts: np.ndarray,
-    count: int,
-) -> Chunking:
-    own, chunk = _select(spans, mine), position[mine]
-    cut = is_cut[mine]
-    document = np.full(count, -1, dtype=np.int64)
-    slice_tokens = np.zeros(count, dtype=np.int64)
-    document[chunk[cut]] = own.document[cut]
-    slice_tokens[chunk[cut]] = own.tokens[cut]
-    tokens = np.bincount(chunk, weights=own.tokens, minlength=count).astype(np.int64)
-    pairs = np.bincount(chunk, weights=own.pairs, minlength=count).astype(np.int64)
-    return Chunking(own, chunk, starts, tokens, pairs, document, slice_tokens)
 
 
 def _select(spans: Spans, which: np.ndarray) -> Spans:

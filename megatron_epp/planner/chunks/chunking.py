@@ -34,6 +34,20 @@ class Chunking:
     rank: np.ndarray | None = field(default=None, kw_only=True)
     ranks: int = field(default=1, kw_only=True)
 
+    @classmethod
+    def of_spans(
+        cls, spans: Spans, chunk: np.ndarray, starts: np.ndarray, cut: np.ndarray
+    ) -> "Chunking":
+        """``cut``: whether each span is a slice of a cut document."""
+        count = int(starts[-1])
+        document = np.full(count, -1, dtype=np.int64)
+        slice_tokens = np.zeros(count, dtype=np.int64)
+        document[chunk[cut]] = spans.document[cut]
+        slice_tokens[chunk[cut]] = spans.tokens[cut]
+        tokens = np.bincount(chunk, weights=spans.tokens, minlength=count).astype(np.int64)
+        pairs = np.bincount(chunk, weights=spans.pairs, minlength=count).astype(np.int64)
+        return cls(spans, chunk, starts, tokens, pairs, document, slice_tokens)
+
     @property
     def count(self) -> int:
         return len(self.tokens)
@@ -53,10 +67,14 @@ class Chunking:
         return np.repeat(np.arange(self.groups), self.sizes)
 
     @property
+    def last_of_group(self) -> np.ndarray:
+        """Per chunk, the last one of its group."""
+        return last_of_groups(self.sizes)
+
+    @property
     def backward(self) -> np.ndarray:
         """Chunks in the order of their backwards."""
-        group = self.group
-        return self.starts[group] + self.starts[group + 1] - 1 - np.arange(self.count)
+        return backward_order(self.sizes)
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "Chunking":
         """The same chunks with the groups in another order."""
@@ -95,6 +113,17 @@ class Chunking:
         return tuple(Chunk(tuple(held)) for held in spans)
 
 
+def last_of_groups(sizes: np.ndarray) -> np.ndarray:
+    """[chunks] of groups of these ``sizes``: the last chunk of each one's group."""
+    return np.repeat(np.cumsum(sizes) - 1, sizes)
+
+
+def backward_order(sizes: np.ndarray) -> np.ndarray:
+    """Chunks in the order of their backwards: the groups as they stand, each from its end."""
+    last = last_of_groups(sizes)
+    return 2 * last + 1 - np.repeat(sizes, sizes) - np.arange(len(last))
+
+
 def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chunking:
     """Chunks from slices and buckets: cut documents, then packs, each longest first.
 
@@ -104,7 +133,6 @@ def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chun
     inner = np.bincount(cuts.slices.document, minlength=tails)  # slices before each tail
     sizes = np.concatenate((inner + 1, np.ones(buckets - tails, dtype=np.int64)))
     starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
-    count = int(starts[-1])
     # Cut documents are the longest ones, so document t's tail opens bucket t.
     before = np.arange(len(cuts.slices)) - (np.cumsum(inner) - inner)[cuts.slices.document]
     chunk = np.concatenate((starts[cuts.slices.document] + before, starts[bucket + 1] - 1))
@@ -113,14 +141,8 @@ def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chun
         np.concatenate((cuts.slices.start, cuts.tails.start, cuts.shorts.start)),
         np.concatenate((cuts.slices.stop, cuts.tails.stop, cuts.shorts.stop)),
     )
-    cut = spans.document < tails
-    document = np.full(count, -1, dtype=np.int64)
-    slice_tokens = np.zeros(count, dtype=np.int64)
-    document[chunk[cut]] = spans.document[cut]
-    slice_tokens[chunk[cut]] = spans.tokens[cut]
-    tokens = np.bincount(chunk, weights=spans.tokens, minlength=count).astype(np.int64)
-    pairs = np.bincount(chunk, weights=spans.pairs, minlength=count).astype(np.int64)
-    chunking = Chunking(spans, chunk, starts, tokens, pairs, document, slice_tokens)
-    seconds = rates.chunk_spans_seconds(spans, chunk, tokens, pairs)[starts[tails:-1]]
+    chunking = Chunking.of_spans(spans, chunk, starts, spans.document < tails)
+    seconds = rates.chunk_spans_seconds(spans, chunk, chunking.tokens, chunking.pairs)
+    seconds = seconds[starts[tails:-1]]
     packs = tails + np.argsort(-seconds, kind="stable")
     return chunking.arranged(np.concatenate((np.arange(tails), packs)))

@@ -24,6 +24,15 @@ def sizes(context: int, multiple: int) -> Iterator[int]:
             yield size
 
 
+def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
+    """Whole documents, first fit by falling length into chunks of ``context`` tokens, or of the
+    longest document's where that is more."""
+    longest = int(lengths[0])
+    whole = cut_at(lengths, np.array([0, longest]))
+    bucket, buckets = first_fit(whole, max(context, longest))
+    return assemble(whole, bucket, buckets, rates)
+
+
 def fixed_chunks(lengths: np.ndarray, size: int, rates: Rates) -> Chunking:
     """Slices of ``size`` tokens; tails and short documents first fit, one tail to a chunk."""
     points = np.arange(0, int(lengths[0]) + size, size)

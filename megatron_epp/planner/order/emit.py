@@ -76,7 +76,7 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
         layers=cost.layers,
         chunks=draft.chunking.ir_chunks(batch.names),
         recompute=_recompute(draft.counts, cost, draft.chunking.count),
-        orders=_orders(draft),
+        orders=orders_of_arrays(draft.kinds, draft.chunks),
     )
 
 
@@ -146,11 +146,12 @@ def as_planned(
     )
 
 
-def _orders(draft: Draft) -> tuple[tuple[Op, ...], ...]:
-    ops = [[Op(kind, c) for c in range(draft.chunking.count)] for kind in COMPUTE]
+def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, ...], ...]:
+    """The order of every stage, from [stages, ops] codes of kinds or NOTHING, and chunks."""
+    ops = [[Op(kind, c) for c in range(int(chunks.max()) + 1)] for kind in COMPUTE]
     return tuple(
         tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True) if kind != NOTHING)
-        for row in zip(draft.kinds.tolist(), draft.chunks.tolist(), strict=True)
+        for row in zip(kinds.tolist(), chunks.tolist(), strict=True)
     )
 
 

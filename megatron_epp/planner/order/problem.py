@@ -152,6 +152,6 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
     return ScheduleProblem(
         ops=op_arrays(table, loads, rules_for(cost.vocabulary_parallel)),
         backward_order=chunking.backward,
-        last_of_group=np.repeat(chunking.starts[1:] - 1, chunking.sizes),
+        last_of_group=chunking.last_of_group,
         room_bytes=cost.room_bytes,
     )

@@ -13,11 +13,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner.chunks.bin_packing import first_fit
-from megatron_epp.planner.chunks.chunking import Chunking, assemble
-from megatron_epp.planner.chunks.slicing import cut_at
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.fixed_size import packed_chunks
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
@@ -40,7 +38,7 @@ PLACEMENTS: tuple[PlacementName, ...] = ("one", "interleaved", "wave")
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
     """AdaPtis, simulated for one replica's documents."""
     batch = SortedBatch.of(lengths)
-    chunking = _packed(batch, cost, options)
+    chunking = packed_chunks(batch.lengths, options.context, rates_of(cost))
     best: tuple[Played, PlacementName] | None = None
     for name in PLACEMENTS:
         place = placement(name, cost.stages)
@@ -57,63 +55,23 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
     return result("adaptis", played, bound, chunking.count, f"{name} placement, layers {layers}")
 
 
-def interleaved_1f1b(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
-    """Megatron's interleaved 1F1B, which AdaPtis compares itself with: two stages a device, even
-    layers, whole backwards, micro-batches packed to the context."""
-    batch = SortedBatch.of(lengths)
-    chunking = _packed(batch, cost, options)
-    place = placement("interleaved", cost.stages)
-    layers = even_layers(sum(cost.layers), len(place))
-    shape = dataclasses.replace(
-        cost, layers=layers, budget_bytes=(max(cost.budget_bytes),) * len(place)
-    )
-    setup = Setup(
-        shape,
-        place,
-        loads_of(chunking, batch.lengths, options.multiple),
-        chunking.backward,
-        np.repeat(chunking.starts[1:] - 1, chunking.sizes),
-    )
-    played = best_of(setup, splits=(False,), offload=False)
-    bound = lower_bound_seconds(batch.lengths, cost)
-    return result("interleaved", played, bound, chunking.count, "even layers")
-
-
-def _packed(batch: SortedBatch, cost: Cost, options: Options) -> Chunking:
-    longest = int(batch.lengths[0])
-    whole = cut_at(batch.lengths, np.array([0, longest]))
-    bucket, buckets = first_fit(whole, max(options.context, longest))
-    return assemble(whole, bucket, buckets, rates_of(cost))
-
-
 def _moved(
     cost: Cost, chunking: Chunking, batch: SortedBatch, options: Options, place: tuple[int, ...]
 ) -> Played | None:
     """The best partition found for a placement, moving one layer at a time away from the rank
     that is busy longest."""
-    stages = len(place)
     loads = loads_of(chunking, batch.lengths, options.multiple)
-    # The budget of a device is for all its stages: each is checked with the whole, then together.
-    budget = (max(cost.budget_bytes),) * stages
-    shape = dataclasses.replace(
-        cost, layers=even_layers(sum(cost.layers), stages), budget_bytes=budget
-    )
-    features = shape.features(loads).sum(axis=1)
-    last = np.repeat(chunking.starts[1:] - 1, chunking.sizes)
+    even = Setup.even(cost, place, loads, chunking.sizes)
+    features = even.cost.features(loads).sum(axis=1)
 
     def played(layers: tuple[int, ...]) -> Played | None:
-        setup = Setup(
-            dataclasses.replace(shape, layers=layers),
-            place,
-            loads,
-            chunking.backward,
-            last,
-        )
+        shape = dataclasses.replace(even.cost, layers=layers)
+        setup = dataclasses.replace(even, cost=shape)
         if (setup.room_bytes <= 0).any():
             return None
         return best_of(setup, splits=(True, False), offload=False)
 
-    starts = {shape.layers, fastest_layers(shape, features)} - {None}
+    starts = {even.cost.layers, fastest_layers(even.cost, features)} - {None}
     made = [found for layers in sorted(starts) if (found := played(layers)) is not None]  # type: ignore[type-var,arg-type]
     best = min(made, key=lambda each: each.rank, default=None)
     for _ in range(ROUNDS if best is not None else 0):

@@ -1,15 +1,18 @@
 """Several stages on a rank: a load is scheduled with just enough recompute."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, OFFLOAD, Kind, rules_for
+from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.problem import (
     ScheduleProblem,
@@ -49,14 +52,21 @@ def warm_up_policy(place: tuple[int, ...], chunks: int, warm: np.ndarray, **how:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setup:
-    """``cost`` of as many stages as have a rank in ``place``; chunks with their groups."""
+    """``cost`` of as many stages as have a rank in ``place``; chunks in groups of ``sizes``."""
 
     cost: Cost
     place: tuple[int, ...]
     loads: Loads
-    backward_order: np.ndarray
-    last_of_group: np.ndarray
+    sizes: np.ndarray
     change: Callable[[OpArrays], OpArrays] = lambda work: work
+
+    @classmethod
+    def even(cls, cost: Cost, place: tuple[int, ...], *chunks: Any) -> "Setup":
+        """Even layers. The budget of a device is for all its stages: each is checked with the
+        whole, then together."""
+        layers = even_layers(sum(cost.layers), len(place))
+        budget = (max(cost.budget_bytes),) * len(place)
+        return cls(dataclasses.replace(cost, layers=layers, budget_bytes=budget), place, *chunks)
 
     @property
     def ranks(self) -> int:
@@ -122,15 +132,13 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> Played:
 def _played(
     setup: Setup, counts: Counts, work: OpArrays, said: str, splits: Sequence[bool]
 ) -> Iterator[Played]:
-    groups = np.bincount(np.unique(setup.last_of_group, return_inverse=True)[1])
     # Forwards that fill the pipeline: those of one group on all stages of a rank, and what is
     # under way to the ranks behind.
     stages, ranks = len(setup.place), setup.ranks
     own = np.bincount(setup.place)
-    fill = own * int(groups.max()) + 2 * (ranks - 1 - np.arange(ranks)) * (stages // ranks)
-    problem = ScheduleProblem(
-        work, setup.backward_order, setup.last_of_group, setup.room_bytes, setup.place
-    )
+    fill = own * int(setup.sizes.max()) + 2 * (ranks - 1 - np.arange(ranks)) * (stages // ranks)
+    ends = backward_order(setup.sizes), last_of_groups(setup.sizes)
+    problem = ScheduleProblem(work, *ends, setup.room_bytes, setup.place)
     for factor in WARMER:
         warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
         for split in splits:

@@ -8,20 +8,18 @@ the messages of the output layer cost nothing. A sequence here is documents pack
 or one long one, each seeing only itself. Nothing of it can be run.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import KIND_CODE, OF_LAYERS
-from megatron_epp.planner.chunks.bin_packing import first_fit
-from megatron_epp.planner.chunks.slicing import cut_at
+from megatron_epp.planner.chunks.fixed_size import packed_chunks
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.result import SimulatedPipeline
 from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, placement, result
 from megatron_epp.sim.engine import OpArrays
@@ -33,16 +31,9 @@ MOST_CHUNKS = 2048
 def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipeline:
     """SlimPipe, simulated for one replica's documents."""
     batch = SortedBatch.of(lengths)
-    longest = int(batch.lengths[0])
-    context = max(options.context, longest)
-    whole = cut_at(batch.lengths, np.array([0, longest]))
-    bucket, buckets = first_fit(whole, context)
-    in_order = np.concatenate((whole.tails.document, whole.shorts.document))
-    held = batch.lengths[in_order].astype(np.float64)
-    tokens = np.bincount(bucket, weights=held, minlength=buckets)
-    pairs = np.bincount(bucket, weights=held * (held + 1) / 2, minlength=buckets)
-    order = np.argsort(-pairs, kind="stable")
-    tokens, pairs = tokens[order], pairs[order]
+    packed = packed_chunks(batch.lengths, options.context, rates_of(cost))
+    order = np.argsort(-packed.pairs, kind="stable")
+    tokens, pairs = (each[order].astype(np.float64) for each in (packed.tokens, packed.pairs))
     best: tuple[Played, int] | None = None
     virtual = 2 if 2 * cost.stages <= sum(cost.layers) else 1
     for times in SLICES:
@@ -83,15 +74,7 @@ def _played(
     cost: Cost, tokens: np.ndarray, pairs: np.ndarray, slices: int, virtual: int
 ) -> Played | None:
     place = placement("interleaved" if virtual == 2 else "one", cost.stages)
-    stages = len(place)
-    shape = dataclasses.replace(
-        cost.with_vocabulary(True),
-        layers=even_layers(sum(cost.layers), stages),
-        budget_bytes=(max(cost.budget_bytes),) * stages,
-    )
     loads = uniform_loads(tokens, pairs, slices)
-    number = np.arange(loads.chunks)
-    first = number - number % slices
 
     def head_in_layers(work: OpArrays) -> OpArrays:
         """An equal share of the output layer on every stage, as a part of its F and B in the place
@@ -100,21 +83,15 @@ def _played(
         seconds = work.seconds[:kinds].copy()
         for kind, each in cost.profile.last_seconds.items():
             whole = each.per_token * loads.tokens / cost.shards + each.per_chunk
-            seconds[KIND_CODE[kind]] += whole / stages
+            seconds[KIND_CODE[kind]] += whole / len(place)
         return work._replace(
             seconds=seconds,
             moved_bytes=work.moved_bytes[:kinds],
             link_seconds=work.link_seconds[:2],  # of activations and of gradients
         )
 
-    setup = Setup(
-        shape,
-        place,
-        loads,
-        first + slices - 1 - number % slices,
-        first + slices - 1,
-        head_in_layers,
-    )
+    sizes = np.full(len(tokens), slices)
+    setup = Setup.even(cost.with_vocabulary(True), place, loads, sizes, head_in_layers)
     if (setup.room_bytes <= 0).any():
         return None
     return best_of(setup, splits=(False,), offload=True)

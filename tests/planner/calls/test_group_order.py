@@ -44,8 +44,7 @@ def problem(
     tokens: list[int], stages: int, room: np.ndarray | float = np.inf, one: np.ndarray = RATES
 ) -> ScheduleProblem:
     """Whole micro-batches, each one document."""
-    groups = tuple((Chunk((Span(number, 0, count),)),) for number, count in enumerate(tokens))
-    call = CallChunks(groups, tuple(tokens))
+    call = CallChunks.of([[[(number, 0, count)]] for number, count in enumerate(tokens)], tokens)
     budget = np.broadcast_to(np.asarray(room, float), (stages,))
     return problem_of_call(call, token_table(call, rates(stages, one)), budget)
 
@@ -164,13 +163,8 @@ def test_a_long_document_is_cut_and_time_is_gained() -> None:
     cut = [chunk for chunk in plan.chunks if chunk.spans[0].tokens < 4000]
     assert len(plan.chunks) > 5 and cut
     documents = tuple(length for of in lengths for length in of)
-    groups = (
-        (Chunk((Span(0, 0, 200),)),),
-        (Chunk((Span(1, 0, 200), Span(2, 0, 100))),),
-        (Chunk((Span(3, 0, 4000),)),),
-        (Chunk((Span(4, 0, 150),)),),
-    )
-    call = CallChunks(groups, documents)
+    groups = [[[(0, 0, 200)]], [[(1, 0, 200), (2, 0, 100)]], [[(3, 0, 4000)]], [[(4, 0, 150)]]]
+    call = CallChunks.of(groups, documents)
     whole = problem_of_call(call, token_table(call, rates(2, CURVED)), np.full(2, np.inf))
     assert plan.predicted.seconds < 0.8 * given_order(whole, call.sizes).seconds
 
