@@ -31,12 +31,11 @@ MODULES = """
     mcore/flags mcore/rank
 """
 CONSTANTS = """
-    mcore/EXPERTS planner/B planner/F planner/I planner/SKETCH_EFFORT planner/SLACK
-    planner/STEPS planner/W runtime/PATIENCE_SECONDS
+    mcore/EXPERTS
 """
 PARTICIPLES = """
-    Computed Drawn Failed Fitted InputRefused Judged Listed Local LoopComputed LoopJudged Plain
-    Played Prepared Published Routed Scaled Small Sorted Transferred Untargeted Worst
+    Computed Drawn Failed InputRefused Judged Listed LoopComputed LoopJudged Plain Prepared
+    Routed Scaled Small Untargeted Worst
 """
 
 NOT_PLAIN = re.compile(r"(Of|What|Whose|Which|In the place of|Besides|Apart|Aside)\b")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.fitting.residuals import Sorted, residuals
+from megatron_epp.cost.fitting.residuals import ErrorTable, residuals
 from megatron_epp.ir import COMPUTE, Kind, Op, Step, Timed, format_records, parse_records
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.show.table import plain
@@ -151,7 +151,7 @@ class Recorder:
 
     def __init__(self, folder: str):
         self.folder = Path(folder)
-        self._sorted = Sorted()
+        self._sorted = ErrorTable()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -173,7 +173,7 @@ class Recorder:
                 tables = in_step([cost.table(one) for one in block])
                 self._sorted.add(residuals(plan, tables[block.index(plan)], timed))
         if cost is not None:
-            text = plain(Sorted.HEADERS, self._sorted.rows())
+            text = plain(ErrorTable.HEADERS, self._sorted.rows())
             (self.folder / "errors.txt").write_text(
                 f"Seconds of ops, predicted over measured, less one, up to iteration {iteration}"
                 f"\n\n{text}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_epp.cost.catalogue.devices import Device
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.cost.catalogue.published import PUBLISHED, Published
+from megatron_epp.cost.catalogue.published import PUBLISHED, PublishedRates
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.cost.kinds.layer import Layer
 from megatron_epp.cost.profile import (
@@ -135,7 +135,7 @@ def head_block_tokens(words: int) -> int:
 
 
 def _published_figures(
-    layer: Layer, published: Published, b1_divisor: float, layers: int
+    layer: Layer, published: PublishedRates, b1_divisor: float, layers: int
 ) -> LayerFigures:
     linear, attention, gather = _published_rates(layers, published, b1_divisor)
     # Published for 7B; the published figures of 13B and 30B cannot be without checkpointing.
@@ -284,7 +284,7 @@ def budgeted(profile: Profile) -> Profile:
 
 
 def _published_rates(
-    layers: int, published: Published, b1_divisor: float
+    layers: int, published: PublishedRates, b1_divisor: float
 ) -> tuple[float, float, float]:
     """(forward seconds per token, per pair, gather seconds) of one layer on one device.
 

@@ -10,7 +10,7 @@ from megatron_epp.ir import Chunk, Slices, Span, slices_in
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalSpans:
     """Spans that one context-parallel rank computes alone, and the rows of chunks that are theirs.
 
     rank     of every span of the loads, ALL_RANKS or the rank
@@ -25,12 +25,12 @@ class Local:
 
 def local_of(
     chunk: np.ndarray, rank: np.ndarray, tokens: np.ndarray, ranks: int, chunks: int
-) -> Local | None:
+) -> LocalSpans | None:
     """The local part of ``chunks``, from their spans' arrays; None where nothing is local."""
     if ranks == 1 or not (rank >= 0).any():
         return None
     there = np.where(rank >= 0, tokens, 0)
-    return Local(rank, ranks, over_ranks(chunk, rank, there, ranks, chunks))
+    return LocalSpans(rank, ranks, over_ranks(chunk, rank, there, ranks, chunks))
 
 
 def over_ranks(
@@ -68,7 +68,7 @@ class Loads:
     later: np.ndarray
     lengths: np.ndarray
     spans: tuple[np.ndarray, np.ndarray, np.ndarray]
-    local: Local | None = field(default=None, kw_only=True)
+    local: LocalSpans | None = field(default=None, kw_only=True)
 
     @property
     def chunks(self) -> int:

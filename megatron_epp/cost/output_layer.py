@@ -41,12 +41,12 @@ class OutputLayer:
         return 0.0
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
-        """[stages, features] of H and G, where there are."""
-        return {}
+        """[stages, features] of H and G: none."""
+        return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.width)))
 
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
         """[stages, features] of communication besides."""
-        return {}
+        return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.width)))
 
     def held_bytes(self, loads: Loads) -> np.ndarray:
         """[stages, chunks] from F to B."""

@@ -6,13 +6,12 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Plan, PlanError, check
+from megatron_epp.ir import KIND_CODE, Kind, Plan, PlanError, check, rules_for
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.compiled import F, H
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import Share, shares_of
 from megatron_epp.planner.order.problem import rates_of, with_kept
@@ -68,12 +67,13 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     """[stages, ops] kinds and chunks, the same on every stage: forwards in order; with vocabulary
     parallelism H of a chunk as many forwards behind its own as there are stages, since the last
     stage's output is as long on its way there, and back through the stages."""
-    made = [(F, c) for c in range(count)]
-    if cost.vocabulary_parallel:
-        made = []
-        for c in range(count + cost.stages):
-            made += [(F, c)] if c < count else []
-            made += [(H, c - cost.stages)] if c >= cost.stages else []
+    rules = rules_for(cost.vocabulary_parallel, forward_only=True)
+    made = [
+        (KIND_CODE[kind], at - behind)
+        for at in range(count + cost.stages)
+        for kind, behind in ((Kind.FORWARD, 0), (Kind.HEAD, cost.stages))
+        if kind in rules and 0 <= at - behind < count
+    ]
     kinds, chunks = (np.tile(np.array(each), (cost.stages, 1)) for each in zip(*made, strict=True))
     return kinds, chunks
 

@@ -37,18 +37,17 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
     layers = np.tile(np.array(cost.layers, dtype=np.float64)[:, None], (1, slices))
     rules = rules_for(cost.vocabulary_parallel)
     moved = moved_bytes(cost.table_of(loads, cost.kinds.first(FULL, layers)), loads, rules)
-    up, down = [KIND_CODE[Kind.FORWARD]], [KIND_CODE[Kind.BACKWARD]]
-    if cost.vocabulary_parallel:  # the first backward waits for the H of all slices
-        up.append(KIND_CODE[Kind.HEAD])
-        down.append(KIND_CODE[Kind.HEAD_WEIGHT])
+    # Where there is an H, the first backward waits for that of all slices.
+    up, down = (Kind.FORWARD, Kind.HEAD), (Kind.BACKWARD, Kind.HEAD_WEIGHT)
     order = [(kind, c) for kind in up for c in range(slices)]
     order += [(kind, c) for c in reversed(range(slices)) for kind in down]
     held = np.zeros(cost.stages)
     peak = np.zeros(cost.stages)
     for kind, chunk in order:
-        held = held + moved[kind, 0, :, chunk]
-        peak = np.maximum(peak, held)
-        held = held - moved[kind, 1, :, chunk]
+        if kind in rules:
+            makes, frees = moved[KIND_CODE[kind], :, :, chunk]
+            peak = np.maximum(peak, held + makes)
+            held = held + makes - frees
     return peak
 
 

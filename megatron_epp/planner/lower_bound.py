@@ -5,8 +5,8 @@ import numpy as np
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import OF_HEAD, Kind
+from megatron_epp.planner.block_table import block_seconds
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.order.block_table import block_seconds
 
 
 def lower_bound_seconds(
@@ -28,20 +28,14 @@ def lower_bound_seconds(
     latency = cost.profile.link_seconds_per_token + cost.profile.link_latency_seconds
     forward = least_seconds_per(cost, Kind.FORWARD, local)
     ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))
-    head, head_weight = (
-        (cost.seconds_per(kind) @ whole for kind in OF_HEAD)
-        if cost.vocabulary_parallel
-        else (0.0, 0.0)
-    )
+    head, head_weight = (cost.seconds_per(kind) @ whole for kind in OF_HEAD)
     if forward_only:
         return float((ramp + forward @ whole + head).max())
     back = least_seconds_per(cost, Kind.BACKWARD, local)
     halves = (least_seconds_per(cost, Kind.INPUT, local), cost.seconds_per(Kind.WEIGHT))
     gradient = np.minimum(back, halves[0])
     tail = np.concatenate(([0.0], np.cumsum(gradient @ least + latency)[:-1]))
-    in_one = forward @ whole + back @ whole + ramp + tail
-    if cost.vocabulary_parallel:
-        in_one = forward @ whole + back @ whole + head + ramp + np.maximum(head_weight, tail)
+    in_one = forward @ whole + back @ whole + head + ramp + np.maximum(head_weight, tail)
     weight = halves[1] @ whole + head_weight
     critical = forward @ whole + halves[0] @ whole + head
     in_halves = critical + ramp + np.maximum(weight, tail)
@@ -77,8 +71,6 @@ def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float
     last = int(chunking.backward[-1])
     ramp = np.cumsum(forward[:, 0]) - forward[:, 0]
     tail = np.cumsum(backward[:, last]) - backward[:, last]
-    if not cost.vocabulary_parallel:
-        return float((ramp + tail + forward.sum(axis=1) + backward.sum(axis=1)).max())
     head, head_weight = (block_seconds(cost, kind, loads).sum(axis=1) for kind in OF_HEAD)
     work = forward.sum(axis=1) + head + backward.sum(axis=1)
     return float((ramp + work + np.maximum(tail, head_weight)).max())

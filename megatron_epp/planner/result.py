@@ -5,27 +5,14 @@ from dataclasses import dataclass
 from megatron_epp.ir import Plan, Step
 
 
-class BoundedSeconds:
-    """A result with seconds, and a lower bound of them."""
-
-    __slots__ = ()
-    seconds: float
-    lower_bound_seconds: float
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedReplica(BoundedSeconds):
-    """One replica's plan, checked and played.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerResult:
+    """Outcome of planning one replica's documents, by whatever method.
 
     lower_bound_seconds   no plan for these lengths with these layers on a stage is faster
-    gap                   (seconds - lower bound) / seconds
     *_ratio               of stages x seconds: idle; recomputing; exposed communication
-    peak_bytes            per stage, everything on the device
-    chunks, pipelines     how many; a pipeline ends where all stages have drained
+    peak_bytes            everything on the device: per stage; per device where it has several
+                          stages; of every group of every micro-batch where there is no pipeline
     levers                those that the planner was allowed to use
     note                  how the planner came to it: the chosen slice count, bins, order
     plan_seconds          wall time of planning, for reports alone: it influences nothing; 0
@@ -33,19 +20,30 @@ class PlannedReplica(BoundedSeconds):
     """
 
     planner: str
-    plan: Plan
     seconds: float
     lower_bound_seconds: float
     bubble_ratio: float
     recompute_ratio: float
     comm_ratio: float
     peak_bytes: tuple[int, ...]
-    chunks: int
-    pipelines: int
     fits: bool
-    levers: tuple[str, ...]
+    levers: tuple[str, ...] = ()
     note: str = ""
     plan_seconds: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """(seconds - lower bound) / seconds"""
+        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedReplica(PlannerResult):
+    """One replica's plan, checked and played; a pipeline ends where all stages have drained."""
+
+    plan: Plan
+    chunks: int
+    pipelines: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +55,12 @@ class GroupMicroBatch:
     seconds: tuple[float, ...]  # of every group
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedGroups(BoundedSeconds):
-    """The work of a method without a pipeline: micro-batches of device groups, one after another.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGroups(PlannerResult):
+    """The work of a method without a pipeline: micro-batches of device groups, one after another;
+    bubble_ratio is the groups' waiting."""
 
-    Fields as in :class:`PlannedReplica`; ``plan`` is None, there being no pipeline, and peak_bytes
-    holds one number for every group of every micro-batch, bubble_ratio is the groups' waiting.
-    """
-
-    planner: str
     batches: tuple[GroupMicroBatch, ...]
-    seconds: float
-    lower_bound_seconds: float
-    bubble_ratio: float
-    recompute_ratio: float
-    comm_ratio: float
-    peak_bytes: tuple[int, ...]
-    fits: bool
-    levers: tuple[str, ...] = ()
-    note: str = ""
-    plan_seconds: float = 0.0
     plan: None = None
     pipelines: int = 0
 
@@ -85,25 +69,11 @@ class PlannedGroups(BoundedSeconds):
         return sum(len(batch.degrees) for batch in self.batches)
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedPipeline(BoundedSeconds):
-    """The time of a method with several stages on a device; no plan says that yet.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedPipeline(PlannerResult):
+    """The time of a method with several stages on a device; no plan says that yet."""
 
-    Fields as in :class:`PlannedReplica`; peak_bytes by device.
-    """
-
-    planner: str
-    seconds: float
-    lower_bound_seconds: float
-    bubble_ratio: float
-    recompute_ratio: float
-    comm_ratio: float
-    peak_bytes: tuple[int, ...]
     chunks: int
-    fits: bool
-    levers: tuple[str, ...] = ()
-    note: str = ""
-    plan_seconds: float = 0.0
     plan: None = None
     pipelines: int = 0
 

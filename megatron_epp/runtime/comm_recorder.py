@@ -44,7 +44,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Transferred:
+class MessageRecord:
     """A message as the process group saw it: "send" or "receive", the peer's rank in the group."""
 
     way: str
@@ -62,7 +62,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self.collectives: list[Collective] = []
-        self.messages: list[Transferred] = []
+        self.messages: list[MessageRecord] = []
         self._plain: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> "Traffic":
@@ -87,7 +87,7 @@ class Traffic:
             if name in MESSAGES:
                 (tensor,), peer = args[0], args[1]
                 self.messages.append(
-                    Transferred(MESSAGES[name], group.group_desc, peer, tensor.numel())
+                    MessageRecord(MESSAGES[name], group.group_desc, peer, tensor.numel())
                 )
             else:
                 caller = _caller(sys._getframe(1))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE_SECONDS = 30.0  # how long a rank that failed waits for the others to fail, too
+PEERS_PATIENCE_SECONDS = 30.0  # how long a rank that failed waits for the others to fail, too
 
 
 class Peers:
@@ -45,7 +45,7 @@ class Peers:
         keys = {rank: f"megatron_epp/no memory/{self._failures}/{rank}" for rank in ranks}
         mine = f"{what} {issued}"
         store.set(keys[dist.get_rank()], mine)
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + PEERS_PATIENCE_SECONDS
         while not store.check(list(keys.values())):
             if time.monotonic() > deadline:
                 return False

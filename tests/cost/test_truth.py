@@ -11,7 +11,7 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.refit import LEAST, refit
-from megatron_epp.cost.fitting.residuals import Sorted, residuals
+from megatron_epp.cost.fitting.residuals import ErrorTable, residuals
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.cost.profile import Seconds, layer_figures
@@ -47,7 +47,7 @@ def test_errors_are_sorted_by_slice_and_context() -> None:
     cost = Cost(PROFILE, (4,), (1e15,))
     plan = arbitrary_plan([600, 90], cost.layers, Random(4))
     table = cost.table(plan)
-    sorts = Sorted()
+    sorts = ErrorTable()
     sorts.add(residuals(plan, table, play(plan, table).records))
     sorts.add(residuals(plan, table, play(plan, table).records))
     rows = sorts.rows()

@@ -88,5 +88,5 @@ def hooks(way: str) -> TrainerParts:
 
 
 if __name__ == "__main__":
-    with patch.object(stage_peers, "PATIENCE_SECONDS", 5.0):
+    with patch.object(stage_peers, "PEERS_PATIENCE_SECONDS", 5.0):
         entry.main(hooks=hooks(sys.argv.pop(1)))

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_epp.certify.allowed_collectives import SCHEDULE, TRAINER, Listed, name_of
 from megatron_epp.ir import Kind, Step, Transfer, lower
-from megatron_epp.runtime.comm_recorder import Collective, Transferred
+from megatron_epp.runtime.comm_recorder import Collective, MessageRecord
 from tests.mcore.runs import flags, train, write_corpus
 
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
@@ -42,11 +42,11 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def seen(folder: Path, rank: int) -> tuple[list[Collective], list[Transferred]]:
+def seen(folder: Path, rank: int) -> tuple[list[Collective], list[MessageRecord]]:
     traffic = json.loads((folder / f"traffic-{rank}.json").read_text())
     return (
         [Collective(**one) for one in traffic["collectives"]],
-        [Transferred(**one) for one in traffic["messages"]],
+        [MessageRecord(**one) for one in traffic["messages"]],
     )
 
 

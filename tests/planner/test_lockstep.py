@@ -21,9 +21,9 @@ from megatron_epp.planner import (
     evaluation_step,
     plan_step,
 )
+from megatron_epp.planner.block_table import block_seconds
 from megatron_epp.planner.chunks.block import BlockChunking, build_block, folded
 from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams, build_chunks
-from megatron_epp.planner.order.block_table import block_seconds
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, shares_of, tables_in_step
 from megatron_epp.planner.order.list_scheduler import list_schedule

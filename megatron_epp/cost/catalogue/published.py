@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedRates:
     """a1 and a2 of eq. 1 (one device, whole model), b1 (per chunk, whole model)."""
 
     a1_ms_per_square_token: float
@@ -17,8 +17,8 @@ class Published:
     b1_ms: float
 
 
-PUBLISHED: Mapping[str, Published] = {
-    "gpt-7b": Published(5.128e-6, 0.18396, 629.36),
-    "gpt-13b": Published(9.2852e-6, 0.30602, 1132.56),
-    "gpt-30b": Published(15.4262e-6, 0.80357, 2789.36),
+PUBLISHED: Mapping[str, PublishedRates] = {
+    "gpt-7b": PublishedRates(5.128e-6, 0.18396, 629.36),
+    "gpt-13b": PublishedRates(9.2852e-6, 0.30602, 1132.56),
+    "gpt-30b": PublishedRates(15.4262e-6, 0.80357, 2789.36),
 }

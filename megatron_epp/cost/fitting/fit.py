@@ -83,7 +83,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FitResult:
     """A profile, and by what was fitted how well it predicts rows that it has not seen."""
 
     profile: Profile
@@ -103,7 +103,7 @@ def fit_profile(
     held_bytes: Sequence[Sample] = (),
     link_seconds: Sequence[tuple[int, float]] = (),
     near: bool = False,
-) -> Fitted:
+) -> FitResult:
     """``template`` with everything replaced that the samples speak of.
 
     seconds           of ops: B and I with the recompute that their choice asks for
@@ -127,7 +127,7 @@ def fit_profile(
         result = fit([(tokens, 1.0) for tokens, _ in link_seconds], [s for _, s in link_seconds])
         fields["link_seconds_per_token"], fields["link_latency_seconds"] = result.coefficients
         quality["link seconds"] = result.quality
-    return Fitted(dataclasses.replace(template, **fields), quality)
+    return FitResult(dataclasses.replace(template, **fields), quality)
 
 
 # Of a chunk's constant seconds, what its tokens are given where the fit left them none.

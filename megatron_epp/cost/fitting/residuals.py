@@ -45,7 +45,7 @@ def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residu
     return found
 
 
-class Sorted:
+class ErrorTable:
     """Residuals by stage, kind and powers of two of slice and context; a table of their errors."""
 
     HEADERS = ("stage", "op", "tokens", "context", "ops", "median error", "least", "most")

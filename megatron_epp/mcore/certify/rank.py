@@ -43,7 +43,7 @@ from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import seams
-from megatron_epp.runtime.comm_recorder import Traffic, Transferred
+from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
 # Tokens of a context that are expanded at a time: as small as the contexts are.
@@ -225,7 +225,7 @@ class Rank:
         rows = self.share.message(self.share.rows(chunk))
         return rows * self.args.hidden_size * self.args.params_dtype.itemsize
 
-    def _unplanned(self, step: Step, messages: list[Transferred]) -> list[str]:
+    def _unplanned(self, step: Step, messages: list[MessageRecord]) -> list[str]:
         """How the messages differ from those of the plan."""
         plan, stage = step.plans[self.groups.replica], self.groups.stage
         planned = self._planned(plan, lower(plan)[stage])
@@ -243,7 +243,7 @@ class Rank:
                 )
         return problems
 
-    def _planned(self, plan: Plan, program: Program) -> list[Transferred]:
+    def _planned(self, plan: Plan, program: Program) -> list[MessageRecord]:
         planned = []
         for op in program:
             if not isinstance(op, Transfer):
@@ -253,7 +253,7 @@ class Rank:
             numbers = self._numbers(message, plan)
             sends = op.kind is Kind.SEND
             planned.append(
-                Transferred(
+                MessageRecord(
                     "send" if sends else "receive",
                     f"epp_{message.payload.name.lower()}",
                     self.groups.pipeline_ranks[message.target if sends else message.source],

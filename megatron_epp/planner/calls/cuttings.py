@@ -38,7 +38,7 @@ def _chunks(
     What is not cut is packed, the longest first, into the chunk with the most room. Packs come
     first: the backward of a slice has one forward less to wait for.
     """
-    slices = []
+    slices: list[tuple[tuple[int, int, int], ...]] = []
     packs: list[tuple[float, list[tuple[int, int, int]]]] = []
     seconds = rates.document_seconds(np.array(lengths))
     for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):

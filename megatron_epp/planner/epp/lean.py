@@ -11,7 +11,7 @@ from megatron_epp.planner.order.policies import policy_of
 
 TIE = 0.005  # of the time: no cost model is that exact
 # Budgets that are tried between the least that an order could need and what the fastest takes.
-STEPS = 5
+BISECTIONS = 5
 _SAID = ", lean"
 LEAST = 0.25  # of what the fastest takes: where the search for less begins
 
@@ -32,7 +32,7 @@ def leanest(search: Search, fastest: Candidate) -> Candidate:
     best = min([fastest, *ties], key=lambda found: (_filled(found), found.seconds))
     high = _filled(best)
     low = LEAST * high
-    for _ in range(STEPS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         tried = _within(search, best, middle)
         if tried.seconds <= most and _filled(tried) < _filled(best):

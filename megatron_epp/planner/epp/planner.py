@@ -30,7 +30,7 @@ HINDSIGHT = (seq1f1b, chunkflow, packing)
 # tightened by what was missing and a little more, this often at most: the exact peak moves with the
 # plan. Chosen by hand.
 EXACT_TRIES = 3
-SLACK = 1.02
+TIGHTENED_MORE = 1.02
 # PERSISTS: retry with more effort, up to this, where memory is tight. FAR: only while the plan is
 # more than 5% above its lower bound. By hand: 4 is the default effort.
 PERSISTS = 4
@@ -198,5 +198,5 @@ def _on_devices(
         over = exact - np.array(cost.budget_bytes)
         if (over <= 0).all():
             return ScoredDraft(found.seconds, 0.0, made, cost)
-        room = room - np.maximum(over, 0.0) * SLACK
+        room = room - np.maximum(over, 0.0) * TIGHTENED_MORE
     return None

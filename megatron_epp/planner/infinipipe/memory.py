@@ -13,7 +13,7 @@ from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerFigures
 from megatron_epp.ir import FULL, KEEP
-from megatron_epp.planner.order.compiled import B, F, G, H, I, W
+from megatron_epp.planner.order.compiled import B, F, I, W
 from megatron_epp.planner.order.problem import ScheduleProblem
 
 
@@ -85,9 +85,8 @@ def papers_ledger(
             freed = cost.saved_bytes((kind, KEEP), loads) - cost.saved_bytes((kind, letter), loads)
         whole[0, 0] -= grid * freed
         whole[1, 1] -= grid * freed
-    moved = np.zeros_like(work.ops.moved_bytes)
-    if work.vocabulary_parallel:  # the paper knows no H and G: theirs are exact
-        moved[[H, G]] = work.ops.moved_bytes[[H, G]]
+    moved = work.ops.moved_bytes.copy()  # the paper knows no H and G: theirs are exact
+    moved[W] = 0.0
     moved[F], moved[B], moved[I] = whole[0], whole[1], whole[1]
     held = cost.weight_input_bytes(loads)
     moved[I, 1] -= np.minimum(held, moved[I, 1])  # what W still needs stays

@@ -16,10 +16,10 @@ from megatron_epp.ir import (
     Payload,
     rules_for,
 )
+from megatron_epp.planner.block_table import BlockLoads, table_of
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Rates
-from megatron_epp.planner.order.block_table import BlockLoads, table_of
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import op_arrays
 
@@ -27,8 +27,7 @@ from megatron_epp.sim.inputs import op_arrays
 def rates_of(cost: Cost) -> Rates:
     """Forward plus backward on the average stage, its part of the output layer included."""
     per = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)
-    if cost.vocabulary_parallel:
-        per = per + cost.seconds_per(Kind.HEAD) + cost.seconds_per(Kind.HEAD_WEIGHT)
+    per = per + cost.seconds_per(Kind.HEAD) + cost.seconds_per(Kind.HEAD_WEIGHT)
     token, pair, chunk, *others = per.mean(axis=0).tolist()
     windows = tuple((window, others[at - 3]) for window, at in cost.window_columns)
     context = 0.0 if cost.context_column is None else others[cost.context_column - 3]
@@ -43,7 +42,7 @@ def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
 
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:
     """Loads of ``chunking``; the tokens that a chunk is padded by count as a short document.
-    Of a block's chunking, the block's with those of its replicas (:mod:`.block_table`)."""
+    Of a block's chunking, the block's with those of its replicas (planner.block_table)."""
     if isinstance(chunking, BlockChunking):
         members = tuple(loads_of(member, lengths, multiple) for member in chunking.members)
         groups = np.maximum(chunking.document, 0)

@@ -33,13 +33,12 @@ from megatron_epp.planner.partition import (
 from megatron_epp.planner.registry import BLOCKS, PIPELINES
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
-from megatron_epp.planner.tuning.partitions import heaviest
+from megatron_epp.planner.tuning.partitions import SKETCH_EFFORT, heaviest
 from megatron_epp.planner.tuning.vocabulary import PAYS as CUT_PAYS
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
 
 ELASTIC, STOCK = "epp", "packing"
-SKETCH_EFFORT = 1
 FINALISTS = 4
 # The largest ratio seen of a first plan to its sketch was 1.26.
 GLANCE = 1.3

@@ -24,8 +24,8 @@ from megatron_epp.planner.partition import fastest_layers
 from megatron_epp.planner.result import SimulatedPipeline
 from megatron_epp.planner.virtual.pipeline import (
     PlacementName,
-    Played,
     Setup,
+    TimedSetup,
     best_of,
     placement,
     result,
@@ -39,7 +39,7 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
     """AdaPtis, simulated for one replica's documents."""
     batch = SortedBatch.of(lengths)
     chunking = packed_chunks(batch.lengths, options.context, rates_of(cost))
-    best: tuple[Played, PlacementName] | None = None
+    best: tuple[TimedSetup, PlacementName] | None = None
     for name in PLACEMENTS:
         place = placement(name, cost.stages)
         if len(place) > sum(cost.layers):
@@ -57,14 +57,14 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
 
 def _moved(
     cost: Cost, chunking: Chunking, batch: SortedBatch, options: Options, place: tuple[int, ...]
-) -> Played | None:
+) -> TimedSetup | None:
     """The best partition found for a placement, moving one layer at a time away from the rank
     that is busy longest."""
     loads = loads_of(chunking, batch.lengths, options.multiple)
     even = Setup.even(cost, place, loads, chunking.sizes)
     features = even.cost.features(loads).sum(axis=1)
 
-    def played(layers: tuple[int, ...]) -> Played | None:
+    def played(layers: tuple[int, ...]) -> TimedSetup | None:
         shape = dataclasses.replace(even.cost, layers=layers)
         setup = dataclasses.replace(even, cost=shape)
         if (setup.room_bytes <= 0).any():
@@ -88,7 +88,7 @@ def _moved(
     return best
 
 
-def _neighbours(best: Played, place: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _neighbours(best: TimedSetup, place: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """A layer from a stage of the busiest rank to one of the two least busy."""
     layers = best.setup.cost.layers
     on, order = np.array(place), np.argsort(best.busy_seconds, kind="stable")

@@ -24,7 +24,7 @@ from megatron_epp.planner.result import SimulatedPipeline
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import op_arrays
 
-STEPS = 8  # shares of a stage's layers that are recomputed or offloaded
+SHARE_STEPS = 8  # shares of a stage's layers that are recomputed or offloaded
 WARMER = (0.75, 1.0, 1.5, 2.5)  # times the forwards that fill the pipeline once
 PATIENCE = 0.5  # of Policy
 PlacementName = Literal["one", "interleaved", "wave"]
@@ -83,7 +83,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Played:
+class TimedSetup:
     """counts of layers by choice, and what came out."""
 
     setup: Setup
@@ -101,7 +101,7 @@ class Played:
         return (self.found.stop - self.found.start).sum(axis=1)
 
 
-def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> Played:
+def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> TimedSetup:
     """The fastest of a few warm-ups with as little recompute as fits; where ``offload``, layers are
     laid aside first, as far as the device has a rate to its host's memory."""
     plans: list[tuple[Counts, str]] = [({}, "")]
@@ -111,11 +111,11 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> Played:
     if offload and setup.cost.profile.host_bytes_per_second > 0:
         letters = [OFFLOAD, FULL]
     for letter in letters:
-        for step in range(1, STEPS + 1):
-            share = [np.ceil(grid * step / STEPS) for grid in left]
+        for step in range(1, SHARE_STEPS + 1):
+            share = [np.ceil(grid * step / SHARE_STEPS) for grid in left]
             said = "offload" if letter == OFFLOAD else "recompute"
-            plans.append((every_layer(letter, share), f"{said} {step}/{STEPS}"))
-    best: Played | None = None
+            plans.append((every_layer(letter, share), f"{said} {step}/{SHARE_STEPS}"))
+    best: TimedSetup | None = None
     for counts, said in plans:
         table = setup.cost.table_of(setup.loads, with_kept(setup.cost, counts, chunks))
         work = setup.change(op_arrays(table, setup.loads, rules_for(False)))
@@ -131,7 +131,7 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> Played:
 
 def _played(
     setup: Setup, counts: Counts, work: OpArrays, said: str, splits: Sequence[bool]
-) -> Iterator[Played]:
+) -> Iterator[TimedSetup]:
     # Forwards that fill the pipeline: those of one group on all stages of a rank, and what is
     # under way to the ranks behind.
     stages, ranks = len(setup.place), setup.ranks
@@ -148,11 +148,11 @@ def _played(
                 )
                 how = f"{'split' if split else 'whole'} backwards, warm-up x {factor:g}"
                 found = list_schedule(problem, policy)
-                yield Played(setup, counts, found, f"{how} {said}".rstrip())
+                yield TimedSetup(setup, counts, found, f"{how} {said}".rstrip())
 
 
 def result(
-    planner: str, played: Played, bound_seconds: float, chunks: int, note: str
+    planner: str, played: TimedSetup, bound_seconds: float, chunks: int, note: str
 ) -> SimulatedPipeline:
     setup, found = played.setup, played.found
     features = setup.cost.features(setup.loads)

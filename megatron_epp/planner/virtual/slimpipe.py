@@ -21,7 +21,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.result import SimulatedPipeline
-from megatron_epp.planner.virtual.pipeline import Played, Setup, best_of, placement, result
+from megatron_epp.planner.virtual.pipeline import Setup, TimedSetup, best_of, placement, result
 from megatron_epp.sim.engine import OpArrays
 
 SLICES = (1, 2, 4, 8)  # times the stages
@@ -34,7 +34,7 @@ def plan(lengths: Sequence[int], cost: Cost, options: Options) -> SimulatedPipel
     packed = packed_chunks(batch.lengths, options.context, rates_of(cost))
     order = np.argsort(-packed.pairs, kind="stable")
     tokens, pairs = (each[order].astype(np.float64) for each in (packed.tokens, packed.pairs))
-    best: tuple[Played, int] | None = None
+    best: tuple[TimedSetup, int] | None = None
     virtual = 2 if 2 * cost.stages <= sum(cost.layers) else 1
     for times in SLICES:
         slices = times * cost.stages
@@ -72,7 +72,7 @@ def uniform_loads(tokens: np.ndarray, pairs: np.ndarray, slices: int) -> Loads:
 
 def _played(
     cost: Cost, tokens: np.ndarray, pairs: np.ndarray, slices: int, virtual: int
-) -> Played | None:
+) -> TimedSetup | None:
     place = placement("interleaved" if virtual == 2 else "one", cost.stages)
     loads = uniform_loads(tokens, pairs, slices)
 
