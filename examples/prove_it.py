@@ -107,7 +107,7 @@ class Stage:
         self.layers = model.layers[start : start + plan.layers[stage]]
         self.attention = PartsAttention(scale=D**-0.5)
         self.slices = slices_of(plan)
-        self.store = store_for(plan, self.slices, self.attention.keeps_last)  # K/V of slices
+        self.store = store_for(plan, self.slices, self.attention.stores_last_slice)  # K/V of slices
         self.kept: dict[int, tuple[Tensor | None, Tensor]] = {}  # between F and B
         self.loss = 0.0
 

@@ -69,9 +69,10 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
             for step in played.critical_path
         ],
     }
-    if not (plan.forward_only or plan.shares_ranks):  # the bound is that of a stage a rank
+    if not plan.forward_only:
         local = any(chunk.has_local for chunk in plan.chunks)
-        bound = lower_bound_seconds(np.array(plan.documents), cost, local=local)
+        documents = np.array(plan.documents)
+        bound = lower_bound_seconds(documents, cost, local=local, place=plan.place)
         facts["lower_bound_seconds"] = bound
         facts["gap"] = max(0.0, 1 - bound / played.seconds) if played.seconds else 0.0
     if plan.predicted is not None:

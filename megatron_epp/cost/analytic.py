@@ -109,7 +109,7 @@ def profile(
         },
         first_bytes=Bytes(),
         last_bytes=logits if logits_held else Bytes(),
-        keeps_last=False,
+        stores_last_slice=False,
         last_weight_input_bytes=Bytes(head_inputs, head_inputs) if logits_held else Bytes(),
         last_workspace_bytes=none
         if logits_held

@@ -214,7 +214,7 @@ class StageLayout:
 
     def bytes_of(self, per: Bytes, loads: Loads) -> np.ndarray:
         """[chunks] on one device."""
-        keeps = self.profile.keeps_last
+        keeps = self.profile.stores_last_slice
         loose, kept = loads.loose_tokens(keeps), loads.kept_tokens(keeps)
         return (per.per_token * loose + per.per_cut_token * kept) / self.shards
 

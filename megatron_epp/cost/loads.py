@@ -94,18 +94,18 @@ class Loads:
         tails = np.minimum(self.cut_tokens[border], window - 1)
         return np.bincount(self.document[border], weights=tails, minlength=len(self.lengths))
 
-    def kept_tokens(self, keeps_last: bool) -> np.ndarray:
+    def kept_tokens(self, stores_last_slice: bool) -> np.ndarray:
         """[C] inputs whose K and V lie in their document's buffer and are not saved besides: of
-        lone slices, but of the last only with ``keeps_last``. What else is in the chunk is saved
-        with the chunk."""
-        return self._kept_with_last if keeps_last else self._kept_but_last
+        lone slices, but of the last only with ``stores_last_slice``. What else is in the chunk is
+        saved with it."""
+        return self._kept_with_last if stores_last_slice else self._kept_but_last
 
-    def loose_tokens(self, keeps_last: bool) -> np.ndarray:
+    def loose_tokens(self, stores_last_slice: bool) -> np.ndarray:
         """[C] the other inputs."""
-        return self._loose_with_last if keeps_last else self._loose_but_last
+        return self._loose_with_last if stores_last_slice else self._loose_but_last
 
-    def _kept(self, keeps_last: bool) -> np.ndarray:
-        kept = (self.later >= 0) | ((self.document >= 0) & keeps_last)
+    def _kept(self, stores_last_slice: bool) -> np.ndarray:
+        kept = (self.later >= 0) | ((self.document >= 0) & stores_last_slice)
         return np.where(kept & (self.tokens == self.cut_tokens), self.cut_tokens, 0.0)
 
     @cached_property

@@ -125,7 +125,7 @@ class ChunkMemory(OpSeconds):
         rows = []
         for each in self.figures:
             kept = loads.tail_tokens(each.window)
-            if self.profile.keeps_last and not each.window:
+            if self.profile.stores_last_slice and not each.window:
                 kept = np.where(kept > 0, loads.lengths, 0.0)
             carried = each.kv_bytes_per_token * kept + each.border_bytes * loads.borders
             rows.append(carried / self.kv_shards(each))

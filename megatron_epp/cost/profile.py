@@ -7,7 +7,7 @@ the tokens before it. Its figures are of one device where a layer is spread over
 devices; other degrees scale. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
 measured ones from :mod:`megatron_epp.cost.fitting.fit`.
 
-As JSON, version 3, every field is written: the figures of the first kind beside those of the ends,
+As JSON, version 4, every field is written: the figures of the first kind beside those of the ends,
 those of each further kind in an object of ``other_kinds``.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 
-VERSION = 3
+VERSION = 4
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 LETTERS = (KEEP, FULL, *SELECTIVE)
 
@@ -216,7 +216,7 @@ class Profile(LayerFigures):
     first_seconds[kind]           besides, on the first stage: the embedding
     last_seconds[kind]            besides, on the last stage: output layer and loss
     first_bytes, last_bytes       besides, on the first and last stage, from F to B (logits)
-    keeps_last                    whether the context's buffer has room for the last slice's K and
+    stores_last_slice             whether the context's buffer has room for the last slice's K and
                                   V, too, which are then not saved with their chunk
     last_weight_input_bytes       besides, on the last stage, from I to W: the output layer
     last_workspace_bytes[kind]    besides, on the last stage, while an op runs
@@ -247,7 +247,7 @@ class Profile(LayerFigures):
     last_seconds: Mapping[Kind, Seconds]
     first_bytes: Bytes
     last_bytes: Bytes
-    keeps_last: bool
+    stores_last_slice: bool
     last_weight_input_bytes: Bytes
     last_workspace_bytes: Mapping[Kind, Workspace]
     last_workspace_tokens: float

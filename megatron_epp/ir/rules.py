@@ -249,13 +249,12 @@ CHUNK_OPS = (
 
 def held(table: Rules, traits: PlanTrait) -> Rules:
     """The rows of ``table`` that hold for plans with these ``traits``."""
+
+    def kept[T: (Need, Effect)](rows: tuple[T, ...]) -> tuple[T, ...]:
+        return tuple(row for row in rows if row.only in traits)
+
     return {
-        kind: Rule(
-            *(
-                tuple(row for row in rows if row.only in traits)
-                for rows in (rule.needs, rule.makes, rule.frees)
-            )
-        )
+        kind: Rule(kept(rule.needs), kept(rule.makes), kept(rule.frees))
         for kind, rule in table.items()
         if rule.only in traits
     }

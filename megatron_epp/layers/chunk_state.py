@@ -88,10 +88,10 @@ def context_tokens(plan: Plan, slices: Slices) -> dict[int, int]:
     return contexts
 
 
-def store_for(plan: Plan, slices: Slices, keeps_last: bool) -> Store:
-    """An empty store for an iteration; ``keeps_last``: with room for last slices, too."""
+def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
+    """An empty store for an iteration; ``stores_last_slice``: with room for last slices, too."""
     contexts = context_tokens(plan, slices)
-    kept = {d: plan.documents[d] for d in contexts} if keeps_last else contexts
+    kept = {d: plan.documents[d] for d in contexts} if stores_last_slice else contexts
     return Store(contexts, kept, borders_of(plan, contexts))
 
 

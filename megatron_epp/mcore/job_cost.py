@@ -138,7 +138,7 @@ def analytic(args: Any) -> Profile:
     attention = VarlenAttention if cpu_host.has_gpu() else PartsAttention
     return replace(
         made,
-        keeps_last=attention.keeps_last,
+        stores_last_slice=attention.stores_last_slice,
         # A block of this rank's rows, of which each context-parallel rank takes one at a time.
         last_workspace_tokens=float(block_tokens(args) * args.context_parallel_size)
         if early

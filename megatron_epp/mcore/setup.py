@@ -264,7 +264,7 @@ class Job:
             if device.type == "cuda"
             else SavedBytesMeter(model.parameters(), self.hooks.limit_bytes(config)),
             early_head=early_head(args),
-            keeps_last=place.attention.keeps_last,
+            stores_last_slice=place.attention.stores_last_slice,
             make_stage=self.hooks.make_stage,
             host_bytes=host_budget_bytes(config),
         )

@@ -56,7 +56,7 @@ class StageRunner:
     share: RowShare
     meter: Meter
     early_head: bool
-    keeps_last: bool
+    stores_last_slice: bool
     make_stage: Callable[..., ModelStage] = ModelStage
     host_bytes: float = math.inf
 
@@ -76,7 +76,7 @@ class StageRunner:
             refuse_split(model, early_modules(model, self.early_head and stage == plan.stages - 1))
         slices = slices_of(plan)
         program = lower_rank(plan, stage, step.block(replica))
-        store = store_for(plan, slices, self.keeps_last)
+        store = store_for(plan, slices, self.stores_last_slice)
         builder = ChunkBatchBuilder(plan, slices, samples, documents, stage, self.share, device)
         host = HostStore(device, self.meter, model.parameters(), self.host_bytes)
         dtype = config.pipeline_dtype or config.params_dtype

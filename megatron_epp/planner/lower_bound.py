@@ -10,7 +10,11 @@ from megatron_epp.planner.chunks.chunking import Chunking
 
 
 def lower_bound_seconds(
-    lengths: np.ndarray, cost: Cost, forward_only: bool = False, local: bool = False
+    lengths: np.ndarray,
+    cost: Cost,
+    forward_only: bool = False,
+    local: bool = False,
+    place: tuple[int, ...] = (),
 ) -> float:
     """The busiest stage's work, the way to it and back: exact sums over tokens and pairs.
 
@@ -22,10 +26,14 @@ def lower_bound_seconds(
     stages, so has the bound: H before the last B of its stage, G as a W.
 
     local   whether documents may be local to a context-parallel rank: then no row need be exchanged
+    place   the rank of every stage, where a rank has several: it does the work of all of them, and
+            hands messages between them over at once
     """
     whole = cost.whole_features(lengths, 1.0)
     least = cost.whole_features(np.ones(1), 1.0)  # a chunk of one token, one pair
     latency = cost.profile.link_seconds_per_token + cost.profile.link_latency_seconds
+    if place:
+        latency = latency * (np.diff(place, append=place[-1]) != 0)
     forward = least_seconds_per(cost, Kind.FORWARD, local)
     ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))
     head, head_weight = (cost.seconds_per(kind) @ whole for kind in OF_HEAD)
@@ -39,7 +47,13 @@ def lower_bound_seconds(
     weight = halves[1] @ whole + head_weight
     critical = forward @ whole + halves[0] @ whole + head
     in_halves = critical + ramp + np.maximum(weight, tail)
-    return float(np.minimum(in_one, in_halves).max())
+    busiest = float(np.minimum(in_one, in_halves).max())
+    for rank in range(max(place, default=-1) + 1):
+        mine = np.array(place) == rank
+        backward = np.minimum(back, halves[0] + halves[1]) @ whole
+        work = float((forward @ whole + backward + head + head_weight)[mine].sum())
+        busiest = max(busiest, float(ramp[mine].min()) + work)
+    return busiest
 
 
 def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:

@@ -25,7 +25,7 @@ GRADIENT_BYTES, WEIGHT_BYTES = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Seconds, of every stage: reducing gradients, gathering weights; and what the iteration takes
+    """Seconds, of every rank: reducing gradients, gathering weights; and what the iteration takes
     longer for them."""
 
     reduce_seconds: tuple[float, ...]
@@ -34,7 +34,7 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the busiest stage, hidden and exposed."""
+        """Seconds of the busiest rank, hidden and exposed."""
         return max(map(sum, zip(self.reduce_seconds, self.gather_seconds, strict=True)))
 
 
@@ -45,24 +45,25 @@ def exchange(cost: Cost, played: Simulation, *, overlapped: bool = True) -> Exch
     for every weight, under ZeRO 3, whose gathers are in the plan's own ops, and without a network,
     of which nothing is known.
     """
-    reduce, gather = _seconds(cost)
+    rank_of = played.plan.rank_of
+    reduce, gather = (np.bincount(rank_of, weights=each) for each in _seconds(cost))
     if not reduce.any():
         return Exchange(tuple(reduce.tolist()), tuple(gather.tolist()), 0.0)
     if not overlapped:
         exposed = float(reduce.max() + gather.max())
         return Exchange(tuple(reduce.tolist()), tuple(gather.tolist()), exposed)
-    end = np.zeros(cost.stages)
-    last_backward = np.zeros(cost.stages)
-    first = np.full(cost.stages, np.inf)
-    first_stop = np.zeros(cost.stages)
+    end = np.zeros(len(reduce))
+    last_backward = np.zeros(len(reduce))
+    first = np.full(len(reduce), np.inf)
+    first_stop = np.zeros(len(reduce))
     for record in played.records:
-        kind = record.op.kind
-        if kind is Kind.FORWARD and record.start < first[record.stage]:
-            first[record.stage], first_stop[record.stage] = record.start, record.stop
-        if kind in MAKE_GRADIENTS and record.start >= last_backward[record.stage]:
-            last_backward[record.stage] = record.start
-        end[record.stage] = max(end[record.stage], record.stop)
-    # How much longer the gather takes than the stage's first op is away, its own time included.
+        kind, rank = record.op.kind, rank_of[record.stage]
+        if kind is Kind.FORWARD and record.start < first[rank]:
+            first[rank], first_stop[rank] = record.start, record.stop
+        if kind in MAKE_GRADIENTS and record.start >= last_backward[rank]:
+            last_backward[rank] = record.start
+        end[rank] = max(end[rank], record.stop)
+    # How much longer the gather takes than the rank's first op is away, its own time included.
     late = np.maximum(gather - first_stop, 0.0)
     reduced = np.maximum(end, last_backward + reduce)
     exposed = float(late.max() + max(reduced.max() - played.seconds, 0.0))

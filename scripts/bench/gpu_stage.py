@@ -57,7 +57,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
                 full = best(again, "backward_seconds") / layers
                 expected = [seconds[kind](tokens, shape.pairs) for kind in seconds]
                 # The last slice behind a context: its K and V may lie in the store.
-                kept_tokens = tokens if context and profile.keeps_last else 0
+                kept_tokens = tokens if context and profile.stores_last_slice else 0
                 held = profile.saved_bytes[KEEP](tokens, kept_tokens)
                 peak = weighed.held_bytes + max(weighed.forward_bytes, weighed.backward_bytes)
                 errors = {

@@ -47,6 +47,8 @@ def test_simulate(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(facts[name]) == 2
     assert {bubble.get("rank") for bubble in facts["bubbles"]} <= {0, 1}
     assert min(facts["states_bytes"]) > states_bytes(plan)
+    busy = [facts["seconds"] - idle for idle in facts["idle_seconds"]]
+    assert 0.6 * max(busy) <= facts["lower_bound_seconds"] <= facts["seconds"]
     table = said(capsys, "simulate", plan, *MACHINE)
     assert "of ranks x time" in table
     assert [line.split()[0] for line in table.split("\n") if " + " in line] == ["0", "1"]

@@ -32,19 +32,19 @@ def test_the_context_is_all_but_the_last_slice() -> None:
     load = loads("0[0:5]", "0[5:9]", "0[9:12] 1[0:4]", "2[0:7]", documents=(12, 4, 7))
     assert load.context_tokens.tolist() == [9, 0, 0]
     # Lone slices with a later one need not save K and V themselves; the tail and packs do.
-    assert load.kept_tokens(keeps_last=False).tolist() == [5, 4, 0, 0]
-    assert load.kept_tokens(keeps_last=True).tolist() == [5, 4, 0, 0]
+    assert load.kept_tokens(stores_last_slice=False).tolist() == [5, 4, 0, 0]
+    assert load.kept_tokens(stores_last_slice=True).tolist() == [5, 4, 0, 0]
 
 
 def test_a_slice_beside_others_saves_its_own_rows() -> None:
     load = loads("0[0:5] 1[0:4]", "0[5:9]", documents=(9, 4))
-    assert load.kept_tokens(keeps_last=False).tolist() == [0, 0]
-    assert load.kept_tokens(keeps_last=True).tolist() == [0, 4]
+    assert load.kept_tokens(stores_last_slice=False).tolist() == [0, 0]
+    assert load.kept_tokens(stores_last_slice=True).tolist() == [0, 4]
 
 
 def test_room_for_the_last_slice_is_taken_with_the_first() -> None:
     kept, apart = (
-        cost(kv_bytes_per_token=10.0, kv_gradient_bytes_per_token=20.0, keeps_last=keeps)
+        cost(kv_bytes_per_token=10.0, kv_gradient_bytes_per_token=20.0, stores_last_slice=keeps)
         for keeps in (True, False)
     )
     load = loads("0[0:5]", "0[5:9]", "1[0:6]", documents=(9, 6))

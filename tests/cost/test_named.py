@@ -123,8 +123,8 @@ def test_profiles_go_to_text_and_back(name: str, on: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ('"profile": 3', '"profile": 2', "version 2; this program reads 3: measure again"),
-        ('"profile": 3', '"version": 3', "expected an object with 'profile': 3"),
+        ('"profile": 4', '"profile": 3', "version 3; this program reads 4: measure again"),
+        ('"profile": 4', '"version": 3', "expected an object with 'profile': 4"),
         ('"tp": 1', '"tp": 0', "tp: 0: expected a whole number of at least 1"),
         ('"tp": 1,', "", "lacks tp"),
         ('"tp": 1', '"tq": 1, "tp": 1', "unknown tq"),
@@ -132,7 +132,11 @@ def test_profiles_go_to_text_and_back(name: str, on: str, tmp_path: Path) -> Non
         ('"F": {', '"G": {', "expected an object with F, B, I, W"),
         ('"kv_bytes_per_token": ', '"kv_bytes_per_token": -', "expected a number of at least 0"),
         ('"kv_bytes_per_token": ', '"kv_bytes_per_token": 1e999, "x": ', "unknown x"),
-        ('"keeps_last": false', '"keeps_last": 0', "keeps_last: 0: expected true or false"),
+        (
+            '"stores_last_slice": false',
+            '"stores_last_slice": 0',
+            "stores_last_slice: 0: expected true or false",
+        ),
         ('"2":', '"two":', "expected an object from degree to bytes per second"),
         ("{", "", "no JSON"),
     ],

@@ -132,7 +132,7 @@ class Varlen(Runner):
 
     def __init__(self, plan, given, multiple: int = 1):
         super().__init__(plan, given, multiple)
-        self.store = store_for(plan, self.slices, VarlenAttention.keeps_last)
+        self.store = store_for(plan, self.slices, VarlenAttention.stores_last_slice)
 
     def attention(self, state, inputs) -> Tensor:
         attend = VarlenAttention(self.kernel)

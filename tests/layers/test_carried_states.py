@@ -86,7 +86,7 @@ def test_gradients_are_those_of_the_whole(scale: int, again: bool) -> None:
     wanted = x.grad.clone(), decay.grad.clone()
     x.grad = decay.grad = None
 
-    store = store_for(plan, slices_of(plan), keeps_last=False)
+    store = store_for(plan, slices_of(plan), stores_last_slice=False)
     assert store.borders == {0: borders}
     sizes, losses = [], {}
 

@@ -64,7 +64,7 @@ class Seeing(Runner):
 
     def __init__(self, plan, given, multiple=1, before=None, sinks_H=None, known=True):
         super().__init__(plan, given, multiple)
-        self.store = store_for(plan, self.slices, keeps_last=False)
+        self.store = store_for(plan, self.slices, stores_last_slice=False)
         if not known:
             self.store.borders.clear()
         self.sinks_H = None if sinks_H is None else sinks_H.clone().requires_grad_()

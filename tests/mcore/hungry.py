@@ -49,7 +49,7 @@ class StarvedInLayer:
 
     def attention_for(self, *asked):
         self.plain = attention_for(*asked)
-        self.name, self.keeps_last = self.plain.name, self.plain.keeps_last
+        self.name, self.stores_last_slice = self.plain.name, self.plain.stores_last_slice
         return self
 
     def of_layer(self, *asked):

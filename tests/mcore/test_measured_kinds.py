@@ -35,7 +35,7 @@ RULES = {
 class MadeUpLayers:
     """A stage with both ends, whose layers take what RULES say. ``runs`` counts layers by kind."""
 
-    first, last, head_tokens, keeps_last = True, True, 0, False
+    first, last, head_tokens, stores_last_slice = True, True, 0, False
     early_head = True
     device = torch.device("cpu")
     config = SimpleNamespace(

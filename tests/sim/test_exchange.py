@@ -7,7 +7,8 @@ import pytest
 
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Plan
+from megatron_epp.ir import Plan, walk
+from megatron_epp.ir.random_plan import placed
 from megatron_epp.planner import PIPELINES, Options
 from megatron_epp.sim.exchange import exchange, messages
 from megatron_epp.sim.play import play
@@ -72,3 +73,13 @@ def test_messages_are_exposed_as_far_as_the_iteration_waits_for_them() -> None:
         link_latency_seconds=0.0,
     )
     assert messages(plan, free, play(plan, free)).exposed_seconds == 0
+
+
+def test_a_rank_exchanges_for_all_its_stages() -> None:
+    cost, plan = planned(dp=4)
+    turns = [stage for stage, _ in walk(plan)]
+    shared = placed(dataclasses.replace(plan, predicted=None), (0, 0), turns)
+    one = exchange(cost, play(shared, cost.table(shared)))
+    two = exchange(cost, play(plan, cost.table(plan)))
+    assert one.reduce_seconds == pytest.approx([sum(two.reduce_seconds)])
+    assert one.gather_seconds == pytest.approx([sum(two.gather_seconds)])

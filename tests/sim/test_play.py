@@ -169,7 +169,7 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=12).map(
 
 @given(st.integers(1, 8), shapes, st.integers(1, 5), st.integers(1, 5))
 def test_makespan_of_1f1b(stages: int, slices: list[int], forward: int, backward: int) -> None:
-    """(n + p - 1)(F + B), and each stage idles delta = (p - 1)(F + B): systems.md 1.7."""
+    """(n + p - 1)(F + B), and each stage idles InfiniPipe's delta, (p - 1)(F + B)."""
     plan = one_f_one_b(stages, slices)
     played = play(plan, even_table(plan, forward, backward))
     n = sum(slices)

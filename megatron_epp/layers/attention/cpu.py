@@ -37,7 +37,7 @@ class PartsAttention:
     """Attention of chunks by kernels that give their log-sum-exp: torch's for the CPU."""
 
     name = "torch"
-    keeps_last = False
+    stores_last_slice = False
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class LatentsAttention:
     """Attention of chunks by torch's kernels for the CPU, where later slices get latents."""
 
     name = "torch"
-    keeps_last = False
+    stores_last_slice = False
 
     def __init__(self, scale: float):
         self.scale = scale

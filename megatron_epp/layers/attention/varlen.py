@@ -14,7 +14,7 @@ that is the ordinary one.
 
 A slice's K and V are written behind its context in the store, so the kernel reads them there and
 nothing is concatenated. That goes for the last slice, too, to whose K and V nobody attends later:
-the store's buffers have room for whole documents (``keeps_last``).
+the store's buffers have room for whole documents (``stores_last_slice``).
 
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, P context.
 """
@@ -141,7 +141,7 @@ def _pieces(rows: Sequence[Rows], device: torch.device):
 class VarlenAttention:
     """Attention of chunks by ``kernel``; ``whole``: the kernel for all heads, if it is another."""
 
-    keeps_last = True
+    stores_last_slice = True
     latents = False
 
     def __init__(self, kernel: Kernel, whole: Kernel | None = None):

@@ -162,7 +162,7 @@ class Readings:
     exchange        (tokens, seconds of F, of B) that one layer takes longer of spread documents
                     than of those local to a context-parallel rank
     host_rate       bytes per second to the host's memory
-    keeps_last      whether the layer's attention has last slices kept, too
+    stores_last_slice      whether the layer's attention has last slices kept, too
     """
 
     forward: list[Sample] = dataclasses.field(default_factory=list)
@@ -175,7 +175,7 @@ class Readings:
     split: list[SplitSeconds] = dataclasses.field(default_factory=list)
     exchange: list[tuple[int, float, float]] = dataclasses.field(default_factory=list)
     host_rate: float = 0.0
-    keeps_last: bool = False
+    stores_last_slice: bool = False
 
 
 def calibrate(
@@ -213,7 +213,7 @@ def calibrate(
             _measure_end_seconds(probe, groups, shapes, readings)
         if mine is not None:
             _measure_modules(mine, shapes, readings)
-            readings.keeps_last = mine.keeps_last
+            readings.stores_last_slice = mine.stores_last_slice
         dist.barrier(groups.control)
         if split_backward and mine is not None:
             large = max(shape.tokens for shape, _ in shapes) // 2
@@ -440,8 +440,10 @@ def _of_all_kinds(
         return whole
     said = (f"{kind}: {each.provenance.source}" for kind, each in made.items())
     provenance = dataclasses.replace(whole.provenance, source="; ".join(said))
-    keeps_last = any(each.keeps_last for each in made.values())
-    return dataclasses.replace(whole.with_kinds(made), provenance=provenance, keeps_last=keeps_last)
+    stores_last_slice = any(each.stores_last_slice for each in made.values())
+    return dataclasses.replace(
+        whole.with_kinds(made), provenance=provenance, stores_last_slice=stores_last_slice
+    )
 
 
 def _fitted(
@@ -489,7 +491,7 @@ def _fitted(
         first_bytes=_alike(profile.first_bytes),
         last_bytes=_alike(profile.last_bytes),
         **carried_bytes(carried, config.params_dtype.itemsize, gradient.itemsize),
-        keeps_last=any(readings.keeps_last for readings in every),
+        stores_last_slice=any(readings.stores_last_slice for readings in every),
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,
         last_workspace_tokens=float(head_tokens),

@@ -147,9 +147,9 @@ class Probe:
         return bool(self.model.post_process)
 
     @property
-    def keeps_last(self) -> bool:
+    def stores_last_slice(self) -> bool:
         """Whether the layer's attention has the store keep the K and V of last slices, too."""
-        return self.attends and self._attends.keeps_last
+        return self.attends and self._attends.stores_last_slice
 
     @property
     def attends(self) -> bool:

@@ -201,7 +201,7 @@ def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> Stage
         share=alone.share,
         meter=AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters()),
         early_head=early_head(alone.args),
-        keeps_last=alone.attention.keeps_last,
+        stores_last_slice=alone.attention.stores_last_slice,
     )
     samples = numpy.arange(len(plan.documents))
     model.zero_grad_buffer()

@@ -31,7 +31,7 @@ class AttachedModel:
     """A model that computes slices by ``adapter``; ``slicing`` turns that on and off.
 
     context      the most tokens of a document
-    keeps_last   the attention wants K and V of a document's last slice kept
+    stores_last_slice   the attention wants K and V of a document's last slice kept
     head_again   of slices whose loss comes later, the head runs again in the backward, so that no
                  logits wait for it
     memory       what slices may hold, for which plans recompute layers in the place of the loop's
@@ -54,7 +54,7 @@ class AttachedModel:
         self._again = False
         self._letters = ""
         own = [layer.self_attention.core_attention.forward for layer in model.decoder.layers]
-        self.keeps_last = attention.keeps_last
+        self.stores_last_slice = attention.stores_last_slice
         install_in_model(model, self.context, attention)
         for layer, plain in zip(model.decoder.layers, own, strict=True):
             core = layer.self_attention.core_attention

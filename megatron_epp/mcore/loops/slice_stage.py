@@ -45,7 +45,7 @@ class SliceStage(ModelStage):
         multiple: int,
     ):
         self._slices = slices_of(plan)
-        store = store_for(plan, self._slices, attached.keeps_last)
+        store = store_for(plan, self._slices, attached.stores_last_slice)
         builder: Any = NoBatchBuilder(stage, this_device())
         super().__init__(call.one_model, call.config, call.forward_step_func, builder, plan, store)
         self.call, self.batches, self.plan, self.cp_size = call, batches, plan, cp_size

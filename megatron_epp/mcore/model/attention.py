@@ -31,13 +31,13 @@ CHOICES = (AUTO_BACKEND, TE, TORCH)
 
 class Attention(Protocol):
     """Attention of one layer of a chunk. q [T, H, D], k and v [T, G, D] of all its rows; gives the
-    output [T, H, D] and, with ``drop``, the handle that recomputes it. ``keeps_last``: the K and V
-    of a document's last slice lie in the store, too. ``latents``: layers with latent attention keep
-    latents in the place of K and V. ``whole``: the same over all heads of the tensor-parallel rank,
-    for documents that one context-parallel rank computes alone."""
+    output [T, H, D] and, with ``drop``, the handle that recomputes it. ``stores_last_slice``: the K
+    and V of a document's last slice lie in the store, too. ``latents``: layers with latent
+    attention keep latents in the place of K and V. ``whole``: the same over all heads of the
+    tensor-parallel rank, for documents that one context-parallel rank computes alone."""
 
     name: str
-    keeps_last: bool
+    stores_last_slice: bool
     latents: bool
 
     @property

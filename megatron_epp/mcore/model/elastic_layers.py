@@ -46,7 +46,7 @@ class ElasticAttention:
     ):
         self.attention, self.local, self.layer = attention, local, layer
         self.dropped, self.ulysses = dropped, ulysses
-        self.keeps_last = attention.keeps_last
+        self.stores_last_slice = attention.stores_last_slice
 
     def __call__(
         self,

@@ -68,7 +68,7 @@ class LatentLayer:
         self.around, self.attention, self.layer = around, attention, layer
         self.local = local
         self.context, self.dropped, self.ulysses, self._alone = context, dropped, ulysses, alone
-        self.keeps_last = attention.keeps_last
+        self.stores_last_slice = attention.stores_last_slice
         self._latents = LatentsAttention(Heads.of(around.config).scale)
         self._made: _Made | None = None  # by project, for attend
         config = around.config
