@@ -27,17 +27,19 @@ def read_flags() -> Namespace:
     """
     from megatron.training.arguments import parse_and_validate_args, parse_args
 
-    from megatron_epp.mcore import megatron_gpt, partition, refusals
-    from megatron_epp.mcore.model.hybrid.pattern import refuse_segments, require_pattern
+    from megatron_epp.mcore import megatron_gpt, partition
+    from megatron_epp.mcore.capabilities import refusals
+    from megatron_epp.mcore.model.hybrid.pattern import refuse_segments
+    from megatron_epp.mcore.model.kinds.registry import require_pattern
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
         wanted = parse_args(prepare_parser)
         if cpu_host.is_cpu_host():
-            cpu_host.refuse_gpu_flags(wanted)
+            refusals.refuse_gpu_flags(wanted)
         megatron_gpt.refuse_unsupported(wanted)
         require_pattern(wanted)
-        refusals.require_whole_experts(wanted)
+        refusals.require_parts(wanted)
         if wanted.epp:
             refusals.require_equal_stages(wanted)
             refuse_segments(wanted)

@@ -22,11 +22,11 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
+from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.model.early_head import block_tokens, early_head
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.refusals import vocabulary_parallel
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 

@@ -20,6 +20,7 @@ from megatron_epp.control.files import write_whole
 from megatron_epp.corpus.lengths import Corpus, open_corpus
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.profile import Profile
+from megatron_epp.mcore.capabilities.refusals import require_whole_words
 from megatron_epp.mcore.config import ANALYTIC, AUTO, OFF, ON, PARTITION_AUTO, Config
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.hybrid.pattern import (
@@ -31,7 +32,6 @@ from megatron_epp.mcore.model.hybrid.pattern import (
 )
 from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.refusals import require_whole_words
 
 KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
 KEPT_VOCABULARY = "epp-vocab-parallel.json"  # on or off, there, too

@@ -9,7 +9,8 @@ from megatron.core import parallel_state as mpu
 from megatron.training import get_args
 
 from megatron_epp.ir import Payload
-from megatron_epp.mcore.refusals import lockstep_of, vocabulary_parallel
+from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
+from megatron_epp.mcore.model.kinds.experts import lockstep_of
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers

@@ -3,7 +3,7 @@
 Scripts written for Megatron's schedules say how to save memory and how to fill the pipeline. A plan
 decides both, for every iteration anew, and computes the same loss. So with --epp such a flag is
 read, set back to what Megatron takes without it before Megatron's own checks, and named once by
-rank 0 together with what does its job. What would change results is refused instead (refusals.py).
+rank 0 together with what does its job. What would change results is refused (capabilities/).
 """
 
 import argparse

@@ -20,9 +20,10 @@ from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import Step
-from megatron_epp.mcore import megatron_gpt, refusals, replaced, telemetry
+from megatron_epp.mcore import megatron_gpt, replaced, telemetry
 from megatron_epp.mcore.calibrate.kept_latents import choose_mla_keeps
 from megatron_epp.mcore.calibrate.profile_file import obtain
+from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.data.chat_cache import check_chat_flags, converted_chats
 from megatron_epp.mcore.data.documents import config_from_args

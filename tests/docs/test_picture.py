@@ -30,6 +30,12 @@ def test_the_house_is_drawn_from_its_imports() -> None:
     assert "house.svg" in page and [room for room in rooms if f"\n| `{room}/` |" not in page] == []
 
 
+def test_what_does_not_run_is_written_from_what_is_refused() -> None:
+    script = load("write_limits")
+    kept = script.FILE.read_text()
+    assert script.page(kept) == kept, "run python docs/write_limits.py"
+
+
 def test_the_plan_is_faster_in_the_same_memory() -> None:
     packing, epp, _ = load().plans()
     assert packing.seconds / epp.seconds > 1.25

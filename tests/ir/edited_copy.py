@@ -8,19 +8,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megatron_epp"
-# By file, what is written and before which line.
+# By file, what is written and before which line; before nothing: the file is new.
 Edits = Mapping[str, Sequence[tuple[str, str]]]
 
 
-def run_with(edits: Edits, program: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """``program`` with the copy, in ``folder``, as its package."""
+def run_with(
+    edits: Edits, program: str, folder: Path, without: Sequence[str] = ("mcore", "control")
+) -> subprocess.CompletedProcess[str]:
+    """``program`` with the copy, in ``folder``, as its package; ``without`` these rooms."""
     copy = folder / "megatron_epp"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "mcore", "control"))
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", *without))
     for name, changes in edits.items():
         path = copy / name
-        text = path.read_text()
+        text = path.read_text() if path.exists() else ""
         for line, added in changes:
-            assert text.count(line) == 1, (name, line)
+            assert text.count(line) == 1 or not text + line, (name, line)
             text = text.replace(line, added + line)
         path.write_text(text)
     return subprocess.run(

@@ -12,10 +12,10 @@ from megatron_epp.certify.command import LLAMA, Judged, Trial, read
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.ir import Plan, Step
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.capabilities.refusals import refuse
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.scale_down import heads
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.refusals import refuse
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.sabotages import require_shown, stand_in_order
 from tests.mcore.test_refusals import Wanted

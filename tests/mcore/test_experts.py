@@ -12,9 +12,8 @@ import torch
 from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.certify.command import certify_training
-from megatron_epp.mcore.certify.scaled.experts import small_experts
-from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
-from megatron_epp.mcore.refusals import require_whole_experts
+from megatron_epp.mcore.certify.kept_layers import small_kinds
+from megatron_epp.mcore.model.kinds.experts import MegatronExperts
 from tests.mcore.resumes import (
     LENGTHS,
     Job,
@@ -260,9 +259,9 @@ def test_a_cost_model_is_measured_with_experts(six) -> None:
     ],
 )
 def test_experts_that_do_not_divide_are_one_line(changes, says) -> None:
-    require_whole_experts(given())
+    MegatronExperts().require(given(), 1)
     with pytest.raises(ValueError) as error:
-        require_whole_experts(given(**changes))
+        MegatronExperts().require(given(**changes), 1)
     assert str(error.value) == says
 
 
@@ -298,14 +297,13 @@ def given(**changes) -> Namespace:
 
 
 def test_experts_are_scaled_down_with_their_structure() -> None:
-    made = small_experts(given(), 64, 1)
+    made = MegatronExperts().small(given(), 64, 1, 8)
     assert made == {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 24}
-    grouped = small_experts(
-        given(num_experts=256, moe_router_num_groups=8, moe_router_group_topk=4), 64, 1
-    )
+    groups = given(num_experts=256, moe_router_num_groups=8, moe_router_group_topk=4)
+    grouped = MegatronExperts().small(groups, 64, 1, 8)
     assert grouped["moe_router_num_groups"] == 4 and grouped["moe_router_group_topk"] == 2
     assert grouped["moe_router_topk"] == 4 and grouped["num_experts"] % 4 == 0
-    assert small_experts(given(num_experts=None), 64, 1) == {}
+    assert MegatronExperts().small(given(num_experts=None), 64, 1, 8) == {}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
 from megatron_epp.mcore.certify.command import certify_training
-from megatron_epp.mcore.certify.scaled.latents import small_latents
+from megatron_epp.mcore.model.kinds.latents import MegatronLatents
 from tests.mcore.resumes import (
     Job,
     Six,
@@ -205,16 +205,19 @@ def sizes(**others) -> Namespace:
 
 
 def test_the_small_model_has_the_heads_proportions() -> None:
-    assert small_latents(sizes(), 64, 2, 8) == {
+    assert MegatronLatents().small(sizes(), 64, 2, 8) == {
         "q_lora_rank": 14,
         "kv_lora_rank": 8,
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 8,
     }
-    assert small_latents(sizes(v_head_dim=192, q_lora_rank=None), 64, 1, 8)["v_head_dim"] == 12
-    assert "q_lora_rank" not in small_latents(sizes(q_lora_rank=None), 64, 1, 8)
-    assert small_latents(Namespace(multi_latent_attention=False), 64, 1, 8) == {}
+    assert (
+        MegatronLatents().small(sizes(v_head_dim=192, q_lora_rank=None), 64, 1, 8)["v_head_dim"]
+        == 12
+    )
+    assert "q_lora_rank" not in MegatronLatents().small(sizes(q_lora_rank=None), 64, 1, 8)
+    assert MegatronLatents().small(Namespace(multi_latent_attention=False), 64, 1, 8) == {}
 
 
 @pytest.mark.parametrize(
@@ -236,5 +239,5 @@ def test_the_small_model_has_the_heads_proportions() -> None:
 )
 def test_sizes_that_cannot_be(wrong, line) -> None:
     with pytest.raises(ValueError) as refusal:
-        small_latents(sizes(**wrong), 64, 2, 8)
+        MegatronLatents().small(sizes(**wrong), 64, 2, 8)
     assert str(refusal.value) == line

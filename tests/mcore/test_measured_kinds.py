@@ -46,7 +46,7 @@ class MadeUpLayers:
     def __init__(self, word: tuple[str, ...], at: int = 0, runs: list[str] | None = None):
         self.word, self.at = word, at
         self.runs: list[str] = [] if runs is None else runs
-        self.layer = SimpleNamespace(mlp=None, input_layernorm=None, pre_mlp_layernorm=None)
+        self.modules = {"mlp": (None,), "layernorm": (None, None)}
 
     def of_layer(self, at: int) -> "MadeUpLayers":
         return MadeUpLayers(self.word, at, self.runs)

@@ -21,7 +21,7 @@ from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noq
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
 from megatron_epp.mcore.model import early_head  # noqa: E402
-from megatron_epp.mcore.model.kinds import FLAGGED_PARTS  # noqa: E402
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
@@ -168,7 +168,7 @@ def test_every_size_of_a_layer_is_read_from_flags() -> None:
     """A kind of layer whose flags nobody reads is named by its sizes."""
     latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
     every = args(**latent, multi_latent_attention=True, num_experts=8, window_size=(16, 0))
-    read = {name for part in FLAGGED_PARTS for name in {**part.sizes(every), **part.ABSENT}}
+    read = {name for part in MEGATRON_PARTS for name in {**part.sizes(every), **part.ABSENT}}
     assert {field.name for field in dataclasses.fields(LayerShape)} - read == {"ffn_hidden"}
 
 

@@ -9,7 +9,7 @@ from megatron_epp.certify.batches import Frame, draw, letters_drawn
 from megatron_epp.certify.command import LLAMA, Judged
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.scaled.layer_kinds import WINDOW
+from megatron_epp.mcore.model.kinds.window import WINDOW
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.sabotages import first_seed, judged_alone, require_shown
 

@@ -39,7 +39,7 @@ from megatron_epp.mcore.calibrate import single_stage  # noqa: E402
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder  # noqa: E402
 from megatron_epp.mcore.model import (  # noqa: E402
     attention,
-    elastic_layers,
+    elastic_attention,
     forward,
 )
 from megatron_epp.mcore.model.early_head import block_tokens  # noqa: E402
@@ -319,9 +319,9 @@ def _aside_in_turn(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rotary_in_float32(patch: pytest.MonkeyPatch) -> None:
-    plain = elastic_layers.ElasticAttention.__call__
+    plain = elastic_attention.ElasticAttention.__call__
     patch.setattr(
-        elastic_layers.ElasticAttention,
+        elastic_attention.ElasticAttention,
         "__call__",
         lambda self, q, *given, **others: plain(self, q.float(), *given, **others),
     )

@@ -58,7 +58,10 @@ def wrap_layer(
 
 
 def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):
-    """Where layer norms are recomputed: their output is dropped once it is used."""
+    """Where layer norms are recomputed: their output is dropped once it is used. Not of one without
+    weights: a linear has it inside, or there is none."""
+    if not any(True for _ in norm.parameters()):
+        return
     forward = norm.forward
 
     @wraps(forward)

@@ -26,6 +26,7 @@ from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.flags import read_flags, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import joined, letters_of_layers
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.mcore.model.shape import layer_shapes
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
@@ -148,8 +149,9 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron.training import get_args
     from megatron.training.initialize import initialize_megatron
 
-    from megatron_epp.mcore import megatron_gpt, refusals, replaced
+    from megatron_epp.mcore import megatron_gpt, replaced
     from megatron_epp.mcore.calibrate.kept_latents import choose_mla_keeps
+    from megatron_epp.mcore.capabilities import refusals
     from megatron_epp.mcore.data.row_share import RowShare
     from megatron_epp.mcore.model.attention import attention_for, this_device
     from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
@@ -218,16 +220,14 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
         whole.hybrid_layer_pattern = letters_of_layers(args.hybrid_layer_pattern)[:layers]
     shapes = layer_shapes(whole)
     places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
-    kinds = [shapes[place] for place in places] * pp
     if args.hybrid_layer_pattern is not None:
         one_of_each = "".join(whole.hybrid_layer_pattern[place] for place in places)
         args.hybrid_layer_pattern = joined([one_of_each] * pp)
-    args.num_layers = args.encoder_num_layers = len(kinds)
+    args.num_layers = args.encoder_num_layers = len(places) * pp
     args.no_rope_freq = None  # layers without positions cost what others do
-    if args.num_experts:
-        args.moe_layer_freq = [int(kind.experts > 0) for kind in kinds]
-    if args.window_size:
-        args.window_attn_skip_freq = [int(kind.window > 0) for kind in kinds]
+    of_parts = {part: part.layers(whole) for part in MEGATRON_PARTS}
+    for part, layers_with_it in of_parts.items():
+        vars(args).update(part.in_layers(args, [layers_with_it[place] for place in places] * pp))
 
 
 _PATTERN = ("--hybrid-layer-pattern", "--hybrid-override-pattern")

@@ -13,7 +13,6 @@ from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 from megatron_epp.mcore.config import ANALYTIC, AUTO, EXPANDED, LATENTS, Config
 from megatron_epp.mcore.job_cost import analytic, kept_budgets, training_cost
 from megatron_epp.mcore.model.attention import Attention
-from megatron_epp.mcore.model.hybrid.stack import has_attention
 from megatron_epp.mcore.model.latent_attention import can_keep_latents
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
@@ -58,7 +57,7 @@ def _why_expanded(model: Any, attention: Attention) -> str | None:
     if model.config.window_size:
         return "layers with windows keep the ends of slices, in K and V"
     for layer in model.decoder.layers:
-        if has_attention(layer) and not can_keep_latents(layer.self_attention):
+        if not can_keep_latents(layer.self_attention):
             return (
                 "the kv up-projection of a layer is not Megatron's own linear (adapters around it, "
                 "or another class)"

@@ -373,10 +373,8 @@ def _measure_end_seconds(
 
 def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings) -> None:
     """Measure what selective recompute runs again; a module that the layer lacks takes nothing."""
-    layer = probe.layer
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
-    modules = {"mlp": (layer.mlp,), "layernorm": (layer.input_layernorm, layer.pre_mlp_layernorm)}
-    for name, all_parts in modules.items():
+    for name, all_parts in {"mlp": (), "layernorm": (), **probe.modules}.items():
         parts = [part for part in all_parts if not isinstance(part, IdentityOp)]
         seconds = [sum(probe.module_seconds(shape, p) for p in parts) for _ in range(REPEATS)]
         readings.module_seconds[name] = median(seconds) / shape.tokens

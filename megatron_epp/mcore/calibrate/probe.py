@@ -5,16 +5,16 @@ recompute, so what is measured is what training runs. T tokens of the chunk, P o
 """
 
 import copy
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
 from megatron_epp.cost.loads import pairs_within
@@ -23,9 +23,7 @@ from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_share import RowShare
-from megatron_epp.mcore.model.elastic_layers import ElasticAttention
-from megatron_epp.mcore.model.hybrid.stack import has_attention
-from megatron_epp.mcore.model.latent_attention import LatentLayer
+from megatron_epp.mcore.model.kinds.registry import layer_parts, timed_modules
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
@@ -148,42 +146,19 @@ class Probe:
 
     @property
     def stores_last_slice(self) -> bool:
-        """Whether the layer's attention has the store keep the K and V of last slices, too."""
-        return self.attends and self._attends.stores_last_slice
+        """Whether the layer has the store keep what last slices carry, too."""
+        return any(part.stores_last_slice(self.layer) for part in layer_parts(self.layer))
 
     @property
-    def attends(self) -> bool:
-        """Whether the layer has attention."""
-        return has_attention(self.layer)
-
-    @property
-    def _attends(self) -> ElasticAttention | LatentLayer:
-        """The elastic module that replaces the layer's attention."""
-        around = self.layer.self_attention
-        if isinstance(around, MultiLatentAttention):
-            return around._run_core_attention.__self__
-        return around.core_attention.forward
-
-    @property
-    def _kept_sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(heads, channels) of the K and the V that later slices get, on this rank, or of what they
-        make them of."""
-        config, attends = self.config, self._attends
-        ranks = config.tensor_model_parallel_size * config.context_parallel_size
-        if not isinstance(attends, LatentLayer):
-            size = max(1, config.num_query_groups // ranks), config.kv_channels
-            return size, size
-        turned = config.qk_pos_emb_head_dim
-        if attends.attention.latents:
-            return (1, config.kv_lora_rank), (1, turned)
-        heads = config.num_attention_heads // ranks
-        return (heads, config.qk_head_dim + turned), (heads, config.v_head_dim)
+    def modules(self) -> Mapping[str, tuple[Any, ...]]:
+        """The layer's modules that selective recompute runs again."""
+        return timed_modules(self.layer)
 
     def most_context(self, share: float) -> int:
         """Tokens of a context whose K and V in one layer, with their gradients as the store and as
         a kernel has them, take ``share`` of the GPU's memory."""
         total = torch.cuda.get_device_properties(self.device).total_memory
-        channels = sum(heads * size for heads, size in self._kept_sizes)
+        channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))
         gradient = torch.promote_types(self._dtype, torch.float32)
         return int(share * total) // (channels * (2 * self._dtype.itemsize + gradient.itemsize))
 
@@ -308,8 +283,9 @@ class Probe:
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(letters)):
-            if shape.context and has_attention(self.model.decoder.layers[layer]):
-                key, value = (self._normal((shape.context, *size)) for size in self._kept_sizes)
+            kept = _kept_shapes(self.model.decoder.layers[layer], shape.context)
+            if shape.context and kept:
+                key, value = map(self._normal, kept)
                 store.append(layer, 0, 0, key, value)
         rows = self.share.padded(shape.tokens)
         letters = KEEP * self.at + letters
@@ -372,6 +348,11 @@ class Probe:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.thread_time() if self._has_core else time.perf_counter()
+
+
+def _kept_shapes(layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of what earlier slices, of ``context`` inputs, leave to ``layer``."""
+    return tuple(kept for part in layer_parts(layer) for kept in part.kept_shapes(layer, context))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,10 +70,10 @@ def provenance_of(args: Any) -> Provenance:
 
 def _of_kinds(args: Any) -> list[str]:
     """Differences of layers from plain ones, and the way experts are exchanged."""
-    from megatron_epp.mcore.model.kinds import FLAGGED_PARTS
+    from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
     from megatron_epp.mcore.model.shape import model_shape
 
-    words = [word for part in FLAGGED_PARTS for word in part.words(args)]
+    words = [word for part in MEGATRON_PARTS for word in part.words(args)]
     kinds = model_shape(args).kinds
     if len(kinds) > 1:
         words.append(f"kinds {' '.join(kinds)}")

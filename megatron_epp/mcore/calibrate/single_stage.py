@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Message, Op, Plan, Step, Table, Timed
-from megatron_epp.mcore import megatron_gpt, refusals
+from megatron_epp.mcore import megatron_gpt
+from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
 from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.data.row_share import RowShare

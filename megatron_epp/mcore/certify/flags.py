@@ -14,11 +14,12 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.mcore import refusals
+from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.config import OFF
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.mcore.patching import cpu_host
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
@@ -147,49 +148,13 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
         words.insert(0, f"HybridModel {args.hybrid_layer_pattern}")
     words += ["qk-layernorm"] * args.qk_layernorm + ["qk-l2-norm"] * args.qk_l2_norm
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
-    words += _latents_in_words(args) + experts_in_words(args) + _window_in_words(args)
+    words += [word for part in MEGATRON_PARTS for word in part.small_words(args)]
     words += ["sequence parallel"] * args.sequence_parallel
     words += ["vocabulary over the stages"] * refusals.vocabulary_parallel(args)
     words += ["distributed optimizer"] * args.use_distributed_optimizer
     words += ["overlapped reduction"] * args.overlap_grad_reduce
     words += [f"frozen, with adapters of rank {lora_rank}"] * bool(lora_rank)
     return ", ".join(words)
-
-
-def _latents_in_words(args: Namespace) -> list[str]:
-    if not args.multi_latent_attention:
-        return []
-    of_queries = "none" if args.q_lora_rank is None else args.q_lora_rank
-    heads = f"heads of {args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
-    return [f"latents of {args.kv_lora_rank}, of queries {of_queries}", heads]
-
-
-def experts_in_words(args: Namespace) -> list[str]:
-    if not args.num_experts:
-        return []
-    ranks = args.expert_model_parallel_size
-    kinds = args.moe_router_load_balancing_type
-    words = [f"{args.num_experts} experts, {args.moe_router_topk} of a token, over {ranks} ranks"]
-    lockstep = refusals.lockstep_of(args)
-    words += [f"{lockstep} replicas in lockstep"] * (lockstep > 1)
-    words += [args.moe_router_score_function]
-    words += ["shared experts"] * bool(args.moe_shared_expert_intermediate_size)
-    words += [f"{args.moe_router_num_groups} groups"] * bool(args.moe_router_num_groups)
-    words += ["expert bias"] * args.moe_router_enable_expert_bias
-    words += [kinds if isinstance(kinds, str) else " and ".join(kinds)]
-    words += ["z-loss"] * bool(args.moe_z_loss_coeff)
-    if isinstance(args.moe_layer_freq, list):
-        words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]
-    return words
-
-
-def _window_in_words(args: Namespace) -> list[str]:
-    words = [f"{args.softmax_type} sinks"] * (args.softmax_type != "vanilla")
-    if args.window_size:
-        pattern = args.window_attn_skip_freq
-        layers = "" if pattern is None else f" in layers {''.join('fw'[kind] for kind in pattern)}"
-        words.append(f"windows of {args.window_size[0]} in front{layers}")
-    return words
 
 
 def _layout(raw: Namespace) -> list[list[str]] | None:

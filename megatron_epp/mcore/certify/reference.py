@@ -17,14 +17,16 @@ from megatron_epp.certify.batches import Frame, draw, letters_drawn
 from megatron_epp.certify.compare import whole
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.protocol import Prepared, Reference, Role
-from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import adapt, gradient
 from megatron_epp.mcore.certify.flags import describe, parsed, scaled
 from megatron_epp.mcore.certify.models import begin, join, plain_model
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.flags import refusals_as_value_errors
-from megatron_epp.mcore.refusals import lockstep_of, vocabulary_parallel
+from megatron_epp.mcore.model.kinds.experts import lockstep_of
+from megatron_epp.mcore.model.kinds.registry import letters_of_parts
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
 JITTER = 0.1
@@ -59,8 +61,7 @@ class Plain:
         for key, tensor in sorted(weights.items()):
             weights[key] = tensor + scale * generator.standard_normal(tensor.shape)
         fill(self.model, weights)
-        drawn = EXECUTABLE + OF_LATENTS * args.multi_latent_attention
-        letters = letters_drawn(drawn + OF_EXPERTS * bool(args.num_experts))
+        letters = letters_drawn(EXECUTABLE + letters_of_parts(args))
         self.frame = Frame(
             args.padded_vocab_size,
             small.layers,

@@ -13,18 +13,11 @@ from typing import Any
 
 from megatron_epp.certify.batches import CONTEXT
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.mcore.certify.scaled.experts import small_experts
-from megatron_epp.mcore.certify.scaled.latents import small_latents
-from megatron_epp.mcore.certify.scaled.layer_kinds import small_kinds
-from megatron_epp.mcore.model.hybrid.pattern import (
-    LATENT,
-    letters_of_layers,
-    pattern_of,
-    refuse_segments,
-    require_pattern,
-)
+from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
+from megatron_epp.mcore.certify.kept_layers import small_kinds
+from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers, pattern_of, refuse_segments
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import stage_layers
-from megatron_epp.mcore.refusals import vocabulary_parallel
 
 HEAD_SIZE = 8
 VOCABULARY = 61  # about: every tensor-parallel rank gets the same share
@@ -40,7 +33,8 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
     made = Namespace(**vars(args))
     made.num_layers = len(letters_of_layers(pattern))
     made.hybrid_layer_pattern, made.hybrid_override_pattern = pattern, None
-    made.multi_latent_attention |= LATENT in pattern
+    for part in MEGATRON_PARTS:
+        part.read_pattern(made, pattern)
     made.pipeline_model_parallel_size = stages
     require_pattern(made)
     refuse_segments(made)
@@ -100,7 +94,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     wanted = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else wanted
     query, key = heads(wanted, groups, tp, degrees.cp)
-    channels = args.qk_head_dim if args.multi_latent_attention else args.kv_channels
+    channels = model_sizes(args)["head_size"]
     width = channels * wanted / args.hidden_size if channels else 1.0
     hidden = max(1, round(query / width / tp)) * tp * HEAD_SIZE
     ffn = 4.0 if args.ffn_hidden_size is None else args.ffn_hidden_size / args.hidden_size
@@ -127,8 +121,9 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "tensor_model_parallel_size": tp,
         "context_parallel_size": degrees.cp,
     }
-    changed |= small_experts(args, hidden, tp) | small_kinds(args, stages, counts)
-    changed |= small_latents(args, hidden, tp, HEAD_SIZE)
+    changed |= small_kinds(args, stages, counts)
+    for part in MEGATRON_PARTS:
+        changed |= part.small(args, hidden, tp, HEAD_SIZE)
     first = args.decoder_first_pipeline_num_layers
     if first is not None and pattern is None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]

@@ -1,6 +1,7 @@
 """A chunk on its way through Megatron's layers, as their parameters of packed sequences."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -36,3 +37,9 @@ class ChunkParams(PackedSeqParams):
             state=state,
             positions=positions,
         )
+
+
+def state_of(arguments: dict[str, Any]) -> ChunkState | None:
+    """The chunk's state among the ``arguments`` of a layer's forward; None: it is no chunk."""
+    params = arguments.get("packed_seq_params")
+    return params.state if isinstance(params, ChunkParams) else None

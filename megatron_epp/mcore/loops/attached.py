@@ -14,14 +14,14 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
-from torch import nn
 
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import FULL
+from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.elastic_layers import PositionedRotary, install_in_model
+from megatron_epp.mcore.model.elastic_layers import install_in_model
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 _HERE = "_megatron_epp_attached"
@@ -53,17 +53,10 @@ class AttachedModel:
         self._chunk: ChunkParams | None = None
         self._again = False
         self._letters = ""
-        own = [layer.self_attention.core_attention.forward for layer in model.decoder.layers]
         self.stores_last_slice = attention.stores_last_slice
         install_in_model(model, self.context, attention)
-        for layer, plain in zip(model.decoder.layers, own, strict=True):
-            core = layer.self_attention.core_attention
-            core.forward = _by_params(core.forward, plain)
         for index, layer in enumerate(model.decoder.layers):
             layer.forward = self._whole(layer.forward, index)
-        rotary = getattr(model, "rotary_pos_emb", None)
-        if isinstance(rotary, PositionedRotary):
-            model.rotary_pos_emb = _RotaryOfEither(rotary.rotary, rotary.context, rotary.fused)
         model.forward = self._with_chunk(model.forward)
         if model.post_process:
             model._postprocess = self._head(model._postprocess)
@@ -174,7 +167,7 @@ def attach_to(
     (model,) = unwrap_model(list(chunks))
     if attached(model) is not None:
         raise ValueError("attach: this model is attached already")
-    reason = cannot_slice(model)
+    reason = limit_for("slices", model)
     if reason is not None:
         raise ValueError(f"attach: {reason}; whole micro-batches (install_schedule) can be run")
     try:
@@ -187,71 +180,3 @@ def attach_to(
             raise ValueError(f"attach(memory_gib={memory_gib}): expected more than 0")
         memory = ActivationBudget.of(model.config, model.vocab_size, memory_gib * GIB)
     return AttachedModel(model, adapter, chosen, head_again, memory)
-
-
-# Settings of the model's configuration with which slices would compute something else.
-_SETTINGS = {
-    "num_moe_experts": "mixture of experts",
-    "multi_latent_attention": "multi-latent attention",
-    "mtp_num_layers": "multi-token prediction",
-    "experimental_attention_variant": "an attention variant",
-    "fp8": "fp8",
-    "fp4": "fp4",
-    "attention_dropout": "dropout in attention",
-}
-_PLAIN = (None, False, 0, 0.0, "vanilla")
-
-
-def cannot_slice(model: Any) -> str | None:
-    """Why slices of ``model`` cannot be computed; None: they can."""
-    if type(model) is not GPTModel:
-        return f"a {type(model).__name__} computes no slices, expected Megatron's GPTModel"
-    config = model.config
-    for name, what in _SETTINGS.items():
-        if getattr(config, name, None) not in _PLAIN:
-            return f"slices do not compute {what} ({name})"
-    if config.context_parallel_size > 1:
-        return (
-            "slices are not spread over context-parallel ranks in loops, whose forward steps take "
-            "their own part of a micro-batch (context_parallel_size)"
-        )
-    window = config.window_size
-    if window and not (0 < window[0] < model.max_sequence_length and window[1] == 0):
-        return (
-            f"slices compute windows of inputs in front of a token, fewer than the context "
-            f"(window_size {window})"
-        )
-    if config.softmax_type not in ("vanilla", "learnable", "off-by-one"):
-        return f"slices do not compute a softmax of type {config.softmax_type} (softmax_type)"
-    if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
-        return f"slices do not compute positions of type {model.position_embedding_type}"
-    return None
-
-
-def _by_params(elastic: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A core attention's forward: ours for chunks, Megatron's for all else."""
-
-    def forward(*args: Any, **named: Any) -> Any:
-        chosen = elastic if isinstance(named.get("packed_seq_params"), ChunkParams) else plain
-        return chosen(*args, **named)
-
-    return forward
-
-
-class _RotaryOfEither(PositionedRotary):
-    """A chunk's own positions, and Megatron's for all else."""
-
-    def __init__(self, rotary: nn.Module, context: int, fused: bool):
-        super().__init__(rotary, context, fused)
-
-    def get_rotary_seq_len(self, *args: Any) -> int:
-        if args and isinstance(args[-1], ChunkParams):
-            return super().get_rotary_seq_len(*args)
-        self._positions = None
-        plain: Any = self.rotary
-        return plain.get_rotary_seq_len(*args)
-
-    def forward(self, length: int, *args: Any, **named: Any) -> Any:
-        if self._positions is None:
-            return self.rotary(length, *args, **named)
-        return super().forward(length)

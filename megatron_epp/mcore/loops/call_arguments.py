@@ -11,6 +11,8 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_epp.mcore.capabilities.table import limit_for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCall:
@@ -51,18 +53,6 @@ class LoopCall:
         return get_model_config(self.one_model)
 
 
-# Settings of the model's configuration that Megatron's schedules act on and ours do not.
-_SETTINGS = {
-    "overlap_moe_expert_parallel_comm": "experts' communication overlapped by two micro-batches",
-    "hybrid_context_parallel": "context parallelism by sample",
-    "moe_paged_stash": "a paged stash of experts' activations",
-    "fine_grained_activation_offloading": "offloaded activations",
-    "defer_embedding_wgrad_compute": "deferred weight gradients of the output layer",
-    "num_microbatches_with_partial_activation_checkpoints": "recompute for some micro-batches only",
-    "overlap_p2p_comm": "overlapped messages of an interleaved pipeline",
-}
-
-
 def not_ours(call: LoopCall, stages: int) -> str | None:
     """Why ``call`` is Megatron's to run, in a few words; None: it is ours."""
     if call.others:
@@ -79,15 +69,8 @@ def not_ours(call: LoopCall, stages: int) -> str | None:
         return "shapes that adjust_tensor_shapes_fn changes"
     if stages > 1 and (call.pg_collection is None) != (call.p2p_communicator is None):
         return "p2p_communicator without pg_collection"  # and its words on that
-    config = call.config
-    for name, what in _SETTINGS.items():
-        if getattr(config, name, None):
-            return f"{what} ({name})"
-    if getattr(config, "cuda_graph_impl", "none") == "local":
-        return "CUDA graphs (cuda_graph_impl local)"
-    ddp = getattr(call.one_model, "ddp_config", None)
-    if getattr(ddp, "use_megatron_fsdp", False):
-        return "Megatron FSDP"
+    if (reason := limit_for("calls", call)) is not None:
+        return reason
     if call.num_microbatches < 1:
         return "no micro-batch"
     return None

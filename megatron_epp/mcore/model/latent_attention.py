@@ -43,10 +43,19 @@ from megatron_epp.layers.recompute.outputs import (
     recomputable_all,
     saving_handles,
 )
-from megatron_epp.layers.recompute.wrap import wrap_consumer
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.mcore.model.attention import Attention, Heads
+from megatron_epp.mcore.model.elastic_attention import SingleRank, attention_of
+from megatron_epp.mcore.model.kinds.base import LayerPlace
 
 UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
+
+
+def install_latents(place: LayerPlace) -> None:
+    """Make the latent attention of a layer of the stage that of chunks."""
+    around, (own, whole, ulysses) = place.layer.self_attention, attention_of(place)
+    LatentLayer(around, own, whole, place.index, place.context, place.dropped, ulysses).install()
+    wrap_norm(place.layer.input_layernorm, place.dropped)
 
 
 class LatentLayer:
@@ -63,11 +72,10 @@ class LatentLayer:
         context: int,
         dropped: DroppedOutputs,
         ulysses: Ulysses | None,
-        alone: Any,
     ):
         self.around, self.attention, self.layer = around, attention, layer
         self.local = local
-        self.context, self.dropped, self.ulysses, self._alone = context, dropped, ulysses, alone
+        self.context, self.dropped, self.ulysses = context, dropped, ulysses
         self.stores_last_slice = attention.stores_last_slice
         self._latents = LatentsAttention(Heads.of(around.config).scale)
         self._made: _Made | None = None  # by project, for attend
@@ -210,7 +218,7 @@ class LatentLayer:
             table,
             config=self.around.config,
             mscale=factor,
-            cp_group=self._alone,
+            cp_group=SingleRank(),
             mla_rotary_interleaved=True,
         ).squeeze(1)
 
@@ -293,6 +301,6 @@ class _Made:
 
 def can_keep_latents(around: Any) -> bool:
     """Whether K and V can be made again from a kept latent by the weight alone: of Megatron's own
-    linear, with nothing around it and no norm in it."""
-    up = around.linear_kv_up_proj
-    return type(up) is ColumnParallelLinear and up.bias is None
+    linear, with nothing around it and no norm in it; also where a layer has no attention."""
+    up = getattr(around, "linear_kv_up_proj", None)
+    return up is None or (type(up) is ColumnParallelLinear and up.bias is None)

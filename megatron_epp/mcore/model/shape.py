@@ -8,23 +8,20 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import PLAIN_WORDS, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds
 from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages, pattern_of
-from megatron_epp.mcore.model.kinds import FLAGGED_PARTS, part_sizes
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, model_sizes, part_sizes
 
 
 def model_shape(args: Any) -> Model:
     """The model of Megatron's ``args``. ValueError: a pattern that is of other layers."""
     shapes = layer_shapes(args)
     names = _names(shapes)
-    latent = getattr(args, "multi_latent_attention", False)
-    heads = args.num_attention_heads
     return Model(
         name="megatron",
         layers=args.num_layers,
         hidden=args.hidden_size,
         ffn_hidden=args.ffn_hidden_size,
-        heads=heads,
-        kv_heads=heads if latent else args.num_query_groups or heads,
-        head_size=args.qk_head_dim if latent else args.kv_channels,
+        heads=args.num_attention_heads,
+        **model_sizes(args),
         vocabulary=args.padded_vocab_size,
         gated=bool(args.swiglu or getattr(args, "quick_geglu", False)),
         tied=not args.untie_embeddings_and_output_weights,
@@ -42,7 +39,7 @@ def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
 
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
     """Differences of each layer from a plain one, first layer first."""
-    there = [(part, part.layers(args)) for part in FLAGGED_PARTS]
+    there = [(part, part.layers(args)) for part in MEGATRON_PARTS]
     return tuple(
         LayerShape(**part_sizes(args, [part for part, layers in there if layers[at]]))
         for at in range(args.num_layers)

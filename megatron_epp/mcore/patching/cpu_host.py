@@ -23,7 +23,6 @@ Nothing happens on import. Where there is a CUDA GPU, ``install_cpu_host`` does 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import logging
 import os
@@ -152,8 +151,8 @@ def _refuse_unseen_gpus() -> None:
 def cpu_defaults() -> dict[str, Any]:
     """Megatron's arguments (by destination) that differ on a host without a GPU.
 
-    They are defaults: a user need not type them. ``refuse_gpu_flags`` names the flag that
-    contradicts one.
+    They are defaults: a user need not type them. The table of capabilities
+    names the flag that contradicts one.
     """
     return {destination: value for destination, (value, _) in _CPU_DEFAULTS.items()}
 
@@ -176,47 +175,6 @@ _CPU_DEFAULTS: dict[str, tuple[Any, str]] = {
     "apply_rope_fusion": (False, "--no-rope-fusion"),
     # A worker process per loader costs more than it saves with toy batches on two cores.
     "num_workers": (0, "--num-workers 0"),
-}
-
-
-def refuse_gpu_flags(args: argparse.Namespace) -> None:
-    """Refuse, by name, Megatron flags that need a GPU. ValueError: one line."""
-    for destination, (allowed, flag, instead) in _GPU_FLAGS.items():
-        value = getattr(args, destination, None)
-        if value not in allowed:
-            shown = flag if value is True else f"{flag} {value}"
-            raise ValueError(f"{shown}: this host has no CUDA GPU; {instead}")
-
-
-# destination: (values that work on a CPU, flag, what to do instead)
-_GPU_FLAGS: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "distributed_backend": (
-        ("gloo",),
-        "--distributed-backend",
-        "leave the flag out (gloo is taken)",
-    ),
-    "transformer_impl": (("local",), "--transformer-impl", "leave the flag out (local is taken)"),
-    "fp8": ((None, False), "--fp8-format", "train in --bf16 or float32"),
-    "fp4": ((None, False), "--fp4-format", "train in --bf16 or float32"),
-    "fp16": ((None, False), "--fp16", "train in --bf16 or float32"),
-    "cuda_graph_impl": ((None, "none"), "--cuda-graph-impl", "leave the flag out"),
-    "enable_cuda_graph": ((None, False), "--enable-cuda-graph", "leave the flag out"),
-    "tp_comm_overlap": ((None, False), "--tp-comm-overlap", "leave the flag out"),
-    "use_megatron_fsdp": ((None, False), "--use-megatron-fsdp", "use --use-distributed-optimizer"),
-    "use_torch_fsdp2": ((None, False), "--use-torch-fsdp2", "use --use-distributed-optimizer"),
-    "use_flash_attn": ((None, False), "--use-flash-attn", "leave the flag out"),
-    "optimizer_cpu_offload": ((None, False), "--optimizer-cpu-offload", "leave the flag out"),
-    "use_precision_aware_optimizer": (
-        (None, False),
-        "--use-precision-aware-optimizer",
-        "leave the flag out (it needs Transformer Engine)",
-    ),
-    "ddp_average_in_collective": (
-        (None, False),
-        "--ddp-average-in-collective",
-        "leave the flag out (gloo cannot average)",
-    ),
-    "async_save": ((None, False), "--async-save", "leave the flag out"),
 }
 
 

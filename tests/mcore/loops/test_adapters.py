@@ -159,7 +159,7 @@ def test_attach_says_what_slices_do_not_compute(changed, says) -> None:
     cpu_host.install_cpu_host()
     from megatron.core.models.gpt import GPTModel
 
-    from megatron_epp.mcore.loops.attached import cannot_slice
+    from megatron_epp.mcore.capabilities.table import limit_for
 
     plain = {
         "num_moe_experts": None,
@@ -175,5 +175,5 @@ def test_attach_says_what_slices_do_not_compute(changed, says) -> None:
         "max_sequence_length": 64,
         "position_embedding_type": positions,
     }
-    found = cannot_slice(model)
+    found = limit_for("slices", model)
     assert found is None if says is None else str(found).startswith(says)

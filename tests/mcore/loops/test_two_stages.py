@@ -136,9 +136,19 @@ def test_settings_that_only_megatron_acts_on() -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.loops.call_arguments import _SETTINGS, LoopCall, not_ours
+    from megatron_epp.mcore.capabilities.table import TABLE
+    from megatron_epp.mcore.loops.call_arguments import LoopCall, not_ours
 
-    for name in _SETTINGS:
+    rows = {row.what for row in TABLE if row.calls is not None}
+    for name in (
+        "overlap_moe_expert_parallel_comm",
+        "hybrid_context_parallel",
+        "moe_paged_stash",
+        "fine_grained_activation_offloading",
+        "defer_embedding_wgrad_compute",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "overlap_p2p_comm",
+    ):
         model = SimpleNamespace(config=SimpleNamespace(**{name: True}))
         call = LoopCall(
             forward_step_func=print,
@@ -149,3 +159,8 @@ def test_settings_that_only_megatron_acts_on() -> None:
             micro_batch_size=1,
         )
         assert name in (not_ours(call, 2) or "")
+        rows -= {row.what for row in TABLE if row.calls is not None and row.calls(call)}
+    assert {what.split(" (")[0] for what in rows} == {
+        "CUDA graphs",
+        "fully sharded data parallelism",
+    }

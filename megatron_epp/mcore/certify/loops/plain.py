@@ -18,11 +18,11 @@ from megatron_epp.certify.loops.micro_batches import (
 )
 from megatron_epp.certify.loops.results import LoopReference
 from megatron_epp.certify.protocol import Prepared
+from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.flags import parsed
 from megatron_epp.mcore.certify.reference import Plain
 from megatron_epp.mcore.certify.shards import shards
-from megatron_epp.mcore.refusals import vocabulary_parallel
 
 
 class PlainLoop(Plain):

@@ -24,10 +24,11 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_epp.ir import Plan
-from megatron_epp.layers.experts.current_chunk import CurrentChunk
+from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
 from megatron_epp.layers.experts.router_stats import Balancing, RouterStats
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
-from megatron_epp.layers.recompute.wrap import wrap_consumer
+from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_norm
+from megatron_epp.mcore.data.chunk_params import state_of
 from megatron_epp.mcore.model.experts.activation import wrap_activations
 from megatron_epp.mcore.model.experts.biases import mend_biases
 
@@ -40,8 +41,8 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
     """(index in its stage, MoE layer) of every layer of experts of this rank's GPTModel."""
     decoder = getattr(unwrap_model(model), "decoder", None)
     for index, layer in enumerate(() if decoder is None else decoder.layers):
-        if isinstance(layer.mlp, MoELayer):
-            yield index, layer.mlp
+        if isinstance(experts := getattr(layer, "mlp", None), MoELayer):
+            yield index, experts
 
 
 class ChunkRouter:
@@ -86,19 +87,22 @@ class ChunkRouter:
         return state.router_stats, state
 
 
-def install_in_experts(
-    layer: MoELayer, index: int, current_chunk: CurrentChunk, dropped: DroppedOutputs
-) -> None:
-    """Make a layer of experts compute chunks. ``dropped``: what the whole layer drops.
+def install_in_experts(layer: Any, index: int, dropped: DroppedOutputs) -> None:
+    """Make the experts of Megatron's ``layer`` compute chunks. ``dropped``: what it drops.
 
     What a recomputed norm gives goes to the shared experts first, then to the router.
     """
-    if layer.shared_experts is not None:
-        wrap_consumer(layer.shared_experts, dropped, last=False)
-    wrap_consumer(layer.router, dropped)
-    mend_biases(layer)
-    wrap_activations(layer, dropped)
-    ChunkRouter(layer.router, index, current_chunk)
+    experts, current_chunk = layer.mlp, CurrentChunk()
+    wrap_norm(layer.pre_mlp_layernorm, dropped)
+    if experts.shared_experts is not None:
+        wrap_consumer(experts.shared_experts, dropped, last=False)
+    wrap_consumer(experts.router, dropped)
+    mend_biases(experts)
+    wrap_activations(experts, dropped)
+    ChunkRouter(experts.router, index, current_chunk)
+    layer.forward = note_in_layer(layer.forward, current_chunk, state_of)
+    with taken_along(experts, current_chunk):
+        wrap_mlp(experts, dropped)
 
 
 # ------------------------------------------------------------------ an iteration

@@ -13,20 +13,8 @@ from itertools import islice
 
 from megatron_epp.mcore.config import PARTITION_AUTO
 
-ATTENTION, LATENT, MLP, EXPERTS = "*", "+", "-", "E"
-LETTERS = ATTENTION + LATENT + MLP + EXPERTS  # of the layers that --epp runs
-# Of others, what they are: they carry a state from token to token, or choose what they attend to.
-UNSUPPORTED_LETTERS = {
-    "M": "Mamba layers",
-    "G": "gated delta net layers",
-    "D": "layers of DeepSeek's sparse attention",
-}
 BORDER, FURTHER = "|", "/"  # between stages; in front of layers that predict further tokens
-_FLAG = "--hybrid-layer-pattern"
-_EXPECTED = (
-    "expected a letter for each layer, * (attention), + (latent attention), - (MLP) or E "
-    "(experts), and | between stages"
-)
+FLAG = "--hybrid-layer-pattern"
 
 
 def pattern_of(args: Namespace) -> str | None:
@@ -46,36 +34,6 @@ def further_of(pattern: str) -> str:
     return "".join(pattern.partition(FURTHER)[1:])
 
 
-def require_pattern(args: Namespace) -> None:
-    """Raise a ValueError unless the pattern of ``args``, flags as they are given, is one of
-    Megatron's, with segments that its pipeline's stages can share."""
-    pattern = pattern_of(args)
-    if pattern is None:
-        return
-    whole = f"{_FLAG} {pattern}"
-    main, *further = pattern.split(FURTHER)
-    known = set(LETTERS) | set(UNSUPPORTED_LETTERS)
-    for letter in main.replace(BORDER, "") + "".join(further):
-        if letter not in known:
-            raise ValueError(f"{whole}: {letter!r} stands for no layer; {_EXPECTED}")
-    letters = letters_of_layers(pattern)
-    if not letters:
-        raise ValueError(f"{whole}: no layer; {_EXPECTED}")
-    if ATTENTION in letters and (LATENT in letters or "D" in letters):
-        other = LATENT if LATENT in letters else "D"
-        raise ValueError(
-            f"{whole}: attention (*) and latent attention ({other}) in one model; expected one of "
-            "the two"
-        )
-    if (EXPERTS in letters) != bool(args.num_experts):
-        raise ValueError(
-            f"{whole}: {'layers' if EXPERTS in letters else 'no layer'} of experts (E), and "
-            f"--num-experts {args.num_experts or 'is not given'}; expected both or neither"
-        )
-    if not placed_by_time(args):
-        layers_of_stages(args)
-
-
 def placed_by_time(args: Namespace) -> bool:
     """Whether --epp-partition auto is to find where the stages of the pattern end."""
     pattern = pattern_of(args)
@@ -92,7 +50,7 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
     segments = pattern.partition(FURTHER)[0].split(BORDER)
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     ends = [count for count in (first, last) if count is not None]
-    whole = f"{_FLAG} {pattern}"
+    whole = f"{FLAG} {pattern}"
     if len(segments) > 1:
         if ends:
             raise ValueError(
@@ -125,7 +83,7 @@ def refuse_segments(args: Namespace) -> None:
     segments = len(layers_of_stages(args))
     if segments > stages:
         raise ValueError(
-            f"{_FLAG} {pattern}: {segments} segments for --pipeline-model-parallel-size {stages}: "
+            f"{FLAG} {pattern}: {segments} segments for --pipeline-model-parallel-size {stages}: "
             f"--epp does not run interleaved pipelines; expected {stages}, one for each stage"
         )
 

@@ -13,7 +13,6 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import (
@@ -21,7 +20,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class LocalHybridStack(HybridStack):
@@ -86,16 +85,6 @@ def local_stack_spec(config: Any) -> ModuleSpec:
             moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
         ),
     )
-
-
-def has_attention(layer: nn.Module) -> bool:
-    """Whether a layer of Megatron's has any."""
-    return not isinstance(layer.self_attention, IdentityOp)
-
-
-def has_mlp(layer: nn.Module) -> bool:
-    """Whether a layer of Megatron's has one, or experts."""
-    return not isinstance(layer.mlp, IdentityOp)
 
 
 def take_output_processor(model: HybridModel) -> None:

@@ -5,35 +5,24 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers, with_borders
-from megatron_epp.mcore.model.kinds import (
-    FlaggedAttention,
-    FlaggedExperts,
-    FlaggedWindow,
-    of_all_layers,
-)
-
-# Inputs that a query sees in front of it: drawn slices are shorter and longer.
-WINDOW = 7
+from megatron_epp.mcore.model.kinds.base import mask_of_layers
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 
 
 def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
     """The values that keep layers of every kind of Megatron's parsed ``args``; ``stages`` and
     ``counts``: layers of every stage before and after. ValueError: one line."""
-    experts, windows = FlaggedExperts.layers(args), FlaggedWindow.windowed(args)
-    bare, attention = _without_positions(args), FlaggedAttention.layers(args)
-    kinds = list(zip(experts, windows, bare, attention, strict=True))
-    chosen = kept_layers(kinds, stages, counts)
+    masks = {part: part.layers(args) for part in MEGATRON_PARTS}
+    bare = _without_positions(args)
+    # Two masks that tell the same layers apart, such as attention's and the MLP's, count once.
+    differ = {tuple(there == mask[0] for there in mask): mask for mask in (*masks.values(), bare)}
+    chosen = kept_layers(list(zip(*differ.values(), strict=True)), stages, counts)
     changed: dict[str, Any] = {}
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is not None:
         changed |= _small_pattern(pattern, chosen, counts)
-    elif args.num_experts:
-        kept = [int(experts[layer]) for layer in chosen]
-        changed["moe_layer_freq"] = 1 if all(kept) else kept
-    if args.window_size and args.window_size[0] >= 1:
-        changed["window_size"] = (WINDOW, *args.window_size[1:])
-        if args.window_attn_skip_freq is not None:
-            changed["window_attn_skip_freq"] = [int(windows[layer]) for layer in chosen]
+    for part, mask in masks.items():
+        changed |= part.in_layers(args, [mask[layer] for layer in chosen])
     if args.no_rope_freq is not None:
         changed["no_rope_freq"] = [int(bare[layer]) for layer in chosen]
     return changed
@@ -57,7 +46,7 @@ def _without_positions(args: Namespace) -> tuple[bool, ...]:
         return tuple(
             every is not None and number % every == 0 for number in range(1, args.num_layers + 1)
         )
-    return of_all_layers("--no-rope-freq", every, args.num_layers)
+    return mask_of_layers("--no-rope-freq", every, args.num_layers)
 
 
 def kept_layers(

@@ -1,0 +1,1 @@
+"""Features that do not run: one table, and who refuses by it."""

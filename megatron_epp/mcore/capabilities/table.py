@@ -1,0 +1,249 @@
+"""The table of what does not run: a row is a feature, where it does not, and what to do instead.
+
+docs/what_works.md is written from it. What layers do not run is handed in by their kinds
+(model/kinds/). Flags whose job a plan does are taken out on the command line before (replaced.py);
+where they come another way, as from a checkpoint's arguments or from a script's own, they are
+refused by rows here.
+"""
+
+from typing import Any, Literal
+
+from megatron_epp.mcore.model.kinds.registry import limits_of_parts
+from megatron_epp.mcore.model.limit import Limit, Said, given, not_computed, settings
+
+_LOOPS = "run whole micro-batches (install_schedule)"
+_SHARD = "use --use-distributed-optimizer"
+_FLOATS = "train in --bf16 or float32"
+_POSITIONS = ("rope", "learned_absolute", "none")
+
+
+def _needs_gpu(
+    flag: str, instead: str = "leave the flag out", *runs: Any, setting: str | None = None
+) -> Said:
+    """Text on ``flag`` where it has a value that neither is one of ``runs`` nor leaves it out."""
+
+    def said(args: Any) -> str | None:
+        value = getattr(args, setting or flag.removeprefix("--").replace("-", "_"), None)
+        if value in (runs or (None, False)):
+            return None
+        shown = flag if value is True else f"{flag} {value}"
+        return f"{shown}: this host has no CUDA GPU; {instead}"
+
+    return said
+
+
+def _any_of(*each: Said) -> Said:
+    return lambda asked_of: next(filter(None, (said(asked_of) for said in each)), None)
+
+
+def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Limit:
+    what = f"{flag} other than {runs[0]}" if runs else flag
+    return Limit(what, instead, no_gpu=_needs_gpu(flag, instead, *runs))
+
+
+def _other_model(model: Any) -> str | None:
+    from megatron.core.models.gpt import GPTModel
+
+    said = f"a {type(model).__name__} computes no slices, expected Megatron's GPTModel"
+    return None if type(model) is GPTModel else said
+
+
+def _spread(model: Any) -> str | None:
+    said = (
+        "slices are not spread over context-parallel ranks in loops, whose forward steps take "
+        "their own part of a micro-batch (context_parallel_size)"
+    )
+    return said if model.config.context_parallel_size > 1 else None
+
+
+def _positions(model: Any) -> str | None:
+    kind = model.position_embedding_type
+    return None if kind in _POSITIONS else f"slices do not compute positions of type {kind}"
+
+
+def _softmax(model: Any) -> str | None:
+    kind = model.config.softmax_type
+    said = f"slices do not compute a softmax of type {kind} (softmax_type)"
+    return None if kind in ("vanilla", "learnable", "off-by-one") else said
+
+
+def _graphs(call: Any) -> str | None:
+    local = getattr(call.config, "cuda_graph_impl", "none") == "local"
+    return "CUDA graphs (cuda_graph_impl local)" if local else None
+
+
+def _fully_sharded(call: Any) -> str | None:
+    ddp = getattr(call.one_model, "ddp_config", None)
+    return "Megatron FSDP" if getattr(ddp, "use_megatron_fsdp", False) else None
+
+
+TABLE: tuple[Limit, ...] = (
+    Limit(
+        "slices of other models than GPTModel in loops (HybridModel, others' own)",
+        _LOOPS,
+        slices=_other_model,
+    ),
+    Limit(
+        "interleaved pipelines (--virtual-pipeline-model-parallel-size and its kin)",
+        "leave them out: slices of long documents shrink the warm-up instead",
+        given(
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+        ),
+        calls=settings(overlap_p2p_comm="overlapped messages of an interleaved pipeline"),
+    ),
+    Limit(
+        "multi-token prediction (--mtp-num-layers, / in --hybrid-layer-pattern)",
+        "leave it out: it reads tokens behind the end of a slice",
+        given("mtp_num_layers", harmless=(0,)),
+        slices=not_computed(mtp_num_layers="multi-token prediction"),
+    ),
+    Limit(
+        "hybrid context parallelism (--hybrid-context-parallel)",
+        "leave it out: the plan cuts long documents; --context-parallel-size N spreads each chunk",
+        given("hybrid_context_parallel"),
+        calls=settings(hybrid_context_parallel="context parallelism by sample"),
+    ),
+    Limit("slices in loops over context-parallel ranks", _LOOPS, slices=_spread),
+    Limit(
+        "fully sharded data parallelism (--use-megatron-fsdp, --use-torch-fsdp2)",
+        "give --use-distributed-optimizer, which shards the optimizer's state",
+        given("use_megatron_fsdp", "use_torch_fsdp2"),
+        calls=_fully_sharded,
+        no_gpu=_any_of(
+            _needs_gpu("--use-megatron-fsdp", _SHARD), _needs_gpu("--use-torch-fsdp2", _SHARD)
+        ),
+    ),
+    Limit(
+        "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph)",
+        "leave them out: chunks have a new shape in every iteration",
+        given("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", harmless=("none",)),
+        calls=_graphs,
+        no_gpu=_any_of(
+            _needs_gpu("--cuda-graph-impl", "leave the flag out", None, "none"),
+            _needs_gpu("--enable-cuda-graph"),
+        ),
+    ),
+    Limit(
+        "fp8 and fp4 (--fp8-format, --fp4-format)",
+        "train in bf16",
+        given("fp8", "fp4"),
+        slices=not_computed(fp8="fp8", fp4="fp4"),
+        no_gpu=_any_of(
+            _needs_gpu("--fp8-format", _FLOATS, setting="fp8"),
+            _needs_gpu("--fp4-format", _FLOATS, setting="fp4"),
+        ),
+    ),
+    _gpu_only("--fp16", _FLOATS),
+    Limit(
+        "batch-size ramp-up (--rampup-batch-size, --step-batch-size-schedule)",
+        "give one --global-batch-size: the number of documents in every iteration",
+        given("rampup_batch_size", "step_batch_size_schedule"),
+    ),
+    Limit(
+        "static recompute (--recompute-granularity, --recompute-activations)",
+        "give --epp-memory-budget-gib: the plan says what each stage recomputes for each chunk",
+        given("recompute_granularity"),
+    ),
+    Limit(
+        "recompute of some micro-batches (num_microbatches_with_partial_activation_checkpoints)",
+        "leave it out",
+        calls=settings(
+            num_microbatches_with_partial_activation_checkpoints="recompute for some "
+            "micro-batches only"
+        ),
+    ),
+    Limit(
+        "offloading of activations (--cpu-offloading-num-layers, --fine-grained-...-offloading)",
+        "leave it out and give --epp-memory-budget-gib",
+        given(
+            "cpu_offloading",
+            "cpu_offloading_num_layers",
+            "fine_grained_activation_offloading",
+            harmless=(0,),
+        ),
+        calls=settings(fine_grained_activation_offloading="offloaded activations"),
+    ),
+    Limit(
+        "overlapped tensor-parallel communication (--tp-comm-overlap)",
+        "leave it out: its buffers have one fixed shape",
+        given("tp_comm_overlap"),
+        no_gpu=_needs_gpu("--tp-comm-overlap"),
+    ),
+    Limit(
+        "deferred embedding gradients (--defer-embedding-wgrad-compute)",
+        "leave it out",
+        given("defer_embedding_wgrad_compute"),
+        calls=settings(
+            defer_embedding_wgrad_compute="deferred weight gradients of the output layer"
+        ),
+    ),
+    Limit(
+        "position embeddings other than rope, yarn, learned_absolute, none "
+        "(--position-embedding-type; in slices of loops yarn, too)",
+        "use one of these four",
+        lambda args: args.position_embedding_type not in (*_POSITIONS, "yarn"),
+        slices=_positions,
+    ),
+    Limit(
+        "softmax of slices in loops other than vanilla, learnable, off-by-one (--softmax-type)",
+        "use one of these three",
+        slices=_softmax,
+    ),
+    Limit(
+        "micro-batches of several samples (--micro-batch-size above 1)",
+        "leave --micro-batch-size out: the planner decides what is computed together",
+        given("micro_batch_size", harmless=(1,)),
+    ),
+    Limit(
+        "loss averaged per micro-batch (--no-calculate-per-token-loss, with --eod-mask-loss)",
+        "leave it out: chunks of different sizes must weigh by their tokens",
+        lambda args: not args.calculate_per_token_loss,
+    ),
+    Limit(
+        "data paths with a layout of their own (--fim-data, --mock-data, ...)",
+        "give --data-path with a .bin/.idx corpus (scripts/prepare_corpus.py makes one)",
+        given(
+            "fim_data",
+            "mock_data",
+            "dataloader_inter_document_masking",
+            "reset_position_ids",
+            "reset_attention_mask",
+        ),
+    ),
+    Limit(
+        "skipped iterations and saved data loaders (--iterations-to-skip, --dataloader-save)",
+        "leave them out: the documents of an iteration follow from the samples consumed",
+        given("iterations_to_skip", "dataloader_save", harmless=([],)),
+    ),
+    Limit(
+        "another data loader (--dataloader-type)",
+        "leave it out: documents come in Megatron's order of samples",
+        given("dataloader_type", harmless=("external",)),
+    ),
+    Limit(
+        "heterogeneous models (--heterogeneous-layers-config-path, -encoded-json)",
+        "use a GPT model, or a HybridModel (megatron_epp.pretrain_hybrid)",
+        given("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    ),
+    *limits_of_parts(),
+    _gpu_only("--distributed-backend", "leave the flag out (gloo is taken)", "gloo"),
+    _gpu_only("--transformer-impl", "leave the flag out (local is taken)", "local"),
+    _gpu_only("--use-flash-attn"),
+    _gpu_only("--optimizer-cpu-offload"),
+    _gpu_only(
+        "--use-precision-aware-optimizer", "leave the flag out (it needs Transformer Engine)"
+    ),
+    _gpu_only("--ddp-average-in-collective", "leave the flag out (gloo cannot average)"),
+    _gpu_only("--async-save"),
+)
+
+
+def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any) -> str | None:
+    """Text on the first row that ``place`` does not run and ``asked_of`` asks for; None: none."""
+    for limit in TABLE:
+        asked = getattr(limit, place)
+        if asked is not None and (said := asked(asked_of)):
+            return f"--epp does not run {limit.what}: {limit.instead}" if said is True else said
+    return None

@@ -1,1 +1,0 @@
-"""Parts of a model made small: its experts, and which of its layers are kept."""

@@ -1,0 +1,131 @@
+"""A part of Megatron's layers: which flags ask for it, how it is made to compute chunks.
+
+It is the doing half of a class of :mod:`megatron_epp.cost.kinds`, which says what the part takes.
+By default a part has nothing to say: a class answers what it has. Megatron is imported inside of
+methods: flags are read, and refused, before it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_epp.cost.kinds.base import Part
+from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
+from megatron_epp.mcore.model.limit import Limit
+
+if TYPE_CHECKING:
+    from megatron_epp.layers.recompute.outputs import DroppedOutputs
+    from megatron_epp.mcore.model.attention import Attention
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a part is put in: Megatron's ``layer``, number ``index`` of its stage.
+
+    context     the most inputs of a document
+    attention   that the job computes with
+    dropped     what the layer drops, to be made again in backward
+    """
+
+    layer: Any
+    index: int
+    context: int
+    attention: Attention
+    dropped: DroppedOutputs
+
+
+class MegatronPart:
+    """A part of layers, by Megatron's parsed ``args`` and in its modules.
+
+    PRICED    its class in cost/kinds; None: it changes what another part takes
+    NAME      of layers that it is all of
+    LETTER    of such layers in a HybridModel's pattern; none: there are none
+    LETTERS   of all layers there that have it, if of others, too
+    ABSENT    fields of LayerShape of a layer without it
+    SLOT      attribute of Megatron's layer that holds its module; none: it has none of its own
+    TIMED     attributes of Megatron's layer that hold modules of it which selective recompute runs
+              again, by the name that recompute has of them
+    LIMITS    what it does not run
+    """
+
+    PRICED: type[Part] | None = None
+    NAME: str = ""
+    LETTER: str = ""
+    LETTERS: str = ""
+    ABSENT: ClassVar[dict[str, Any]] = {}
+    SLOT: str = ""
+    TIMED: ClassVar[dict[str, str]] = {}
+    LIMITS: tuple[Limit, ...] = ()
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        """Mask of the layers that have it: those of its letters; all of a model of whole layers."""
+        pattern = getattr(args, "hybrid_layer_pattern", None)
+        letters = self.LETTERS or self.LETTER
+        by_letter = tuple(letter in letters for letter in letters_of_layers(pattern or ""))
+        return by_letter or (True,) * args.num_layers
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        """Fields of LayerShape of a layer that has it."""
+        return {}
+
+    def model_sizes(self, args: Any) -> dict[str, Any]:
+        """Fields of the cost model's Model that it knows of."""
+        return {}
+
+    def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
+        """Values by destination with which the layers of ``mask`` have it, and no others."""
+        return {}
+
+    def words(self, args: Any) -> list[str]:
+        """Words that tell a profile of such a model from others'."""
+        return []
+
+    def require(self, args: Any, tp: int) -> None:
+        """Raise a ValueError where flags as they are given make no sense over ``tp`` ranks."""
+
+    def refuse(self, args: Any) -> None:
+        """Raise a ValueError where --epp cannot run what LIMITS do not name."""
+
+    def unfit_pattern(self, args: Any, letters: str) -> str | None:
+        """Why layers of these ``letters`` are no model of ``args``; None: they may be."""
+        return None
+
+    def read_pattern(self, args: Any, letters: str) -> None:
+        """Set in ``args`` what Megatron takes from the pattern."""
+
+    def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
+        """Values by destination that make it small, for a certificate. ValueError: one line."""
+        return {}
+
+    def small_words(self, args: Any) -> list[str]:
+        """Words on it for who reads a certificate."""
+        return []
+
+    def holds(self, module: Any) -> bool:
+        """Whether ``module``, in its slot, is of this kind."""
+        return False
+
+    def prepare(self, config: Any) -> None:
+        """Prepare, on every stage, what Megatron logs of a model of ``config``."""
+
+    def install(self, place: LayerPlace) -> None:
+        """Make it compute chunks."""
+        raise NotImplementedError
+
+    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what earlier slices, of ``context`` inputs, leave in the store, on this rank:
+        two tensors, or none. Asked of a layer that computes chunks."""
+        return ()
+
+    def stores_last_slice(self, layer: Any) -> bool:
+        """Whether last slices leave that, too."""
+        return False
+
+
+def mask_of_layers(flag: str, values: Sequence[int], layers: int) -> tuple[bool, ...]:
+    """Mask of all layers as ``flag`` gives it. ValueError: it speaks of more or of fewer."""
+    if len(values) != layers:
+        raise ValueError(f"{flag}: {len(values)} layers; expected --num-layers, {layers}")
+    return tuple(map(bool, values))

@@ -1,0 +1,314 @@
+"""Experts in the place of the dense MLP, in Megatron."""
+
+from collections.abc import Callable, Sequence
+from math import lcm
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.experts import ExpertPart
+from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart, mask_of_layers
+from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
+from megatron_epp.mcore.model.limit import Limit, given, not_computed, settings
+
+SMALL_EXPERTS = 8
+MOST_CHOSEN = 4
+MOST_GROUPS = 4
+_PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", "none"})
+
+
+def lockstep_of(args: Any) -> int:
+    """Replicas whose ranks hold one layer's experts together, and run in lockstep; 1: each replica
+    has them all. Neighbours, as Megatron spreads experts over the ranks of a stage in order."""
+    return max(1, _expert_ranks(args) // _dense_ranks(args)) if _experts(args) else 1
+
+
+def _experts(args: Any) -> bool:
+    return bool(getattr(args, "num_experts", None))
+
+
+def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    return lambda args: _experts(args) and bool(asked(args))
+
+
+def _expert_ranks(args: Any) -> int:
+    return int(args.expert_model_parallel_size * args.expert_tensor_parallel_size)
+
+
+def _dense_ranks(args: Any) -> int:
+    return int(args.tensor_model_parallel_size * args.context_parallel_size)
+
+
+def _balancing(args: Any) -> list[str]:
+    kinds = args.moe_router_load_balancing_type
+    return [kinds] if isinstance(kinds, str) else list(kinds)
+
+
+class MegatronExperts(MegatronPart):
+    """--num-experts, --moe-layer-freq or the pattern.
+
+    Scaled down are experts (to 8, or twice what a token chooses), experts of a token (to 4) and
+    widths. Kept: groups of experts and how many a token may reach, experts per rank of expert
+    parallelism at least two where the model has them, shared experts, how an expert's width and the
+    shared experts' compare with the hidden size.
+    """
+
+    PRICED, NAME, LETTER, SLOT = ExpertPart, "experts", "E", "mlp"
+    TIMED: ClassVar = MegatronMlp.TIMED
+    LIMITS = (
+        Limit(
+            "slices of mixtures of experts in loops (--num-experts)",
+            "run whole micro-batches (install_schedule)",
+            slices=not_computed(num_moe_experts="mixture of experts"),
+        ),
+        Limit(
+            "experts spread over parts of replicas (--expert-model-parallel-size times "
+            "--expert-tensor-parallel-size neither divides the tensor times the context ranks nor "
+            "is a multiple of them)",
+            "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
+            "--tensor-model-parallel-size times --context-parallel-size, or is a multiple of it",
+            _if_experts(
+                lambda args: (
+                    _expert_ranks(args) % _dense_ranks(args) != 0
+                    and _dense_ranks(args) % _expert_ranks(args) != 0
+                )
+            ),
+        ),
+        Limit(
+            "experts spread over replicas that exchange by gathering "
+            "(--moe-token-dispatcher-type allgather)",
+            "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
+            lambda args: lockstep_of(args) > 1 and args.moe_token_dispatcher_type == "allgather",
+        ),
+        Limit(
+            "experts spread over replicas whose matrices are split, too "
+            "(--expert-tensor-parallel-size above 1, by default the tensor ranks)",
+            "give --expert-tensor-parallel-size 1, and spread whole experts by "
+            "--expert-model-parallel-size",
+            lambda args: lockstep_of(args) > 1 and args.expert_tensor_parallel_size > 1,
+        ),
+        Limit(
+            "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
+            "leave it out, or give an --expert-model-parallel-size that divides "
+            "--tensor-model-parallel-size times --context-parallel-size",
+            lambda args: lockstep_of(args) > 1 and given("use_tp_pp_dp_mapping")(args),
+        ),
+        Limit(
+            "experts over tensor-parallel ranks that all hold the same rows",
+            "give --sequence-parallel, as Megatron asks in training",
+            _if_experts(
+                lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
+            ),
+        ),
+        Limit(
+            "biases of experts whose matrices are split (--expert-tensor-parallel-size above 1, by "
+            "default the tensor ranks)",
+            "give --expert-tensor-parallel-size 1, or --disable-bias-linear, as Megatron asks",
+            _if_experts(
+                lambda args: (
+                    getattr(args, "add_bias_linear", False) and args.expert_tensor_parallel_size > 1
+                )
+            ),
+        ),
+        Limit(
+            "balancing that depends on what is computed together (--moe-router-load-balancing-type "
+            "global_aux_loss, sinkhorn, quantile_balancing)",
+            "give aux_loss or seq_aux_loss, which are per document here, or none and "
+            "--moe-router-enable-expert-bias",
+            _if_experts(lambda args: not set(_balancing(args)) <= _PER_DOCUMENT),
+        ),
+        Limit(
+            "experts of limited capacity (--moe-expert-capacity-factor, "
+            "--moe-pad-expert-input-to-capacity)",
+            "leave them out: which tokens are dropped would depend on the plan; "
+            "--moe-aux-loss-coeff or --moe-router-enable-expert-bias keep experts balanced",
+            _if_experts(
+                lambda args: (
+                    (getattr(args, "moe_expert_capacity_factor", None) or -1) >= 0
+                    or given("moe_pad_expert_input_to_capacity", "moe_token_dropping")(args)
+                    or given("moe_expert_rank_capacity_factor")(args)
+                )
+            ),
+        ),
+        Limit(
+            "routing at random (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
+            "--moe-router-force-biased)",
+            "leave it out: a recomputed layer would choose other experts",
+            given(
+                "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased"
+            ),
+        ),
+        Limit(
+            "routing replay (--moe-enable-routing-replay)",
+            "leave it out: it replays first in, first out, and slices run backward in reverse",
+            given("moe_enable_routing_replay"),
+        ),
+        Limit(
+            "other exchanges of tokens (--moe-token-dispatcher-type flex)",
+            "give --moe-token-dispatcher-type alltoall or allgather",
+            _if_experts(given("moe_token_dispatcher_type", harmless=("allgather", "alltoall"))),
+        ),
+        Limit(
+            "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
+            "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
+            "leave them out: chunks of other documents keep the device busy",
+            given(
+                "moe_shared_expert_overlap",
+                "overlap_moe_expert_parallel_comm",
+                "delay_wgrad_compute",
+                "overlap_dispatch_backward_with_experts_wgrad",
+            ),
+            calls=settings(
+                overlap_moe_expert_parallel_comm="experts' communication overlapped by two "
+                "micro-batches"
+            ),
+        ),
+        Limit(
+            "a stash of experts' activations (moe_paged_stash)",
+            "leave it out",
+            calls=settings(moe_paged_stash="a paged stash of experts' activations"),
+        ),
+        Limit(
+            "experts on latents (--moe-latent-size)",
+            "leave it out: experts then take the hidden states",
+            given("moe_latent_size"),
+        ),
+        Limit(
+            "a dense model made one of experts at start (--moe-use-upcycling)",
+            "upcycle once without --epp, and load the checkpoint that it saves",
+            given("moe_use_upcycling"),
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        if not args.num_experts:
+            return (False,) * args.num_layers
+        every = args.moe_layer_freq
+        if getattr(args, "hybrid_layer_pattern", None):
+            return super().layers(args)
+        if isinstance(every, int):
+            return tuple(layer % every == 0 for layer in range(args.num_layers))
+        return mask_of_layers("--moe-layer-freq", every, args.num_layers)
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        return {
+            "experts": args.num_experts,
+            "active_experts": args.moe_router_topk,
+            "expert_hidden": args.moe_ffn_hidden_size or args.ffn_hidden_size,
+            "shared_hidden": args.moe_shared_expert_intermediate_size or 0,
+        }
+
+    def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
+        if not args.num_experts or getattr(args, "hybrid_layer_pattern", None) is not None:
+            return {}
+        return {"moe_layer_freq": 1 if all(mask) else [int(there) for there in mask]}
+
+    def words(self, args: Any) -> list[str]:
+        if not args.num_experts:
+            return []
+        hidden = args.moe_ffn_hidden_size or args.ffn_hidden_size
+        words = [f"{args.moe_router_topk} of {args.num_experts} experts of {hidden}"]
+        if args.moe_shared_expert_intermediate_size:
+            words.append(f"shared {args.moe_shared_expert_intermediate_size}")
+        if args.expert_model_parallel_size > 1:
+            words.append(f"ep {args.expert_model_parallel_size}")
+        if args.expert_tensor_parallel_size > 1:
+            words.append(f"etp {args.expert_tensor_parallel_size}")
+        return [*words, f"exchanged by {args.moe_token_dispatcher_type}"]
+
+    def require(self, args: Any, tp: int) -> None:
+        """Every rank must hold as many of the experts as any other, and a token can choose no more
+        than there are."""
+        experts = getattr(args, "num_experts", None)
+        if not experts:
+            return
+        ranks, chosen = args.expert_model_parallel_size, args.moe_router_topk
+        if experts % ranks:
+            raise ValueError(
+                f"--num-experts {experts}: does not divide over --expert-model-parallel-size "
+                f"{ranks}; expected a multiple of it"
+            )
+        if not 1 <= chosen <= experts:
+            raise ValueError(
+                f"--moe-router-topk {chosen}: expected 1 to {experts}, the number of --num-experts"
+            )
+        groups = getattr(args, "moe_router_num_groups", None)
+        if groups and experts % groups:
+            raise ValueError(
+                f"--num-experts {experts}: does not divide into --moe-router-num-groups {groups}; "
+                "expected a multiple of it"
+            )
+
+    def refuse(self, args: Any) -> None:
+        blocks, replicas = lockstep_of(args), getattr(args, "data_parallel_size", None)
+        if replicas is not None and replicas % blocks:
+            raise ValueError(
+                f"--expert-model-parallel-size {args.expert_model_parallel_size}: with "
+                f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} experts are "
+                f"spread over {blocks} replicas; expected that to divide the {replicas} of the job"
+            )
+
+    def unfit_pattern(self, args: Any, letters: str) -> str | None:
+        there = self.LETTER in letters
+        if there == bool(args.num_experts):
+            return None
+        return (
+            f"{'layers' if there else 'no layer'} of experts ({self.LETTER}), and --num-experts "
+            f"{args.num_experts or 'is not given'}; expected both or neither"
+        )
+
+    def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
+        if not args.num_experts:
+            return {}
+        self.require(args, tp)
+        ranks, chosen = args.expert_model_parallel_size, args.moe_router_topk
+        changed: dict[str, Any] = {}
+        if args.moe_router_num_groups:
+            groups = min(args.moe_router_num_groups, MOST_GROUPS)
+            reached = args.moe_router_group_topk or 1
+            of_group = max(1, min(2, chosen // reached))  # of a token, in each group it reaches
+            reached = max(1, min(reached, groups // 2))
+            chosen = reached * of_group
+            changed |= {"moe_router_num_groups": groups, "moe_router_group_topk": reached}
+            step, least = lcm(groups, ranks), groups * (of_group + 2)
+        else:
+            chosen = min(chosen, MOST_CHOSEN)
+            step, least = ranks, 2 * chosen
+        experts = -(-max(least, SMALL_EXPERTS) // step) * step
+        changed |= {"num_experts": min(experts, args.num_experts), "moe_router_topk": chosen}
+        for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+            if getattr(args, name):
+                share = min(getattr(args, name) / args.hidden_size, 4.0)
+                changed[name] = max(1, round(share * hidden / (8 * tp))) * 8 * tp
+        return changed
+
+    def small_words(self, args: Any) -> list[str]:
+        if not args.num_experts:
+            return []
+        ranks, lockstep = args.expert_model_parallel_size, lockstep_of(args)
+        chosen = f"{args.num_experts} experts, {args.moe_router_topk} of a token"
+        words = [f"{chosen}, over {ranks} ranks"]
+        words += [f"{lockstep} replicas in lockstep"] * (lockstep > 1)
+        words += [args.moe_router_score_function]
+        words += ["shared experts"] * bool(args.moe_shared_expert_intermediate_size)
+        words += [f"{args.moe_router_num_groups} groups"] * bool(args.moe_router_num_groups)
+        words += ["expert bias"] * args.moe_router_enable_expert_bias
+        words += [" and ".join(_balancing(args))]
+        words += ["z-loss"] * bool(args.moe_z_loss_coeff)
+        if isinstance(args.moe_layer_freq, list):
+            words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]
+        return words
+
+    def holds(self, module: Any) -> bool:
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+
+        return isinstance(module, MoELayer)
+
+    def prepare(self, config: Any) -> None:
+        from megatron_epp.mcore.model.experts.router import prepare_log
+
+        if config.num_moe_experts:
+            prepare_log(config)
+
+    def install(self, place: LayerPlace) -> None:
+        from megatron_epp.mcore.model.experts.router import install_in_experts
+
+        install_in_experts(place.layer, place.index, place.dropped)

@@ -1,0 +1,159 @@
+"""Multi-latent attention, in Megatron."""
+
+from math import lcm
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.latents import LatentPart
+from megatron_epp.mcore.config import AUTO
+from megatron_epp.mcore.model.kinds.base import LayerPlace
+from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
+from megatron_epp.mcore.model.limit import Limit, given, not_computed
+
+LEAST_RANK = 8
+
+
+class MegatronLatents(MegatronAttention):
+    """--multi-latent-attention.
+
+    Scaled down are sizes and ranks. Kept: whether queries have a latent, sizes of a head's parts
+    over one another, so that Q and K differ from V where they do, ranks over the hidden size, at
+    least 8. Every tensor-parallel rank makes the same part of a latent and of the rotary key.
+    """
+
+    PRICED, NAME, LETTER = LatentPart, "latent attention", "+"
+    ABSENT: ClassVar = {}
+    LIMITS = (
+        Limit(
+            "slices of multi-latent attention in loops (--multi-latent-attention)",
+            "run whole micro-batches (install_schedule)",
+            slices=not_computed(multi_latent_attention="multi-latent attention"),
+        ),
+        Limit(
+            "one product for both latents, and latents cached (--mla-down-proj-fusion, "
+            "--cache-mla-latents)",
+            "leave them out: the first saves one launch a chunk, the second is for inference",
+            given("mla_down_proj_fusion", "cache_mla_latents"),
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        if not getattr(args, "multi_latent_attention", False):
+            return (False,) * args.num_layers
+        return super().layers(args)
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        return {
+            "kv_rank": args.kv_lora_rank,
+            "query_rank": args.q_lora_rank or 0,
+            "rotary_size": args.qk_pos_emb_head_dim,
+            "value_size": args.v_head_dim,
+            "carries_latents": getattr(args, "epp_mla_keeps", "latents") != "expanded",
+        }
+
+    def model_sizes(self, args: Any) -> dict[str, Any]:
+        if not getattr(args, "multi_latent_attention", False):
+            return {}
+        return {"kv_heads": args.num_attention_heads, "head_size": args.qk_head_dim}
+
+    def words(self, args: Any) -> list[str]:
+        if not args.multi_latent_attention:
+            return []
+        sizes = f"{args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
+        ranks = f"latents {args.kv_lora_rank}, of queries {args.q_lora_rank or 'none'}"
+        return [f"{ranks}, heads of {sizes}, keeps {args.epp_mla_keeps}"]
+
+    def require(self, args: Any, tp: int) -> None:
+        """Megatron's own linears must make as many channels on each of ``tp`` ranks."""
+        if not args.multi_latent_attention:
+            return
+        names = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+        names += ["q_lora_rank"] * (args.q_lora_rank is not None)
+        for name in names:
+            if getattr(args, name) < 1:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} {getattr(args, name)}: expected at least 1")
+        rotary, both = args.qk_pos_emb_head_dim, args.kv_lora_rank + args.qk_pos_emb_head_dim
+        if rotary % 2:
+            raise ValueError(f"--qk-pos-emb-head-dim {rotary}: expected a multiple of 2")
+        if args.transformer_impl != "local":  # Transformer Engine's make all of them on every rank
+            return
+        over = f"over --tensor-model-parallel-size {tp}; expected a multiple of it"
+        if both % tp:
+            raise ValueError(
+                f"--kv-lora-rank {args.kv_lora_rank} and --qk-pos-emb-head-dim {rotary}: {both} "
+                f"channels do not divide {over}"
+            )
+        if (args.q_lora_rank or 0) % tp:
+            raise ValueError(f"--q-lora-rank {args.q_lora_rank}: does not divide {over}")
+
+    def refuse(self, args: Any) -> None:
+        if getattr(args, "multi_latent_attention", False):
+            self.require(args, args.tensor_model_parallel_size)
+        elif (keeps := getattr(args, "epp_mla_keeps", AUTO)) != AUTO:
+            raise ValueError(
+                f"--epp-mla-keeps {keeps}: the model has no multi-latent attention; leave the flag "
+                "out"
+            )
+
+    def unfit_pattern(self, args: Any, letters: str) -> str | None:
+        other = next((letter for letter in (self.LETTER, "D") if letter in letters), None)
+        if other is None or MegatronAttention.LETTER not in letters:
+            return None
+        return (
+            f"attention ({MegatronAttention.LETTER}) and latent attention ({other}) in one model; "
+            "expected one of the two"
+        )
+
+    def read_pattern(self, args: Any, letters: str) -> None:
+        args.multi_latent_attention |= self.LETTER in letters
+
+    def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
+        """``head_size``: of the part of Q and K that is not rotated."""
+        if not args.multi_latent_attention:
+            return {}
+        self.require(args, tp)
+        rotary = lcm(2, tp)
+
+        def rank(value: int) -> int:
+            return -(-max(LEAST_RANK, round(value / args.hidden_size * hidden)) // tp) * tp
+
+        def part(size: int, step: int) -> int:
+            return max(1, round(size / args.qk_head_dim * head_size / step)) * step
+
+        changed = {
+            "kv_lora_rank": rank(args.kv_lora_rank),
+            "qk_head_dim": head_size,
+            "qk_pos_emb_head_dim": part(args.qk_pos_emb_head_dim, rotary),
+            "v_head_dim": part(args.v_head_dim, 1),
+        }
+        if args.q_lora_rank is not None:
+            changed["q_lora_rank"] = rank(args.q_lora_rank)
+        return changed
+
+    def small_words(self, args: Any) -> list[str]:
+        if not args.multi_latent_attention:
+            return []
+        of_queries = "none" if args.q_lora_rank is None else args.q_lora_rank
+        heads = f"heads of {args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
+        return [f"latents of {args.kv_lora_rank}, of queries {of_queries}", heads]
+
+    def holds(self, module: Any) -> bool:
+        from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+        return isinstance(module, MultiLatentAttention)
+
+    def install(self, place: LayerPlace) -> None:
+        from megatron_epp.mcore.model.latent_attention import install_latents
+
+        install_latents(place)
+
+    def elastic(self, layer: Any) -> Any:
+        return layer.self_attention._run_core_attention.__self__
+
+    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
+        config, turned = layer.config, layer.config.qk_pos_emb_head_dim
+        if self.elastic(layer).attention.latents:
+            return (context, 1, config.kv_lora_rank), (context, 1, turned)
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        heads = config.num_attention_heads // ranks
+        return (context, heads, config.qk_head_dim + turned), (context, heads, config.v_head_dim)

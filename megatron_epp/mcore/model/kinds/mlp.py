@@ -1,0 +1,28 @@
+"""The dense MLP, in Megatron."""
+
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.mlp import MlpPart
+from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart
+
+
+class MegatronMlp(MegatronPart):
+    """An MLP, or experts in its place: in all layers but those of attention of a HybridModel."""
+
+    PRICED, NAME, LETTER, LETTERS = MlpPart, "MLP", "-", "-E"
+    ABSENT: ClassVar = {"mlp": False}
+    SLOT = "mlp"
+    TIMED: ClassVar = {"mlp": "mlp", "layernorm": "pre_mlp_layernorm"}
+
+    def holds(self, module: Any) -> bool:
+        from megatron.core.transformer.mlp import MLP
+
+        return isinstance(module, MLP)
+
+    def install(self, place: LayerPlace) -> None:
+        from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_norm
+
+        mlp = place.layer.mlp
+        wrap_norm(place.layer.pre_mlp_layernorm, place.dropped)
+        wrap_consumer(mlp.linear_fc1, place.dropped)
+        wrap_mlp(mlp, place.dropped)

@@ -1,0 +1,137 @@
+"""The registry of parts of Megatron's layers: nothing else of mcore knows which there are.
+
+A new kind of layer is a class here beside one of :mod:`megatron_epp.cost.kinds.layer`; whatever of
+Megatron's layers no class holds is refused.
+"""
+
+from argparse import Namespace
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron_epp.mcore.model.hybrid.pattern import (
+    BORDER,
+    FLAG,
+    FURTHER,
+    layers_of_stages,
+    letters_of_layers,
+    pattern_of,
+    placed_by_time,
+)
+from megatron_epp.mcore.model.kinds.base import MegatronPart
+from megatron_epp.mcore.model.kinds.experts import MegatronExperts
+from megatron_epp.mcore.model.kinds.latents import MegatronLatents
+from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
+from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
+from megatron_epp.mcore.model.kinds.window import MegatronWindow
+from megatron_epp.mcore.model.limit import Limit
+
+MEGATRON_PARTS: tuple[MegatronPart, ...] = (
+    MegatronAttention(),
+    MegatronLatents(),
+    MegatronMlp(),
+    MegatronExperts(),
+    MegatronWindow(),
+)
+# Letters of a HybridModel's layers that --epp runs; of others, what they are: they carry a state
+# from token to token, or choose what they attend to.
+LETTERS = {part.LETTER: part.NAME for part in MEGATRON_PARTS if part.LETTER}
+UNSUPPORTED_LETTERS = {
+    "M": "Mamba layers",
+    "G": "gated delta net layers",
+    "D": "layers of DeepSeek's sparse attention",
+}
+# Attributes of Megatron's layers that hold what computes.
+_SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")
+
+
+# ------------------------------------------------------------------ flags
+
+
+def part_sizes(args: Any, there: Collection[MegatronPart]) -> dict[str, Any]:
+    """Fields of LayerShape of a layer that has the parts ``there``."""
+    found: dict[str, Any] = {}
+    for part in MEGATRON_PARTS:
+        found |= part.sizes(args) if part in there else part.ABSENT
+    return found
+
+
+def model_sizes(args: Any) -> dict[str, Any]:
+    """Fields of the cost model's Model that the parts know of."""
+    return {name: size for part in MEGATRON_PARTS for name, size in part.model_sizes(args).items()}
+
+
+def letters_of_parts(args: Any) -> str:
+    """Recompute letters of the model that only layers with some part have."""
+    there = (part.PRICED for part in MEGATRON_PARTS if any(part.layers(args)))
+    return "".join(priced.LETTERS for priced in there if priced is not None)
+
+
+def _limit_of_letter(letter: str, what: str) -> Limit:
+    def asked(args: Any) -> bool:
+        return letter in (getattr(args, "hybrid_layer_pattern", None) or "")
+
+    return Limit(
+        f"{what} ({letter} in --hybrid-layer-pattern)",
+        f"use layers of {' '.join(LETTERS)} ({', '.join(LETTERS.values())}), or run without --epp",
+        asked,
+    )
+
+
+def limits_of_parts() -> tuple[Limit, ...]:
+    """Everything that layers do not run."""
+    letters = (_limit_of_letter(*one) for one in UNSUPPORTED_LETTERS.items())
+    return (*(limit for part in MEGATRON_PARTS for limit in part.LIMITS), *letters)
+
+
+def require_pattern(args: Namespace) -> None:
+    """Raise a ValueError unless the pattern of ``args``, flags as they are given, is one of
+    Megatron's, with segments that its pipeline's stages can share."""
+    pattern = pattern_of(args)
+    if pattern is None:
+        return
+    whole = f"{FLAG} {pattern}"
+    said = [f"{letter} ({name})" for letter, name in LETTERS.items()]
+    expected = f"expected a letter for each layer, {', '.join(said[:-1])} or {said[-1]}, and "
+    expected += f"{BORDER} between stages"
+    for letter in pattern.replace(BORDER, "").replace(FURTHER, ""):
+        if letter not in LETTERS and letter not in UNSUPPORTED_LETTERS:
+            raise ValueError(f"{whole}: {letter!r} stands for no layer; {expected}")
+    letters = letters_of_layers(pattern)
+    if not letters:
+        raise ValueError(f"{whole}: no layer; {expected}")
+    for part in MEGATRON_PARTS:
+        if (reason := part.unfit_pattern(args, letters)) is not None:
+            raise ValueError(f"{whole}: {reason}")
+    if not placed_by_time(args):
+        layers_of_stages(args)
+
+
+# ------------------------------------------------------------------ Megatron's modules
+
+
+def layer_parts(layer: Any) -> tuple[MegatronPart, ...]:
+    """The parts that a layer of Megatron's has. ValueError: one of them is of no kind here."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    found = []
+    for slot in _SLOTS:
+        module = getattr(layer, slot, None)
+        if module is None or isinstance(module, IdentityOp):
+            continue
+        part = next((p for p in MEGATRON_PARTS if slot == p.SLOT and p.holds(module)), None)
+        if part is None:
+            raise ValueError(
+                f"layer {layer.layer_number}: its {slot} is a {type(module).__name__}, a kind that "
+                f"--epp does not run; expected {', '.join(LETTERS.values())}"
+            )
+        found.append(part)
+    return tuple(found)
+
+
+def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
+    """Modules of ``layer`` whose forward is timed alone, by the name that recompute has of them."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for part in layer_parts(layer):
+        for name, attribute in part.TIMED.items():
+            found[name] = (*found.get(name, ()), getattr(layer, attribute))
+    return found

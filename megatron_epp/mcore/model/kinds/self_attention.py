@@ -1,0 +1,63 @@
+"""Attention over heads, in Megatron."""
+
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.attention import AttentionPart
+from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart
+from megatron_epp.mcore.model.limit import Limit, given, not_computed
+
+
+class MegatronAttention(MegatronPart):
+    """Attention: in all layers but the MLPs and experts of a HybridModel."""
+
+    PRICED, NAME, LETTER, LETTERS = AttentionPart, "attention", "*", "*+"
+    ABSENT: ClassVar = {"attention": False}
+    SLOT = "self_attention"
+    TIMED: ClassVar = {"layernorm": "input_layernorm"}
+    LIMITS: tuple[Limit, ...] = (
+        Limit(
+            "other attention variants (--experimental-attention-variant)",
+            "use plain softmax attention, or run without --epp",
+            given("experimental_attention_variant"),
+            slices=not_computed(experimental_attention_variant="an attention variant"),
+        ),
+        Limit(
+            "clipping and logging of attention logits (--qk-clip, --log-max-attention-logit)",
+            "leave them out: the attention of slices keeps no largest logit",
+            given("qk_clip", "log_max_attention_logit"),
+        ),
+        Limit(
+            "dropout in attention (--attention-dropout above 0)",
+            "give --attention-dropout 0: how a document is cut must not change its loss",
+            given("attention_dropout", harmless=(0,)),
+            slices=not_computed(attention_dropout="dropout in attention"),
+        ),
+    )
+
+    def model_sizes(self, args: Any) -> dict[str, Any]:
+        groups = args.num_query_groups or args.num_attention_heads
+        return {"kv_heads": groups, "head_size": args.kv_channels}
+
+    def holds(self, module: Any) -> bool:
+        from megatron.core.transformer.attention import Attention
+        from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+        return isinstance(module, Attention) and not isinstance(module, MultiLatentAttention)
+
+    def install(self, place: LayerPlace) -> None:
+        from megatron_epp.mcore.model.elastic_attention import install_heads
+
+        install_heads(place)
+
+    def elastic(self, layer: Any) -> Any:
+        """The elastic module that replaces the layer's attention."""
+        return layer.self_attention.core_attention.forward
+
+    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
+        config = layer.config
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        heads = max(1, config.num_query_groups // ranks)
+        return ((context, heads, config.kv_channels),) * 2
+
+    def stores_last_slice(self, layer: Any) -> bool:
+        return bool(self.elastic(layer).stores_last_slice)

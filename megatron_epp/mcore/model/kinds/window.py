@@ -1,0 +1,79 @@
+"""A window of attention, in Megatron."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_epp.mcore.model.kinds.base import MegatronPart, mask_of_layers
+from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
+from megatron_epp.mcore.model.limit import Limit
+
+# Inputs that a query of a small model sees in front of it: drawn slices are shorter and longer.
+WINDOW = 7
+
+
+def _slices_window(model: Any) -> str | None:
+    window = model.config.window_size
+    if not window or (0 < window[0] < model.max_sequence_length and window[1] == 0):
+        return None
+    return (
+        "slices compute windows of inputs in front of a token, fewer than the context (window_size "
+        f"{window})"
+    )
+
+
+def _flags_window(args: Any) -> bool:
+    window = getattr(args, "window_size", None)
+    fits = not window or (len(window) == 2 and 1 <= window[0] < args.seq_length and window[1] == 0)
+    return not fits
+
+
+class MegatronWindow(MegatronPart):
+    """--window-size, --window-attn-skip-freq, of layers with attention."""
+
+    LETTERS = MegatronAttention.LETTERS
+    LIMITS = (
+        Limit(
+            "windows that are not W inputs in front of each, fewer than the context "
+            "(--window-size)",
+            "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
+            _flags_window,
+            slices=_slices_window,
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        attention = super().layers(args)
+        if not getattr(args, "window_size", None):
+            return (False,) * args.num_layers
+        skip = args.window_attn_skip_freq
+        if skip is None:
+            return attention
+        if isinstance(skip, int):
+            windowed = tuple(number % skip != 0 for number in range(1, args.num_layers + 1))
+        else:
+            windowed = mask_of_layers("--window-attn-skip-freq", skip, args.num_layers)
+        return tuple(a and b for a, b in zip(attention, windowed, strict=True))
+
+    def sizes(self, args: Any) -> dict[str, Any]:
+        return {"window": args.window_size[0] + 1}
+
+    def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
+        if not args.window_size or args.window_attn_skip_freq is None:
+            return {}  # all layers of attention
+        return {"window_attn_skip_freq": [int(there) for there in mask]}
+
+    def words(self, args: Any) -> list[str]:
+        return [f"window {args.window_size[0]}"] if args.window_size else []
+
+    def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
+        if not args.window_size or args.window_size[0] < 1:
+            return {}
+        return {"window_size": (WINDOW, *args.window_size[1:])}
+
+    def small_words(self, args: Any) -> list[str]:
+        words = [f"{args.softmax_type} sinks"] * (args.softmax_type != "vanilla")
+        if args.window_size:
+            pattern = args.window_attn_skip_freq
+            layers = "" if pattern is None else f" in layers {''.join('fw'[w] for w in pattern)}"
+            words.append(f"windows of {args.window_size[0]} in front{layers}")
+        return words
