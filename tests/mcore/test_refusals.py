@@ -16,7 +16,11 @@ from megatron_epp.ir import Kind, Op, Plan, Span, Step
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.recompute import LETTERS
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_LATENTS
-from megatron_epp.mcore.capabilities.refusals import refuse, require_equal_stages
+from megatron_epp.mcore.capabilities.refusals import (
+    refuse,
+    refuse_gpu_flags,
+    require_equal_stages,
+)
 from megatron_epp.mcore.capabilities.table import TABLE
 from megatron_epp.mcore.config import Config, add_arguments
 from tests.mcore.runs import ROOT, command, environment, flags, train, write_corpus
@@ -194,6 +198,40 @@ def test_every_refusal_is_tested():
         next(row.what for row in rows if row.epp(Wanted(**change))) for change, _ in cases
     }
     assert refused_by == {row.what for row in rows}
+
+
+GPU_ONLY = {
+    "distributed_backend": "nccl",
+    "transformer_impl": "transformer_engine",
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "fp16": True,
+    "tp_comm_overlap": True,
+    "use_megatron_fsdp": True,
+    "use_torch_fsdp2": True,
+    "use_flash_attn": True,
+    "optimizer_cpu_offload": True,
+    "use_precision_aware_optimizer": True,
+    "ddp_average_in_collective": True,
+    "async_save": True,
+}
+
+
+def test_what_needs_a_gpu_is_refused_without_one():
+    cpu = {"distributed_backend": "gloo", "transformer_impl": "local"}
+    refuse_gpu_flags(argparse.Namespace(**cpu))
+    rows = {row.what for row in TABLE if row.no_gpu is not None}
+    for name, value in GPU_ONLY.items():
+        wanted = argparse.Namespace(**{**cpu, name: value})
+        with pytest.raises(ValueError, match=r"^--.+: this host has no CUDA GPU; ") as refusal:
+            refuse_gpu_flags(wanted)
+        flag = f"--{name.replace('_', '-')}"
+        shown = flag if value is True else f"{flag}-format" if name.startswith("fp") else flag
+        assert str(refusal.value).startswith(shown if value is True else f"{shown} {value}: ")
+        rows -= {row.what for row in TABLE if row.no_gpu is not None and row.no_gpu(wanted)}
+    assert not rows
 
 
 def test_flags_are_the_fields_of_the_configuration():
