@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+__version__ = "0.1.0"  # pyproject.toml and CITATION.cff's test read it here
+
 
 def add_arguments(parser: Any) -> Any:
     """Add the ``--epp`` flags to Megatron's parser: an ``extra_args_provider`` for scripts of your

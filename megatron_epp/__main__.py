@@ -8,16 +8,20 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 if sys.version_info < (3, 12):  # noqa: UP036  (whoever runs an older one is told)
     print(
         f"megatron_epp: error: this is Python {sys.version.split()[0]}; expected 3.12 or newer "
-        "(scripts/setup_env.sh makes .venv/bin/python)",
+        "(in a checkout, scripts/setup_env.sh makes .venv/bin/python)",
         file=sys.stderr,
     )
     sys.exit(2)
 
 from megatron_epp.cli.options import DOING, PROGRAM, parse
+
+# What brings a missing package, where pip install megatron-epp alone does not (pyproject.toml).
+_EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,9 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: error: {text}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").split(".")[0], "")
         print(
-            f"{PROGRAM}: error: this needs {error.name}, which is not installed; "
-            "bash scripts/setup_env.sh makes .venv/bin/python with all that is needed",
+            f"{PROGRAM}: error: this needs {error.name}, which is not installed: pip install "
+            f"'megatron-epp{extra}', or in a checkout bash scripts/setup_env.sh",
             file=sys.stderr,
         )
         return 2
@@ -63,6 +68,9 @@ def _doing(command: str, rest: Sequence[str]) -> int:
     """The commands of the doing tower, which needs torch and Megatron."""
     # Before the import: torch and Megatron take long to load, and every process loads them.
     import_module("megatron_epp.cli.megatron_flags").require_known(command, rest)
+    for name, extra in _EXTRAS.items():
+        if extra == "[train]" and find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
     entry = import_module(f"megatron_epp.mcore.{DOING[command]}").main
     return entry(list(rest)) or 0
 

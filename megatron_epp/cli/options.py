@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_epp import __version__
+
 PROGRAM = "megatron_epp"
 COMMANDS = {
     "plan": "plan one batch of documents, and print the plan",
@@ -66,7 +68,7 @@ def parser(chosen: str | None = None) -> Parser:
         description="Elastic Pipeline Parallelism: plan, compare, simulate, draw and check.",
         epilog="Each command explains itself: python -m megatron_epp plan --help",
     )
-    root.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
+    root.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     # Not required here: the refusal below names the commands and the near ones.
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -116,12 +118,3 @@ def _unknown(word: str, known: Sequence[str], command: str | None) -> str:
     else:
         hint = f"see {PROGRAM} {command or ''} --help".replace("  ", " ")
     return f"unknown {what} {word!r}; {hint}"
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("megatron-epp")
-    except PackageNotFoundError:
-        return "from a checkout"

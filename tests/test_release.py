@@ -1,0 +1,186 @@
+"""What is published: a source distribution, the wheel that is built from it, and a Python that has
+the wheel and what it says that it needs, outside of any checkout."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import megatron_epp
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = megatron_epp.__version__
+# What stands in a checkout and in no distribution: what git ignores, mostly.
+NOT_COPIED = shutil.ignore_patterns(
+    ".*", "__pycache__", "*.egg-info", "build", "dist", "outputs", "quickstart", "*.bin", "*.idx"
+)
+
+
+def built(kind: str, source: Path, into: Path) -> Path:
+    """The ``kind`` (sdist, wheel) of ``source``, as ``python -m build --no-isolation`` makes it."""
+    program = f"from setuptools.build_meta import *; build_{kind}({str(into)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (found,) = into.iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, folder / "checkout", ignore=NOT_COPIED)
+    (folder / "made").mkdir()
+    made = built("sdist", folder / "checkout", folder / "made")
+    with tarfile.open(made) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / f"megatron_epp-{VERSION}"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory) -> Path:
+    return built("wheel", sdist, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_sdist_has_what_users_of_a_wheel_lack(sdist: Path) -> None:
+    """README, "After pip install", says that these are there."""
+    for name in (
+        "examples/pretrain_gpt_epp.sh",
+        "examples/slurm/pretrain_llama_7b.sbatch",
+        "scripts/gpu/gpu_day.sh",
+        "scripts/prepare_corpus.py",
+        "scripts/upstream/check_upstream.py",
+        "requirements.txt",
+        "docs/loops.md",
+        "tests/golden/00-wlb.plan",
+        "CITATION.cff",
+    ):
+        assert (sdist / name).read_bytes() == (ROOT / name).read_bytes(), name
+
+
+def test_the_wheel_has_all_of_the_package_its_licence_and_nothing_else(wheel: Path) -> None:
+    folder = ROOT / "megatron_epp"
+    ours = {
+        str(path.relative_to(ROOT))
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        about = f"megatron_epp-{VERSION}.dist-info"
+        text = archive.read(f"{about}/METADATA").decode()
+        for name in ("LICENSE", "NOTICE"):
+            assert archive.read(f"{about}/licenses/{name}") == (ROOT / name).read_bytes()
+    assert {name for name in names if not name.startswith(about)} == ours
+    assert "License-Expression: Apache-2.0\n" in text
+    assert f"Version: {VERSION}\n" in text
+
+
+def test_the_version_is_said_once_and_told_everywhere() -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert re.search(rf"^version: {VERSION}$", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert re.search(rf"^## {VERSION}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+
+
+def packages(*names: str) -> set[Path]:
+    """Folders and files at the top of site-packages that the distributions ``names`` own."""
+    return {
+        Path(found.locate_file(file.parts[0]))
+        for found in map(metadata.distribution, names)
+        for file in found.files or ()
+        if file.parts[0] != ".."
+    }
+
+
+@pytest.fixture(scope="module")
+def outside(wheel: Path, tmp_path_factory) -> Path:
+    """A Python with the wheel, installed by pip, and of these tests' packages only those that
+    planning needs; pip may fetch nothing."""
+    folder = tmp_path_factory.mktemp("outside")
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    (site,) = (folder / "env" / "lib").glob("python3*/site-packages")
+    for path in packages("numpy", "numba", "llvmlite", "highspy", "tqdm"):
+        if path.exists() and path.name != "__pycache__":
+            (site / path.name).symlink_to(path)
+    python = folder / "env" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*pip, "install", "--no-index", wheel], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def run(outside: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The installed command. Not compiled: that takes longer than all else here."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
+    return subprocess.run(
+        [outside / "env" / "bin" / "megatron-epp", *words],
+        cwd=outside,
+        env=environment | {"NUMBA_DISABLE_JIT": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_installed_command_plans_compares_and_draws(outside: Path) -> None:
+    (outside / "lengths.txt").write_text("\n".join(map(str, (9000, 1500, 900, 300, 12, 4000))))
+    batch = ("--lengths", "lengths.txt", "--model", "llama3-8b", "--pp", "2", "--tp", "8")
+    done = run(outside, "compare", *batch, "--device", "h100-80g")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^epp +[\d.]+ ", done.stdout, re.M), done.stdout
+    assert run(outside, "plan", *batch, "--device", "h100-80g", "-o", "x.plan").returncode == 0
+    for picture in ("x.svg", "x.html"):
+        done = run(outside, "draw", "x.plan", "-o", picture)
+        assert done.returncode == 0, done.stderr
+        assert (outside / picture).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--version"], f"megatron_epp {VERSION}\n"),
+        (["draw", "x.plan", "-o", "x.png"], "pip install 'megatron-epp[plots]'"),
+        (["certify", "--pp", "2"], "pip install 'megatron-epp[train]'"),
+    ],
+)
+def test_what_is_not_there_is_named_with_the_extra_that_brings_it(
+    outside: Path, words: list[str], told: str
+) -> None:
+    (outside / "x.plan").write_text((ROOT / "tests" / "golden" / "31-wlb.plan").read_text())
+    done = run(outside, *words)
+    assert told in done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("\n") == 1
+
+
+def test_the_ranges_hold_what_the_requirements_pin() -> None:
+    """Every pin is allowed, and nothing is allowed that no pin is tested with."""
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *extras["train"], *extras["plots"], *extras["dev"]]
+    ranges = {one.name: one for one in map(Requirement, asked) if one.name != "megatron-epp"}
+    text = (ROOT / "requirements.txt").read_text()
+    pins = dict(re.findall(r"^([\w\-]+)==([\w.]+)", text, re.M))
+    assert set(ranges) == set(pins)
+    for name, pin in pins.items():
+        assert ranges[name].specifier.contains(pin), (name, pin)
+    gpu = Requirement(extras["gpu"][1])
+    (pin,) = re.findall(
+        r"^transformer-engine\[core_cu13,pytorch\]==([\w.]+)",
+        (ROOT / "requirements-gpu.txt").read_text(),
+        re.M,
+    )
+    assert gpu.name == "transformer-engine" and gpu.specifier.contains(pin)
