@@ -15,11 +15,12 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from megatron_epp.cost.catalogue.json_values import Limits, json_value, read_value
 from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind
 
@@ -299,8 +300,8 @@ class Profile(LayerFigures):
 
     def to_json(self) -> str:
         """Readable text; ``from_json(to_json()) == self``."""
-        first = {name: _plain(getattr(self, name)) for name in ("provenance", "tp", "cp")}
-        return json.dumps({"profile": VERSION, **first, **_plain(self)}, indent=1) + "\n"
+        first = {name: json_value(getattr(self, name)) for name in ("provenance", "tp", "cp")}
+        return json.dumps({"profile": VERSION, **first, **json_value(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str = "the text") -> "Profile":
@@ -329,86 +330,6 @@ def layer_figures(of: LayerFigures) -> LayerFigures:
 # ------------------------------------------------------------------ JSON
 
 
-def _plain(value: Any) -> Any:
-    """``value`` as JSON knows it: dataclasses as objects, kinds as their letters."""
-    if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, Mapping):
-        return {
-            key.value if isinstance(key, Kind) else str(key): _plain(item)
-            for key, item in value.items()
-        }
-    return value
-
-
-type _Reader = Callable[[Any], Any]
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        number = float(value)
-        if math.isfinite(number) and number >= 0:
-            return number
-    raise ValueError(f"{value!r}: expected a number of at least 0")
-
-
-def _routing(value: Any) -> float:
-    if (number := _number(value)) < 1:
-        raise ValueError(f"{value!r}: expected a number of at least 1")
-    return number
-
-
-def _whole(least: int) -> _Reader:
-    def read(value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{value!r}: expected a whole number of at least {least}")
-        return value
-
-    return read
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{value!r}: expected true or false")
-    return value
-
-
-def _flat[T](kind: type[T]) -> Callable[[Any], T]:
-    """A reader of a flat dataclass: an object with exactly its fields."""
-
-    def read(value: Any) -> T:
-        names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        if not isinstance(value, dict) or set(value) != names:
-            raise ValueError(f"expected an object with {', '.join(sorted(names))}")
-        return kind(**value)
-
-    return read
-
-
-def _by(names: Mapping[str, Any], read: _Reader, every: bool = True) -> _Reader:
-    """A reader of an object that has ``every`` one of ``names``, or some, as a mapping from what
-    they stand for."""
-
-    def read_all(value: Any) -> dict:
-        there = set(value) if isinstance(value, dict) else {None}
-        if not (there == set(names) if every else there <= set(names)):
-            some = "" if every else "some of "
-            raise ValueError(f"expected an object with {some}{', '.join(names)}")
-        return {names[name]: read(item) for name, item in value.items()}
-
-    return read_all
-
-
-def _by_degree(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or not all(_DEGREE.fullmatch(key) for key in value):
-        raise ValueError("expected an object from degree to bytes per second")
-    rates = {int(key): _number(item) for key, item in value.items()}
-    if min(rates.values(), default=1.0) < 1:
-        raise ValueError("expected rates of at least 1")
-    return rates
-
-
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
@@ -429,31 +350,43 @@ def _kinds(value: Any) -> dict[str, LayerFigures]:
 _OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
 _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _LETTER_NAMES = {letter: letter for letter in LETTERS}
-# How to read a field: by its name, else by its type.
-_READERS: Mapping[Any, _Reader] = {
-    "tp": _whole(1),
-    "cp": _whole(1),
-    "routing": _routing,
-    "context_seconds": _by(_OP_NAMES, _number, every=False),
-    "exchange_seconds": _by(_OP_NAMES, _number, every=False),
-    "head_seconds": _by(_HEAD_NAMES, _flat(Seconds), every=False),
-    "head_workspace_bytes": _by(_HEAD_NAMES, _flat(Workspace), every=False),
-    "forward_workspace_bytes": _by(_LETTER_NAMES, _flat(Workspace), every=False),
-    float: _number,
-    int: _whole(0),
-    bool: _flag,
-    str: kind_name,
-    Bytes: _flat(Bytes),
-    States: _flat(States),
-    Provenance: _flat(Provenance),
-    Mapping[Kind, float]: _by(_OP_NAMES, _number),
-    Mapping[Kind, Seconds]: _by(_OP_NAMES, _flat(Seconds)),
-    Mapping[Kind, Workspace]: _by(_OP_NAMES, _flat(Workspace)),
-    Mapping[str, Seconds]: _by(_LETTER_NAMES, _flat(Seconds)),
-    Mapping[str, Bytes]: _by(_LETTER_NAMES, _flat(Bytes)),
-    Mapping[int, float]: _by_degree,
-    Mapping[str, LayerFigures]: _kinds,
-}
+_AT_LEAST_1 = ("tp", "cp", "routing")
+_SOME_KEYS = re.compile("(context|exchange|head|forward)_.*")  # of a mapping, not all
+# The most of any figure, by the end of its name: far above what a machine does, and so far below
+# what a float holds that sums over a batch stay finite. Rates, parameters and all others: _MOST.
+_MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST = 1e3, 1e12, 1e24
+
+
+def _limits(name: str, kind: Any) -> Limits:
+    """The limits of the field ``name``, of that type."""
+    keys = _LETTER_NAMES if get_args(kind)[:1] == (str,) else _OP_NAMES
+    if name.startswith("head_"):
+        keys = _HEAD_NAMES
+    most = _MOST
+    if "seconds" in name and "per_second" not in name:
+        most = _MOST_SECONDS
+    elif "bytes" in name and "per_second" not in name:
+        most = _MOST_BYTES_OF_A_TOKEN
+    return Limits(int(name in _AT_LEAST_1), most, keys, bool(_SOME_KEYS.fullmatch(name)))
+
+
+def _field(name: str, kind: Any, value: Any) -> Any:
+    """The field ``name`` of that type; a ValueError where its figures make no sense, too: no time
+    at all, or more than sums can hold."""
+    if kind == Mapping[int, float]:
+        if not isinstance(value, dict) or not all(_DEGREE.fullmatch(key) for key in value):
+            raise ValueError("expected an object from degree to bytes per second")
+        return {int(key): read_value(float, value[key], Limits(1, _MOST)) for key in value}
+    if kind == Mapping[str, LayerFigures]:
+        return _kinds(value)
+    found = read_value(kind, value, _limits(name, kind))
+    if name == "layer_seconds":
+        for op in (Kind.FORWARD, Kind.BACKWARD):
+            if not (found[op].per_token or found[op].per_pair):
+                raise ValueError(
+                    f"{op.value}: a token takes no time; expected per_token or per_pair above 0"
+                )
+    return found
 
 
 def _read(what: type, value: Any, where: str) -> dict[str, Any]:
@@ -468,8 +401,7 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
     found = {}
     for name, kind in fields.items():
         try:
-            found[name] = (_READERS.get(name) or _READERS[kind])(value[name])
-            _require_sense(name, found[name])
+            found[name] = _field(name, kind, value[name])
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}{name}: {error}") from error
     return found
@@ -486,45 +418,9 @@ def _profile(value: Any, where: str) -> Profile:
     figures = {name: item for name, item in value.items() if name != "profile"}
     try:
         found = Profile(**_read(Profile, figures, ""))
+        kind_name(found.layer_kind)
         if found.layer_kind in found.other_kinds:
             raise ValueError(f"other_kinds: {found.layer_kind} is the name of the first kind")
     except ValueError as error:
         raise ValueError(f"profile file {where}: {error}") from error
     return found
-
-
-# The most of any figure, by the end of its name: far above what a machine does, and so far below
-# what a float holds that sums over a batch stay finite. Rates, parameters and all others: _MOST.
-_MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST = 1e3, 1e12, 1e24
-
-
-def _require_sense(name: str, value: Any) -> None:
-    """Refuse figures that no measurement gives: no time at all, or more than sums can hold."""
-    if name == "other_kinds":
-        return  # looked into field by field
-    most = _MOST
-    if "seconds" in name and "per_second" not in name:
-        most = _MOST_SECONDS
-    elif "bytes" in name and "per_second" not in name:
-        most = _MOST_BYTES_OF_A_TOKEN
-    for number in _numbers(value):
-        if number > most:
-            raise ValueError(f"{number!r}: expected at most {most:g}")
-    if name == "layer_seconds":
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
-            if not (value[kind].per_token or value[kind].per_pair):
-                raise ValueError(
-                    f"{kind.value}: a token takes no time; expected per_token or per_pair above 0"
-                )
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    """Every figure within ``value``."""
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _numbers(getattr(value, field.name))
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _numbers(item)
-    elif isinstance(value, int | float):
-        yield value

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -181,4 +181,3 @@ class AllocatorMeter:
 
 
 Meter = NoMeter | SavedBytesMeter | AllocatorMeter
-MakeMeter = Callable[[], Meter]

@@ -105,11 +105,6 @@ class Model:
         return sum(each[kind] for kind in word) + ends
 
     @property
-    def kv_hidden(self) -> int:
-        """Channels of K, and of V: D_kv of InfiniPipe's eq. 3."""
-        return self.kv_heads * self.head_size
-
-    @property
     def vocabulary_parameters(self) -> int:
         """Parameters of the embedding. The output layer has as many; a tied one is a copy on the
         last stage."""
