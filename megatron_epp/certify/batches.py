@@ -1,8 +1,9 @@
 """Random documents, dealt at random and run by an arbitrary plan: a certificate's batches."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any, ClassVar
 
 import numpy
 
@@ -35,6 +36,12 @@ class Frame:
     lockstep: int = 1
     vocabulary_parallel: bool = False
     ranks: int = 1
+
+    def draw(self, seed: int, number: int) -> "Drawn":
+        return draw(seed, number, self)
+
+    def coverage(self, drawn: "Drawn", computed: Sequence[Any]) -> "StepCoverage":
+        return StepCoverage.of(drawn)
 
 
 def letters_drawn(executable: str) -> str:
@@ -232,7 +239,7 @@ def forwards_of(plan: Plan) -> Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class StepCoverage:
     """Numbers of what a step makes the executor do.
 
     cut         documents in several slices          window      most chunks in flight on a stage
@@ -243,6 +250,11 @@ class Coverage:
     local       documents that one context-parallel rank computes alone; mixed: chunks that hold
                 such ones beside what is spread
     """
+
+    ERROR: ClassVar = "loss error"
+    HELD: ClassVar = (
+        "messages as planned, collectives all on the list, nothing kept behind an iteration"
+    )
 
     documents: int
     chunks: int
@@ -259,9 +271,11 @@ class Coverage:
     empty: int = 0
     local: int = 0
     mixed: int = 0
+    untargeted: Untargeted = field(default_factory=Untargeted)
 
     @classmethod
-    def of(cls, step: Step) -> "Coverage":
+    def of(cls, drawn: Drawn) -> "StepCoverage":
+        step = drawn.step
         kinds = [kind for plan in step.plans for kind in _chunk_kinds(plan)]
         letters = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
         return cls(
@@ -285,7 +299,37 @@ class Coverage:
             empty=kinds.count("empty"),
             local=sum(span.local for plan in step.plans for c in plan.chunks for span in c.spans),
             mixed=sum(c.has_local and c.spread_tokens > 0 for p in step.plans for c in p.chunks),
+            untargeted=drawn.untargeted,
         )
+
+    @property
+    def cells(self) -> Mapping[str, object]:
+        same = ("documents", "cut", "chunks", "packed", "split", "hybrid", "window")
+        return {
+            **{name: getattr(self, name) for name in same},
+            "I+W": self.halved,
+            "recomputed": f"{self.recomputed}/{self.layers}",
+            "offloaded": self.offloaded,
+        }
+
+    @staticmethod
+    def summary(every: "Sequence[StepCoverage]") -> list[str]:
+        def total(name: str, of: str = "") -> int:
+            return sum(getattr(getattr(one, of) if of else one, name) for one in every)
+
+        empty = f", {total('empty')} empty in lockstep" * (total("empty") > 0)
+        local = (
+            f", {total('local')} documents local to a rank, in {total('mixed')} chunks beside "
+            "spread rows"
+        ) * (total("local") > 0)
+        return [
+            f"chunks: {total('packed')} packed, {total('split')} split, {total('hybrid')} hybrid"
+            f"{empty}{local}; up to {max(one.window for one in every)} in flight on a stage; "
+            f"{total('recomputed')} of {total('layers')} layers recomputed, {total('selective')} "
+            f"in part, {total('offloaded')} offloaded; {total('halved')} backwards in two halves",
+            f"without any target: {total('slices', 'untargeted')} slices, "
+            f"{total('chunks', 'untargeted')} chunks, {total('replicas', 'untargeted')} replicas",
+        ]
 
 
 def _chunk_kinds(plan: Plan) -> list[str]:

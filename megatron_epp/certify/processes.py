@@ -26,7 +26,7 @@ class Children:
 
     def __init__(self, roles: Sequence[Role], backend: Backend):
         self.backend = backend
-        self.patience_seconds = roles[0].patience_seconds
+        self.patience_seconds = roles[0].trial.timeout
         self.roles = {role.rank: role for role in roles}
         self._pipes: dict[int, Connection] = {}
         self._processes: dict[int, Any] = {}

@@ -1,55 +1,49 @@
 """Messages to the certificate's processes and their answers; neither torch nor Megatron."""
 
 import runpy
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy
 
-from megatron_epp.certify.batches import Frame
 from megatron_epp.certify.compare import Shard
-from megatron_epp.certify.routed import Routed
+from megatron_epp.certify.trial import Trial
 
 PLAIN = -1  # the rank of the process with the plain model
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Role of a process. ``folder`` holds its log and the file at which ranks meet.
+    """Role of a process in ``trial``. ``folder`` holds its log and the file at which ranks meet.
 
-    ``device``: cpu, or cuda where every rank has a GPU of its own.
-
-    ``interfere``: a Python file for tests that break the executor or put parts in its place: its
-    ``around(number)`` is a context for the computation of batch ``number``, its ``HOOKS``
-    (setup.py) are the job's. It may define either. ``loop``: the ranks are a training loop's.
+    ``trial.interfere``: a Python file for tests that break the executor or put parts in its place:
+    its ``around(number)`` is a context for the computation of batch ``number``, its ``HOOKS``
+    (setup.py) are the job's. It may define either.
     """
 
     rank: int
-    ranks: int
-    seed: int
     folder: Path
-    patience_seconds: float
-    interfere: Path | None = None
-    device: str = "cpu"
-    loop: bool = False
+    trial: Trial
 
     @property
     def on_gpu(self) -> bool:
         """Whether this process computes on a GPU: the plain model never does."""
-        return self.device == "cuda" and self.rank != PLAIN
+        return self.trial.device == "cuda" and self.rank != PLAIN
 
     @property
     def patience(self) -> timedelta:
-        return timedelta(seconds=self.patience_seconds)
+        return timedelta(seconds=self.trial.timeout)
 
     def interference(self) -> dict[str, Any]:
         """Names that the file ``interfere`` defines."""
-        return {} if self.interfere is None else runpy.run_path(str(self.interfere))
+        interfere = self.trial.interfere
+        return {} if interfere is None else runpy.run_path(str(interfere))
 
     @property
     def name(self) -> str:
@@ -90,6 +84,42 @@ class Failed:
     traceback: str
 
 
+# ------------------------------------------------------------------ whatever is certified
+
+
+class Coverage(Protocol):
+    """Numbers of what a batch makes the executor do.
+
+    ERROR   the column of what is compared beside gradients
+    HELD    what else held, where all is certified
+    """
+
+    ERROR: ClassVar[str]
+    HELD: ClassVar[str]
+
+    @property
+    def cells(self) -> Mapping[str, object]:
+        """By the name of their column."""
+        ...
+
+    @staticmethod
+    def summary(every: Any) -> list[str]:
+        """The first of the last lines, over ``every`` batch."""
+        ...
+
+
+class BatchSource(Protocol):
+    """Draws batches for a model and a job: a Frame, or of loops a LoopFrame."""
+
+    def draw(self, seed: int, number: int) -> Any:
+        """Batch ``number``: the same on every process that asks for it."""
+        ...
+
+    def coverage(self, drawn: Any, computed: Sequence[Any]) -> Coverage:
+        """``computed``: answers of all ranks; none where one failed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """From the process with the plain model: what the ranks need to build theirs.
@@ -98,38 +128,38 @@ class Prepared:
     """
 
     args: bytes
-    frame: Frame
+    frame: Any  # a BatchSource
     weights: Mapping[str, numpy.ndarray]
     description: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """Loss per token, and the gradient of every weight of the whole model by its key; buffers, such
-    as the experts' biases, as they are afterwards."""
+class Reference(ABC):
+    """From the plain model: the gradient of every weight of the whole model by its key; buffers,
+    such as the experts' biases, as they are afterwards."""
 
-    loss: float
     gradients: Mapping[str, numpy.ndarray]
-    routed: Routed = field(default_factory=Routed)
+
+    @abstractmethod
+    def loss_error(self, computed: Sequence[Any]) -> float:
+        """The largest error of what ranks returned beside gradients."""
+
+    def routing_differences(self, computed: Sequence[Any], bound: float) -> list[str]:
+        """How routers differ, a line each."""
+        return []
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
     """Results of one rank for a batch.
 
-    training_loss    summed over its replica's tokens, and their number, from the rank of the last
-                     stage that reports; zeros from the others. ``evaluation_loss`` likewise.
-    gradients        of its part of the model, over the tokens of the whole batch
-    messages         sent and received in training
-    collectives      issued in training, by their name on the list (allowed_collectives.py)
-    problems         what went otherwise than planned, one line each
-    routed           what its routers left beside gradients
+    gradients     of its part of the model, over the tokens of the whole batch
+    messages      sent and received in training
+    collectives   issued in training, by their name on the list (allowed_collectives.py)
+    problems      what went otherwise than planned, one line each
     """
 
-    training_loss: tuple[float, float]
-    evaluation_loss: tuple[float, float]
     gradients: list[Shard]
     messages: int
     collectives: Counter[str]
     problems: list[str]
-    routed: Routed = field(default_factory=Routed)

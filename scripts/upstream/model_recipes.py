@@ -239,9 +239,9 @@ def outcome_of(recipe: Recipe, pp: int, batches: int) -> Outcome:
 
 
 def _certified(words: list[str], pp: int, batches: int) -> Outcome:
-    from megatron_epp.certify.command import Trial
     from megatron_epp.certify.degrees import Degrees
     from megatron_epp.certify.processes import ChildLost
+    from megatron_epp.certify.trial import Trial
     from megatron_epp.mcore.certify.command import certify_training
 
     lines: list[str] = []

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from megatron_epp.certify.command import BOUND, Judged, Trial
+from megatron_epp.certify.command import BOUND, Judged
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import Trial
 from megatron_epp.mcore.certify.command import certify_training
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from megatron_epp.certify.batches import CONTEXT, LONGEST, Coverage, Frame, draw
-from megatron_epp.certify.command import Judged, Trial, row, verdict
+from megatron_epp.certify.batches import CONTEXT, LONGEST, Frame, StepCoverage, draw
+from megatron_epp.certify.command import Judged, row, verdict
 from megatron_epp.certify.compare import Shard, whole, worst_gradient
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import Trial
 from megatron_epp.ir import check
 from megatron_epp.mcore.certify.scale_down import (
     fewer,
@@ -50,7 +51,7 @@ def test_every_process_draws_the_same() -> None:
 def test_twenty_batches_cover_every_kind_of_chunk_for_every_model(models) -> None:
     for first in range(models):
         numbers = range(first, 20, models)
-        covered = [Coverage.of(draw(1234, number, FRAME).step) for number in numbers]
+        covered = [StepCoverage.of(draw(1234, number, FRAME)) for number in numbers]
         assert min(sum(getattr(c, kind) for c in covered) for kind in _KINDS) >= 5
         assert len({c.window for c in covered}) >= 5
 
@@ -79,7 +80,7 @@ def test_what_has_no_target_counts_by_hand() -> None:
 
 def test_coverage_counts_by_hand() -> None:
     drawn = draw(7, 1, FRAME)
-    coverage = Coverage.of(drawn.step)
+    coverage = StepCoverage.of(drawn)
     spans = [chunk.spans for plan in drawn.step.plans for chunk in plan.chunks]
     assert coverage.chunks == len(spans) == coverage.packed + coverage.split + coverage.hybrid
     assert coverage.documents == len(drawn.lengths)
@@ -291,7 +292,7 @@ def test_noise_around_zero_is_measured_by_the_largest_gradient() -> None:
 
 
 def judged(**changes: object) -> Judged:
-    coverage = Coverage.of(draw(7, 0, FRAME).step)
+    coverage = StepCoverage.of(draw(7, 0, FRAME))
     fields = {"messages": 12, "loss_error": 0.0, "gradient_error": 2e-15, "parameter": "w"}
     return Judged(0, coverage, **fields | changes)
 

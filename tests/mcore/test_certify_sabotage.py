@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import (
-    Coverage,
     Drawn,
     Frame,
+    StepCoverage,
     draw,
     letters_drawn,
     most_offloaded,
 )
-from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial
+from megatron_epp.certify.command import BOUND, Judged
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import Step, slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
@@ -108,7 +109,7 @@ def test_the_batches_are_those_that_were_looked_at(judged) -> None:
     seed, found = chosen()
     for way, number in found.items():
         drawn = draw(seed, number, FRAME)
-        assert judged[way].coverage == Coverage.of(drawn.step)
+        assert judged[way].coverage == StepCoverage.of(drawn)
         assert judged[way].coverage.cut > 0 or not fragile(way, drawn)
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Coverage, Frame, draw, letters_drawn
-from megatron_epp.certify.command import LLAMA, Judged, Trial, read
+from megatron_epp.certify.batches import Drawn, Frame, StepCoverage, draw, letters_drawn
+from megatron_epp.certify.command import Judged
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.ir import Plan, Step
+from megatron_epp.certify.trial import LLAMA, Trial, read
+from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import refuse
 from megatron_epp.mcore.certify.command import certify_training
@@ -82,10 +83,10 @@ def fragile(plan: Plan) -> bool:
     return False
 
 
-def shows(way: str, step: Step) -> bool:
+def shows(way: str, drawn: Drawn) -> bool:
     if "nothing" in way:
-        return ("local" in way) <= (Coverage.of(step).mixed > 0)
-    return fragile(step.plans[0])
+        return ("local" in way) <= (StepCoverage.of(drawn).mixed > 0)
+    return fragile(drawn.step.plans[0])
 
 
 @cache
@@ -94,9 +95,7 @@ def seed() -> int:
     are drawn as they were."""
     ways = list(enumerate(WAYS))
     return next(
-        s
-        for s in (1596, *range(10_000))
-        if all(shows(way, draw(s, n, FRAME).step) for n, way in ways)
+        s for s in (1596, *range(10_000)) if all(shows(way, draw(s, n, FRAME)) for n, way in ways)
     )
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial
+from megatron_epp.certify.command import BOUND, Judged
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.kept_layers import small_kinds
 from megatron_epp.mcore.model.kinds.experts import MegatronExperts

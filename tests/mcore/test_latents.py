@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import Judged, Trial, verdict
+from megatron_epp.certify.command import Judged, verdict
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
 from megatron_epp.mcore.certify.command import certify_training

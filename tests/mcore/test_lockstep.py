@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Coverage, Frame, draw, letters_drawn
-from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial, verdict
+from megatron_epp.certify.batches import Frame, StepCoverage, draw, letters_drawn
+from megatron_epp.certify.command import BOUND, Judged, verdict
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import Step, check_skeletons
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.certify.command import certify_training
@@ -67,10 +68,10 @@ def fragile(step: Step) -> bool:
 
 def fits(seed: int) -> bool:
     """Whether with it every batch can be broken in every way, and the first two have all kinds."""
-    steps = [draw(seed, number, FRAME).step for number in range(len(WAYS))]
-    proved = [Coverage.of(step) for step in steps[:2]]
+    drawn = [draw(seed, number, FRAME) for number in range(len(WAYS))]
+    proved = [StepCoverage.of(one) for one in drawn[:2]]
     every = all(sum(getattr(coverage, kind) for coverage in proved) for kind in KINDS)
-    return every and all(map(fragile, steps))
+    return every and all(fragile(one.step) for one in drawn)
 
 
 def seed() -> int:

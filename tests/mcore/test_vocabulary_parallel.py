@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.certify.command import BOUND, LLAMA, Judged, Trial
+from megatron_epp.certify.command import BOUND, Judged
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import PlanError
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.command import certify_training, main

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import LLAMA, Judged
+from megatron_epp.certify.command import Judged
+from megatron_epp.certify.trial import LLAMA
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.model.kinds.window import WINDOW

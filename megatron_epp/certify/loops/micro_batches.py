@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.certify.batches import CONTEXT, MASKED, Frame
-from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.loops.results import LoopComputed, LoopCoverage
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
 from megatron_epp.ir.random_plan import by_stage, random_walk
 
@@ -35,33 +35,6 @@ MicroBatch = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class LoopFrame:
-    """Model and job that every batch is drawn for.
-
-    per_token   Megatron's calculate_per_token_loss
-    layers      of each stage
-    sliced      documents are cut (level 1)
-    ranks       context-parallel; ``multiple``: of rows, as loops pad them for all ranks of a stage
-    """
-
-    vocabulary: int
-    layers: tuple[int, ...]
-    replicas: int
-    per_token: bool
-    sliced: bool
-    ranks: int = 1
-    multiple: int = MULTIPLE
-
-
-def loop_frame(frame: Frame, degrees: Degrees, per_token: bool, sliced: bool) -> LoopFrame:
-    """For the model that ``frame`` is of."""
-    multiple = MULTIPLE if degrees.cp == 1 else 2 * degrees.cp * degrees.tp
-    return LoopFrame(
-        frame.vocabulary, frame.layers, frame.replicas, per_token, sliced, degrees.cp, multiple
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class DrawnMicroBatches:
     """micro_batches[replica][number]; loss: of all of them, by name."""
 
@@ -69,21 +42,41 @@ class DrawnMicroBatches:
     loss: str
 
 
-def draw_micro_batches(seed: int, number: int, frame: LoopFrame) -> DrawnMicroBatches:
-    """Batch ``number``: the same on every process that asks for it."""
-    random = Random(f"loop {seed} {number}")
-    generator = numpy.random.default_rng([seed, number, 7])
-    losses = COUNTED if frame.per_token else LOSSES
-    loss = losses[number % len(losses)]
-    made = []
-    for _ in range(frame.replicas):
-        count = random.randint(2, 6)
-        lengths = [_lengths(random) for _ in range(count)]
-        drawn = [_micro_batch(one, loss, generator, frame) for one in lengths]
-        if frame.ranks > 1:  # in both of the forms in which ranks take their parts
-            drawn[1::2] = [_in_a_row(one, frame.multiple) for one in drawn[1::2]]
-        made.append(tuple(drawn))
-    return DrawnMicroBatches(tuple(made), loss)
+@dataclass(frozen=True, slots=True)
+class LoopFrame:
+    """Loop that every batch is drawn for, with the ``model`` and the degrees of a frame.
+
+    per_token   Megatron's calculate_per_token_loss
+    sliced      documents are cut (level 1)
+    multiple    of rows, as loops pad them for all ranks of a stage
+    """
+
+    model: Frame
+    per_token: bool
+    sliced: bool
+    multiple: int = MULTIPLE
+
+    def draw(self, seed: int, number: int) -> DrawnMicroBatches:
+        random = Random(f"loop {seed} {number}")
+        generator = numpy.random.default_rng([seed, number, 7])
+        losses = COUNTED if self.per_token else LOSSES
+        loss = losses[number % len(losses)]
+        made = []
+        for _ in range(self.model.replicas):
+            count = random.randint(2, 6)
+            lengths = [_lengths(random) for _ in range(count)]
+            drawn = [_micro_batch(one, loss, generator, self) for one in lengths]
+            if self.model.ranks > 1:  # in both of the forms in which ranks take their parts
+                drawn[1::2] = [_in_a_row(one, self.multiple) for one in drawn[1::2]]
+            made.append(tuple(drawn))
+        return DrawnMicroBatches(tuple(made), loss)
+
+    def coverage(self, drawn: DrawnMicroBatches, computed: Sequence[LoopComputed]) -> LoopCoverage:
+        count = sum(map(len, drawn.micro_batches))
+        replicas = {one.replica: one for one in computed}.values()
+        chunks = sum(one.chunks for one in replicas)
+        cut = chunks - count if replicas else 0
+        return LoopCoverage(drawn.loss, count, chunks, cut, sum(one.halved for one in replicas))
 
 
 def _lengths(random: Random) -> tuple[int, ...]:
@@ -98,7 +91,7 @@ def _micro_batch(
 ) -> MicroBatch:
     # Sequence parallelism shares out the rows.
     samples, rows = len(lengths), -(-max(lengths) // frame.multiple) * frame.multiple
-    tokens = torch.from_numpy(generator.integers(0, frame.vocabulary, (samples, rows + 1)))
+    tokens = torch.from_numpy(generator.integers(0, frame.model.vocabulary, (samples, rows + 1)))
     mask = torch.from_numpy((generator.random((samples, rows)) >= MASKED).astype(float))
     for sample, length in enumerate(lengths):
         if sample % 2:  # a prompt carries no loss

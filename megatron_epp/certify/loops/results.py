@@ -1,49 +1,90 @@
-"""Answers of the processes of a loop's certificate."""
+"""Answers of the processes of a loop's certificate, and what they cover."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-import numpy
-
-from megatron_epp.certify.compare import Shard
+from megatron_epp.certify.protocol import Computed, Reference
 
 
 @dataclass(frozen=True, slots=True)
-class LoopReference:
+class LoopReference(Reference):
     """From the plain model.
 
     values[replica][number]   of the loss of each micro-batch
     sums[replica][number]     what a pass of forwards collects of it
-    gradients                 of the whole model by key, as Megatron's reduction leaves them
     """
 
     values: tuple[tuple[float, ...], ...]
     sums: tuple[tuple[float, ...], ...]
-    gradients: Mapping[str, numpy.ndarray]
+
+    def loss_error(self, computed: Sequence["LoopComputed"]) -> float:
+        """The largest error of what was returned of a micro-batch, in training and in a pass of
+        forwards, at its place; infinite where one is missing."""
+        worst, told = 0.0, set()
+        for one in computed:
+            if not one.values:
+                continue
+            told.add(one.replica)
+            for found, wanted in (
+                (one.values, self.values[one.replica]),
+                (one.collected, self.sums[one.replica]),
+            ):
+                if len(found) != len(wanted):
+                    return float("inf")
+                scale = max(1e-3, *map(abs, wanted))
+                errors = [abs(a - b) / scale for a, b in zip(found, wanted, strict=True)]
+                worst = max(worst, *errors)
+        return worst if told == set(range(len(self.values))) else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class LoopComputed:
-    """Results of one rank for a batch.
+class LoopComputed(Computed):
+    """Results of one rank of a loop.
 
     replica      of which this rank is part
     values       of the loss of each micro-batch, from the ranks of the last stage; else none
     collected    what a pass of forwards collected of each, from the same ranks
-    gradients    of its part of the model
-    chunks, cut, halved   of the plan: chunks, those beyond one a micro-batch, Ws of all stages
-    messages     sent and received in training
-    collectives  issued in training, by their name on the list (allowed.py)
-    problems     what went otherwise than planned, one line each
+    chunks, halved   of the plan: chunks, Ws of all stages
     """
 
     replica: int
     values: tuple[float, ...]
     collected: tuple[float, ...]
-    gradients: list[Shard]
     chunks: int
-    cut: int
     halved: int
-    messages: int
-    collectives: Counter[str]
-    problems: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCoverage:
+    """Numbers of what a batch made the schedule do: ``cut``: chunks beyond one a micro-batch."""
+
+    ERROR: ClassVar = "value error"
+    HELD: ClassVar = "values in the caller's order, collectives all on the list"
+
+    loss: str
+    micro_batches: int
+    chunks: int = 0
+    cut: int = 0
+    halved: int = 0
+
+    @property
+    def cells(self) -> Mapping[str, object]:
+        return {
+            "loss": self.loss,
+            "micro-batches": self.micro_batches,
+            "chunks": self.chunks,
+            "slices": self.cut,
+            "I+W": self.halved,
+        }
+
+    @staticmethod
+    def summary(every: Sequence["LoopCoverage"]) -> list[str]:
+        losses = sorted(Counter(batch.loss for batch in every).items())
+        return [
+            f"losses: {', '.join(f'{name} {count}' for name, count in losses)}; "
+            f"{sum(batch.chunks for batch in every)} chunks of "
+            f"{sum(batch.micro_batches for batch in every)} micro-batches, "
+            f"{sum(batch.halved for batch in every)} backwards in two halves"
+        ]

@@ -14,13 +14,14 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
 
     if role.on_gpu:
         _require_gpu(role.rank)
-        cuda_host.prepare(["--epp", "--pipeline-model-parallel-size", str(role.ranks)])
+        ranks = str(role.trial.degrees.ranks)
+        cuda_host.prepare(["--epp", "--pipeline-model-parallel-size", ranks])
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
     until_the_end.enter_context(cpu_host.double_precision())
-    if role.loop:
+    if role.trial.loop is not None:
+        from megatron_epp.mcore.certify.loops.loop_rank import LoopRank
         from megatron_epp.mcore.certify.loops.plain import PlainLoop
-        from megatron_epp.mcore.certify.loops.rank import LoopRank
 
         return PlainLoop(role) if role.rank == PLAIN else LoopRank(role)
     if role.rank == PLAIN:

@@ -2,11 +2,11 @@
 
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.certify.allowed_collectives import name_of
-from megatron_epp.certify.batches import Drawn, Frame, draw, most_offloaded
-from megatron_epp.certify.protocol import Computed, Role
+from megatron_epp.certify.allowed_collectives import SCHEDULE, Listed, name_of
+from megatron_epp.certify.batches import Drawn, most_offloaded
+from megatron_epp.certify.protocol import Computed, Prepared, Role
+from megatron_epp.certify.results import TrainerComputed
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import (
     OFFLOAD,
@@ -93,25 +94,35 @@ class InMemory:
 
 
 class Rank:
-    """Builds the model with the trainer's own hook, and runs it with the trainer's own schedule."""
+    """Builds the model with the trainer's own hook, and runs it with the trainer's own schedule.
+
+    Ranks of something else replace ``build``, ``run`` and ``computed``, and name the collectives
+    ``LISTED`` that it may issue.
+    """
+
+    LISTED: ClassVar[Sequence[Listed]] = SCHEDULE
 
     def __init__(self, role: Role):
-        self.seed = role.seed
+        self.trial, self.seed = role.trial, role.trial.seed
         backend = "nccl" if role.on_gpu else "gloo"
-        join(role.folder / "meeting", role.rank, role.ranks, role.patience, backend)
+        ranks = role.trial.degrees.ranks
+        join(role.folder / "meeting", role.rank, ranks, role.patience, backend)
         interference = role.interference()
         self.around = interference.get("around", lambda number: nullcontext())
         self.hooks = interference.get("HOOKS", setup.TrainerParts())
         if role.on_gpu:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
-    def prepare(
-        self, args: bytes, frame: Frame, weights: Mapping[str, numpy.ndarray], lora_rank: int
-    ) -> None:
+    def prepare(self, prepared: Prepared) -> None:
         seams.install(seams.EPP_SEAMS)
-        latents.BLOCK = LATENTS_BLOCK
-        self.args, self.frame = pickle.loads(args), frame
+        self.args, self.frame = pickle.loads(prepared.args), prepared.frame
         self.args.rank = dist.get_rank()
+        begin(self.args, self.seed)
+        self.model = self.build()
+        fill(self.model.module, prepared.weights)
+
+    def build(self) -> Any:
+        latents.BLOCK = LATENTS_BLOCK
         self.steps = DrawnSteps()
         hooks = replace(
             self.hooks,
@@ -119,19 +130,18 @@ class Rank:
             attention_for=partial(self._attention_for, self.hooks.attention_for),
         )
         job = setup.Job(self.args, Config.of(self.args), hooks)
-        begin(self.args, self.seed)
-        plain = not (self.args.window_size or lora_rank)
+        plain = not (self.args.window_size or self.trial.lora_rank)
         latent = self.args.multi_latent_attention and plain
         self.draws_latents = (
             latent and self.args.epp_mla_keeps == AUTO and dist.get_backend() == "gloo"
         )
         self.args.epp_mla_keeps = LATENTS if self.draws_latents else self.args.epp_mla_keeps
-        self.model = elastic_model(self.args, job.install, lora_rank)
-        self.routing, config = RoutingNotes(self.model), get_model_config(self.model)
+        model = elastic_model(self.args, job.install, self.trial.lora_rank)
+        self.routing, config = RoutingNotes(model), get_model_config(model)
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
         self.groups, self.share = job.place.groups, job.place.share
-        fill(self.model.module, weights)
+        return model
 
     def _attention_for(self, make: Any, wanted: str, config: Any, device: torch.device) -> Any:
         self.attention = make(wanted, config, device)
@@ -139,40 +149,43 @@ class Rank:
 
     def compute(self, number: int) -> Computed:
         """Run batch ``number``: its forwards alone, and then in training."""
-        if self.draws_latents:  # both ways, one batch after the other
-            self.attention.latents = not self.attention.latents
+        self.number = number
         with self.around(number):
-            return self._compute(number)
+            drawn = self.frame.draw(self.seed, number)
+            evaluated = self.run(drawn, forward_only=True)
+            self.model.zero_grad_buffer()
+            with Traffic() as traffic:
+                trained = self.run(drawn, forward_only=False)
+            named = [(one, name_of(one, self.LISTED)) for one in traffic.collectives]
+            self._gather_gradients()
+            common = Computed(
+                shards(self.model.module, lambda one: gradient(one, "main_grad")),
+                len(traffic.messages),
+                Counter(name for _, name in named if name is not None),
+                sorted({f"not on the list: {one}" for one, name in named if name is None}),
+            )
+            return self.computed(drawn, evaluated, trained, common, traffic.messages)
 
-    def _compute(self, number: int) -> Computed:
-        drawn = draw(self.seed, number, self.frame)
-        self.steps.drawn = drawn
-        self.args.iteration = number
-        evaluation_loss = self._run(drawn, forward_only=True)
-        self.model.zero_grad_buffer()
-        with Traffic() as traffic:
-            training_loss = self._run(drawn, forward_only=False)
-        names = [name_of(collective) for collective in traffic.collectives]
-        pairs = zip(traffic.collectives, names, strict=True)
-        unlisted = sorted({f"not on the list: {one}" for one, name in pairs if name is None})
-        self._gather_gradients()
-        gradients = shards(self.model.module, lambda one: gradient(one, "main_grad"))
-        return Computed(
-            training_loss,
-            evaluation_loss,
-            gradients,
-            len(traffic.messages),
-            Counter(name for name in names if name is not None),
-            [
-                *self._unplanned(drawn.step, traffic.messages),
-                *unlisted,
-                *self._not_offloaded(drawn.step),
-            ],
+    def computed(
+        self, drawn: Any, evaluated: Any, trained: Any, common: Computed, messages: Any
+    ) -> Computed:
+        problems = [*self._unplanned(drawn.step, messages), *common.problems]
+        problems += self._not_offloaded(drawn.step)
+        return TrainerComputed(
+            common.gradients,
+            common.messages,
+            common.collectives,
+            problems,
+            trained,
+            evaluated,
             self.routing.taken(),
         )
 
-    def _run(self, drawn: Drawn, forward_only: bool) -> tuple[float, float]:
+    def run(self, drawn: Any, forward_only: bool) -> Any:
         """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""
+        if self.draws_latents and forward_only:  # both ways, one batch after the other
+            self.attention.latents = not self.attention.latents
+        self.steps.drawn, self.args.iteration = drawn, self.number
         self.model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):
             reports = self.schedule(

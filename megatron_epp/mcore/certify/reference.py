@@ -1,7 +1,6 @@
 """The plain model: Megatron's own, in one process, on every document alone."""
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -13,10 +12,10 @@ from megatron.core.distributed.finalize_model_grads import (
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
-from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.batches import Frame, letters_drawn
 from megatron_epp.certify.compare import whole
-from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.protocol import Prepared, Reference, Role
+from megatron_epp.certify.results import TrainerReference
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import adapt, gradient
@@ -38,16 +37,19 @@ class Plain:
     """
 
     def __init__(self, role: Role):
-        self.seed = role.seed
+        self.trial, self.seed = role.trial, role.trial.seed
         join(role.folder / "meeting of one", 0, 1, role.patience)
         self.model: Any = None
-        self.frame: Frame | None = None
+        self.frame: Any = None  # a Frame, from prepare on
 
-    def prepare(
-        self, flags: Sequence[str], degrees: Degrees, overlap: bool, lora_rank: int
-    ) -> Prepared:
+    def flags(self, turn: int) -> tuple[str, ...]:
+        """The model flags whose turn it is."""
+        return self.trial.models[turn % len(self.trial.models)]
+
+    def prepare(self, turn: int) -> Prepared:
         """Read the flags and build the model. ValueError: flags that cannot be used."""
-        small = scaled(parsed(flags), degrees, overlap, lora_rank)
+        degrees, lora_rank = self.trial.degrees, self.trial.lora_rank
+        small = scaled(parsed(self.flags(turn)), degrees, self.trial.overlap, lora_rank)
         args = small.plain
         begin(args, self.seed)
         with refusals_as_value_errors():
@@ -81,37 +83,40 @@ class Plain:
 
     def compute(self, number: int) -> Reference:
         """Loss and gradients of batch ``number``."""
-        assert self.frame is not None, "the model is prepared before it computes"
-        drawn = draw(self.seed, number, self.frame)
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        pairs = zip(drawn.tokens, drawn.loss_masks, strict=True)
-        losses = [self._document(tokens, mask) for tokens, mask in pairs]
+        drawn = self.frame.draw(self.seed, number)
+        documents = zip(drawn.tokens, drawn.loss_masks, strict=True)
+        losses = [
+            (self.token_losses(tokens_1T[:, :-1], tokens_1T[:, 1:]) * torch.from_numpy(mask)).sum()
+            for tokens_1T, mask in ((torch.from_numpy(one)[None], mask) for one, mask in documents)
+        ]
         loss = torch.stack(losses).sum() / drawn.loss_tokens
         # Auxiliary losses are weighted by tokens, as the loss is, and divided with it.
         MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / drawn.loss_tokens))
+        return TrainerReference(
+            self.gradients(loss),
+            loss.item(),
+            drawn.loss_tokens,
+            self.trial.degrees.dp,
+            self.routing.taken(),
+        )
+
+    def token_losses(self, tokens_1T: torch.Tensor, labels_1T: torch.Tensor) -> torch.Tensor:
+        """[T] of one document alone."""
+        length = tokens_1T.shape[1]
+        mask_11TT = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        losses_1T = self.model(tokens_1T, torch.arange(length)[None], mask_11TT, labels=labels_1T)
+        return losses_1T[0]
+
+    def gradients(self, loss: torch.Tensor) -> dict[str, numpy.ndarray]:
+        """Run the backward; the whole model's gradients by key, routers as Megatron's
+        finalize_model_grads leaves them."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
         loss.backward()
         self.routing.note_counts()
-        self._finish_routers()
-        gradients = whole(shards(self.model, lambda one: gradient(one, "grad")))
-        return Reference(loss.item(), gradients, self.routing.taken())
-
-    def _finish_routers(self) -> None:
-        """Do to routers what Megatron's finalize_model_grads does."""
         config = get_model_config(self.model)
         if config.moe_router_enable_expert_bias:
             _update_router_expert_bias([self.model], config)
         if config.num_moe_experts:
             reset_model_temporary_tensors(config, [self.model])
-
-    def _document(self, tokens: numpy.ndarray, loss_mask: numpy.ndarray) -> torch.Tensor:
-        """The loss summed over one document."""
-        length = len(loss_mask)
-        tokens_1T = torch.from_numpy(tokens)[None]
-        token_losses_1T = self.model(
-            tokens_1T[:, :-1],
-            torch.arange(length)[None],
-            torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
-            labels=tokens_1T[:, 1:],
-        )
-        return (token_losses_1T[0] * torch.from_numpy(loss_mask)).sum()
+        return whole(shards(self.model, lambda one: gradient(one, "grad")))

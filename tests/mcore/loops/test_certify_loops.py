@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.command import BOUND, GPT, LLAMA, Trial
+from megatron_epp.certify.command import BOUND, Judged, verdict
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.loops.command import LoopJudged, certify_loop, loop_verdict
-from megatron_epp.mcore.certify.backend import MEGATRON
-from megatron_epp.mcore.certify.command import main
+from megatron_epp.certify.trial import GPT, LLAMA, Trial
+from megatron_epp.mcore.certify.command import certify_training, main
 from tests.mcore.sabotages import stand_in_order
 
 SABOTAGE = Path(__file__).with_name("loop_sabotage.py")
@@ -36,7 +35,7 @@ def trial(degrees: Degrees, batches: int, llama: str = "", **others) -> Trial:
     layers = f" --num-layers {2 * degrees.pp}"
     sequence = " --sequence-parallel" if degrees.tp > 1 else ""
     flags = models(f"{LLAMA}{layers}{sequence} {llama}", GPT + layers)
-    return Trial(degrees, flags, batches, patience_seconds=90.0, **others)
+    return Trial(degrees, flags, batches, timeout=90.0, **others)
 
 
 WINDOWS = "--window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable"
@@ -59,18 +58,18 @@ def test_loops_compute_what_the_plain_model_computes(
     level, degrees, batches, llama, others
 ) -> None:
     lines: list[str] = []
-    judged = certify_loop(MEGATRON, trial(degrees, batches, llama, **others), level, lines.append)
+    judged = certify_training(trial(degrees, batches, llama, loop=level, **others), lines.append)
     assert len(judged) == batches
     assert all(batch.passed for batch in judged), "\n".join(lines)
-    assert {batch.loss for batch in judged} == {"tokens", "mean", "sequence", "sequences"}
-    assert (sum(batch.halved for batch in judged) > 0) == (degrees.pp > 1)
-    assert (sum(batch.cut for batch in judged) > 0) == (level == "level1")
+    assert {batch.coverage.loss for batch in judged} == {"tokens", "mean", "sequence", "sequences"}
+    assert (sum(batch.coverage.halved for batch in judged) > 0) == (degrees.pp > 1)
+    assert (sum(batch.coverage.cut for batch in judged) > 0) == (level == "level1")
     for batch in judged:
-        assert batch.messages == 2 * (degrees.pp - 1) * degrees.tp * batch.chunks
+        assert batch.messages == 2 * (degrees.pp - 1) * degrees.tp * batch.coverage.chunks
         assert "gradient reduction" in batch.collectives
         assert degrees.pp == 1 or {"call", "plan text"} <= set(batch.collectives)
-    assert "certified: " in loop_verdict(judged)
-    assert "values in the caller's order" in loop_verdict(judged)
+    assert "certified: " in verdict(judged)
+    assert "values in the caller's order" in verdict(judged)
 
 
 def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
@@ -78,16 +77,20 @@ def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
     takes each rank for the only one."""
     lines: list[str] = []
     degrees = Degrees(1, 1, 1, cp=2)
-    judged = certify_loop(
-        MEGATRON, trial(degrees, 6, EXPERTS, interfere=FORGETS), "level0", lines.append
+    judged = certify_training(
+        trial(degrees, 6, EXPERTS, loop="level0", interfere=FORGETS), lines.append
     )
     assert [batch.number for batch in judged] == [0, 2, 4, 1, 3, 5]
     by_loss = {batch.number: batch for batch in judged}
     mean = by_loss.pop(2)
     assert all(batch.passed for batch in by_loss.values()), "\n".join(lines)
-    assert {batch.loss for batch in by_loss.values()} == {"tokens", "sequence", "sequences"}
+    assert {batch.coverage.loss for batch in by_loss.values()} == {
+        "tokens",
+        "sequence",
+        "sequences",
+    }
     assert all(batch.collectives["loop's own context"] > 0 for batch in judged)
-    assert mean.loss == "mean" and mean.value_error <= BOUND
+    assert mean.coverage.loss == "mean" and mean.loss_error <= BOUND
     assert mean.gradient_error == pytest.approx(0.5)
 
 
@@ -103,11 +106,11 @@ def test_the_command_line() -> None:
 
 
 @pytest.fixture(scope="module")
-def sabotaged() -> Mapping[str, LoopJudged]:
+def sabotaged() -> Mapping[str, Judged]:
     """One stage, in slices."""
     flags = models(f"{LLAMA} --num-layers 2")
-    judged = certify_loop(
-        MEGATRON, Trial(Degrees(1, 1, 1), flags, len(WAYS), interfere=SABOTAGE), "level1"
+    judged = certify_training(
+        Trial(Degrees(1, 1, 1), flags, len(WAYS), interfere=SABOTAGE, loop="level1")
     )
     return dict(zip(WAYS, judged, strict=True))
 
@@ -118,22 +121,22 @@ def test_the_ways_are_those_of_the_sabotage() -> None:
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])
 def test_the_untouched_schedule_passes(sabotaged, way) -> None:
-    assert sabotaged[way].passed and sabotaged[way].cut > 0, sabotaged[way]
+    assert sabotaged[way].passed and sabotaged[way].coverage.cut > 0, sabotaged[way]
 
 
 def test_values_at_other_places_are_noticed(sabotaged) -> None:
     batch = sabotaged["return in the order run"]
-    assert batch.value_error > 1e6 * BOUND and batch.gradient_error <= BOUND
+    assert batch.loss_error > 1e6 * BOUND and batch.gradient_error <= BOUND
 
 
 @pytest.mark.parametrize("way", ["forget a gradient", "scale by chunks", "drop returned gradients"])
 def test_wrong_gradients_are_far_beyond_the_bound(sabotaged, way) -> None:
     batch = sabotaged[way]
-    assert batch.gradient_error > 1e6 * BOUND and batch.value_error <= BOUND, batch
+    assert batch.gradient_error > 1e6 * BOUND and batch.loss_error <= BOUND, batch
 
 
 def test_a_loss_of_other_outputs_is_noticed(sabotaged) -> None:
-    assert sabotaged["lose a slice for the loss"].value_error > 1e6 * BOUND
+    assert sabotaged["lose a slice for the loss"].loss_error > 1e6 * BOUND
 
 
 def test_a_collective_that_is_not_on_the_list_is_refused(sabotaged) -> None:

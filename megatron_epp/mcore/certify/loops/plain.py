@@ -1,64 +1,48 @@
 """The plain model on micro-batches: every document alone, and the loop's loss on the outputs."""
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megatron_epp.certify.compare import whole
-from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.loops.micro_batches import (
+    MULTIPLE,
+    LoopFrame,
     MicroBatch,
-    draw_micro_batches,
-    loop_frame,
     loop_loss,
     zigzag,
 )
 from megatron_epp.certify.loops.results import LoopReference
 from megatron_epp.certify.protocol import Prepared
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.flags import parsed
 from megatron_epp.mcore.certify.reference import Plain
-from megatron_epp.mcore.certify.shards import shards
 
 
 class PlainLoop(Plain):
     """Megatron's model in one process, the loop's losses, Megatron's scaling written out."""
 
-    def prepare_loop(
-        self,
-        flags: Sequence[str],
-        degrees: Degrees,
-        overlap: bool,
-        lora_rank: int,
-        per_token: bool,
-        sliced: bool,
-    ) -> Prepared:
-        """As ``prepare``; the arguments of the ranks' model are those of a loop."""
-        if vocabulary_parallel(parsed(flags)):
+    def prepare(self, turn: int) -> Prepared:
+        """As of the trainer; the arguments of the ranks' model are those of a loop."""
+        raw, degrees = parsed(self.flags(turn)), self.trial.degrees
+        if vocabulary_parallel(raw):
             raise ValueError(
                 "--epp-vocab-parallel on: a loop's last stage has the output layer; leave it out"
             )
         if degrees.cp > 1:
-            _refuse_for_context(parsed(flags))
-        made = self.prepare(flags, degrees, overlap, lora_rank)
+            _refuse_for_context(raw)
+        made, per_token = super().prepare(turn), bool(turn % 2)
         args = pickle.loads(made.args)
         args.calculate_per_token_loss = per_token
-        frame = made.frame
-        self.loop_frame = loop_frame(frame, degrees, per_token, sliced)
+        multiple = MULTIPLE if degrees.cp == 1 else 2 * degrees.cp * degrees.tp
+        self.frame = LoopFrame(made.frame, per_token, self.trial.loop == "level1", multiple)
         loss = "all tokens" if per_token else "micro-batches"
-        return replace(
-            made, args=pickle.dumps(args), description=f"{made.description}, mean over {loss}"
-        )
+        description = f"{made.description}, mean over {loss}"
+        return Prepared(pickle.dumps(args), self.frame, made.weights, description)
 
-    def compute_loop(self, number: int) -> LoopReference:
+    def compute(self, number: int) -> LoopReference:
         """Losses and gradients of batch ``number``."""
-        drawn = draw_micro_batches(self.seed, number, self.loop_frame)
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        drawn = self.frame.draw(self.seed, number)
         values: list[list[float]] = []
         sums: list[list[float]] = []
         losses, tokens = [], 0
@@ -67,29 +51,28 @@ class PlainLoop(Plain):
             sums.append([])
             for batch in replica:
                 samples = batch.get("side by side", batch)
-                outputs_BS = self._token_losses(samples)
+                outputs_BS = self._losses(samples)
                 found = loop_loss(samples, outputs_BS)
                 sums[-1].append(loop_loss(samples, outputs_BS.detach(), non_loss_data=True))
                 loss = found[0]
                 if len(found) == 3:
                     tokens += int(found[1])
-                if not self.loop_frame.per_token:
+                if not self.frame.per_token:
                     if len(found) == 3:
                         loss = self._mean(batch, outputs_BS)
                     loss = loss / len(replica) / len(drawn.micro_batches)
                 losses.append(loss)
                 values[-1].append(found[-1]["value"])
         total = torch.stack(losses).sum()
-        if self.loop_frame.per_token:
+        if self.frame.per_token:
             total = total / tokens
-        total.backward()
-        gradients = whole(shards(self.model, lambda one: gradient(one, "grad")))
-        return LoopReference(tuple(map(tuple, values)), tuple(map(tuple, sums)), gradients)
+        told = tuple(map(tuple, values)), tuple(map(tuple, sums))
+        return LoopReference(self.gradients(total), *told)
 
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
         """Mean loss, as Megatron's schedules make it of a sum and a number of tokens; where every
         context-parallel rank gives those of its tokens, the mean of the ranks' means."""
-        samples, ranks = batch.get("side by side", batch), self.loop_frame.ranks
+        samples, ranks = batch.get("side by side", batch), self.frame.model.ranks
         mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
         means = []
         for rank in range(ranks):
@@ -97,27 +80,21 @@ class PlainLoop(Plain):
             for sample, length in enumerate(samples["lengths"]):
                 rows = mask_BS.shape[1]
                 if samples is not batch:  # documents in a row are padded, and cut, one by one
-                    rows = -(-length // self.loop_frame.multiple) * self.loop_frame.multiple
+                    rows = -(-length // self.frame.multiple) * self.frame.multiple
                 mine_BS[sample, zigzag(rows, ranks)[rank]] = 1
             mine_BS = mine_BS * mask_BS
             means.append((outputs_BS * mine_BS).sum() / mine_BS.sum().clamp(min=1))
         return torch.stack(means).mean()
 
-    def _token_losses(self, batch: MicroBatch) -> torch.Tensor:
+    def _losses(self, batch: MicroBatch) -> torch.Tensor:
         """[B, S] of every document alone, zeros on padding."""
         samples, rows = batch["tokens"].shape
         out_BS = torch.zeros(samples, rows)
         for sample, length in enumerate(batch["lengths"]):
             mine: Any = slice(sample, sample + 1), slice(0, length)
-            losses_1T = self.model(
-                batch["tokens"][mine],
-                torch.arange(length)[None],
-                torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
-                labels=batch["labels"][mine],
-            )
-            out_BS = torch.index_put(
-                out_BS, (torch.full((length,), sample), torch.arange(length)), losses_1T[0]
-            )
+            losses_T = self.token_losses(batch["tokens"][mine], batch["labels"][mine])
+            where = torch.full((length,), sample), torch.arange(length)
+            out_BS = torch.index_put(out_BS, where, losses_T)
         return out_BS
 
 

@@ -1,0 +1,43 @@
+"""Answers of the processes of the trainer's certificate."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_epp.certify.protocol import Computed, Reference
+from megatron_epp.certify.routed import Routed, differences
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReference(Reference):
+    """Loss per token, of ``tokens``, over ``replicas``; what its routers left."""
+
+    loss: float
+    tokens: int
+    replicas: int
+    routed: Routed
+
+    def loss_error(self, computed: Sequence["TrainerComputed"]) -> float:
+        pairs = zip(*((one.training_loss, one.evaluation_loss) for one in computed), strict=True)
+        return max(abs(self._loss(parts) - self.loss) / abs(self.loss) for parts in pairs)
+
+    def _loss(self, parts: Sequence[tuple[float, float]]) -> float:
+        """Per token over all replicas; infinite if they counted other tokens than there are."""
+        total, counted = map(sum, zip(*parts, strict=True))
+        return total / self.tokens if counted == self.tokens else float("inf")
+
+    def routing_differences(self, computed: Sequence["TrainerComputed"], bound: float) -> list[str]:
+        return differences([one.routed for one in computed], self.routed, self.replicas, bound)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerComputed(Computed):
+    """Results of one rank of the trainer.
+
+    training_loss   summed over its replica's tokens, and their number, from the rank of the last
+                    stage that reports; zeros from the others. ``evaluation_loss`` likewise.
+    routed          what its routers left beside gradients
+    """
+
+    training_loss: tuple[float, float]
+    evaluation_loss: tuple[float, float]
+    routed: Routed

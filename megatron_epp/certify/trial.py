@@ -1,0 +1,179 @@
+"""Settings of a certificate, a flag each; what the command line does not know describes the model.
+
+A degree of parallelism that certificates are to know is a field of :class:`Degrees` and of
+:class:`DegreeFlags`; a flag of Megatron's that a setting stands for is one of ``model_flags``.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import ClassVar, NoReturn
+
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.flag_fields import add_flags, flag, flag_of
+
+MOST_RANKS = 64
+LEVELS = ("level0", "level1")
+# A run without model flags certifies both kinds.
+LLAMA = (
+    "--hidden-size 1024 --num-attention-heads 16 --group-query-attention "
+    "--num-query-groups 8 --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --untie-embeddings-and-output-weights"
+)
+GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type learned_absolute"
+
+
+@dataclass(frozen=True, slots=True)
+class DegreeFlags:
+    """Degrees of parallelism: where they are left out, those of the model flags."""
+
+    pp: int | None = flag(None, "pipeline stages (default: the model flags', or 2)")
+    tp: int | None = flag(None, "tensor-parallel ranks (default: flags', or 1)")
+    dp: int = flag(1, "data-parallel replicas (default: 1)")
+    cp: int | None = flag(None, "context-parallel ranks (default: flags', or 1)")
+    vocab_parallel: bool = flag(
+        False, "lay the output layer's words over the stages (--epp-vocab-parallel on)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Settings of a certificate. ``models``: Megatron's flags of each; batches go to them in turn.
+    ``interfere``: see protocol.py."""
+
+    OMIT: ClassVar = ("degrees", "models", "interfere")
+
+    degrees: Degrees
+    models: tuple[tuple[str, ...], ...]
+    batches: int = flag(20, "global batches (default: 20)")
+    seed: int = flag(1234, "of documents, plans and weights")
+    overlap: bool = flag(False, "reduce gradients while backward runs, sharded over the replicas")
+    lora_rank: int = flag(
+        0,
+        "freeze the model and train low-rank adapters around its linears (default: 0, none)",
+        metavar="R",
+    )
+    timeout: float = flag(
+        300.0,
+        "the longest silence of a process before all are ended (default: 300)",
+        metavar="SECONDS",
+    )
+    interfere: Path | None = None
+    device: str = flag(
+        "cpu",
+        "cuda: a GPU for each rank, messages over NCCL; the plain model stays on the CPU, and "
+        "attention is computed as it is written in books, in float64 (default: cpu)",
+        choices=("cpu", "cuda"),
+    )
+    loop: str | None = flag(
+        None,
+        "certify training loops of others: level0, whole micro-batches in any order, or level1, "
+        "slices of their documents (default: Megatron's trainer)",
+        metavar="LEVEL",
+    )
+
+    def __post_init__(self) -> None:
+        degrees, least = self.degrees, {"batches": 1, "seed": 0, "lora_rank": 0, "timeout": 1}
+        values = {name: getattr(self, name) for name in least}
+        values |= {name: getattr(degrees, name) for name in ("pp", "tp", "dp", "cp")}
+        for name, value in values.items():
+            if value < least.get(name, 1):
+                raise ValueError(f"{flag_of(name)} {value}: expected at least {least.get(name, 1)}")
+        if degrees.ranks > MOST_RANKS:
+            raise ValueError(
+                f"{degrees}: {degrees.ranks} processes of this host; expected at most "
+                f"{MOST_RANKS}, as a small layout certifies what a large one runs"
+            )
+        if self.loop is not None:
+            self._require_loop(self.loop)
+
+    def _require_loop(self, level: str) -> None:
+        if level not in LEVELS:
+            raise ValueError(f"--loop {level}: expected {' or '.join(LEVELS)}")
+        if self.device != "cpu":
+            raise ValueError(f"--loop {level}: loops are certified on CPUs; leave out --device")
+        if level == "level1" and self.degrees.cp > 1:
+            raise ValueError(
+                f"--loop level1 --cp {self.degrees.cp}: a forward step that takes its own part of "
+                "a micro-batch over context-parallel ranks cannot be handed a slice; certify "
+                "--loop level0, or --epp (without --loop), with --cp"
+            )
+
+    @property
+    def title(self) -> str:
+        return str(self.degrees) if self.loop is None else f"{self.degrees}, {self.loop}"
+
+    @property
+    def turns(self) -> int:
+        """Jobs that batches go to in turn: one a model; a loop takes the mean of its losses over
+        micro-batches and over tokens by turns."""
+        return len(self.models) if self.loop is None else max(2, len(self.models))
+
+    def drawn_number(self, number: int) -> int:
+        """Number by which batch ``number`` is drawn: a loop's losses follow each other in every
+        turn."""
+        return number if self.loop is None else number // self.turns
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def certify_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="megatron_epp certify",
+        description="Random documents are cut, packed, ordered and recomputed by arbitrary plans, "
+        "run by the trainer's own executor, schedule and gradient reduction over gloo processes, "
+        "and compared in float64 with Megatron's model on whole documents in one process: the "
+        "loss, and every parameter's gradient. The user's model flags are taken with their "
+        "structure and scaled down.",
+        epilog="All other flags are Megatron's and describe the model; without them a small Llama "
+        "(untied, grouped queries) and a small GPT (tied, learned positions) are certified.",
+        allow_abbrev=False,
+    )
+    add_flags(parser, DegreeFlags)
+    add_flags(parser, Trial)
+    return parser
+
+
+def read(arguments: Sequence[str] | None = None) -> Trial:
+    """The command line; what it does not know is a model flag for Megatron's parser."""
+    chosen, flags = certify_parser().parse_known_args(arguments)
+    own, _ = _degree_flags().parse_known_args(flags)
+    degrees = Degrees(
+        _first(chosen.pp, own.pipeline_model_parallel_size, 1 if flags else 2),
+        _first(chosen.tp, own.tensor_model_parallel_size, 1),
+        chosen.dp,
+        _first(chosen.cp, own.context_parallel_size, 1),
+    )
+    models = (tuple(flags),) if flags else _defaults(degrees)
+    besides = model_flags(chosen)
+    settings = {one.name: getattr(chosen, one.name) for one in fields(Trial)
+                if one.name not in Trial.OMIT}  # fmt: skip
+    return Trial(degrees, tuple((*model, *besides) for model in models), **settings)
+
+
+def model_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
+    """Megatron's flags that the command line's own stand for."""
+    return ("--epp-vocab-parallel", "on") if chosen.vocab_parallel else ()
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _degree_flags() -> _Parser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--pipeline-model-parallel-size", type=int)
+    parser.add_argument("--tensor-model-parallel-size", type=int)
+    parser.add_argument("--context-parallel-size", type=int)
+    return parser
+
+
+def _defaults(degrees: Degrees) -> tuple[tuple[str, ...], ...]:
+    """Two models: with tensor parallelism one of them also splits the sequence."""
+    sequence = " --sequence-parallel" if degrees.tp > 1 else ""
+    layers = f" --num-layers {2 * degrees.pp}"
+    return tuple((LLAMA + layers + sequence).split()), tuple((GPT + layers).split())

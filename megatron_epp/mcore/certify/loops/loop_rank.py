@@ -1,0 +1,120 @@
+"""One rank of a loop under test: Megatron's model and reduction, the loop's calls, our schedule."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, ClassVar
+
+import numpy
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from megatron_epp.certify.batches import letters_drawn
+from megatron_epp.certify.loops.micro_batches import (
+    arbitrary_sliced_plan,
+    arbitrary_whole_plan,
+    loop_forward_step,
+    loop_loss,
+)
+from megatron_epp.certify.loops.results import LoopComputed
+from megatron_epp.certify.protocol import Computed, Prepared
+from megatron_epp.ir import OFFLOAD, Kind, Plan
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.loops.allowed import LOOP
+from megatron_epp.mcore.certify.loops.context import attend_over_ranks, context_forward_step
+from megatron_epp.mcore.certify.models import elastic_model
+from megatron_epp.mcore.certify.rank import Rank
+from megatron_epp.mcore.loops.adapters.samples import Samples
+from megatron_epp.mcore.loops.attached import attach_to
+from megatron_epp.mcore.loops.install import Installation, installed
+from megatron_epp.mcore.loops.settings import CallRecord, Settings
+from megatron_epp.planner.calls.call_options import CallOptions
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+
+class LoopRank(Rank):
+    """A loop: a model, an iterator, a forward step, and calls of ``get_forward_backward_func``."""
+
+    LISTED: ClassVar = LOOP
+
+    def prepare(self, prepared: Prepared) -> None:
+        if (before := installed()) is not None:
+            before.remove()
+        super().prepare(prepared)
+
+    def build(self) -> Any:
+        self.ran: list[CallRecord] = []
+        model = elastic_model(self.args, lambda description: None, self.trial.lora_rank)
+        get_model_config(model).variable_seq_lengths = True
+        Installation(
+            Settings(
+                make_plan=self._whole_plan,
+                make_sliced_plan=self._sliced_plan,
+                observe=self.ran.append,
+            )
+        )
+        if self.frame.model.ranks > 1:
+            attend_over_ranks(model.module)
+        if self.frame.sliced:
+            attach_to(model, Samples(loop_loss), "auto", head_again=True)
+        return model
+
+    def computed(
+        self, drawn: Any, evaluated: Any, trained: Any, common: Computed, messages: Any
+    ) -> Computed:
+        plan = self.ran[-1].plan
+        return LoopComputed(
+            common.gradients,
+            common.messages,
+            common.collectives,
+            common.problems,
+            mpu.get_data_parallel_rank(),
+            tuple(item["value"] for item in trained),
+            tuple(evaluated),
+            chunks=len(plan.chunks),
+            halved=sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order),
+        )
+
+    def run(self, drawn: Any, forward_only: bool) -> Any:
+        """Megatron's forward_data_store."""
+        batches = drawn.micro_batches[mpu.get_data_parallel_rank()]
+        forward_step = loop_forward_step if self.frame.model.ranks == 1 else context_forward_step
+        self.model.train(not forward_only)
+        with torch.set_grad_enabled(not forward_only):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(batches),
+                model=[self.model],
+                num_microbatches=len(batches),
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def _whole_plan(
+        self,
+        extents: Sequence[MicrobatchShape],
+        layers: Sequence[int],
+        rates: numpy.ndarray,
+        freedom: CallOptions,
+        forward_only: bool,
+    ) -> Plan:
+        tokens = [extent.tokens for extent in extents]
+        random = self._random(forward_only)
+        return arbitrary_whole_plan(tokens, layers, random, freedom.split, forward_only)
+
+    def _sliced_plan(
+        self,
+        lengths: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        rates: numpy.ndarray,
+        freedom: CallOptions,
+        forward_only: bool,
+    ) -> Plan:
+        letters, random = letters_drawn(EXECUTABLE.replace(OFFLOAD, "")), self._random(forward_only)
+        return arbitrary_sliced_plan(lengths, layers, random, freedom.split, forward_only, letters)
+
+    def _random(self, forward_only: bool) -> Random:
+        return Random(f"{self.seed} {self.number} {mpu.get_data_parallel_rank()} {forward_only}")
