@@ -44,7 +44,7 @@ def arbitrary_plan(
     five slices, the rest is packed, some of it beside a slice. The orders are one random walk of
     all stages through what is ready.
     """
-    chunks = _chunks(lengths, random)
+    chunks = arbitrary_chunks(lengths, random)
     bare = Plan(
         documents=tuple(lengths),
         layers=tuple(layers),
@@ -97,7 +97,7 @@ def arbitrary_block(
 
     lengths   of every replica's documents; first: the number of the first of them, of ``replicas``
     """
-    drawn = [_in_order(_chunks(each, random)) for each in lengths]
+    drawn = [_in_order(arbitrary_chunks(each, random)) for each in lengths]
     count = max(map(len, drawn)) + random.randint(0, 1)
     names = random.sample(range(count), count)
     replicas = len(lengths) if replicas is None else replicas
@@ -173,10 +173,11 @@ def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
     return ordered
 
 
-def _chunks(lengths: Sequence[int], random: Random) -> tuple[Chunk, ...]:
+def arbitrary_chunks(lengths: Sequence[int], random: Random, first: int = 0) -> tuple[Chunk, ...]:
+    """Documents of ``lengths``, counted from ``first`` on, cut and packed."""
     made: list[list[Span]] = []
     whole = []
-    for document, length in enumerate(lengths):
+    for document, length in enumerate(lengths, first):
         pieces = random.randint(2, 5) if length >= 8 and random.random() < 0.5 else 1
         cuts = sorted(random.sample(range(1, length), min(pieces, length) - 1))
         borders = [0, *cuts, length]

@@ -12,9 +12,9 @@ B samples of a micro-batch, S tokens of the longest, the others padded.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_epp.certify.batches import CONTEXT, MASKED, Frame
 from megatron_epp.certify.loops.results import LoopComputed, LoopCoverage
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
-from megatron_epp.ir.random_plan import by_stage, random_walk
+from megatron_epp.ir.random_plan import arbitrary_chunks, by_stage, random_walk
 
 LOSSES = ("tokens", "mean", "sequence")
 COUNTED = ("tokens", "sequences")  # what a mean over all micro-batches is taken of
@@ -182,54 +182,13 @@ def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tens
 # ------------------------------------------------------------------ plans
 
 
-def grouped_orders(
-    bare: Plan, group_of: Sequence[int], random: Random, split: float
-) -> tuple[tuple[Op, ...], ...]:
-    """Orders of all stages, one random walk through what is ready.
-
-    group_of   of every chunk: the micro-batch whose loss it takes part in; on the last stage no
-               backward of a group comes before its last forward
-    """
-    last = bare.stages - 1
-    mates = {g: [c for c, of in enumerate(group_of) if of == g] for g in set(group_of)}
-
-    def forwards_done(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
-        if stage != last or op.kind not in (Kind.BACKWARD, Kind.INPUT):
-            return True
-        return all(Op(Kind.FORWARD, c) in finished[stage] for c in mates[group_of[op.chunk]])
-
-    return by_stage(bare, random_walk(bare, random, split, forwards_done))
-
-
-def forward_walk(chunks: int, earlier: Sequence[int], random: Random) -> tuple[Op, ...]:
-    """Forwards in a random order in which slices follow those before them."""
-    done: list[int] = []
-    while len(done) < chunks:
-        able = [
-            c for c in range(chunks) if c not in done and (earlier[c] in done or earlier[c] < 0)
-        ]
-        done.append(random.choice(able))
-    return tuple(Op(Kind.FORWARD, chunk) for chunk in done)
-
-
 def arbitrary_whole_plan(
     tokens: Sequence[int], layers: Sequence[int], random: Random, split: bool, forward_only: bool
 ) -> Plan:
     """Micro-batches as chunks, in any order that computes the right thing."""
-    count = len(tokens)
-    bare = Plan(
-        documents=tuple(tokens),
-        layers=tuple(layers),
-        chunks=tuple(Chunk((Span(number, 0, size),)) for number, size in enumerate(tokens)),
-        recompute=tuple((KEEP * n,) * count for n in layers),
-        orders=tuple(() for _ in layers),
-    )
-    if forward_only:
-        orders = (forward_walk(count, [-1] * count, random),) * len(layers)
-    else:
-        share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
-        orders = grouped_orders(bare, range(count), random, share)
-    return Plan(bare.documents, bare.layers, bare.chunks, bare.recompute, orders)
+    chunks = [Chunk((Span(number, 0, size),)) for number, size in enumerate(tokens)]
+    bare = _bare(tokens, layers, chunks, random, KEEP)
+    return _ordered(bare, range(len(tokens)), random, split, forward_only)
 
 
 def arbitrary_sliced_plan(
@@ -242,43 +201,58 @@ def arbitrary_sliced_plan(
 ) -> Plan:
     """Documents of micro-batches cut, packed, ordered and recomputed in any way; chunks of one
     micro-batch each. lengths[micro-batch] of its documents."""
-    chunks: list[Chunk] = []
-    group_of: list[int] = []
-    first = 0
-    for number, of in enumerate(lengths):
-        made: list[list[Span]] = []
-        whole = []
-        for place, length in enumerate(of):
-            pieces = random.randint(2, 4) if length >= 8 and random.random() < 0.7 else 1
-            cuts = sorted(random.sample(range(1, length), pieces - 1))
-            spans = [Span(first + place, *border) for border in pairwise([0, *cuts, length])]
-            if pieces == 1:
-                whole += spans
-            else:
-                made += ([span] for span in spans)
-        for span in whole:
-            if made and random.random() < 0.6:
-                random.choice(made).append(span)
-            else:
-                made.append([span])
-        chunks += (Chunk(tuple(spans)) for spans in made)
-        group_of += [number] * len(made)
-        first += len(of)
-    mixed = random.sample(range(len(chunks)), len(chunks))
-    chunks, group_of = [chunks[c] for c in mixed], [group_of[c] for c in mixed]
-    bare = Plan(
-        documents=tuple(length for of in lengths for length in of),
-        layers=tuple(layers),
-        chunks=tuple(chunks),
-        recompute=tuple(
-            tuple("".join(random.choice(letters) for _ in range(count)) for _ in chunks)
-            for count in layers
-        ),
-        orders=tuple(() for _ in layers),
+    firsts = accumulate(map(len, lengths), initial=0)
+    made = [
+        (chunk, number)
+        for number, (of, first) in enumerate(zip(lengths, firsts, strict=False))
+        for chunk in arbitrary_chunks(of, random, first)
+    ]
+    random.shuffle(made)
+    documents = [length for of in lengths for length in of]
+    bare = _bare(documents, layers, [chunk for chunk, _ in made], random, letters)
+    return _ordered(bare, [number for _, number in made], random, split, forward_only)
+
+
+def _bare(
+    documents: Sequence[int],
+    layers: Sequence[int],
+    chunks: Sequence[Chunk],
+    random: Random,
+    letters: str,
+) -> Plan:
+    """Plan without orders yet."""
+    recompute = tuple(
+        tuple("".join(random.choices(letters, k=count)) for _ in chunks) for count in layers
     )
+    orders: tuple[tuple[Op, ...], ...] = tuple(() for _ in layers)
+    return Plan(tuple(documents), tuple(layers), tuple(chunks), recompute, orders)
+
+
+def _ordered(
+    bare: Plan, group_of: Sequence[int], random: Random, split: bool, forward_only: bool
+) -> Plan:
+    """``bare`` with orders of all stages, one random walk through what is ready.
+
+    group_of   of every chunk: the micro-batch whose loss it takes part in; on the last stage no
+               backward of a group comes before its last forward
+    """
     if forward_only:
-        orders = (forward_walk(len(chunks), slices_of(bare).earlier, random),) * len(layers)
-    else:
-        share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
-        orders = grouped_orders(bare, group_of, random, share)
-    return Plan(bare.documents, bare.layers, bare.chunks, bare.recompute, orders)
+        return replace(bare, orders=(_forward_walk(bare, random),) * bare.stages)
+    share = random.choice((0.0, 0.5, 1.0)) if split else 0.0
+    mates = {g: [c for c, of in enumerate(group_of) if of == g] for g in set(group_of)}
+
+    def forwards_done(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
+        if stage < bare.stages - 1 or op.kind not in (Kind.BACKWARD, Kind.INPUT):
+            return True
+        return all(Op(Kind.FORWARD, c) in finished[stage] for c in mates[group_of[op.chunk]])
+
+    return replace(bare, orders=by_stage(bare, random_walk(bare, random, share, forwards_done)))
+
+
+def _forward_walk(plan: Plan, random: Random) -> tuple[Op, ...]:
+    """Forwards in a random order in which slices follow those before them."""
+    earlier, done = slices_of(plan).earlier, [-1]
+    while len(done) <= len(plan.chunks):
+        able = [c for c, before in enumerate(earlier) if c not in done and before in done]
+        done.append(random.choice(able))
+    return tuple(Op(Kind.FORWARD, chunk) for chunk in done[1:])
