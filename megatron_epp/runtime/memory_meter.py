@@ -15,7 +15,7 @@ from megatron_epp.runtime.kv_store import Store
 class NoMeter:
     """Measures nothing and costs nothing."""
 
-    peak_bytes = 0
+    peak_bytes = now = 0
     limit_bytes = math.inf
 
     def watch(self, store: Store) -> AbstractContextManager:
@@ -84,6 +84,7 @@ class SavedBytesMeter:
 
     @property
     def now(self) -> int:
+        """Bytes held."""
         return self.saved_bytes + (self._store.bytes if self._store is not None else 0)
 
     def check(self):
@@ -162,6 +163,10 @@ class AllocatorMeter:
         self.peak_bytes = 0
         torch.cuda.reset_peak_memory_stats()
         return nullcontext()
+
+    @property
+    def now(self) -> int:
+        return torch.cuda.memory_allocated() - self._base
 
     def check(self):
         pass  # the allocator raises by itself

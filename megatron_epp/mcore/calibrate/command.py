@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 
 from megatron_epp.control.files import scratch_folder
 from megatron_epp.cost.profile import LayerFigures, Profile
+from megatron_epp.flag_fields import add_flags, flag
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore import job_exit
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
@@ -33,6 +35,19 @@ from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 _WORKER = "megatron_epp.mcore.calibrate.command"
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileFlags:
+    pp: int = flag(
+        2,
+        "pipeline stages side by side, as in training (default: 2, or as many as there are GPUs)",
+    )
+    tp: int = flag(1, "tensor-parallel degree (default: 1)")
+    cp: int = flag(1, "context-parallel degree (default: 1)")
+    output: str = flag(
+        FILE_NAME, f"where to write it (default: {FILE_NAME})", metavar="FILE", short="-o"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """``python -m megatron_epp profile``. ValueError: one line on what cannot be measured."""
     parser = argparse.ArgumentParser(
@@ -42,12 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--num-attention-heads, --swiglu, --bf16, ...",
         allow_abbrev=False,
     )
-    parser.add_argument("--pp", type=int, default=2, help="pipeline stages side by side, as in "
-                        "training (default: 2, or as many as there are GPUs)")  # fmt: skip
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree (default: 1)")
-    parser.add_argument("--cp", type=int, default=1, help="context-parallel degree (default: 1)")
-    parser.add_argument("-o", "--output", default=FILE_NAME, metavar="FILE",
-                        help=f"where to write it (default: {FILE_NAME})")  # fmt: skip
+    add_flags(parser, ProfileFlags)
     wanted, flags = parser.parse_known_args(argv)
     for name in ("pp", "tp", "cp"):
         if getattr(wanted, name) < 1:
@@ -58,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not output.resolve().parent.is_dir():
         raise ValueError(f"-o {wanted.output}: no folder {output.resolve().parent}")
     given = {word.split("=")[0] for word in flags}
-    for flag in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
-        if flag not in given and not (flag == "--num-layers" and given & set(_PATTERN)):
-            raise ValueError(f"{flag} is missing; give the flags of your training")
+    for name in ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length"):
+        if name not in given and not (name == "--num-layers" and given & set(_PATTERN)):
+            raise ValueError(f"{name} is missing; give the flags of your training")
     processes = wanted.pp * wanted.tp * wanted.cp
     print(f"measuring with {processes} process(es) ...", flush=True)
     with scratch_folder("profile") as folder:

@@ -21,12 +21,13 @@ from megatron_epp.cost.loads import pairs_within
 from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
+from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.kinds.registry import layer_parts, timed_modules
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
-from megatron_epp.runtime.memory_meter import SavedBytesMeter
+from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, NoMeter, SavedBytesMeter
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable]]
 
@@ -191,7 +192,7 @@ class Probe:
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
         mask = torch.ones_like(tokens, dtype=torch.float32) if self.last else None
-        batch = _Batch(
+        batch = ChunkBatch(
             tokens=tokens if self.first else None,
             positions=params.positions[None],
             labels=tokens if self.last else None,
@@ -231,7 +232,7 @@ class Probe:
     def _pass(
         self, forward: Callable[[], Tensor], store: Store, weigh: bool, split: bool = False
     ) -> Measurement:
-        scale = self._scale(store) if weigh else _NoScale()
+        scale = self._scale(store, weigh)
         deferred = DeferredWeightGrads()
         with scale.watching(), self._deferring(deferred) if split else nullcontext():
             start = self.now()
@@ -265,10 +266,12 @@ class Probe:
         with Deferral(self.model, besides) as deferral, deferral.into(deferred):
             yield
 
-    def _scale(self, store: Store) -> "_Scale":
-        if self.device.type == "cuda":
-            return _AllocatorScale(store)
-        return _SavedScale(SavedBytesMeter(self.model.parameters()))
+    def _scale(self, store: Store, weigh: bool) -> "_Scale":
+        if self.device.type == "cuda" and weigh:
+            return _Scale(AllocatorMeter(every_op=True), store)
+        # What autograd saves has nothing of the store's to begin with.
+        meter = SavedBytesMeter(self.model.parameters()) if weigh else NoMeter()
+        return _Scale(meter, Store({}))
 
     def _answer(self, store: Store) -> None:
         """Leave in ``store`` what a later slice's backward leaves for one that is not the last."""
@@ -355,74 +358,22 @@ def _kept_shapes(layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
     return tuple(kept for part in layer_parts(layer) for kept in part.kept_shapes(layer, context))
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """As mcore.data.chunk_batches.ChunkBatch."""
+class _Scale:
+    """Bytes by ``meter``; those of ``store``, which grow in F and shrink in B, stay out."""
 
-    tokens: Tensor | None
-    positions: Tensor
-    labels: Tensor | None
-    loss_mask: Tensor | None
-    params: ChunkParams
-    known_gradient: Tensor | None
-    hidden_only: bool = False
-
-
-class _NoScale:
-    def watching(self) -> AbstractContextManager:
-        return nullcontext()
-
-    def held(self) -> int:
-        return 0
-
-    def peak(self) -> int:
-        return 0
-
-
-class _SavedScale:
-    """Bytes that autograd saves; the store's bytes stay out."""
-
-    def __init__(self, meter: SavedBytesMeter):
-        self.meter = meter
+    def __init__(self, meter: Meter, store: Store):
+        self.meter, self.store = meter, store
+        self._began = self._stored = store.bytes
 
     def watching(self) -> AbstractContextManager:
-        return self.meter.watch(Store({}))
-
-    def held(self) -> int:
-        return self.meter.saved_bytes
-
-    def peak(self) -> int:
-        return self.meter.op_peak()
-
-
-class _AllocatorScale:
-    """The CUDA allocator's figures over what was there before; the store's bytes stay out, which
-    grow in F and shrink in B.
-    """
-
-    def __init__(self, store: Store):
-        self.store = store
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self._base = torch.cuda.memory_allocated() - self.store.bytes
-        self._stored = self.store.bytes
-        yield
+        return self.meter.watch(self.store)
 
     def held(self) -> int:
         self._stored = self.store.bytes
-        return torch.cuda.memory_allocated() - self._base - self.store.bytes
+        return self.meter.now - (self._stored - self._began)
 
     def peak(self) -> int:
-        stored = max(self._stored, self.store.bytes)
-        peak = torch.cuda.max_memory_allocated() - self._base - stored
-        torch.cuda.reset_peak_memory_stats()
-        return peak
-
-
-_Scale = _NoScale | _SavedScale | _AllocatorScale
+        return self.meter.op_peak() - (max(self._stored, self.store.bytes) - self._began)
 
 
 @contextmanager
