@@ -28,14 +28,13 @@ FUNCTIONS = """
     serve
 """
 MODULES = """
-    mcore/flags mcore/rank
+    mcore/flags
 """
 CONSTANTS = """
     mcore/EXPERTS
 """
 PARTICIPLES = """
-    Computed Drawn Failed InputRefused Judged Listed LoopComputed LoopJudged Plain Prepared
-    Routed Scaled Small Untargeted Worst
+    Drawn Failed InputRefused Judged Listed Plain Prepared Routed Scaled Small Untargeted Worst
 """
 
 NOT_PLAIN = re.compile(r"(Of|What|Whose|Which|In the place of|Besides|Apart|Aside)\b")

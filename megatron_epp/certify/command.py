@@ -1,8 +1,8 @@
 """``python -m megatron_epp certify``: gradients of random plans against the plain model.
 
-One frame for whatever is certified: Megatron's trainer (batches.py, results.py), and with --loop
-training loops of others (loops/). A ``frame`` draws batches, ranks run them by arbitrary plans,
-and their answers are compared in float64 with the plain model's.
+One frame for whatever is certified: Megatron's trainer (batches.py, trainer_results.py), and with
+--loop training loops of others (loops/). A ``frame`` draws batches, ranks run them by arbitrary
+plans, and their answers are compared in float64 with the plain model's.
 """
 
 from collections import Counter

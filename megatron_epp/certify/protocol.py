@@ -150,7 +150,7 @@ class Reference(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class RankResult:
     """Results of one rank for a batch.
 
     gradients     of its part of the model, over the tokens of the whole batch

@@ -1,7 +1,7 @@
 """Settings of a certificate, a flag each; what the command line does not know describes the model.
 
 A degree of parallelism that certificates are to know is a field of :class:`Degrees` and of
-:class:`DegreeFlags`; a flag of Megatron's that a setting stands for is one of ``model_flags``.
+:class:`DegreeFlags`; a flag of Megatron's that a setting stands for is one of ``implied_flags``.
 """
 
 import argparse
@@ -149,13 +149,13 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         _first(chosen.cp, own.context_parallel_size, 1),
     )
     models = (tuple(flags),) if flags else _defaults(degrees)
-    besides = model_flags(chosen)
+    besides = implied_flags(chosen)
     settings = {one.name: getattr(chosen, one.name) for one in fields(Trial)
                 if one.name not in Trial.OMIT}  # fmt: skip
     return Trial(degrees, tuple((*model, *besides) for model in models), **settings)
 
 
-def model_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
+def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
     """Megatron's flags that the command line's own stand for."""
     return ("--epp-vocab-parallel", "on") if chosen.vocab_parallel else ()
 

@@ -8,12 +8,10 @@ from megatron_epp.mcore.patching import cpu_host
 cpu_host.install_cpu_host()
 
 from megatron_epp.cost.catalogue.models import Model  # noqa: E402
+from megatron_epp.cost.fitting.measured import workspaces  # noqa: E402
+from megatron_epp.cost.fitting.readings import Readings  # noqa: E402
 from megatron_epp.cost.kinds.layer import Layer, LayerShape  # noqa: E402
-from megatron_epp.mcore.calibrate.measure import (  # noqa: E402
-    Readings,
-    _measure_bytes,
-    _workspaces,
-)
+from megatron_epp.mcore.calibrate.measure import _measure_bytes  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from tests.mcore.allocator import MIB, MadeUpProbe, Rules  # noqa: E402
 
@@ -24,7 +22,7 @@ PLAIN = Layer(Model("m", 1, 64, 176, 4, 2, 16, 1000), LayerShape())
 def figures(expandable: bool, context: int = 131072, rules: Rules = RULES):
     probe, readings = MadeUpProbe(rules, expandable), Readings()
     _measure_bytes(probe, readings, context, PLAIN)
-    return readings, *_workspaces(readings.peaks, probe.head_tokens)
+    return readings, *workspaces(readings.peaks, probe.head_tokens)
 
 
 @pytest.mark.parametrize("expandable", [True, False])
@@ -107,4 +105,4 @@ def test_a_recomputed_layers_forward_is_weighed_by_itself() -> None:
     assert set(forward) == {FULL}
     assert forward[FULL].per_token == pytest.approx(RULES.passing + RULES.again, rel=0.02)
     assert layer[Kind.FORWARD].per_token == pytest.approx(RULES.passing, rel=0.02)
-    assert _workspaces([], 0)[3] == {}
+    assert workspaces([], 0)[3] == {}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.certify.batches import CONTEXT, MASKED, Frame
-from megatron_epp.certify.loops.results import LoopComputed, LoopCoverage
+from megatron_epp.certify.loops.loop_results import LoopCoverage, LoopResult
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
 from megatron_epp.ir.random_plan import arbitrary_chunks, by_stage, random_walk
 
@@ -71,7 +71,7 @@ class LoopFrame:
             made.append(tuple(drawn))
         return DrawnMicroBatches(tuple(made), loss)
 
-    def coverage(self, drawn: DrawnMicroBatches, computed: Sequence[LoopComputed]) -> LoopCoverage:
+    def coverage(self, drawn: DrawnMicroBatches, computed: Sequence[LoopResult]) -> LoopCoverage:
         count = sum(map(len, drawn.micro_batches))
         replicas = {one.replica: one for one in computed}.values()
         chunks = sum(one.chunks for one in replicas)

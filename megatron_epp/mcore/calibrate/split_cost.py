@@ -1,40 +1,12 @@
-"""Cost of splitting a backward on this device, and bytes held from I to W.
+"""Measures what splitting a backward costs on this device, and bytes held from I to W."""
 
-I and W together do the work of B and pay for being two: measured as what they take beyond it, a
-share of the work and an amount per chunk. W is in proportion to tokens; I is what remains.
-"""
-
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from statistics import median
 
-from megatron_epp.cost.fitting.fit import line_above
-from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
-from megatron_epp.ir import KEEP, Kind
+from megatron_epp.cost.fitting.split_seconds import SMALL_TOKENS, SplitSeconds
+from megatron_epp.ir import KEEP
 from megatron_epp.mcore.calibrate.probe import Probe, Shape
 
 SPLIT_REPEATS = 4  # the fastest counts: what matters is a difference of a few per cent
-SMALL_TOKENS = 16  # a chunk of which two ops cost what two ops cost
-
-
-@dataclass(frozen=True, slots=True)
-class SplitSeconds:
-    """A chunk's B, and its I and W, alone; ``end``: of the output layer and loss, else of a layer.
-
-    input_bytes          beyond what is held before, while I runs
-    weight_input_bytes   from I to W
-
-    Bytes are 0 where only time was measured, and the other way round.
-    """
-
-    end: bool
-    tokens: int
-    whole: float = 0.0
-    input: float = 0.0
-    weight: float = 0.0
-    input_bytes: int = 0
-    weight_input_bytes: int = 0
 
 
 def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[SplitSeconds]:
@@ -72,62 +44,3 @@ def _seconds(probe: Probe, largest: int) -> Iterator[SplitSeconds]:
         ends = [probe.ends(shape, split=True) for _ in range(SPLIT_REPEATS)]
         seconds, weight = min(e.backward_seconds for e in ends), min(e.weight_seconds for e in ends)
         yield SplitSeconds(True, shape.tokens, seconds + weight, seconds, weight)
-
-
-def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
-    """``profile``, whose B was measured, with I, W and what lies between them from ``splits``."""
-    timed = [split for split in splits if split.whole]
-    small = [s for s in timed if not s.end and s.tokens == SMALL_TOKENS]
-    large = [s for s in timed if not s.end and s.tokens != SMALL_TOKENS]
-    # Never below nothing: what a measurement gains by splitting, it gains by luck.
-    per_chunk = max(0.0, median(s.input + s.weight - s.whole for s in small))
-    price = max(0.0, median((s.input + s.weight - s.whole - per_chunk) / s.whole for s in large))
-    per_token = median((s.weight - per_chunk / 2) / s.tokens for s in large)
-    layer, last = dict(profile.layer_seconds), dict(profile.last_seconds)
-    if per_token <= 0:  # on a busy host: the share that W has without a measurement
-        per_token = layer[Kind.WEIGHT].per_token
-    weight = layer[Kind.WEIGHT] = Seconds(per_token=per_token, per_chunk=per_chunk / 2)
-    layer[Kind.INPUT] = _rest(layer[Kind.BACKWARD], 1 + price, per_chunk, weight)
-    ends = [s for s in timed if s.end]
-    if ends:
-        share = median(s.weight / s.whole for s in ends)
-        whole = last[Kind.BACKWARD]
-        last[Kind.WEIGHT] = Seconds(per_token=share * whole.per_token)
-        last[Kind.INPUT] = _rest(whole, 1.0, 0.0, last[Kind.WEIGHT])
-    weighed = [s for s in splits if not s.whole]
-    # Of the largest chunk, where what has a constant size counts least.
-    largest = max(s.tokens for s in weighed)
-    between, behind = (
-        max(
-            (
-                s.weight_input_bytes / s.tokens
-                for s in weighed
-                if s.end is end and s.tokens == largest
-            ),
-            default=0.0,
-        )
-        for end in (False, True)
-    )
-    points = [(s.tokens, s.input_bytes) for s in weighed if not s.end]
-    while_i, constant = line_above(points, goes_on=True)
-    unsplit = profile.workspace_bytes[Kind.BACKWARD]
-    return dataclasses.replace(
-        profile,
-        layer_seconds=layer,
-        last_seconds=last,
-        weight_input_bytes=Bytes(between, between),
-        last_weight_input_bytes=Bytes(behind, behind),
-        workspace_bytes={
-            **profile.workspace_bytes,
-            Kind.INPUT: Workspace(while_i, while_i, unsplit.per_context_token, constant),
-        },
-    )
-
-
-def _rest(whole: Seconds, factor: float, more: float, part: Seconds) -> Seconds:
-    """``factor`` times ``whole``, ``more`` per chunk, without ``part``."""
-    return Seconds(
-        max(0.0, factor * whole.per_token - part.per_token),
-        factor * whole.per_pair,
-        max(0.0, factor * whole.per_chunk + more - part.per_chunk),
-    )

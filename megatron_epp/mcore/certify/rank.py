@@ -16,8 +16,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.certify.allowed_collectives import SCHEDULE, Listed, name_of
 from megatron_epp.certify.batches import Drawn, most_offloaded
-from megatron_epp.certify.protocol import Computed, Prepared, Role
-from megatron_epp.certify.results import TrainerComputed
+from megatron_epp.certify.protocol import Prepared, RankResult, Role
+from megatron_epp.certify.trainer_results import TrainerResult
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import (
     OFFLOAD,
@@ -147,7 +147,7 @@ class Rank:
         self.attention = make(wanted, config, device)
         return self.attention
 
-    def compute(self, number: int) -> Computed:
+    def compute(self, number: int) -> RankResult:
         """Run batch ``number``: its forwards alone, and then in training."""
         self.number = number
         with self.around(number):
@@ -158,7 +158,7 @@ class Rank:
                 trained = self.run(drawn, forward_only=False)
             named = [(one, name_of(one, self.LISTED)) for one in traffic.collectives]
             self._gather_gradients()
-            common = Computed(
+            common = RankResult(
                 shards(self.model.module, lambda one: gradient(one, "main_grad")),
                 len(traffic.messages),
                 Counter(name for _, name in named if name is not None),
@@ -167,11 +167,11 @@ class Rank:
             return self.computed(drawn, evaluated, trained, common, traffic.messages)
 
     def computed(
-        self, drawn: Any, evaluated: Any, trained: Any, common: Computed, messages: Any
-    ) -> Computed:
+        self, drawn: Any, evaluated: Any, trained: Any, common: RankResult, messages: Any
+    ) -> RankResult:
         problems = [*self._unplanned(drawn.step, messages), *common.problems]
         problems += self._not_offloaded(drawn.step)
-        return TrainerComputed(
+        return TrainerResult(
             common.gradients,
             common.messages,
             common.collectives,

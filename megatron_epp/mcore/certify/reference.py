@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron_epp.certify.batches import Frame, letters_drawn
 from megatron_epp.certify.compare import whole
 from megatron_epp.certify.protocol import Prepared, Reference, Role
-from megatron_epp.certify.results import TrainerReference
+from megatron_epp.certify.trainer_results import TrainerReference
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import adapt, gradient

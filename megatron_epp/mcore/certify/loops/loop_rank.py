@@ -11,14 +11,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_epp.certify.batches import letters_drawn
+from megatron_epp.certify.loops.loop_results import LoopResult
 from megatron_epp.certify.loops.micro_batches import (
     arbitrary_sliced_plan,
     arbitrary_whole_plan,
     loop_forward_step,
     loop_loss,
 )
-from megatron_epp.certify.loops.results import LoopComputed
-from megatron_epp.certify.protocol import Computed, Prepared
+from megatron_epp.certify.protocol import Prepared, RankResult
 from megatron_epp.ir import OFFLOAD, Kind, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.loops.allowed import LOOP
@@ -61,10 +61,10 @@ class LoopRank(Rank):
         return model
 
     def computed(
-        self, drawn: Any, evaluated: Any, trained: Any, common: Computed, messages: Any
-    ) -> Computed:
+        self, drawn: Any, evaluated: Any, trained: Any, common: RankResult, messages: Any
+    ) -> RankResult:
         plan = self.ran[-1].plan
-        return LoopComputed(
+        return LoopResult(
             common.gradients,
             common.messages,
             common.collectives,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megatron_epp.certify.loops.loop_results import LoopReference
 from megatron_epp.certify.loops.micro_batches import (
     MULTIPLE,
     LoopFrame,
@@ -12,7 +13,6 @@ from megatron_epp.certify.loops.micro_batches import (
     loop_loss,
     zigzag,
 )
-from megatron_epp.certify.loops.results import LoopReference
 from megatron_epp.certify.protocol import Prepared
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.flags import parsed

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_epp.certify.protocol import Computed, Reference
+from megatron_epp.certify.protocol import RankResult, Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class LoopReference(Reference):
     values: tuple[tuple[float, ...], ...]
     sums: tuple[tuple[float, ...], ...]
 
-    def loss_error(self, computed: Sequence["LoopComputed"]) -> float:
+    def loss_error(self, computed: Sequence["LoopResult"]) -> float:
         """The largest error of what was returned of a micro-batch, in training and in a pass of
         forwards, at its place; infinite where one is missing."""
         worst, told = 0.0, set()
@@ -40,7 +40,7 @@ class LoopReference(Reference):
 
 
 @dataclass(frozen=True, slots=True)
-class LoopComputed(Computed):
+class LoopResult(RankResult):
     """Results of one rank of a loop.
 
     replica      of which this rank is part

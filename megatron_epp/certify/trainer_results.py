@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_epp.certify.protocol import Computed, Reference
+from megatron_epp.certify.protocol import RankResult, Reference
 from megatron_epp.certify.routed import Routed, differences
 
 
@@ -16,7 +16,7 @@ class TrainerReference(Reference):
     replicas: int
     routed: Routed
 
-    def loss_error(self, computed: Sequence["TrainerComputed"]) -> float:
+    def loss_error(self, computed: Sequence["TrainerResult"]) -> float:
         pairs = zip(*((one.training_loss, one.evaluation_loss) for one in computed), strict=True)
         return max(abs(self._loss(parts) - self.loss) / abs(self.loss) for parts in pairs)
 
@@ -25,12 +25,12 @@ class TrainerReference(Reference):
         total, counted = map(sum, zip(*parts, strict=True))
         return total / self.tokens if counted == self.tokens else float("inf")
 
-    def routing_differences(self, computed: Sequence["TrainerComputed"], bound: float) -> list[str]:
+    def routing_differences(self, computed: Sequence["TrainerResult"], bound: float) -> list[str]:
         return differences([one.routed for one in computed], self.routed, self.replicas, bound)
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerComputed(Computed):
+class TrainerResult(RankResult):
     """Results of one rank of the trainer.
 
     training_loss   summed over its replica's tokens, and their number, from the rank of the last

@@ -7,9 +7,9 @@ import pytest
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import model
+from megatron_epp.cost.fitting.split_seconds import SMALL_TOKENS, SplitSeconds, with_split
 from megatron_epp.cost.profile import Bytes, Seconds, Workspace
 from megatron_epp.ir import Kind
-from megatron_epp.mcore.calibrate.split_cost import SMALL_TOKENS, SplitSeconds, with_split
 
 B = Seconds(per_token=3e-6, per_pair=2e-9, per_chunk=1e-4)
 HEAD = Seconds(per_token=4e-6)

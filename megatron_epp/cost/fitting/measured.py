@@ -1,0 +1,244 @@
+"""A profile from what all ranks measured of one layer of every kind, and of the model's ends."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from megatron_epp.cost.analytic import carried_bytes
+from megatron_epp.cost.analytic import profile as analytic_profile
+from megatron_epp.cost.catalogue.devices import device as named_device
+from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.fitting.fit import fit_profile, line_above
+from megatron_epp.cost.fitting.readings import (
+    BEHIND_TOKENS,
+    OWN_LETTERS,
+    Peak,
+    Readings,
+    letters_of,
+)
+from megatron_epp.cost.fitting.split_seconds import with_split
+from megatron_epp.cost.loads import pairs_within
+from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
+from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind, Span
+
+_USUAL_TOKENS = 2048  # of a chunk, where one must stand for all
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Conditions that ranks measured under.
+
+    device        by its name in the catalogue: the template of what is not measured
+    itemsize      bytes of a parameter; ``gradient_itemsize``: of what adds up gradients of kept K
+                  and V
+    head_tokens   of a chunk at most, that the last stage's end works on at once; 0: all
+    """
+
+    device: str
+    tp: int
+    cp: int
+    itemsize: int
+    gradient_itemsize: int
+    head_tokens: int
+
+
+def measured_profile(
+    of_kinds: Mapping[str, Sequence[Readings]], model: Model, origin: Provenance, where: Conditions
+) -> Profile:
+    """The first kind's profile with the layers of all. ValueError: nothing follows from them."""
+    made = {kind: _fitted(every, model, kind, origin, where) for kind, every in of_kinds.items()}
+    whole = next(iter(made.values()))
+    if len(made) == 1:
+        return whole
+    said = (f"{kind}: {each.provenance.source}" for kind, each in made.items())
+    provenance = dataclasses.replace(whole.provenance, source="; ".join(said))
+    stores_last_slice = any(each.stores_last_slice for each in made.values())
+    return dataclasses.replace(
+        whole.with_kinds(made), provenance=provenance, stores_last_slice=stores_last_slice
+    )
+
+
+def _fitted(
+    every: Sequence[Readings], model: Model, kind: str, origin: Provenance, where: Conditions
+) -> Profile:
+    layer = model.shapes[kind]
+    template = analytic_profile(model, named_device(where.device)).of_kind(kind)
+    best_link: dict[int, float] = {}
+    for tokens, seconds in (pair for readings in every for pair in readings.link):
+        best_link[tokens] = min(seconds, best_link.get(tokens, seconds))
+    fitted = fit_profile(
+        template,
+        origin,
+        tp=where.tp,
+        cp=where.cp,
+        seconds={
+            Kind.FORWARD: [sample for readings in every for sample in readings.forward],
+            Kind.BACKWARD: [sample for readings in every for sample in readings.backward],
+        },
+        held_bytes=[sample for readings in every for sample in readings.held],
+        link_seconds=sorted(best_link.items()),
+    )
+    profile = fitted.profile
+    workspace, last_workspace, again, forward = workspaces(
+        [peak for readings in every for peak in readings.peaks], where.head_tokens
+    )
+    carried = layer.carried.on_device(where.tp * where.cp)
+    splits = [split for readings in every for split in readings.split]
+    source = "; ".join(f"{what} {quality}" for what, quality in fitted.quality.items())
+    if not splits:
+        source += "; I and W not measured: their analytic shares of B"
+    profile = dataclasses.replace(
+        profile,
+        provenance=dataclasses.replace(origin, source=f"{origin.source}; {source}"),
+        recompute_seconds=_recompute_seconds(every, profile, template),
+        saved_bytes={
+            letter: profile.saved_bytes[letter if letter in letters_of(layer) else KEEP]
+            for letter in profile.saved_bytes
+        },
+        first_bytes=_alike(profile.first_bytes),
+        last_bytes=_alike(profile.last_bytes),
+        **carried_bytes(carried, where.itemsize, where.gradient_itemsize),
+        stores_last_slice=any(readings.stores_last_slice for readings in every),
+        workspace_bytes=workspace,
+        last_workspace_bytes=last_workspace,
+        last_workspace_tokens=float(where.head_tokens),
+        recompute_workspace_bytes=again,
+        forward_workspace_bytes=forward,
+        expert_bytes_per_token=0.0,  # part of what was measured
+        exchange_seconds=_exchange_seconds(every),
+        host_bytes_per_second=min(readings.host_rate for readings in every),
+        link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
+        link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,
+    )
+    return with_split(profile, splits) if splits else profile
+
+
+def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
+    """Per token; none where nothing was spread, or it took no longer."""
+    rows = [reading for readings in every for reading in readings.exchange]
+    if not rows:
+        return {}
+    forward = median(seconds / tokens for tokens, seconds, _ in rows)
+    backward = median(seconds / tokens for tokens, _, seconds in rows)
+    taken = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT: backward}
+    return {kind: seconds for kind, seconds in taken.items() if seconds > 0}
+
+
+def _alike(figure: Bytes) -> Bytes:
+    """Tokens and logits do not know whether their document is cut."""
+    return Bytes(figure.per_token, figure.per_token)
+
+
+def workspaces(
+    peaks: Sequence[Peak], head_tokens: int
+) -> tuple[dict[Kind, Workspace], dict[Kind, Workspace], dict[str, Bytes], dict[str, Workspace]]:
+    """Bytes beyond what is held: while F, B, I or W runs, besides on the last stage, of the layer
+    that lives again, by letter, and while F runs of a layer that is recomputed, by letter, where
+    that is not what a kept one needs. No measured peak lies above what these promise.
+
+    ``head_tokens``: of the chunk at most, that the last stage's end works on; 0: all.
+    """
+
+    def of(kind: Kind, letter: str, end: bool) -> list[Peak]:
+        what = (kind, letter, end)
+        return [p for p in peaks if (p.kind, p.letter, p.end) == what and not p.context]
+
+    layer, last = {}, {}
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        points = [(p.tokens, p.bytes) for p in of(kind, KEEP, False)]
+        slope, constant = line_above(points, goes_on=True)
+        behind = [
+            (p.context, p.bytes)
+            for p in peaks
+            if (p.kind, p.letter, p.end, p.tokens) == (kind, KEEP, False, BEHIND_TOKENS)
+        ]
+        per_context, _ = line_above(behind)
+        layer[kind] = Workspace(slope, slope, per_context, constant)
+        beyond = [
+            (
+                min(p.tokens, head_tokens or p.tokens),
+                max(0.0, p.bytes - slope * p.tokens - constant),
+            )
+            for p in of(kind, KEEP, True)
+        ]
+        slope, constant = line_above(beyond)
+        last[kind] = Workspace(slope, slope, 0.0, constant)
+    again = {letter: Bytes() for letter in (KEEP, FULL, *SELECTIVE)}
+    plain = sorted(of(Kind.BACKWARD, KEEP, False), key=lambda p: -p.bytes)
+    kept = {p.tokens: p.bytes for p in plain}  # of several ranks the least
+    for letter in (FULL, *SELECTIVE):
+        # Beyond what the same chunk takes without recompute: constants are in both.
+        largest = sorted(of(Kind.BACKWARD, letter, False), key=lambda p: p.tokens)[-2:]
+        alive = max(((p.bytes - kept[p.tokens]) / p.tokens for p in largest), default=0.0)
+        again[letter] = _alike(Bytes(max(0.0, alive)))
+    forward = {}
+    for letter in (FULL, *SELECTIVE):
+        # What a recomputed layer does not hold from F to B lives as long as its F runs.
+        passing = [(p.tokens, p.bytes) for p in of(Kind.FORWARD, letter, False)]
+        slope, constant = line_above(passing, goes_on=True)
+        figure = Workspace(slope, slope, layer[Kind.FORWARD].per_context_token, constant)
+        if passing and figure != layer[Kind.FORWARD]:
+            forward[letter] = figure
+    for of_kind in (layer, last):
+        of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
+        # W frees while it goes. What it makes is one weight's gradient, whatever the chunk's size.
+        of_kind[Kind.WEIGHT] = Workspace(per_op=of_kind[Kind.BACKWARD].per_op)
+    return layer, last, again, forward
+
+
+def _recompute_seconds(
+    every: Sequence[Readings], profile: Profile, template: Profile
+) -> dict[str, Seconds]:
+    """Full: a layer's forward, times how much longer B really took. Selective: its modules', or
+    what B took longer; nothing of modules that the layer has not.
+
+    Where the host was busy a B that ran something again may have been no slower than one that did
+    not. Nothing runs again for nothing: then it is what ``template`` has of it, at the speed that
+    the layer's forward was measured at.
+    """
+    forward = profile.layer_seconds[Kind.FORWARD]
+    ratios = sorted(
+        more / plain for readings in every for letter, _, more, plain in readings.again
+        if letter == FULL
+    )  # fmt: skip
+    ratio = ratios[len(ratios) // 2] if ratios else 1.0
+    measured = [readings.module_seconds for readings in every if readings.module_seconds]
+    modules = {
+        name: Seconds(per_token=max(seconds[name] for seconds in measured)) for name in measured[0]
+    }
+    modules["core_attn"] = Seconds(per_pair=forward.per_pair)
+    for own in OWN_LETTERS:
+        longer = [
+            more / tokens
+            for readings in every
+            for letter, tokens, more, _ in readings.again
+            if letter == own
+        ]
+        (name,) = SELECTIVE[own]
+        modules[name] = Seconds(per_token=median(longer) if longer else 0.0)
+    slower = _slower(profile, template)
+    for letter, names in SELECTIVE.items():
+        if len(names) == 1 and modules[names[0]] == Seconds():
+            known = dataclasses.replace(template.recompute_seconds[letter], per_chunk=0.0)
+            modules[names[0]] = _times(known, slower)
+    seconds = {KEEP: Seconds(), FULL: _times(forward, ratio or 1.0)}
+    for letter, names in SELECTIVE.items():
+        seconds[letter] = Seconds(
+            sum(modules[name].per_token for name in names),
+            sum(modules[name].per_pair for name in names),
+        )
+    return seconds
+
+
+def _slower(measured: Profile, template: Profile) -> float:
+    """Measured over ``template``'s seconds of a layer's forward, of a chunk of a usual size."""
+    load = _USUAL_TOKENS, pairs_within((Span(0, 0, _USUAL_TOKENS),), template.window)
+    one, other = (each.layer_seconds[Kind.FORWARD](*load) for each in (measured, template))
+    return one / other
+
+
+def _times(seconds: Seconds, factor: float) -> Seconds:
+    return Seconds(
+        seconds.per_token * factor, seconds.per_pair * factor, seconds.per_chunk * factor
+    )
