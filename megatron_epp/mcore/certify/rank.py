@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy
@@ -96,11 +95,12 @@ class InMemory:
 class Rank:
     """Builds the model with the trainer's own hook, and runs it with the trainer's own schedule.
 
-    Ranks of something else replace ``build``, ``run`` and ``computed``, and name the collectives
-    ``LISTED`` that it may issue.
+    Ranks of something else replace ``build``, ``run``, ``problems`` and ``told``, and name the
+    collectives ``LISTED`` that it may issue and the ``RESULT`` of a batch.
     """
 
     LISTED: ClassVar[Sequence[Listed]] = SCHEDULE
+    RESULT: ClassVar[type[RankResult]] = TrainerResult
 
     def __init__(self, role: Role):
         self.trial, self.seed = role.trial, role.trial.seed
@@ -124,11 +124,7 @@ class Rank:
     def build(self) -> Any:
         latents.BLOCK = LATENTS_BLOCK
         self.steps = DrawnSteps()
-        hooks = replace(
-            self.hooks,
-            make_steps=lambda place, model: self.steps,
-            attention_for=partial(self._attention_for, self.hooks.attention_for),
-        )
+        hooks = replace(self.hooks, make_steps=lambda place, model: self.steps)
         job = setup.Job(self.args, Config.of(self.args), hooks)
         plain = not (self.args.window_size or self.trial.lora_rank)
         latent = self.args.multi_latent_attention and plain
@@ -141,11 +137,8 @@ class Rank:
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
         self.groups, self.share = job.place.groups, job.place.share
+        self.attention: Any = job.place.attention
         return model
-
-    def _attention_for(self, make: Any, wanted: str, config: Any, device: torch.device) -> Any:
-        self.attention = make(wanted, config, device)
-        return self.attention
 
     def compute(self, number: int) -> RankResult:
         """Run batch ``number``: its forwards alone, and then in training."""
@@ -158,28 +151,24 @@ class Rank:
                 trained = self.run(drawn, forward_only=False)
             named = [(one, name_of(one, self.LISTED)) for one in traffic.collectives]
             self._gather_gradients()
-            common = RankResult(
+            return self.RESULT(
                 shards(self.model.module, lambda one: gradient(one, "main_grad")),
                 len(traffic.messages),
                 Counter(name for _, name in named if name is not None),
-                sorted({f"not on the list: {one}" for one, name in named if name is None}),
+                [
+                    *sorted({f"not on the list: {one}" for one, name in named if name is None}),
+                    *self.problems(drawn, traffic.messages),
+                ],
+                *self.told(trained, evaluated),
             )
-            return self.computed(drawn, evaluated, trained, common, traffic.messages)
 
-    def computed(
-        self, drawn: Any, evaluated: Any, trained: Any, common: RankResult, messages: Any
-    ) -> RankResult:
-        problems = [*self._unplanned(drawn.step, messages), *common.problems]
-        problems += self._not_offloaded(drawn.step)
-        return TrainerResult(
-            common.gradients,
-            common.messages,
-            common.collectives,
-            problems,
-            trained,
-            evaluated,
-            self.routing.taken(),
-        )
+    def problems(self, drawn: Any, messages: list[Transferred]) -> list[str]:
+        """Differences from what was planned."""
+        return self._unplanned(drawn.step, messages) + self._not_offloaded(drawn.step)
+
+    def told(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
+        """The rest of a ``RESULT``."""
+        return trained, evaluated, self.routing.taken()
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""

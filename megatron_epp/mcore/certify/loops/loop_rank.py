@@ -18,7 +18,7 @@ from megatron_epp.certify.loops.micro_batches import (
     loop_forward_step,
     loop_loss,
 )
-from megatron_epp.certify.protocol import Prepared, RankResult
+from megatron_epp.certify.protocol import Prepared
 from megatron_epp.ir import OFFLOAD, Kind, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.loops.allowed import LOOP
@@ -37,6 +37,7 @@ class LoopRank(Rank):
     """A loop: a model, an iterator, a forward step, and calls of ``get_forward_backward_func``."""
 
     LISTED: ClassVar = LOOP
+    RESULT: ClassVar = LoopResult
 
     def prepare(self, prepared: Prepared) -> None:
         if (before := installed()) is not None:
@@ -60,21 +61,14 @@ class LoopRank(Rank):
             attach_to(model, Samples(loop_loss), "auto", head_again=True)
         return model
 
-    def computed(
-        self, drawn: Any, evaluated: Any, trained: Any, common: RankResult, messages: Any
-    ) -> RankResult:
-        plan = self.ran[-1].plan
-        return LoopResult(
-            common.gradients,
-            common.messages,
-            common.collectives,
-            common.problems,
-            mpu.get_data_parallel_rank(),
-            tuple(item["value"] for item in trained),
-            tuple(evaluated),
-            chunks=len(plan.chunks),
-            halved=sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order),
-        )
+    def problems(self, drawn: Any, messages: Any) -> list[str]:
+        return []  # a loop's messages are not compared
+
+    def told(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
+        plan, values = self.ran[-1].plan, tuple(item["value"] for item in trained)
+        halved = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
+        replica = mpu.get_data_parallel_rank()
+        return replica, values, tuple(evaluated), len(plan.chunks), halved
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Megatron's forward_data_store."""
