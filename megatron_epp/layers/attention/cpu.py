@@ -136,9 +136,7 @@ class ChunkAttention(torch.autograd.Function):
         if ctx.recompute is None:
             out_THD, lse_TH = saved
         else:
-            out_THD, lse_TH = ctx.recompute.result()
-            ctx.recompute.forget()
-            ctx.recompute = None
+            out_THD, lse_TH = ctx.recompute.taken()
         padded = q_THD.shape[0]
         dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         dk_TGD, dv_TGD = (t.new_empty(padded, *t.shape[1:]) for t in (k_TGD, v_TGD))

@@ -108,9 +108,7 @@ class _AttendLatents(torch.autograd.Function):
         state, layer, scale = ctx.state, ctx.layer, ctx.scale
         q_THD, k_THD, v_THV, weight_NR, *result = ctx.saved_tensors
         if ctx.recompute is not None:
-            result = ctx.recompute.result()
-            ctx.recompute.forget()
-            ctx.recompute = None
+            result = ctx.recompute.taken()
         out_THV, lse_TH = result
         store = state.store
         gradients = tuple(torch.empty_like(t) for t in (q_THD, k_THD, v_THV))

@@ -217,9 +217,7 @@ class _Attend(torch.autograd.Function):
         if ctx.recompute is None:
             kept = [_each_tensor(ctx.hooks.unpack, needed) for needed in ctx.kept]
         else:
-            _, kept = ctx.recompute.result()
-            ctx.recompute.forget()
-            ctx.recompute = None
+            _, kept = ctx.recompute.taken()
         ctx.kept = None
         gradients = call.backward(grad_THD.contiguous(), q_THD, k_TGD, v_TGD, kept)
         return *gradients, None, None, None, None, None

@@ -45,9 +45,11 @@ class AttentionRecompute:
                 self._result = self._run(self._node)
         return self._result
 
-    def forget(self):
-        """Called in the node's backward, so that no cycle stays."""
+    def taken(self) -> tuple[Tensor, Any]:
+        """The result, in the node's backward; node and handle forget each other: no cycle stays."""
+        result, self._node.recompute = self.result(), None
         self._node = self._run = self._result = None
+        return result
 
 
 class DroppedOutputs:
