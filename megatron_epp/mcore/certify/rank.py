@@ -162,7 +162,7 @@ class Rank:
                 *self.told(trained, evaluated),
             )
 
-    def problems(self, drawn: Any, messages: list[Transferred]) -> list[str]:
+    def problems(self, drawn: Any, messages: list[MessageRecord]) -> list[str]:
         """Differences from what was planned."""
         return self._unplanned(drawn.step, messages) + self._not_offloaded(drawn.step)
 
