@@ -14,23 +14,20 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
+from megatron_epp.autoload import TARGETS, WAITS_FOR
 from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
 from megatron_epp.mcore.loops.settings import Settings
-
-# By whether there are several stages.
-TARGETS = {
-    True: "forward_backward_pipelining_without_interleaving",
-    False: "forward_backward_no_pipelining",
-}
 
 
 class Installation:
     """Megatron's two schedules are replaced until ``remove()``, or to the end of the context."""
 
     def __init__(self, settings: Settings):
-        self._stock: dict[bool, Callable[..., Any]] = {
-            several: getattr(schedules, name) for several, name in TARGETS.items()
-        }
+        self._stock: dict[bool, Callable[..., Any]] = {}
+        for several, name in TARGETS.items():
+            function = getattr(schedules, name)
+            # One that waits for its first call (MEGATRON_EPP=1) need wait no longer.
+            self._stock[several] = getattr(function, WAITS_FOR, function)
         for name, function in zip(TARGETS.values(), self._stock.values(), strict=True):
             if hasattr(function, "__megatron_epp__"):
                 raise ValueError(

@@ -5,7 +5,7 @@ calls is what it has learnt: process groups of this replica, seconds of ops, pla
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_epp.ir import Plan, lower_rank
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, not_ours, process_groups
 from megatron_epp.mcore.loops.failure_guard import FailureGuard
+from megatron_epp.mcore.loops.framework_readers import FrameworkReader, ShapeWitness, reader_of
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
@@ -34,6 +35,7 @@ from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.runtime.executor import OutsidePhase
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,22 @@ class _CallRun:
     stage: MicroBatchStage | SliceStage
     shape: Callable[[int], tuple[int, ...]]
     sizes_3C: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class WholeShapes:
+    """``shapes`` of a call's micro-batches; fixed: of all messages, where they are alike; parts:
+    ranks of a stage that share a micro-batch's rows."""
+
+    shapes: Sequence[MicrobatchShape]
+    fixed: tuple[int, ...] | None
+    parts: int
+    hidden: int
+
+    def message(self, chunk: int) -> tuple[int, ...]:
+        """The shape of what this rank sends of a chunk."""
+        shape = self.shapes[chunk]
+        return self.fixed or (shape.rows // self.parts, shape.samples, self.hidden)
 
 
 class LoopSchedule:
@@ -76,12 +94,13 @@ class LoopSchedule:
             return self._leave(str(refusal), pipelined, keywords)
         batches = MicroBatches(call.one_iterator, call.num_microbatches)
         try:
-            found = self._serve(call, pipeline, batches)
+            found = self._serve(call, pipeline, batches, keywords)
         finally:
             pipeline.current_op.enter(OutsidePhase("what the loop does between two calls"))
         if found is None:
+            untold = "micro-batches of several lengths that nobody tells"
             return self._leave(
-                "micro-batches of several lengths that nobody tells (install_schedule(lengths=))",
+                f"{pipeline.unlike or untold} (install_schedule(lengths=))",
                 pipelined,
                 {**keywords, "data_iterator": batches.from_the_start()},
             )
@@ -96,18 +115,30 @@ class LoopSchedule:
         return self.stock[pipelined](**keywords)
 
     def _serve(
-        self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches
+        self,
+        call: LoopCall,
+        pipeline: ModelPipeline,
+        batches: MicroBatches,
+        keywords: dict[str, Any],
     ) -> list[Any] | None:
         """The result of the call; None where it cannot be planned."""
         groups, config = process_groups(call), call.config
         sliced = attached(call.one_model)
-        work: _CallRun | None
         if sliced is not None and sliced.slicing:
             work = self._sliced(call, pipeline, batches, groups, sliced)
         else:
-            work = self._whole(call, pipeline, batches, groups, sliced)
-        if work is None:
-            return None
+            fixed = fixed_shape(call, groups) if pipeline.stages > 1 else None
+            reader = self.settings.lengths
+            by_framework = reader is None and fixed is None and pipeline.unlike is None
+            if by_framework and pipeline.stages > 1:
+                reader = reader_of(call, groups)
+            shapes = read_shapes(call, pipeline, batches, fixed, reader)
+            if shapes is None:
+                return None
+            whole = WholeShapes(shapes, fixed, _ranks_of_rows(config, groups), config.hidden_size)
+            if isinstance(reader, FrameworkReader) and not pipeline.shown:
+                return self._show(pipeline, batches, whole, reader, keywords)
+            work = self._whole(call, pipeline, batches, groups, sliced, whole)
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
@@ -133,12 +164,10 @@ class LoopSchedule:
         batches: MicroBatches,
         groups: Any,
         model: AttachedModel | None,
-    ) -> _CallRun | None:
-        """Every micro-batch a chunk; None where their shapes differ and nobody knows them."""
-        fixed = fixed_shape(call, groups) if pipeline.stages > 1 else None
-        extents = read_shapes(call, pipeline, batches, fixed, self.settings.lengths)
-        if extents is None:
-            return None
+        whole: WholeShapes,
+    ) -> _CallRun:
+        """Every micro-batch a chunk."""
+        extents = whole.shapes
         make, layers, rates = self.settings.make_plan, pipeline.layers, pipeline.rates_SK3
         # What was never measured, or long ago, may be wrong about which order is better.
         wanted = self.settings.options
@@ -152,19 +181,34 @@ class LoopSchedule:
         plan = pipeline.planning.plan(
             key, lambda: make(extents, layers, rates, options, call.forward_only)
         )
-        parts = groups.cp.size()
-        if getattr(call.config, "sequence_parallel", False):
-            parts *= groups.tp.size()
-
-        def shape(chunk: int) -> tuple[int, ...]:
-            extent = extents[chunk]
-            return fixed or (extent.rows // parts, extent.samples, call.config.hidden_size)
-
         stage = self.settings.make_stage(
-            call, batches, plan, pipeline.stage, groups.cp.size(), shape
+            call, batches, plan, pipeline.stage, groups.cp.size(), whole.message
         )
         sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
-        return _CallRun(plan, stage, shape, sizes)
+        return _CallRun(plan, stage, whole.message, sizes)
+
+    def _show(
+        self,
+        pipeline: ModelPipeline,
+        batches: MicroBatches,
+        whole: WholeShapes,
+        reader: FrameworkReader,
+        keywords: dict[str, Any],
+    ) -> list[Any]:
+        """Megatron's own schedule runs the call, and shows whether ``whole`` is what comes."""
+        pipeline.current_op.enter(OutsidePhase("the first call, which Megatron's schedule runs"))
+        witness = ShapeWitness(keywords["forward_step_func"])
+        shown = {"forward_step_func": witness, "data_iterator": batches.from_the_start()}
+        made = self.stock[True](**{**keywords, **shown})
+        last = pipeline.stage == pipeline.stages - 1
+        expected = [whole.message(number) for number in range(len(whole.shapes))]
+        mine = RankStatus(None if last else witness.unlike(expected))
+        every = gather_statuses(mine, pipeline.control)
+        unlike = next((told.value for told in every if told.value), None)
+        if unlike is not None:
+            pipeline.unlike = f"micro-batches that {reader.framework} lays out otherwise: {unlike}"
+        pipeline.shown = True
+        return made
 
     def _sliced(
         self,
@@ -262,6 +306,12 @@ class LoopSchedule:
             )
         # The first rank of a stage speaks for it: all ranks reckon with the same numbers.
         pipeline.learn({told.value[0]: told.value[1:3] for told in reversed(every)})
+
+
+def _ranks_of_rows(config: Any, groups: Any) -> int:
+    return int(
+        groups.cp.size() * (groups.tp.size() if getattr(config, "sequence_parallel", False) else 1)
+    )
 
 
 def _other_pipeline(collection: Any) -> str | None:

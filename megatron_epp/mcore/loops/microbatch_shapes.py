@@ -5,12 +5,12 @@ iteration are known beforehand: from the call where sequences are padded to one 
 the micro-batches on the ranks that read them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from megatron_epp.integrations.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 # What tells the extent of a micro-batch, as the loop's iterator gives it; None: it cannot say.
@@ -28,16 +28,12 @@ def shape_of(micro_batch: Any) -> MicrobatchShape | None:
         return None
     samples, rows = tokens.shape
     params = micro_batch.get("packed_seq_params")
+    if getattr(params, "local_cp_size", None) is not None:
+        return None  # ranks of its own: not those that this stage's rows are told for
     borders = micro_batch.get("cu_seqlens") if params is None else params.cu_seqlens_q
     if borders is None:
         return MicrobatchShape(rows, samples)
     return MicrobatchShape(rows * samples, 1, lengths_between(borders))
-
-
-def lengths_between(borders: torch.Tensor | Sequence[int]) -> tuple[int, ...]:
-    """Documents between cumulative lengths; those of no token, as padding makes them, left out."""
-    flat = torch.as_tensor(borders).flatten().tolist()
-    return tuple(b - a for a, b in pairwise(flat) if b > a)
 
 
 def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> MicrobatchShape | None:

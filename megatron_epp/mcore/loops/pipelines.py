@@ -1,5 +1,6 @@
 """The pipelines that a loop's models are: what this rank knows of each, from its first call on."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
 from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.patching.cuda_host import one_queue
 from megatron_epp.planner.calls.call_cost import guessed_rates
 from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
 from megatron_epp.planner.calls.stage_seconds import StageSeconds
@@ -26,6 +28,8 @@ from megatron_epp.planner.calls.track_record import TrackRecord
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.program_runner import ProgramRunner
 from megatron_epp.runtime.watcher import Watcher
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -41,6 +45,8 @@ class ModelPipeline:
     track_record   whether predictions came true
     had_rows       [stages] tokens that Megatron's own order has had to hold at once until now
     split_refused  why no stage may split backwards; None: all can
+    unlike         why the framework's own micro-batches are not read; None: they may be, and
+                   ``shown``: Megatron's schedule has shown that they are read rightly
     in_lockstep    ops meet those of other replicas: nothing may follow from this one's lengths
     """
 
@@ -54,6 +60,8 @@ class ModelPipeline:
     split_refused: str | None
     in_lockstep: bool
     measured: bool = False
+    shown: bool = False
+    unlike: str | None = None
     track_record: TrackRecord = field(default_factory=TrackRecord)
     had_rows: tuple[int, ...] = ()
 
@@ -144,6 +152,9 @@ class Pipelines:
         if self._programs is None or self._programs[0] is not group:
             groups = make_replica_groups(this_device(), self.settings.timeout)
             current_op = CurrentOp(groups.stage)
+            costs = one_queue(this_device())
+            if costs is not None and dist.get_rank() == 0:
+                logger.warning("%s", costs)
             Watcher(current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
             self._programs = group, ProgramRunner(this_device(), current_op, groups)
         return self._programs[1]

@@ -21,10 +21,11 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_epp.autoload import CONNECTIONS, QUEUES
+
 logger = logging.getLogger(__name__)
 
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-DEFAULTS = {CONNECTIONS: "32", "CUDA_MODULE_LOADING": "EAGER"}
+DEFAULTS = {CONNECTIONS: QUEUES, "CUDA_MODULE_LOADING": "EAGER"}
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is its newer name
 # Compiled fusions (core/jit.py) see a new size with every chunk: compiled once for one size, once
 # for any, and that times the modes of autograd. Dynamo's own limit of 8 runs the rest uncompiled,
@@ -70,6 +71,18 @@ def prepare(flags: Sequence[str]) -> None:
     import torch._dynamo.config as dynamo
 
     dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILATIONS)
+
+
+def one_queue(device: torch.device) -> str | None:
+    """A warning for a loop of others whose CUDA was started with one hardware queue; None: it was
+    not. The context exists, so nothing can be changed."""
+    if device.type != "cuda" or os.environ.get(CONNECTIONS) != "1":
+        return None
+    return (
+        f"{CONNECTIONS}=1: with one hardware queue, ops stand behind messages that wait, and "
+        f"planned orders may gain nothing; export {CONNECTIONS}={QUEUES} where the framework lets "
+        "you (docs/integrations.md)"
+    )
 
 
 def _stages(flags: Sequence[str]) -> int:

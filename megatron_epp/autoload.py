@@ -1,0 +1,188 @@
+"""One variable: MEGATRON_EPP=1 runs level 0 wherever Megatron's schedules are imported.
+
+    torch, at the end of its import     entry points "torch.backends"        start()
+    verl, in each of its processes      entry points "verl.plugins"          megatron_epp.plugin
+    python -m megatron_epp.run          a script's or module's own process   switch_on()
+    import megatron_epp.adaptor         a line of one's own                  switch_on()
+
+torch's entry point is the one that every process passes, torchrun's and Ray's alike, before it can
+import Megatron. (A .pth in site-packages would reach as far: into every Python of the environment,
+not into editable installs, and some clusters forbid it. TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns
+torch's off; then one of the others is left.) Without the variable nothing happens.
+
+Nothing is imported before its time. When Megatron's module of schedules has been imported, its two
+functions are replaced by ones that wait: the first call to one of them, when the framework is up,
+brings our schedule in, or, if that fails, says why in one line and leaves Megatron's where it was.
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger("megatron_epp")
+
+VARIABLE = "MEGATRON_EPP"
+ON, OFF = ("1", "on", "true", "yes"), ("", "0", "off", "false", "no")
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+# By whether there are several stages.
+TARGETS = {
+    True: "forward_backward_pipelining_without_interleaving",
+    False: "forward_backward_no_pipelining",
+}
+WAITS_FOR = "__megatron_epp_waits_for__"  # of a function that waits: Megatron's own
+CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
+
+
+def asked(value: str | None) -> bool:
+    """Whether ``value`` of the variable asks for level 0. ValueError: it is neither yes nor no."""
+    word = (value or "").strip().lower()
+    if word not in ON + OFF:
+        raise ValueError(f"{VARIABLE}={value}: expected 1 (level 0) or 0 (nothing)")
+    return word in ON
+
+
+def start() -> None:
+    """Switch level 0 on if the variable asks. Raises nothing: the import that calls this would end
+    with it."""
+    value = os.environ.get(VARIABLE)
+    if not value:
+        return
+    try:
+        if asked(value):
+            switch_on()
+    except ValueError as refusal:
+        # Said where it matters: by a process that imports Megatron.
+        words = f"{refusal}; Megatron's own schedule runs"
+        _when_imported(lambda schedules: _say(words))
+
+
+def switch_on() -> None:
+    """Let Megatron's schedules be replaced as soon as they are imported; now, if they are."""
+    _when_imported(stand_in)
+
+
+# ------------------------------------------------------------------ when Megatron is imported
+
+
+def _when_imported(act: Callable[[ModuleType], None]) -> None:
+    if SCHEDULES in sys.modules:
+        act(sys.modules[SCHEDULES])
+    elif not any(isinstance(finder, _SchedulesFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _SchedulesFinder(act))
+
+
+class _SchedulesFinder(MetaPathFinder):
+    """Finds one module as the others do, and acts behind its import."""
+
+    def __init__(self, act: Callable[[ModuleType], None]):
+        self.act = act
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != SCHEDULES:
+            return None
+        sys.meta_path.remove(self)  # its work is done; and the others are asked below
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ActingLoader(spec.loader, self.act)
+        return spec
+
+
+class _ActingLoader(Loader):
+    def __init__(self, loader: Loader, act: Callable[[ModuleType], None]):
+        self.loader, self.act = loader, act
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.act(module)
+
+    def __getattr__(self, name: str) -> Any:  # get_source, get_filename, ...
+        return getattr(self.loader, name)
+
+
+# ------------------------------------------------------------------ in the place of its functions
+
+
+def stand_in(schedules: ModuleType) -> None:
+    """Replace the module's two functions by ones that wait for their first call."""
+    missing = [name for name in TARGETS.values() if not hasattr(schedules, name)]
+    if missing:
+        _say(f"{SCHEDULES} has no {missing[0]}; Megatron's own schedule runs")
+        return
+    _open_queues()
+    for name in TARGETS.values():
+        own = getattr(schedules, name)
+        if not hasattr(own, "__megatron_epp__") and not hasattr(own, WAITS_FOR):
+            setattr(schedules, name, _waiting(schedules, name, own))
+
+
+def _waiting(schedules: ModuleType, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward_backward(*arguments: Any, **keywords: Any) -> Any:
+        if getattr(schedules, name) is forward_backward:
+            _bring_in(schedules, keywords.get("forward_step_func"))
+        # A loop may have kept this function: it is the module's that counts.
+        return getattr(schedules, name)(*arguments, **keywords)
+
+    setattr(forward_backward, WAITS_FOR, own)
+    return forward_backward
+
+
+def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
+    """Put our schedule where those stand that wait; Megatron's own where that cannot be."""
+    for name in TARGETS.values():
+        function = getattr(schedules, name)
+        setattr(schedules, name, getattr(function, WAITS_FOR, function))
+    try:
+        from megatron_epp.integrations.known import framework_of
+
+        _package().install_schedule()
+        framework = framework_of(forward_step)
+        where = framework.name if framework else "a loop of its own"
+        _say(f"megatron_epp {_version()}: level 0, {_megatron()}, {where}")
+    except Exception as error:  # whatever it is, the job goes on
+        first = (str(error).splitlines() or [""])[0]
+        _say(
+            f"megatron_epp {_version()} cannot run here, Megatron's own schedule does: "
+            f"{type(error).__name__}: {first}"
+        )
+
+
+def _megatron() -> str:
+    core = sys.modules.get("megatron.core")
+    return f"megatron-core {getattr(core, '__version__', 'of an unknown version')}"
+
+
+def _package() -> Any:
+    return sys.modules[__package__]  # imported with this module; an import would be a circle
+
+
+def _version() -> str:
+    return getattr(_package(), "__version__", "of a checkout")
+
+
+def _open_queues() -> None:
+    """Give a device enough hardware queues, where nobody has said how many and CUDA is not up: with
+    one, ops stand behind messages that wait. Megatron asks for 1 in some jobs, so what is set
+    stays; the schedule says what that costs."""
+    torch = sys.modules.get("torch")
+    started = torch is not None and torch.cuda.is_initialized()
+    if CONNECTIONS not in os.environ and not started:
+        os.environ[CONNECTIONS] = QUEUES
+
+
+def _say(words: str) -> None:
+    """One line, by one rank. A warning, because nothing less is shown where no one asked."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s", words)

@@ -1,0 +1,69 @@
+"""The rows of micro-batches where the user tells none: as the framework that calls lays them out.
+
+What a framework does with its micro-batches is known from its code (megatron_epp.integrations),
+and code changes. So Megatron's own schedule runs the first call, in which stages tell each other
+every shape, and shows whether the rows that were read are those that came.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_epp.integrations.framework import Caller
+from megatron_epp.integrations.known import framework_of
+from megatron_epp.mcore.loops.call_arguments import LoopCall
+from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+
+@dataclass(frozen=True, slots=True)
+class FrameworkReader:
+    """Reads micro-batches of ``framework``; an error of its own is a shape that it cannot tell."""
+
+    framework: str
+    reader: Callable[[Any], MicrobatchShape | None]
+
+    def __call__(self, micro_batch: Any) -> MicrobatchShape | None:
+        try:
+            return self.reader(micro_batch)
+        except Exception:  # a version that lays them out otherwise
+            return None
+
+
+def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
+    """The reader for the framework that makes ``call``; None: it is not known, or cannot tell."""
+    framework = framework_of(call.forward_step_func)
+    if framework is None:
+        return None
+    try:
+        caller = Caller(call.forward_step_func, call.config, groups.tp.size(), groups.cp.size())
+        reader = framework.reader(caller)
+    except Exception:
+        return None
+    return None if reader is None else FrameworkReader(framework.name, reader)
+
+
+@dataclass
+class ShapeWitness:
+    """A forward step that notes the shapes of what it makes, call by call."""
+
+    forward_step: Callable[..., Any]
+    seen: list[tuple[int, ...] | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.forward_step, updated=())
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        made = self.forward_step(*arguments, **keywords)
+        output = made[0] if isinstance(made, tuple) else made
+        self.seen.append(tuple(output.shape) if isinstance(output, torch.Tensor) else None)
+        return made
+
+    def unlike(self, expected: list[tuple[int, ...]]) -> str | None:
+        """In which micro-batch another shape came than ``expected``; None: in none."""
+        for number, (told, came) in enumerate(zip(expected, self.seen, strict=True)):
+            if told != came:
+                return f"micro-batch {number} was reckoned as {told} and came as {came}"
+        return None

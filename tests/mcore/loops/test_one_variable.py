@@ -1,0 +1,74 @@
+"""MEGATRON_EPP=1 and nothing else: torchrun, an installed package, a loop that knows nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+WORKER = Path(__file__).with_name("strangers_loop.py")
+
+
+def installed(folder: Path) -> Path:
+    """A folder whose entry points are those of pyproject.toml, as pip writes them down."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    facts = folder / "megatron_epp-0.0.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-epp\nVersion: 0.0.0\n")
+    text = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
+        for group, entries in groups.items()
+    ]
+    (facts / "entry_points.txt").write_text("\n".join(text))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[list[Mapping], list[str]]:
+    folder = tmp_path_factory.mktemp("one variable")
+    variables = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{installed(folder)}",
+        "MEGATRON_EPP": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(WORKER), str(folder)]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    answers = [json.loads((folder / f"answers.{rank}").read_text()) for rank in range(2)]
+    ours = ("WARNING:megatron_epp", "megatron_epp", "Megatron's own schedule")
+    said = [line for line in done.stdout.splitlines() if line.startswith(ours)]
+    return answers, said
+
+
+@pytest.mark.parametrize("loop", ["as it says", "otherwise"])
+def test_gradients_are_megatrons_own(run, loop) -> None:
+    for answer in run[0]:
+        assert answer[loop]["worst"] < 1e-12
+        assert answer[loop]["losses equal"]
+
+
+def test_calls_are_planned_once_one_has_shown_the_shapes(run) -> None:
+    """Of five calls each, all but the first of the loop that pads as its arguments say."""
+    assert [answer["calls"] for answer in run[0]] == [4, 4]
+
+
+def test_one_line_says_what_runs_and_one_what_does_not(run) -> None:
+    banner, other = run[1]
+    assert "level 0, megatron-core 0." in banner and banner.endswith(", slime")
+    assert "Megatron's own schedule runs calls with micro-batches that slime lays out" in other
+    assert "otherwise: micro-batch " in other
