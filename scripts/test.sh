@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # every process would compile the package anew: a fifth of a second for a command
 
 bash scripts/setup_env.sh
 # The planners' loops are compiled once and kept: here, while the checks have the other core, and not by every test process

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.forks import share_one_server
+
 NO_GPU = "needs a GPU"
 # Files that take more than about 20 s of two busy cores, longest first (pytest --durations=60 says
 # which); the first of them mostly stands and waits.
@@ -36,6 +38,7 @@ assert all((Path(__file__).parent / name).exists() for name in LONGEST), "a slow
 # A shared host has slow moments; a property is not a benchmark.
 settings.register_profile("shared host", deadline=None)
 settings.load_profile("shared host")
+share_one_server()
 
 
 @cache

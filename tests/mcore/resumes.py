@@ -47,7 +47,9 @@ class Six:
 
 
 def six_iterations(job: Job, folder: Path, afresh: bool = False, **how: object) -> Six:
-    how = {"train_iters": 6, "save": folder, "save_interval": 3, "epp": True, **how}
+    """Plans are made ahead; what is compared with these plans at once."""
+    ahead = {"epp": True, "epp_plan_ahead": True}
+    how = {"train_iters": 6, "save": folder, "save_interval": 3, **ahead, **how}
     return Six(job, folder, job.train(afresh=afresh, **how))
 
 

@@ -175,6 +175,7 @@ def test_training_is_the_same_over_two_ranks(tmp_path) -> None:
                 eval_interval=3,
                 split="80,20,0",
                 epp=True,
+                epp_plan_ahead=True,
             ),
             processes=ranks,
         )

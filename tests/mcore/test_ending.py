@@ -91,7 +91,7 @@ def test_ranks_and_planner_end_when_their_launcher_is_killed(tmp_path):
     wrapper = tmp_path / "run.sh"
     wrapper.write_text(f'#!/bin/bash\n"{sys.executable}" "$@"\necho $? >> {tmp_path}/status\n')
     wrapper.chmod(0o755)
-    words = command(flags(corpus, epp=True, train_iters=100000), 2, PROGRAM)
+    words = command(flags(corpus, epp=True, epp_plan_ahead=True, train_iters=100000), 2, PROGRAM)
     at = words.index(PROGRAM[1]) - 1
     words[at:at] = ["--no-python", str(wrapper)]
     log = tmp_path / "log"

@@ -95,7 +95,13 @@ def test_a_fallback_that_does_not_fit_is_not_used(room, deaths, planner) -> None
 def test_a_resumed_run_repeats_the_fallback(tmp_path) -> None:
     corpus = write_corpus(tmp_path / "documents", LENGTHS)
     # Dropout draws by the chunk: another plan, another loss.
-    common = {"epp": True, "train_iters": 4, "hidden_dropout": 0.1, "save_interval": 1}
+    common = {
+        "epp": True,
+        "epp_plan_ahead": True,
+        "train_iters": 4,
+        "hidden_dropout": 0.1,
+        "save_interval": 1,
+    }
     first, again = tmp_path / "first", tmp_path / "again"
     died = train(
         flags(corpus, **common, save=first, epp_record=first / "plans"),

@@ -162,10 +162,6 @@ SPREAD = {
 }
 
 
-# Where a run is about something else, its plans need no process that makes them ahead.
-AT_ONCE = {**SPREAD, "no_epp_plan_ahead": True}
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS * 2)
@@ -174,8 +170,8 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def three(corpus, tmp_path_factory) -> tuple[Path, Run]:
     folder = tmp_path_factory.mktemp("three")
-    words = flags(corpus, epp=True, save=folder, epp_record=folder / "records", **SPREAD)
-    run = train(words)
+    ahead = {"epp_plan_ahead": True, **SPREAD}
+    run = train(flags(corpus, epp=True, save=folder, epp_record=folder / "records", **ahead))
     assert run.status == 0, run.output
     return folder, run
 
@@ -200,7 +196,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(corpus, three, tmp_path) -> None:
     (before / "latest_checkpointed_iteration.txt").write_text("2")
     for kept in folder.glob("epp-*"):
         (before / kept.name).write_bytes(kept.read_bytes())
-    words = flags(corpus, epp=True, load=before, save=tmp_path / "resumed", **AT_ONCE)
+    words = flags(corpus, epp=True, load=before, save=tmp_path / "resumed", **SPREAD)
     resumed = train(words)
     assert resumed.status == 0, resumed.output
     assert resumed.losses[0] == straight.losses[-1]
@@ -215,7 +211,7 @@ def test_no_memory_in_one_replica_repeats_the_iteration_for_all(corpus, three) -
     had enough."""
     _, free = three
     program = (str(Path(__file__).parent / "hungry.py"), "together")
-    changes = {**AT_ONCE, "save_interval": None, "exit_interval": 2}
+    changes = {**SPREAD, "save_interval": None, "exit_interval": 2}
     hit = train(flags(corpus, epp=True, **changes), program=program)
     assert hit.status == 0, hit.output
     assert "repeated with less memory" in hit.output
@@ -231,7 +227,7 @@ def test_a_limit_of_one_replica_is_that_of_its_block(corpus, three) -> None:
     _, free = three
     peaks = [float(x) for x in re.findall(r"peak ([0-9.]+) of ", free.output)]
     program = (str(Path(__file__).parent / "hungry.py"), "limit")
-    changes = {**AT_ONCE, "save_interval": None, "eval_iters": 0}
+    changes = {**SPREAD, "save_interval": None, "eval_iters": 0}
     words = flags(corpus, epp=True, epp_memory_limit_gib=0.85 * max(peaks) / 1024, **changes)
     run = train(words, program=program)
     assert run.status == 0, run.output
@@ -245,7 +241,7 @@ def test_a_plan_for_free_replicas_is_refused_with_status_2(corpus, three, tmp_pa
     step = Step.parse((folder / "records" / "iteration-000001.step").read_text())
     given = tmp_path / "given.step"
     given.write_text(str(step).replace("lockstep 2\n", ""))
-    changes = {**AT_ONCE, "epp_plan": given, "save_interval": None}
+    changes = {**SPREAD, "epp_plan": given, "save_interval": None}
     run = train(flags(corpus, epp=True, **changes))
     assert run.status and set(run.statuses) <= {2, -15} and 2 in run.statuses, run.output
     assert (

@@ -55,7 +55,7 @@ def run(corpus, cost_model, **changes):
 def test_a_limit_that_nobody_knew_of_is_survived(corpus, cost_model, tmp_path) -> None:
     """Losses and gradients are those of a run whose budget was small from the start."""
     limit = {"epp_memory_limit_gib": LIMIT_GIB}
-    hit = run(corpus, cost_model, **limit, epp_record=tmp_path / "hit")
+    hit = run(corpus, cost_model, **limit, epp_plan_ahead=True, epp_record=tmp_path / "hit")
     assert hit.status == 0, hit.output
     repeated = re.findall(r"repeated with less memory: (iteration \d+ stage \d .*)", hit.output)
     assert repeated

@@ -29,7 +29,6 @@ BIG = {
     "epp": True,
     "epp-memory-budget-gib": 1,
     "global-batch-size": 24,
-    "no-epp-plan-ahead": True,
 }
 
 
@@ -91,7 +90,6 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     given = train(flags(corpus, **{**start, **STOCK, **named}), program=STOCK_ON_DOCUMENTS)
     chosen = {"epp-partition": "auto", "epp-vocab-parallel": "on", "save": kept}
     ours = {"hybrid-layer-pattern": PATTERN, "epp": True, "epp-memory-budget-gib": 1, **chosen}
-    ours["no-epp-plan-ahead"] = True
     weights = {"load": begin, "finetune": True}
     auto = train(flags(corpus, **{**start, **ours, **weights}), program=PRETRAIN_HYBRID)
     assert given.status == auto.status == 0, given.output + auto.output

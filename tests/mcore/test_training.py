@@ -1,5 +1,7 @@
 """``--epp`` inside Megatron's trainer: resuming, checkpoints both ways, Megatron's own numbers."""
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,25 @@ def test_three_and_three_are_six_bit_for_bit(six, tmp_path):
     for iteration in (4, 5, 6):
         name = f"plans/iteration-{iteration:06d}.step"
         assert (six.folder / name).read_text() == (tmp_path / name).read_text()
+
+
+# Clocks, rates, places in memory, and warnings of what was measured: a slow rank, a late plan.
+MEASURED = (
+    r"WARNING:megatron_epp.*|0x\w+|[-\d]+ [\d:]+\.\d+|\d+ tokens/s|\d+ ms|[+-]?\d+\.\d+(?![\dE])"
+)
+
+
+def test_forked_ranks_print_what_torchruns_print(job, six, tmp_path):
+    """In any order, and without ends of lines: torchrun's two may print into one another's."""
+    forked = six_iterations(job, tmp_path, epp_record=tmp_path / "plans")
+    assert forked.run.losses == six.run.losses and forked.run.grad_norms == six.run.grad_norms
+    letters = [
+        Counter(re.sub(MEASURED, "", each.run.output.replace(str(each.folder), "")))
+        for each in (forked, six)
+    ]
+    for each in letters:
+        del each["\n"]
+    assert letters[0] == letters[1] and letters[0].total() > 50_000
 
 
 def test_an_output_layer_over_the_stages_goes_on_alike(job, six, tmp_path):

@@ -111,6 +111,7 @@ def test_ranks_on_two_hosts_train_and_end_when_the_link_is_cut(hosts, tmp_path) 
     words = flags(
         write_corpus(tmp_path / "corpus", [90, 20, 40, 128, 9, 60] * 20),
         epp=True,
+        epp_plan_ahead=True,
         train_iters=100000,
     )
     logs = {host: tmp_path / f"{host}.log" for host in hosts}
