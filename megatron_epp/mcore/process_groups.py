@@ -13,6 +13,7 @@ from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.model.kinds.experts import lockstep_of
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
+from megatron_epp.runtime.rebuilt import speaking
 from megatron_epp.runtime.stage_peers import Peers
 
 # Blocks of a GPU that a message may hold, those that wait for their other end included. Four carry
@@ -40,7 +41,7 @@ def make_groups(device: torch.device) -> Groups:
         busy += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
         busy.append(together)
     for group in (*busy, mpu.get_data_parallel_group(with_context_parallel=True)):
-        _speak_once(group, device)
+        speak_once(group, device)
     return Groups(
         control=control,
         payload=payload,
@@ -71,9 +72,11 @@ def message_groups(
         for direction in Payload:
             if direction is Payload.HEAD and not of_head:
                 continue
+            options = message_options(device, timeout)
             made[direction] = dist.new_group(
                 timeout=timeout,
-                pg_options=message_options(device, timeout),
+                backend=None if options is None else "nccl",
+                pg_options=options,
                 group_desc=f"epp_{direction.name.lower()}",
             )
     connect(made, mpu.get_pipeline_model_parallel_rank(), len(pipeline), device, pipeline)
@@ -83,7 +86,9 @@ def message_groups(
 def message_options(device: torch.device, timeout: timedelta) -> Any:
     """How NCCL carries the messages of one direction; None where it does not: on a host without a
     GPU, and where ranks share one."""
-    if device.type != "cuda" or dist.get_backend() != "nccl":
+    # Of a mixed world ("cpu:gloo,cuda:nccl") dist.get_backend() gives the whole name.
+    world = speaking(dist.distributed_c10d._get_default_group())
+    if device.type != "cuda" or world._get_backend(device).name() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout  # torch warns where it is not the group's own
@@ -92,7 +97,7 @@ def message_options(device: torch.device, timeout: timedelta) -> Any:
     return options
 
 
-def _speak_once(group: dist.ProcessGroup, device: torch.device) -> None:
+def speak_once(group: dist.ProcessGroup, device: torch.device) -> None:
     """NCCL makes a communicator when a group first speaks, which may wait for the device and for
     all ranks of the group: not in the midst of an iteration, where receives are posted."""
     if group.size() > 1:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_epp.runtime.rebuilt import speaking
+
 PEERS_PATIENCE_SECONDS = 30.0  # how long a rank that failed waits for the others to fail, too
 
 
@@ -38,7 +40,7 @@ class Peers:
         """On a rank that failed in the midst of ``what``: whether all others did, after as many
         collectives. Needs nothing of a rank that has not failed."""
         self._failures += 1
-        groups: Sequence[Any] = self.busy  # torch's stubs do not know the method
+        groups: Sequence[Any] = [speaking(group) for group in self.busy]
         issued = [group._get_sequence_number_for_group() for group in groups]
         store = dist.distributed_c10d._get_default_store()
         ranks = dist.get_process_group_ranks(self.group)

@@ -14,7 +14,11 @@ from megatron.core.utils import unwrap_model
 from megatron_epp.ir import PlanError
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.rank_status import RankStatus, gather_statuses
-from megatron_epp.mcore.loops.replica_groups import make_replica_groups, meets_other_replicas
+from megatron_epp.mcore.loops.replica_groups import (
+    make_replica_groups,
+    meets_other_replicas,
+    speak_first,
+)
 from megatron_epp.mcore.loops.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
@@ -27,6 +31,7 @@ from megatron_epp.planner.calls.stage_seconds import StageSeconds
 from megatron_epp.planner.calls.track_record import TrackRecord
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.program_runner import ProgramRunner
+from megatron_epp.runtime.rebuilt import SpokenGroups
 from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -108,20 +113,24 @@ class Pipelines:
         self.settings = settings
         self._known: WeakKeyDictionary[Any, ModelPipeline] = WeakKeyDictionary()
         self._programs: tuple[Any, ProgramRunner] | None = None
+        self._spoken: SpokenGroups | None = None
 
     def of(self, call: LoopCall, stages: int) -> ModelPipeline:
-        """The pipeline of the call's model. Collective where it is new.
+        """The pipeline of the call's model. Collective where it is new, or its groups are.
 
         ValueError: such a world that our messages would stand still in it.
         """
         group = None if stages == 1 else mpu.get_pipeline_model_parallel_group()
+        programs = None if group is None else self._programs_of(group, call.config)
         made = self._known.get(call.one_model)
-        if made is None or made.group is not group:
-            made = self._known[call.one_model] = self._make(call, group, stages)
+        if made is None or made.group is not group or programs not in (None, made.programs):
+            programs = programs or ProgramRunner(this_device(), CurrentOp(0))
+            made = self._known[call.one_model] = self._make(call, group, stages, programs)
         return made
 
-    def _make(self, call: LoopCall, group: Any, stages: int) -> ModelPipeline:
-        programs = self._programs_of(group)
+    def _make(
+        self, call: LoopCall, group: Any, stages: int, programs: ProgramRunner
+    ) -> ModelPipeline:
         groups = programs.groups
         stage = 0 if groups is None else groups.stage
         (model,) = unwrap_model([call.one_model])
@@ -145,19 +154,27 @@ class Pipelines:
             group is not None and meets_other_replicas(call.config),
         )
 
-    def _programs_of(self, group: Any) -> ProgramRunner:
-        """Over groups of ours, made once for Megatron's pipeline ``group``."""
-        if group is None:
-            return ProgramRunner(this_device(), CurrentOp(0))
-        if self._programs is None or self._programs[0] is not group:
-            groups = make_replica_groups(this_device(), self.settings.timeout)
+    def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
+        """Over groups of ours, made once for Megatron's pipeline ``group``. They speak again where
+        a framework has made what is behind them anew."""
+        device, spoken = this_device(), self._spoken
+        programs = self._programs[1] if self._programs and self._programs[0] is group else None
+        if programs is None:
+            groups = make_replica_groups(device, self.settings.timeout)
             current_op = CurrentOp(groups.stage)
-            costs = one_queue(this_device())
+            costs = one_queue(device)
             if costs is not None and dist.get_rank() == 0:
                 logger.warning("%s", costs)
             Watcher(current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout).start()
-            self._programs = group, ProgramRunner(this_device(), current_op, groups)
-        return self._programs[1]
+            programs = ProgramRunner(device, current_op, groups)
+            self._programs, spoken = (group, programs), None
+        assert programs.groups is not None, "there are several stages"
+        if spoken is None or spoken.anew:
+            speak_first(programs.groups, device, bool(getattr(config, "num_moe_experts", None)))
+            self._spoken = SpokenGroups(
+                [programs.groups.control, *programs.groups.payload.values()]
+            )
+        return programs
 
     def _split_refused(self, model: Any) -> str | None:
         """Why this stage cannot split backwards; None: it can."""

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.mcore.process_groups import message_groups
+from megatron_epp.mcore.process_groups import message_groups, speak_once
 from megatron_epp.runtime.groups import Groups
+from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
 
 CONTROL = "epp_loop_control"
@@ -46,6 +47,22 @@ def meets_other_replicas(config: Any) -> bool:
     scales = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     alone = getattr(config, "tp_only_amax_red", False)
     return several and bool(of_all or (scales and not alone))
+
+
+def speak_first(groups: Groups, device: torch.device, experts: bool) -> None:
+    """Let all groups of a call speak once, in an order in which nobody waits in vain, before
+    anything is received early. Collective over the world.
+
+    ``experts``: those of a layer's experts, too.
+    """
+    connect(groups.payload, groups.stage, groups.stages, device, groups.pipeline_ranks)
+    busy = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
+    busy.append(mpu.get_data_parallel_group(with_context_parallel=True))
+    if experts:
+        busy += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
+        busy.append(mpu.get_expert_tensor_and_model_parallel_group())
+    for group in busy:
+        speak_once(group, device)
 
 
 def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:

@@ -3,7 +3,8 @@
 
     four_ranks.py FOLDER
 
-Two stages of two replicas that share their layers' experts, each with documents of its own.
+Two stages of two replicas that share their layers' experts, each with documents of its own; then
+four stages, whose process groups are destroyed and made anew between two calls.
 """
 
 import json
@@ -29,6 +30,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+
+from tests.mcore.loops.rebuilt_groups import ReloadableWorld
 
 RANKS, WORDS, MICRO_BATCHES, CALLS = 4, 97, 8, 4
 EXPERTS = {
@@ -126,6 +129,18 @@ def main() -> None:
         mpu.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
         model_parallel_cuda_manual_seed(1)
         answers = {"experts over replicas": compared(build_model(2, **EXPERTS))}
+        mpu.destroy_model_parallel()
+        world = ReloadableWorld(dist.FileStore(str(folder / "second meeting"), RANKS))
+        mpu.initialize_model_parallel(pipeline_model_parallel_size=4)
+        model = build_model(4)
+
+        def prepare(number: int) -> None:
+            if number in (1, 2):
+                world.rebuild()
+            elif number == 3:
+                world.rebuild_world()
+
+        answers["groups made anew"] = compared(model, prepare) | {"late": world.late}
     (folder / f"answers.{rank}").write_text(json.dumps(answers))
 
 

@@ -1,4 +1,4 @@
-"""Loops of four ranks: replicas that meet in their ops run the same ops in the same order."""
+"""Loops of four ranks: replicas that meet in their ops, and groups that are made anew."""
 
 import json
 from collections.abc import Mapping
@@ -35,6 +35,15 @@ def test_experts_over_replicas_meet_in_the_same_ops(answers) -> None:
         " ".join(f"F{n} B{n}" for n in range(8)),
     ]
     assert [one["orders"] for one in found] == [[by_1f1b[rank // 2]] * 4 for rank in range(4)]
+
+
+def test_links_speak_again_where_groups_were_made_anew(answers) -> None:
+    """Twice all groups but the world, then the world, and with it groups of ours: two ranks that
+    first speak make a communicator, which is no work for the midst of a plan."""
+    found = [answer["groups made anew"] for answer in answers]
+    assert max(one["worst"] for one in found) < 1e-12
+    assert all(one["losses equal"] and len(one["orders"]) == 4 for one in found)
+    assert [one["late"] for one in found] == [0] * 4
 
 
 def test_replicas_that_meet_have_one_program_whatever_their_lengths() -> None:
