@@ -21,6 +21,10 @@ LLAMA = (
     "--num-query-groups 8 --swiglu --normalization RMSNorm --position-embedding-type rope "
     "--disable-bias-linear --untie-embeddings-and-output-weights"
 )
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 352 --moe-token-dispatcher-type "
+    "alltoall --moe-router-load-balancing-type none"
+)
 GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type learned_absolute"
 
 
@@ -32,6 +36,11 @@ class DegreeFlags:
     tp: int | None = flag(None, "tensor-parallel ranks (default: flags', or 1)")
     dp: int = flag(1, "data-parallel replicas (default: 1)")
     cp: int | None = flag(None, "context-parallel ranks (default: flags', or 1)")
+    ep: int | None = flag(
+        None,
+        "ranks that share a layer's experts; more than share its rows: replicas do (default: "
+        "flags'; without model flags, the small Llama with experts)",
+    )
     vocab_parallel: bool = flag(
         False, "lay the output layer's words over the stages (--epp-vocab-parallel on)"
     )
@@ -148,7 +157,7 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         chosen.dp,
         _first(chosen.cp, own.context_parallel_size, 1),
     )
-    models = (tuple(flags),) if flags else _defaults(degrees)
+    models = (tuple(flags),) if flags else _defaults(degrees, chosen.ep is not None)
     besides = implied_flags(chosen)
     settings = {one.name: getattr(chosen, one.name) for one in fields(Trial)
                 if one.name not in Trial.OMIT}  # fmt: skip
@@ -157,7 +166,13 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
 
 def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
     """Megatron's flags that the command line's own stand for."""
-    return ("--epp-vocab-parallel", "on") if chosen.vocab_parallel else ()
+    words = ("--epp-vocab-parallel", "on") if chosen.vocab_parallel else ()
+    if chosen.ep is None:
+        return words
+    if chosen.ep < 1:
+        raise ValueError(f"--ep {chosen.ep}: expected at least 1")
+    experts = "--expert-model-parallel-size", str(chosen.ep), "--expert-tensor-parallel-size", "1"
+    return (*words, *experts)
 
 
 def _first(*values: int | None) -> int:
@@ -172,8 +187,12 @@ def _degree_flags() -> _Parser:
     return parser
 
 
-def _defaults(degrees: Degrees) -> tuple[tuple[str, ...], ...]:
-    """Two models: with tensor parallelism one of them also splits the sequence."""
+def _defaults(degrees: Degrees, experts: bool) -> tuple[tuple[str, ...], ...]:
+    """Two models: with tensor parallelism one of them also splits the sequence. ``experts``: one
+    that has them."""
     sequence = " --sequence-parallel" if degrees.tp > 1 else ""
     layers = f" --num-layers {2 * degrees.pp}"
-    return tuple((LLAMA + layers + sequence).split()), tuple((GPT + layers).split())
+    llama = (LLAMA + layers + sequence).split()
+    if experts:
+        return ((*llama, *EXPERTS.split()),)
+    return tuple(llama), tuple((GPT + layers).split())

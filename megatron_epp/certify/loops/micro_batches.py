@@ -62,8 +62,9 @@ class LoopFrame:
         losses = COUNTED if self.per_token else LOSSES
         loss = losses[number % len(losses)]
         made = []
-        for _ in range(self.model.replicas):
-            count = random.randint(2, 6)
+        for replica in range(self.model.replicas):
+            if replica % self.model.lockstep == 0:  # replicas that share experts call alike
+                count = random.randint(2, 6)
             lengths = [_lengths(random) for _ in range(count)]
             drawn = [_micro_batch(one, loss, generator, self) for one in lengths]
             if self.model.ranks > 1:  # in both of the forms in which ranks take their parts

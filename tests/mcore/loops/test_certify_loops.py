@@ -7,7 +7,7 @@ import pytest
 
 from megatron_epp.certify.command import BOUND, Judged, verdict
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import GPT, LLAMA, Trial
+from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.mcore.certify.command import certify_training, main
 from tests.mcore.sabotages import stand_in_order
 
@@ -94,9 +94,20 @@ def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
     assert mean.gradient_error == pytest.approx(0.5)
 
 
+def test_replicas_that_share_experts_run_one_order() -> None:
+    """An arbitrary one, of micro-batches of other lengths; nothing is split by the lengths of one."""
+    lines: list[str] = []
+    judged = certify_training(read("--loop level0 --ep 2 --dp 2 --batches 2".split()), lines.append)
+    assert all(batch.passed and batch.coverage.halved == 0 for batch in judged), "\n".join(lines)
+    assert "2 replicas in lockstep" in lines[0]
+    assert all(batch.collectives["expert exchange"] > 0 for batch in judged)
+
+
 def test_the_command_line() -> None:
     with pytest.raises(ValueError, match="--loop level2: expected level0 or level1"):
         main(["--loop", "level2"])
+    with pytest.raises(ValueError, match="--ep 0: expected at least 1"):
+        main(["--loop", "level0", "--ep", "0"])
     with pytest.raises(ValueError, match="--batches 0: expected at least 1"):
         main(["--loop", "level1", "--batches", "0"])
     with pytest.raises(ValueError, match="--loop level1 --cp 2: a forward step that takes its own"):

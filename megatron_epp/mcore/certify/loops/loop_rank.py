@@ -111,4 +111,5 @@ class LoopRank(Rank):
         return arbitrary_sliced_plan(lengths, layers, random, freedom.split, forward_only, letters)
 
     def _random(self, forward_only: bool) -> Random:
-        return Random(f"{self.seed} {self.number} {mpu.get_data_parallel_rank()} {forward_only}")
+        block = mpu.get_data_parallel_rank() // self.frame.model.lockstep  # one order for all of it
+        return Random(f"{self.seed} {self.number} {block} {forward_only}")
