@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,11 +73,18 @@ def test_groups_of_two_stages_and_of_two_peers(tmp_path) -> None:
 def test_messages_hold_few_blocks_of_a_gpu(monkeypatch) -> None:
     from megatron_epp.mcore.process_groups import message_options
 
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    def world(of_gpus: str) -> None:
+        """A mixed one, as "cpu:gloo,cuda:nccl" makes it."""
+        names = {"cpu": "gloo", "cuda": of_gpus}
+        default = SimpleNamespace(
+            _get_backend=lambda device: SimpleNamespace(name=lambda: names[device.type])
+        )
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: default)
+
+    world("nccl")
     options = message_options(torch.device("cuda"), timedelta(minutes=MINUTES))
     assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
     assert options._timeout == timedelta(minutes=MINUTES)
     assert message_options(torch.device("cpu"), timedelta(minutes=MINUTES)) is None
-    # Ranks that share a GPU.
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    world("gloo")  # ranks that share a GPU
     assert message_options(torch.device("cuda"), timedelta(minutes=MINUTES)) is None

@@ -103,7 +103,10 @@ TABLE: tuple[Limit, ...] = (
         "hybrid context parallelism (--hybrid-context-parallel)",
         "leave it out: the plan cuts long documents; --context-parallel-size N spreads each chunk",
         given("hybrid_context_parallel"),
-        calls=settings(hybrid_context_parallel="context parallelism by sample"),
+        calls=settings(
+            hybrid_context_parallel="context parallelism by sample",
+            dynamic_context_parallel="context parallelism by micro-batch",  # its later name
+        ),
     ),
     Limit("slices in loops over context-parallel ranks", _LOOPS, slices=_spread),
     Limit(

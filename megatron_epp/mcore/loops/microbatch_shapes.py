@@ -28,8 +28,9 @@ def shape_of(micro_batch: Any) -> MicrobatchShape | None:
         return None
     samples, rows = tokens.shape
     params = micro_batch.get("packed_seq_params")
-    if getattr(params, "local_cp_size", None) is not None:
-        return None  # ranks of its own: not those that this stage's rows are told for
+    own = getattr(params, "local_cp_size", None), micro_batch.get("local_cp_size")
+    if any(size is not None for size in own):
+        return None  # as many ranks as it wants, not those that a stage's rows are told for
     borders = micro_batch.get("cu_seqlens") if params is None else params.cu_seqlens_q
     if borders is None:
         return MicrobatchShape(rows, samples)

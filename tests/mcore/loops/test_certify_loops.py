@@ -95,9 +95,10 @@ def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
 
 
 def test_replicas_that_share_experts_run_one_order() -> None:
-    """An arbitrary one, of micro-batches of other lengths; nothing is split by the lengths of one."""
+    """An arbitrary one, of micro-batches of any lengths; nothing is split by those of one."""
     lines: list[str] = []
-    judged = certify_training(read("--loop level0 --ep 2 --dp 2 --batches 2".split()), lines.append)
+    shared = ["--loop", "level0", "--ep", "2", "--dp", "2"]
+    judged = certify_training(read([*shared, "--batches", "2"]), lines.append)
     assert all(batch.passed and batch.coverage.halved == 0 for batch in judged), "\n".join(lines)
     assert "2 replicas in lockstep" in lines[0]
     assert all(batch.collectives["expert exchange"] > 0 for batch in judged)

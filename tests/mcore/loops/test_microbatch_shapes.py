@@ -29,8 +29,15 @@ def test_packed_documents(borders) -> None:
     assert found.pairs == 15 + 6
 
 
+ALONE = {"tokens": torch.zeros(1, 8), "packed_seq_params": SimpleNamespace(local_cp_size=1)}
+
+
 @pytest.mark.parametrize(
-    "other", [None, torch.zeros(3), {"x": 1}, {"tokens": [1, 2]}, {"tokens": torch.zeros(4)}]
+    "other",
+    [
+        *(None, torch.zeros(3), {"x": 1}, {"tokens": [1, 2]}, {"tokens": torch.zeros(4)}),
+        *(ALONE, {"tokens": torch.zeros(1, 8), "local_cp_size": 2}),  # ranks of its own
+    ],
 )
 def test_what_cannot_be_told(other) -> None:
     assert shape_of(other) is None

@@ -143,6 +143,7 @@ def test_settings_that_only_megatron_acts_on() -> None:
     for name in (
         "overlap_moe_expert_parallel_comm",
         "hybrid_context_parallel",
+        "dynamic_context_parallel",
         "moe_paged_stash",
         "fine_grained_activation_offloading",
         "defer_embedding_wgrad_compute",
