@@ -21,7 +21,7 @@ from megatron_epp.ir import (
     Transfer,
     lower,
 )
-from megatron_epp.ir.random_plan import arbitrary_plan, by_stage, random_place
+from megatron_epp.ir.random_plan import arbitrary_plan, by_stage
 
 # The plan of docs/plans.md: a cut document, a hybrid chunk, a whole document.
 EXAMPLE = """\
@@ -66,6 +66,14 @@ V_SHAPE = _FOUR_STAGES.format(
 )
 
 LETTERS = "kfcmnabo"
+
+
+def random_place(stages: int, random: Random) -> tuple[int, ...]:
+    """The rank of every stage: any number of ranks, each with at least one."""
+    ranks = random.randint(1, stages)
+    place = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
+    random.shuffle(place)
+    return tuple(place)
 
 
 @st.composite

@@ -14,9 +14,7 @@ from megatron_epp.runtime.comm_recorder import Collective
 _MCORE = "megatron.core."
 _FINALIZE = _MCORE + "distributed.finalize_model_grads."
 _BUCKETS = _MCORE + "distributed.param_and_grad_buffer._ParamAndGradBucketGroup."
-_TRAINING = "megatron.training.training."
-_UTILS = "megatron.training.utils.common_utils."
-_DATA = "DATA_PARALLEL_GROUP_WITH_CP"
+DATA_GROUP = "DATA_PARALLEL_GROUP_WITH_CP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,8 @@ class Listed:
         )
 
 
-def _from(*names: str) -> str:
-    """The functions of these names, and what is nested in them."""
+def callers_of(*names: str) -> str:
+    """Pattern for the functions of these names, and what is nested in them."""
     return "(" + "|".join(re.escape(name) + r"(\..*)?" for name in names) + ")"
 
 
@@ -46,68 +44,68 @@ SCHEDULE = (
     Listed(
         "plan text",
         "epp_control",
-        _from("megatron_epp.runtime.consensus.broadcast_text"),
+        callers_of("megatron_epp.runtime.consensus.broadcast_text"),
         "rank 0 plans, all ranks get its text or its refusal",
     ),
     Listed(
         "plan digest",
         "epp_control",
-        _from("megatron_epp.runtime.consensus.agree", "megatron_epp.runtime.consensus.gather"),
+        callers_of("megatron_epp.runtime.consensus.agree", "megatron_epp.runtime.consensus.gather"),
         "no rank runs a plan that another does not run",
     ),
     Listed(
         "report",
         "epp_control",
-        _from("megatron_epp.control.report.gather_report"),
+        callers_of("megatron_epp.control.report.gather_report"),
         "seconds and bytes of all stages, for the log line, and whether one ran out of memory",
     ),
     Listed(
         "memory limit",
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP|EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
-        _from("megatron_epp.runtime.stage_peers.Peers.any"),
+        callers_of("megatron_epp.runtime.stage_peers.Peers.any"),
         "after every op, with --epp-memory-limit-gib only: no rank of a stage gives up alone, nor "
         "one of several replicas in lockstep",
     ),
     Listed(
         "records",
         "epp_control",
-        _from("megatron_epp.control.report.gather_records"),
+        callers_of("megatron_epp.control.report.gather_records"),
         "every timed op, with --epp-record only",
     ),
     Listed(
         "gradient reduction",
-        _DATA,
-        _from(_BUCKETS + "start_grad_sync"),
+        DATA_GROUP,
+        callers_of(_BUCKETS + "start_grad_sync"),
         "over the replicas, once per bucket, after the stage's last backward has begun",
     ),
     Listed(
         "parameter gather",
-        _DATA,
-        _from(_BUCKETS + "start_param_sync"),
+        DATA_GROUP,
+        callers_of(_BUCKETS + "start_param_sync"),
         "what the distributed optimizer updated in parts",
     ),
     Listed(
         "tied embeddings",
         "(POSITION_)?EMBEDDING_GROUP",
-        _from(_FINALIZE + "_allreduce_embedding_grad"),
+        callers_of(_FINALIZE + "_allreduce_embedding_grad"),
         "first and last stage hold a copy each",
     ),
     Listed(
         "norm gradients",
         "TENSOR_MODEL_PARALLEL_GROUP",
-        _from(_FINALIZE + "_allreduce_non_tensor_model_parallel_grads"),
+        callers_of(_FINALIZE + "_allreduce_non_tensor_model_parallel_grads"),
         "with sequence parallelism every rank normalises its own rows",
     ),
     Listed(
         "token count",
-        f"PIPELINE_MODEL_PARALLEL_GROUP|{_DATA}",
-        _from(_FINALIZE + "finalize_model_grads"),
+        f"PIPELINE_MODEL_PARALLEL_GROUP|{DATA_GROUP}",
+        callers_of(_FINALIZE + "finalize_model_grads"),
         "the divisor of loss and gradients: from the last stage, over the replicas",
     ),
     Listed(
         "rows for heads",
         "CONTEXT_PARALLEL_GROUP",
-        _from("megatron_epp.layers.attention.ulysses"),
+        callers_of("megatron_epp.layers.attention.ulysses"),
         "around the attention of every layer run, recomputed ones again; as often in backward",
     ),
     Listed(
@@ -119,25 +117,25 @@ SCHEDULE = (
     Listed(
         "expert gradient reduction",
         "EXPERT_DATA_PARALLEL_GROUP.*",
-        _from(_BUCKETS + "start_grad_sync"),
+        callers_of(_BUCKETS + "start_grad_sync"),
         "over the ranks that hold the same experts, as the gradient reduction",
     ),
     Listed(
         "expert parameter gather",
         "EXPERT_DATA_PARALLEL_GROUP.*",
-        _from(_BUCKETS + "start_param_sync"),
+        callers_of(_BUCKETS + "start_param_sync"),
         "what the distributed optimizer updated in parts",
     ),
     Listed(
         "tokens of documents per expert",
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-        _from("megatron_epp.layers.experts.router_stats.RouterStats"),
+        callers_of("megatron_epp.layers.experts.router_stats.RouterStats"),
         "for auxiliary losses, all layers at once: when a chunk's backward meets documents anew",
     ),
     Listed(
         "expert bias",
         "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
-        _from("megatron.core.transformer.moe.moe_utils.get_updated_expert_bias"),
+        callers_of("megatron.core.transformer.moe.moe_utils.get_updated_expert_bias"),
         "tokens per expert over the whole batch, which move the biases",
     ),
     Listed(
@@ -148,68 +146,15 @@ SCHEDULE = (
     ),
     Listed(
         "tied words",
-        f"PIPELINE_MODEL_PARALLEL_GROUP|{_DATA}",
-        _from("megatron_epp.mcore.model.vocabulary.tied"),
+        f"PIPELINE_MODEL_PARALLEL_GROUP|{DATA_GROUP}",
+        callers_of("megatron_epp.mcore.model.vocabulary.tied"),
         "once per iteration: the embedding's words and their copies in the output layer's shards",
     ),
     Listed(
         "words of a stage",
         "TENSOR_MODEL_PARALLEL_GROUP",
-        _from("megatron_epp.layers.vocabulary"),
+        callers_of("megatron_epp.layers.vocabulary"),
         "in every H statistics and rows of the ranks' words, in H and G the rows of each",
-    ),
-)
-
-# What Megatron's trainer adds around the schedule in an iteration.
-TRAINER = (
-    Listed(
-        "gradient norm",
-        "MODEL_PARALLEL_GROUP|INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-        _from(
-            _MCORE + "optimizer.clip_grads",
-            _MCORE + "optimizer.optimizer",
-            _MCORE + "optimizer.distrib_optimizer",
-        ),
-        "clipping, zeros, gradients that are not finite: over the whole model",
-    ),
-    Listed(
-        "optimizer's outcome",
-        "MODEL_PARALLEL_GROUP",
-        _from(
-            _UTILS + "logical_and_across_model_parallel_group",
-            _UTILS + "reduce_max_stat_across_model_parallel_group",
-        ),
-        "whether the step was taken, the norm and the zeros for the log",
-    ),
-    Listed(
-        "loss for the log",
-        _DATA,
-        _from(_TRAINING + "train_step", _TRAINING + "evaluate"),
-        "loss and tokens over the replicas",
-    ),
-    Listed(
-        "tokens for the log",
-        "default_pg",
-        _from(_TRAINING + "consume_seqlen_stats_in_iteration"),
-        "true tokens and TFLOP/s of documents of many lengths",
-    ),
-    Listed(
-        "re-run machine",
-        "default_pg",
-        _from(_MCORE + "rerun_state_machine"),
-        "whether a rank wants the iteration again (--rerun-mode)",
-    ),
-    Listed(
-        "losses of routers for the log",
-        "PIPELINE_MODEL_PARALLEL_GROUP|TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
-        _from(_MCORE + "transformer.moe.moe_logging.MoEMetricsTracker._sync_metrics"),
-        "over the stages, and over the ranks that share documents",
-    ),
-    Listed(
-        "timers",
-        "default_pg",
-        _from(_MCORE + "timers", _TRAINING + "print_datetime"),
-        "barriers around what is timed, the slowest rank for the log",
     ),
 )
 

@@ -70,14 +70,6 @@ def placed(plan: Plan, place: Sequence[int], stages: Sequence[int]) -> Plan:
     return replace(plan, place=tuple(place), turns=tuple(turns))
 
 
-def random_place(stages: int, random: Random) -> tuple[int, ...]:
-    """The rank of every stage: any number of ranks, each with at least one."""
-    ranks = random.randint(1, stages)
-    place = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
-    random.shuffle(place)
-    return tuple(place)
-
-
 def arbitrary_block(
     lengths: Sequence[Sequence[int]],
     layers: Sequence[int],

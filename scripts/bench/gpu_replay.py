@@ -47,10 +47,11 @@ def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, 
 
 def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) -> Any:
     """The cost model of this device: measured on a stage of one layer with both ends."""
+    from single_stage import build_stage, profile_of
+
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.catalogue.devices import GIB
     from megatron_epp.cost.cost import Cost
-    from megatron_epp.mcore.calibrate.single_stage import build_stage, profile_of
 
     profile = without_states(profile_of(alone, build_stage(alone, 1, True, True)))
     bytes_per_token = alone.args.hidden_size * alone.args.params_dtype.itemsize
@@ -66,7 +67,7 @@ def replayed(
     alone: Any, planned: dict[str, Any], layers: tuple[int, ...], repeats: int
 ) -> dict[str, list[Any]]:
     """By planner, the records of every stage. A stage's model is built once for all plans."""
-    from megatron_epp.mcore.calibrate.single_stage import build_stage, replay
+    from single_stage import build_stage, replay
 
     records: dict[str, list[Any]] = {name: [] for name in planned}
     for stage, count in enumerate(layers):
@@ -84,8 +85,9 @@ def replayed(
 
 
 def rows(planned: dict[str, Any], records: dict[str, list[Any]], cost: Any) -> list[list[str]]:
+    from single_stage import measured_table, peak_bytes
+
     from megatron_epp.cost.catalogue.devices import GIB
-    from megatron_epp.mcore.calibrate.single_stage import measured_table, peak_bytes
     from megatron_epp.sim.play import play
 
     played = {

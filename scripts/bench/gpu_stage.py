@@ -34,9 +34,10 @@ SLICED = ("document", "slices of", "whole ms", "in slices ms", "ratio")
 
 def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[list, list[str]]:
     """The table, and its errors in words."""
+    from single_stage import probe_alone, profile_of
+
     from megatron_epp.ir import FULL, KEEP, Kind
     from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
-    from megatron_epp.mcore.calibrate.single_stage import probe_alone, profile_of
 
     layers = arguments.layers
     made: list[list[str]] = []
@@ -156,8 +157,9 @@ def stage_seconds(
     alone: Any, model: Any, length: int, size: int, layers: int, repeats: int
 ) -> float:
     """F and B of all slices, by the executor, on a stage in the middle."""
+    from single_stage import replay
+
     from megatron_epp.ir import Chunk, Kind, Op, Plan, Span
-    from megatron_epp.mcore.calibrate.single_stage import replay
 
     parts = borders(length, size)
     count = range(len(parts))
@@ -206,7 +208,8 @@ def main() -> None:
     arguments, others = parser.parse_known_args()
     context = max(max(arguments.contexts) + max(arguments.slices), *arguments.lengths)
     alone = shapes.begin(arguments, arguments.layers, context, others)
-    from megatron_epp.mcore.calibrate.single_stage import build_stage
+    from single_stage import build_stage
+
     from megatron_epp.show.table import markdown, plain
 
     model = build_stage(alone, arguments.layers, True, True)

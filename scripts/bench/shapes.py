@@ -80,7 +80,7 @@ def begin(arguments: argparse.Namespace, layers: int, context: int, others: Sequ
     if on_gpu:
         cuda_host.prepare(["--epp"])  # as training has it: hardware queues, modules, allocator
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.calibrate import single_stage
+    import single_stage
 
     return single_stage.start_single_process(
         flags(arguments.model, layers, context, on_gpu, others)

@@ -24,8 +24,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     arguments, others = parser.parse_known_args()
     alone = shapes.begin(arguments, 2, 16384, others)
+    from single_stage import build_stage, probe_alone
+
     from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
-    from megatron_epp.mcore.calibrate.single_stage import build_stage, probe_alone
     from megatron_epp.mcore.config import FUSED_LINEARS
     from megatron_epp.mcore.model import early_head
 

@@ -30,7 +30,9 @@ def main() -> int:
     parser.add_argument("--quiet", action="store_true", help="no differences, only the table")
     options = parser.parse_args()
 
-    from megatron_epp.mcore.patching import checkout, seams
+    import checkout
+
+    from megatron_epp.mcore.patching import seams
     from megatron_epp.mcore.patching.releases import release_of
 
     try:

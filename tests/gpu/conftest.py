@@ -42,7 +42,7 @@ def alone():
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.calibrate.single_stage import start_single_process
+    from scripts.bench.single_stage import start_single_process
 
     return start_single_process(MODEL.split() + ([] if has_engine() else LOCAL.split()))
 

@@ -32,7 +32,7 @@ def run(world, model, its_plan=None) -> dict:
     """The gradients of a stage in the middle; what neighbours send is the same every time."""
     import torch
 
-    from megatron_epp.mcore.calibrate.single_stage import run_stage
+    from scripts.bench.single_stage import run_stage
 
     torch.manual_seed(7)
     run_stage(world, model, plan() if its_plan is None else its_plan, 1)
@@ -46,7 +46,7 @@ def off(found, expected) -> float:
 
 
 def test_the_first_iteration_adds_up_what_every_other_does(alone, engine) -> None:
-    from megatron_epp.mcore.calibrate.single_stage import build_stage
+    from scripts.bench.single_stage import build_stage
 
     args = copy.copy(alone.args)
     args.gradient_accumulation_fusion = True

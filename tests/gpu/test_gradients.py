@@ -56,7 +56,7 @@ def parameters(model) -> dict:
 
 
 def gradients(world, model, plan) -> dict:
-    from megatron_epp.mcore.calibrate.single_stage import run_stage
+    from scripts.bench.single_stage import run_stage
 
     run_stage(world, model, plan, 0)
     return {name: p.main_grad.double().clone() for name, p in parameters(model).items()}
@@ -67,7 +67,7 @@ def models(alone, plainly):
     """(world, model) in float32 with plain attention; in bf16 likewise; as training has it."""
     import torch
 
-    from megatron_epp.mcore.calibrate.single_stage import build_stage
+    from scripts.bench.single_stage import build_stage
 
     worlds = [plainly(torch.float32), plainly(torch.bfloat16), alone]
     made = [(world, build_stage(world, 2, True, True)) for world in worlds]

@@ -34,7 +34,7 @@ def lettered(*letters: str, split: bool = False):
 
 
 def stage(alone):
-    from megatron_epp.mcore.calibrate.single_stage import build_stage
+    from scripts.bench.single_stage import build_stage
 
     return build_stage(alone, 2, False, False)
 
@@ -63,7 +63,7 @@ def test_the_guard_can_fail(alone) -> None:
 
 def test_what_is_offloaded_is_gone(alone) -> None:
     """All but two layers of what all chunks hold: 6 of 8."""
-    from megatron_epp.mcore.calibrate.single_stage import peak_bytes, run_stage
+    from scripts.bench.single_stage import peak_bytes, run_stage
 
     model = stage(alone)
     offloaded = lettered(*("oo",) * SLICES)
@@ -81,8 +81,8 @@ def test_copies_are_as_fast_as_the_link(alone) -> None:
     import torch.distributed as dist
 
     from megatron_epp.mcore.calibrate.host_rate import host_rate
-    from megatron_epp.mcore.calibrate.single_stage import probe_alone, run_stage
     from megatron_epp.mcore.process_groups import make_groups
+    from scripts.bench.single_stage import probe_alone, run_stage
 
     assert dist.is_initialized()
     model = stage(alone)

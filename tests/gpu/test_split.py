@@ -41,8 +41,8 @@ def test_halves_add_up_to_the_whole_from_the_first_iteration_on(
 ) -> None:
     import torch
 
-    from megatron_epp.mcore.calibrate.single_stage import build_stage
     from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
+    from scripts.bench.single_stage import build_stage
 
     args = copy.copy(alone.args)
     args.gradient_accumulation_fusion, args.add_bias_linear = fused, biased
@@ -62,8 +62,8 @@ def test_what_i_leaves_is_what_w_adds(alone, engine) -> None:
     """The guard can fail: without its Ws the weights of linears have no gradient at all."""
     from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
     from megatron_epp.mcore.calibrate.probe import Shape
-    from megatron_epp.mcore.calibrate.single_stage import build_stage, probe_alone
     from megatron_epp.mcore.model.split_backward import Deferral
+    from scripts.bench.single_stage import build_stage, probe_alone
 
     model = build_stage(alone, 1, False, False)
     probe = probe_alone(alone, model)

@@ -8,7 +8,7 @@ from hypothesis import given
 from megatron_epp.control.accept import accept
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Deadlock, Plan, PlanError, Step, check, lower
-from megatron_epp.ir.program.queue_check import hanging_waits, stuck_in_one_queue
+from tests.ir.queue_check import hanging_waits, stuck_in_one_queue
 from tests.plans import EXAMPLE, INTERLEAVED, V_SHAPE, plans
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan, PlanError, Post, Step, lower
-from megatron_epp.ir.program.queue_check import hanging_waits, stuck_in_one_queue
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PIPELINES
+from tests.ir.queue_check import hanging_waits, stuck_in_one_queue
 from tests.plans import EXAMPLE, evaluation, two_ahead
 
 GOLDEN = sorted((Path(__file__).parent.parent / "golden").glob("*.plan"))

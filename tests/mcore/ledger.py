@@ -22,14 +22,14 @@ from megatron_epp.cost.host_memory import host_peak_bytes  # noqa: E402
 from megatron_epp.ir import Chunk, Op, Plan  # noqa: E402
 from megatron_epp.layers.attention.reference import PlainKernel  # noqa: E402
 from megatron_epp.layers.attention.varlen import VarlenAttention  # noqa: E402
-from megatron_epp.mcore.calibrate.single_stage import (  # noqa: E402
+from megatron_epp.sim.play import play  # noqa: E402
+from scripts.bench.single_stage import (  # noqa: E402
     build_stage,
     peak_bytes,
     profile_of,
     run_stage,
     start_single_process,
 )
-from megatron_epp.sim.play import play  # noqa: E402
 
 FLAGS = """
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4

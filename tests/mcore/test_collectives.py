@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.allowed_collectives import SCHEDULE, TRAINER, Listed, name_of
+from megatron_epp.certify.allowed_collectives import (
+    DATA_GROUP,
+    SCHEDULE,
+    Listed,
+    callers_of,
+    name_of,
+)
 from megatron_epp.ir import Kind, Step, Transfer, lower
 from megatron_epp.runtime.comm_recorder import Collective, MessageRecord
 from tests.mcore.runs import flags, train, write_corpus
@@ -17,6 +23,60 @@ LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8
 ITERATIONS = 3
 HIDDEN = 32
 WATCHED = str(Path(__file__).with_name("watched.py"))
+TRAINING = "megatron.training.training."
+UTILS = "megatron.training.utils.common_utils."
+# What Megatron's trainer adds around the schedule in an iteration.
+TRAINER = (
+    Listed(
+        "gradient norm",
+        "MODEL_PARALLEL_GROUP|INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+        callers_of(
+            "megatron.core.optimizer.clip_grads",
+            "megatron.core.optimizer.optimizer",
+            "megatron.core.optimizer.distrib_optimizer",
+        ),
+        "clipping, zeros, gradients that are not finite: over the whole model",
+    ),
+    Listed(
+        "optimizer's outcome",
+        "MODEL_PARALLEL_GROUP",
+        callers_of(
+            UTILS + "logical_and_across_model_parallel_group",
+            UTILS + "reduce_max_stat_across_model_parallel_group",
+        ),
+        "whether the step was taken, the norm and the zeros for the log",
+    ),
+    Listed(
+        "loss for the log",
+        DATA_GROUP,
+        callers_of(TRAINING + "train_step", TRAINING + "evaluate"),
+        "loss and tokens over the replicas",
+    ),
+    Listed(
+        "tokens for the log",
+        "default_pg",
+        callers_of(TRAINING + "consume_seqlen_stats_in_iteration"),
+        "true tokens and TFLOP/s of documents of many lengths",
+    ),
+    Listed(
+        "re-run machine",
+        "default_pg",
+        callers_of("megatron.core.rerun_state_machine"),
+        "whether a rank wants the iteration again (--rerun-mode)",
+    ),
+    Listed(
+        "losses of routers for the log",
+        "PIPELINE_MODEL_PARALLEL_GROUP|TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+        callers_of("megatron.core.transformer.moe.moe_logging.MoEMetricsTracker._sync_metrics"),
+        "over the stages, and over the ranks that share documents",
+    ),
+    Listed(
+        "timers",
+        "default_pg",
+        callers_of("megatron.core.timers", TRAINING + "print_datetime"),
+        "barriers around what is timed, the slowest rank for the log",
+    ),
+)
 
 
 @pytest.fixture(scope="module")

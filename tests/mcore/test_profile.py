@@ -111,7 +111,7 @@ def test_the_grid_follows_the_work_not_the_clock(hidden) -> None:
     assert shapes == grid(layer, 16384, CPU_FLOPS)
     work = sum(
         (4 if letter == FULL else 3)
-        * (shape.tokens * model.layer_flops_per_token + shape.pairs * model.layer_flops_per_pair)
+        * (shape.tokens * layer.flops_per_token + shape.pairs * layer.flops_per_pair)
         for shape, letter in shapes
     )
     assert REPEATS * work <= CPU_FLOPS or max(shape.tokens for shape, _ in shapes) <= 128

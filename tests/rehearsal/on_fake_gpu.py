@@ -35,7 +35,6 @@ from megatron_epp.ir import SELECTIVE, Op, Plan, check, slices_of  # noqa: E402
 from megatron_epp.layers.attention import varlen  # noqa: E402
 from megatron_epp.layers.attention.flash import FlashKernel  # noqa: E402
 from megatron_epp.layers.chunk_state import chunk_rows  # noqa: E402
-from megatron_epp.mcore.calibrate import single_stage  # noqa: E402
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder  # noqa: E402
 from megatron_epp.mcore.model import (  # noqa: E402
     attention,
@@ -46,6 +45,7 @@ from megatron_epp.mcore.model.early_head import block_tokens  # noqa: E402
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec  # noqa: E402
 from megatron_epp.runtime import host_store  # noqa: E402
 from megatron_epp.runtime.kv_store import Store  # noqa: E402
+from scripts.bench import single_stage  # noqa: E402
 
 LAYERS, HIDDEN, HEADS, GROUPS, CONTEXT = 2, 64, 8, 2, 8192
 # Megatron's own layers on a GPU without NVIDIA apex.

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.patching import checkout as checkout_module
 from megatron_epp.mcore.patching import seams
-from megatron_epp.mcore.patching.checkout import Checkout, look
 from megatron_epp.mcore.patching.releases import MAIN, NEWEST, RELEASES, STABLE, release_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "upstream" / "check_upstream.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+import checkout as checkout_module  # noqa: E402
+from checkout import Checkout, look  # noqa: E402
 
 
 def installed() -> Path:

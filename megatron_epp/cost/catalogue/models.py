@@ -115,16 +115,6 @@ class Model:
         """Parameters of a plain layer."""
         return Layer(self, LayerShape()).parameters
 
-    @property
-    def layer_flops_per_token(self) -> float:
-        """Forward flops of a plain layer's linears."""
-        return Layer(self, LayerShape()).flops_per_token
-
-    @property
-    def layer_flops_per_pair(self) -> float:
-        """Forward flops of a plain layer's attention for one query and one key: QK', PV."""
-        return Layer(self, LayerShape()).flops_per_pair
-
 
 def _gpt(name: str, layers: int, hidden: int) -> Model:
     # FlexSP's and InfiniPipe's: heads of 128, no gate. The vocabulary is the study's (logits of

@@ -33,7 +33,7 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     Whoever stands first in the sequence can always go on, as everything that it needs stands
     before it. So nothing hangs, not even where a device takes its work from a single queue and
     sends meet their receives, and a wait for all that was issued so far returns at every point
-    (:mod:`ir.program.queue_check`).
+    (tests/ir/queue_check.py).
 
     Which messages there are follows from the rule table: one for every need met on another rank.
     Between stages of one rank the tensor is handed over there, without a message. Where a rank has

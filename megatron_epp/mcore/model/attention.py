@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 AUTO_BACKEND, TE, TORCH = "auto", "te", "torch"
 _UNFUSED = "NVTE_UNFUSED_ATTN"  # read by Transformer Engine whenever it chooses anew
-CHOICES = (AUTO_BACKEND, TE, TORCH)
 
 
 class Attention(Protocol):
