@@ -399,6 +399,14 @@ class TunePlannerFlags:
 @dataclass
 class TuneFlags:
     script: str | None = flag(None, "write the first choice's launch script", FILE)
+    framework: str | None = flag(
+        None,
+        "print the fastest choice that Megatron's own schedule runs, as settings of megatron, "
+        "bridge, verl, slime or ms-swift; --script writes these",
+        short="--for",
+        dest="framework",
+        metavar="FRAMEWORK",
+    )
     dry_run_corpus: int | None = flag(
         None,
         "play N iterations of the corpus with the first choice, and print their spread",

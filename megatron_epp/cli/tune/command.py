@@ -12,6 +12,7 @@ from megatron_epp.cli.files import write_file
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.progress import bar
+from megatron_epp.cli.tune.framework import FRAMEWORKS, settings_of, stock_choice
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script
 from megatron_epp.cost.catalogue.devices import device
@@ -24,6 +25,7 @@ from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 
 
 def run(arguments: argparse.Namespace) -> int:
+    _require_framework(arguments)
     the_model, the_device = model(arguments.model), device(arguments.device)
     node_devices = arguments.devices_per_node or the_device.node_devices
     devices = arguments.nodes * node_devices
@@ -63,12 +65,21 @@ def run(arguments: argparse.Namespace) -> int:
     played: list[Choice] = []
     if arguments.dry_run_corpus:
         played = _dry_run(first, batches, cost_for(first.layout), options, arguments)
-    if arguments.script is not None:
-        context = arguments.context or int(batches.corpus.inputs.max())
+    context = arguments.context or int(batches.corpus.inputs.max())
+    said: list[str] = []
+    if arguments.framework is not None:
+        stock, recomputed = stock_choice(made, drawn, cost_for, options)
+        said = settings_of(arguments.framework, stock, recomputed, context)
+    if arguments.script is not None and said:
+        write_file(arguments.script, "\n".join(said) + "\n")
+    elif arguments.script is not None:
         text = launch_script(the_model, first, arguments, node_devices, documents, context)
         write_file(arguments.script, text)
     if arguments.json:
         facts = _facts(made, arguments.top)
+        if said:
+            facts["settings"] = {"framework": arguments.framework, "lines": said}
+            facts["settings"]["choice"] = stock.facts()
         if played:
             facts["dry_run"] = [each.facts() for each in played]
         print(json.dumps(facts, indent=1))
@@ -78,11 +89,28 @@ def run(arguments: argparse.Namespace) -> int:
         f"{documents} documents a batch, {arguments.batches} batches"
     )
     print(tuning_lines(made, str(batches), machines, arguments.top), end="")
+    if said:
+        rate = f"{stock.tokens_per_second:.4g} tokens/s"
+        print(f"\n{stock.layout} by Megatron's own schedule, {rate}, for {arguments.framework}:")
+        print("\n".join(f"    {line}" for line in said))
     if played:
         print(spread(played), end="")
     if arguments.script is not None:
         print(f"wrote {arguments.script}", file=sys.stderr)
     return 0
+
+
+def _require_framework(arguments: argparse.Namespace) -> None:
+    """UsageError: a framework that is not known, or a setting that only --epp has."""
+    name = arguments.framework
+    if name is None:
+        return
+    if name not in FRAMEWORKS:
+        raise UsageError(f"--for {name}: expected one of {', '.join(FRAMEWORKS)}")
+    if arguments.vocab_parallel == "on":
+        raise UsageError(f"--for {name}: --vocab-parallel on is --epp's, {name} cannot say it")
+    if arguments.levers != "default":
+        raise UsageError(f"--for {name}: --levers are of --epp's plans, {name} cannot say them")
 
 
 def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:

@@ -342,7 +342,7 @@ def choice_of(
     """A PlanError where a batch does not fit; ``cut``: with the output layer over all stages."""
     cost = dataclasses.replace(even, layers=layers, vocabulary_parallel=cut)
     cost.require_states_fit()
-    made = [_planned(lengths, cost, options, planner) for lengths in batches]
+    made = [heaviest_plan(lengths, cost, options, planner) for lengths in batches]
     exposed = [each for _, each, _ in made]
     seconds = [planned.seconds + each for planned, each, _ in made]
     tokens = sum(sum(lengths) for lengths in batches)
@@ -370,7 +370,7 @@ def choice_of(
     )
 
 
-def _planned(
+def heaviest_plan(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str
 ) -> tuple[PlannedReplica, float, float]:
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
