@@ -1,0 +1,26 @@
+#!/usr/bin/env python3
+"""Megatron-Bridge: one of its recipes over four stages, at level 0.
+
+    python -m pip install megatron-epp
+    torchrun --nproc-per-node 8 bridge_pretrain.py
+
+The first line asks; MEGATRON_EPP=1 in the environment would, too, and leave the recipe as it is.
+"""
+
+import megatron_epp.adaptor  # noqa: F401, I001  (the line: it comes first)
+
+from megatron.bridge.recipes.llama.h100.llama3 import llama3_8b_pretrain_2gpu_h100_bf16_config
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+
+
+def main() -> None:
+    cfg = llama3_8b_pretrain_2gpu_h100_bf16_config()
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.model.pipeline_model_parallel_size = 4
+    cfg.model.context_parallel_size = 1
+    pretrain(cfg, forward_step)
+
+
+if __name__ == "__main__":
+    main()

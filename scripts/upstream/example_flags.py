@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+# ruff: noqa: E402  (run from anywhere: this checkout is put on the path first)
+"""Looks up in a framework's checkout what examples/integrations and `tune --for` name of it.
+
+    git clone --depth 1 https://github.com/verl-project/verl
+    scripts/upstream/example_flags.py --framework verl --checkout verl
+
+Scripts, flags of its parsers, keys of its configuration, functions: read from its sources, which
+are not imported. Prints what is not there; fails where something is missing.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from megatron_epp.cli.tune.framework import settings_of
+from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.survey import Choice
+
+EXAMPLES = ROOT / "examples" / "integrations"
+# Every setting that there is: uneven ends, experts, recompute.
+CHOICE = Choice(
+    *(Layout(2, 2, 2, 2), (7, 9), "packing", False, 1.0, 1e5, 0.1, 0.0, 0.1, 0.0, 0.0, 2**30, 1),
+    ep=2,
+)
+
+
+def fields_of(*files: Path) -> set[str]:
+    """Annotated names of all classes in Python files: fields of dataclasses, and so flags."""
+    trees = [ast.parse(file.read_text()) for file in files]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {
+        line.target.id
+        for one in classes
+        for line in one.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def functions_in(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text()) if file.exists() else ast.Module([], [])
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def verl(checkout: Path) -> Iterator[str]:
+    script = checkout / _named(EXAMPLES / "verl_grpo.sh", r"exec bash (\S+)")
+    text = script.read_text() if script.exists() else ""
+    yield from (f"{script}: has no {word}" for word in ('"$@"', "ACTOR_PP") if word not in text)
+    config = checkout / "verl/trainer/config"
+    keys = {
+        "": _keys(config / "actor/actor.yaml"),
+        "megatron.": _keys(config / "engine/megatron.yaml"),
+        # What is not among the keys is added by a plus, and is a field of Megatron's.
+        "megatron.override_transformer_config.": _keys(config / "engine/megatron.yaml"),
+    }
+    for line in settings_of("verl", CHOICE, 1, 4096):
+        section, name = re.fullmatch(
+            r"\+?actor_rollout_ref\.actor\.((?:\w+\.)*)(\w+)=.*", line
+        ).groups()  # type: ignore[union-attr]
+        known = megatrons() if line.startswith("+") else keys[section]
+        if name not in known:
+            yield f"{line}: there is no {name}"
+
+
+def slime(checkout: Path) -> Iterator[str]:
+    script = checkout / _named(EXAMPLES / "slime_grpo.sh", r"exec bash (\S+)")
+    if not script.exists() or "ray start" not in script.read_text():
+        yield f"{script}: is not there, or starts no Ray"
+    own = (checkout / "slime/utils/arguments.py").read_text()
+    flags = {f"--{name.replace('_', '-')}" for name in megatrons()}
+    flags |= {"--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"}
+    for line in settings_of("slime", CHOICE, 1, 4096):
+        if line.split()[0] not in flags and f'"{line.split()[0]}"' not in own:
+            yield f"{line}: there is no such flag"
+
+
+def swift(checkout: Path) -> Iterator[str]:
+    files = [*(checkout / "swift/megatron/arguments").glob("*.py")]
+    files += (checkout / "swift/arguments").rglob("*.py")
+    known = fields_of(*files)
+    text = (EXAMPLES / "swift_sft.sh").read_text()
+    said = [*re.findall(r"^    --(\w+)", text, re.M)]
+    said += [line.split()[0][2:] for line in settings_of("ms-swift", CHOICE, 1, 4096)]
+    yield from (f"--{name}: there is no such flag" for name in said if name not in known)
+
+
+def bridge(checkout: Path) -> Iterator[str]:
+    text = (EXAMPLES / "bridge_pretrain.py").read_text()
+    for module, name in re.findall(r"^from (megatron\.bridge\S*) import (\w+)", text, re.M):
+        file = checkout / "src" / (module.replace(".", "/") + ".py")
+        if name not in functions_in(file):
+            yield f"{file}: has no function {name}"
+    own = fields_of(*(checkout / "src/megatron/bridge/models").glob("*.py"))
+    own |= fields_of(checkout / "src/megatron/bridge/training/config.py") | megatrons()
+    said = [*re.findall(r"cfg\.model\.(\w+)", text)]
+    said += re.findall(r"cfg\.\w+\.(\w+)", "\n".join(settings_of("bridge", CHOICE, 1, 4096)))
+    yield from (f"cfg.model.{name}: there is no such field" for name in said if name not in own)
+
+
+LOOKED_UP: dict[str, Callable[[Path], Iterator[str]]] = {
+    "verl": verl, "slime": slime, "ms-swift": swift, "Megatron-Bridge": bridge,
+}  # fmt: skip
+
+
+def megatrons() -> set[str]:
+    """Fields of Megatron's own configuration, as it is installed here; read, not imported."""
+    (place,) = {
+        Path(path, "megatron", "core") for path in sys.path
+        if Path(path, "megatron", "core", "transformer").is_dir()
+    }  # fmt: skip
+    return fields_of(
+        place / "transformer/transformer_config.py", place / "model_parallel_config.py"
+    )
+
+
+def _keys(file: Path) -> set[str]:
+    return set(re.findall(r"^\s*(\w+):", file.read_text(), re.M))
+
+
+def _named(file: Path, pattern: str) -> str:
+    found = re.search(pattern, file.read_text())
+    assert found is not None, f"{file} names no script"
+    return found[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--framework", required=True, help=", ".join(LOOKED_UP))
+    parser.add_argument("--checkout", required=True, type=Path, help="a checkout of it")
+    chosen = parser.parse_args()
+    try:
+        if chosen.framework not in LOOKED_UP:
+            known = ", ".join(LOOKED_UP)
+            raise ValueError(f"--framework {chosen.framework}: expected one of {known}")
+        missing = list(LOOKED_UP[chosen.framework](chosen.checkout.resolve()))
+    except (ValueError, OSError) as refusal:
+        print(f"example_flags.py: error: {refusal}", file=sys.stderr)
+        return 2
+    for line in missing:
+        print(line)
+    print(f"{chosen.framework}: {len(missing)} of what the examples name is not there")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
