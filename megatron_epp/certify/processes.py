@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
-from types import TracebackType
 from typing import Any
 
 from megatron_epp.certify.child import serve
@@ -42,12 +41,7 @@ class Children:
             self._pipes[rank], self._processes[rank] = ours, process
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         for pipe in self._pipes.values():
             pipe.close()
         for process in self._processes.values():

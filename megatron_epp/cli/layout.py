@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import math
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -13,6 +12,7 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import PIPELINES, Options, plan_step
 from megatron_epp.planner.partition import layout_flags
+from megatron_epp.planner.tuning.layouts import divisors
 from megatron_epp.planner.tuning.partitions import partition_of
 from megatron_epp.planner.tuning.vocabulary import vocabulary_of
 from megatron_epp.show.units import seconds_text, share_text
@@ -156,8 +156,7 @@ def _splits(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
     if arguments.devices % group:
         raise UsageError(f"--devices {arguments.devices}: expected a multiple of tp x dp = {group}")
     free = arguments.devices // group
-    small = [degree for degree in range(1, math.isqrt(free) + 1) if free % degree == 0]
-    for pp in sorted({*small, *(free // degree for degree in small)}):
+    for pp in divisors(free):
         cp = free // pp
         if arguments.pp in (AUTO, pp) and arguments.cp in (AUTO, cp):
             yield pp, cp

@@ -82,11 +82,6 @@ class StageReport:
         values = {f.name: int(number) if f.type is int else number for f, number in pairs}
         return cls(**values, failure=failure)  # type: ignore[arg-type]
 
-    @property
-    def own_seconds(self) -> float:
-        """The executor's own time: neither computing nor waiting for a message."""
-        return self.stop - self.start - self.busy - self.waiting
-
 
 def _numbers() -> list[Field[Any]]:
     return [field for field in fields(StageReport) if field.name != "failure"]
@@ -109,11 +104,6 @@ class IterationReport:
     def bubble_ratio(self) -> float:
         """Time in which stages run no op, over stages x iteration."""
         return 1 - sum(s.busy for s in self.stages) / (len(self.stages) * self.seconds)
-
-    @property
-    def own_ratio(self) -> float:
-        """The worst stage's executor time over the iteration."""
-        return max(s.own_seconds for s in self.stages) / self.seconds
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:

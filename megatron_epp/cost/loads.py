@@ -98,31 +98,24 @@ class Loads:
         """[C] inputs whose K and V lie in their document's buffer and are not saved besides: of
         lone slices, but of the last only with ``stores_last_slice``. What else is in the chunk is
         saved with it."""
-        return self._kept_with_last if stores_last_slice else self._kept_but_last
+        return self._kept[stores_last_slice]
 
     def loose_tokens(self, stores_last_slice: bool) -> np.ndarray:
         """[C] the other inputs."""
-        return self._loose_with_last if stores_last_slice else self._loose_but_last
-
-    def _kept(self, stores_last_slice: bool) -> np.ndarray:
-        kept = (self.later >= 0) | ((self.document >= 0) & stores_last_slice)
-        return np.where(kept & (self.tokens == self.cut_tokens), self.cut_tokens, 0.0)
+        return self._loose[stores_last_slice]
 
     @cached_property
-    def _kept_with_last(self) -> np.ndarray:
-        return self._kept(True)
+    def _kept(self) -> tuple[np.ndarray, np.ndarray]:
+        """Without the last slices', and with them."""
+        alone = self.tokens == self.cut_tokens
+        slices = self.later >= 0, self.document >= 0
+        but_last, with_last = (np.where(at & alone, self.cut_tokens, 0.0) for at in slices)
+        return but_last, with_last
 
     @cached_property
-    def _kept_but_last(self) -> np.ndarray:
-        return self._kept(False)
-
-    @cached_property
-    def _loose_with_last(self) -> np.ndarray:
-        return self.tokens - self._kept_with_last
-
-    @cached_property
-    def _loose_but_last(self) -> np.ndarray:
-        return self.tokens - self._kept_but_last
+    def _loose(self) -> tuple[np.ndarray, np.ndarray]:
+        but_last, with_last = self._kept
+        return self.tokens - but_last, self.tokens - with_last
 
     @cached_property
     def features(self) -> dict[tuple[tuple[int, ...], bool], np.ndarray]:

@@ -273,9 +273,7 @@ class Profile(LayerFigures):
 
     def of_kind(self, kind: str) -> "Profile":
         """The profile of a model whose layers are all of ``kind``."""
-        figures = self.kinds[kind]
-        named = {name: getattr(figures, name) for name in _LAYER_FIELDS}
-        return dataclasses.replace(self, **named, layer_kind=kind, other_kinds={})
+        return self.with_kinds({kind: self.kinds[kind]})
 
     def with_kinds(self, figures: Mapping[str, LayerFigures]) -> "Profile":
         """The ends of this profile, and layers of these kinds, the first one first."""

@@ -101,9 +101,9 @@ def train(
         forward_step, datasets = setup.setup(args, model, hooks)
         if args.save and rank() == 0:  # behind the hooks that claim the folder
             if partition.chosen(args) and args.pipeline_model_parallel_size > 1:
-                model.pre_wrap_hooks.append(partition.keeper(args))
+                model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT))
             if spread:
-                model.pre_wrap_hooks.append(partition.vocabulary_keeper(args))
+                model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT_VOCABULARY))
     elif cpu_host.is_cpu_host():
         mend_layer_spec(model)
     with refusals_as_value_errors():

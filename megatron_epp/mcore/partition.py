@@ -151,27 +151,19 @@ def choose_vocabulary(args: Any) -> str | None:
     return f"{flag}: {args.epp_vocab_parallel}; {gain} over the stages, by {_by(args)}"
 
 
-def keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
-    """Megatron's pre-wrap hook that keeps the partition beside the checkpoint to come, for the run
-    that resumes. OSError: the folder cannot be written."""
+def keeper(args: Any, name: str) -> Callable[[list[Any]], list[Any]]:
+    """Megatron's pre-wrap hook that keeps the partition (``KEPT``), or where the output layer lies
+    (``KEPT_VOCABULARY``), beside the checkpoint to come, for the run that resumes. OSError: the
+    folder cannot be written."""
 
     def keep(models: list[Any]) -> list[Any]:
-        if args.hybrid_layer_pattern is None:
+        chosen: Any = args.epp_vocab_parallel
+        if name == KEPT and args.hybrid_layer_pattern is None:
             layout = str(args.pipeline_model_parallel_layout)
-            layers = [_layers_of(stage) for stage in layout.split("|")]
-        else:
-            layers = list(layers_of_stages(args))
-        write_whole(Path(args.save) / KEPT, json.dumps(layers) + "\n")
-        return models
-
-    return keep
-
-
-def vocabulary_keeper(args: Any) -> Callable[[list[Any]], list[Any]]:
-    """The same of where the output layer lies."""
-
-    def keep(models: list[Any]) -> list[Any]:
-        write_whole(Path(args.save) / KEPT_VOCABULARY, json.dumps(args.epp_vocab_parallel) + "\n")
+            chosen = [_layers_of(stage) for stage in layout.split("|")]
+        elif name == KEPT:
+            chosen = layers_of_stages(args)
+        write_whole(Path(args.save) / name, json.dumps(chosen) + "\n")
         return models
 
     return keep

@@ -27,28 +27,6 @@ if TYPE_CHECKING:
         SimulatedPipeline,
     )
 
-__all__ = [
-    "ALL",
-    "GROUPS",
-    "LEVERS",
-    "PIPELINES",
-    "PLANNERS",
-    "SIMULATED",
-    "TRAINING_LEVERS",
-    "GroupMicroBatch",
-    "Options",
-    "PlannedGroups",
-    "PlannedReplica",
-    "PlannedStep",
-    "SimulatedPipeline",
-    "balance_replicas",
-    "evaluation_plan",
-    "evaluation_step",
-    "parse_levers",
-    "plan_step",
-    "planner_of",
-]
-
 _HOME = {
     "evaluation": ("evaluation_plan",),
     "options": ("ALL", "LEVERS", "TRAINING_LEVERS", "Options", "parse_levers"),
@@ -62,10 +40,10 @@ _HOME = {
         "SimulatedPipeline",
     ),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name not in MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.{MODULE_OF[name]}"), name)

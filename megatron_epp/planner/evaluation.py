@@ -1,7 +1,6 @@
 """Plans for evaluation: forwards only, through the same chunker."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -23,24 +22,21 @@ FINEST = 64
 SMALLER = 0.6
 
 
-def evaluation_plan(
-    lengths: Sequence[int], cost: Cost, options: Options | None = None, most: int | None = None
-) -> Plan:
+def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
     """Every chunk's F on every stage, and its H where the cost has vocabulary parallelism, in
-    chunks of about equal time that fit the budget, and of at most ``most`` tokens where that is
-    given.
+    chunks of about equal time that fit the budget.
 
     Activations are not kept, so memory asks only for a chunk's own workspace and for the K and V
     of one cut document at a time. A PlanError where even that does not fit.
     """
-    alone = replace(options or Options(), lockstep=1)
-    return evaluation_plans(lengths, cost, alone, most)[1][0]
+    return evaluation_plans(lengths, cost, Options())[1][0]
 
 
 def evaluation_plans(
     lengths: Sequence[int], cost: Cost, options: Options, most: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Plan, ...]]:
-    """:func:`evaluation_plan` for the replicas of a block, and which of the documents each has."""
+    """:func:`evaluation_plan` for the replicas of a block, in chunks of at most ``most`` tokens
+    where that is given; and which of the documents each has."""
     batch = SortedBatch.of(lengths)
     longest = int(batch.lengths[0])
     total = int(batch.lengths.sum())

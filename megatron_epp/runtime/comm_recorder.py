@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -71,12 +71,7 @@ class Traffic:
             setattr(ProcessGroup, name, self._noting(name, self._plain[name]))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for name, plain in self._plain.items():
             setattr(ProcessGroup, name, plain)
         self._plain.clear()

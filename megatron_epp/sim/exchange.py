@@ -38,20 +38,16 @@ class Exchange:
         return max(map(sum, zip(self.reduce_seconds, self.gather_seconds, strict=True)))
 
 
-def exchange(cost: Cost, played: Simulation, *, overlapped: bool = True) -> Exchange:
-    """Exchange of one iteration of a plan that was ``played`` with ``cost``.
+def exchange(cost: Cost, played: Simulation) -> Exchange:
+    """Exchange of one iteration of a plan that was ``played`` with ``cost``, overlapped.
 
-    ``overlapped``: with --overlap-grad-reduce and --overlap-param-gather. All zero with one device
-    for every weight, under ZeRO 3, whose gathers are in the plan's own ops, and without a network,
-    of which nothing is known.
+    All zero with one device for every weight, under ZeRO 3, whose gathers are in the plan's own
+    ops, and without a network, of which nothing is known.
     """
     rank_of = played.plan.rank_of
     reduce, gather = (np.bincount(rank_of, weights=each) for each in _seconds(cost))
     if not reduce.any():
         return Exchange(tuple(reduce.tolist()), tuple(gather.tolist()), 0.0)
-    if not overlapped:
-        exposed = float(reduce.max() + gather.max())
-        return Exchange(tuple(reduce.tolist()), tuple(gather.tolist()), exposed)
     end = np.zeros(len(reduce))
     last_backward = np.zeros(len(reduce))
     first = np.full(len(reduce), np.inf)

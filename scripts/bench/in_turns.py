@@ -144,13 +144,15 @@ def told(
     plan = step.plans[0]
     recomputed = sum(choice.count("f") for stage in plan.recompute for choice in stage)
     weights = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
+    # The executor's own time, neither computing nor waiting for a message: the worst stage's.
+    own = max(s.stop - s.start - s.busy - s.waiting for s in report.stages)
     entry = {
         "iteration": iteration,
         "variant": variant_of(iteration),
         "tokens": plan.tokens,
         "seconds": report.seconds,
         "bubble": report.bubble_ratio,
-        "own": report.own_ratio,
+        "own": own / report.seconds,
         "peaks": list(report.peak_bytes),
         "whole": VariantSteps.whole,
         "chunks": len(plan.chunks),

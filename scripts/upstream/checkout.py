@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_epp.mcore.patching.releases import Release, knows, release_of
+from megatron_epp.mcore.patching.releases import RELEASES, Release, release_of
 from megatron_epp.mcore.patching.seams import Seam, fingerprint_of, is_patched, without_layout
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -147,7 +147,8 @@ def _release(seam: Seam, fingerprint: str, checkout: Checkout) -> Release | None
     own = release_of(checkout.version)
     if own is not None and own.fingerprints.get(seam.name) == fingerprint:
         return own
-    return knows(seam.name, fingerprint)
+    matching = (one for one in RELEASES if one.fingerprints.get(seam.name) == fingerprint)
+    return next(matching, None)
 
 
 def _difference(seam: Seam, checkout: Checkout, known: Checkout) -> Iterator[str]:

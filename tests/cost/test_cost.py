@@ -16,6 +16,7 @@ from megatron_epp.cost.catalogue.published import PUBLISHED
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import stage_kinds
 from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.profile import LAYER_KIND
 from megatron_epp.ir import FULL, KEEP, OF_LAYERS, Chunk, Item, Kind, Plan, Span
 from megatron_epp.sim.play import play
 from tests.plans import EXAMPLE, evaluation, plans
@@ -160,8 +161,9 @@ def test_states() -> None:
     """16 bytes a parameter over the stage's devices and three gathered layers; Megatron's 6 + 12
     with embedding and output layer at the ends."""
     shape = MODELS["gpt-13b"]
-    stage = 10 * shape.layer_parameters
-    buffers = 3 * 2 * shape.layer_parameters
+    layer = shape.shapes[LAYER_KIND].parameters
+    stage = 10 * layer
+    buffers = 3 * 2 * layer
     zero3 = named_cost("gpt-13b", "a100-80g", pp=4, cp=8).states_bytes
     assert zero3[1] == math.ceil(16 * stage / 8 + buffers)
     ends = 16 * (stage + shape.vocabulary_parameters) / 8 + buffers

@@ -525,7 +525,7 @@ def test_a_model_of_several_kinds_of_ones_own(tmp_path) -> None:
         ({"kinds": {}}, "pattern '2*(local far)': expected kinds beside it"),
         ({"kinds": []}, "kinds: expected an object from a kind's name to its sizes"),
         ({"kinds": {"a b": {}}}, "kinds: 'a b': expected a word of letters, digits"),
-        ({"kinds": {"far": 3}}, "kinds: far: expected an object of sizes"),
+        ({"kinds": {"far": 3}}, "kinds: far: expected a JSON object"),
         ({"kinds": {"far": {"windw": 3}}}, "kinds: far: unknown field 'windw'; did you mean windo"),
         ({"kinds": {"far": {"window": -1}}}, "kinds: far: window -1: expected a whole number of a"),
         ({"kinds": {"far": {"window": 10**12}}}, "kinds: far: window 1000000000000: expected at m"),

@@ -11,7 +11,7 @@ from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES, device
 from megatron_epp.cost.catalogue.models import MODELS, Model, model
-from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.profile import LAYER_KIND, Profile
 
 PROFILE = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
 
@@ -29,7 +29,9 @@ def test_the_promised_names() -> None:
 )
 def test_shapes_have_the_size_of_their_name(name: str, billions: float) -> None:
     known = model(name)
-    parameters = known.layers * known.layer_parameters + 2 * known.vocabulary_parameters
+    parameters = (
+        known.layers * known.shapes[LAYER_KIND].parameters + 2 * known.vocabulary_parameters
+    )
     assert parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 

@@ -110,11 +110,6 @@ class Model:
         last stage."""
         return self.vocabulary * self.hidden
 
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of a plain layer."""
-        return Layer(self, LayerShape()).parameters
-
 
 def _gpt(name: str, layers: int, hidden: int) -> Model:
     # FlexSP's and InfiniPipe's: heads of 128, no gate. The vocabulary is the study's (logits of

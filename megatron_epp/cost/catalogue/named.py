@@ -26,7 +26,7 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
     if name in known:
         return known[name]
     if name.endswith(".json") or "/" in name:
-        return from_json(what, read_json(what, name), kind, name)
+        return from_json(f"{what} file {name}", read_json(what, name), kind)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
     raise ValueError(f"unknown {what} {name!r}; {hint} A JSON file's path is taken too.")
@@ -58,16 +58,19 @@ def _int(digits: str) -> int:
     return int(digits)
 
 
-def from_json[T](what: str, value: Any, kind: type[T], where: str) -> T:
-    """A flat dataclass ``kind`` from a JSON object with exactly its fields (defaults may lack)."""
+def from_json[T](where: str, value: Any, kind: type[T]) -> T:
+    """A flat dataclass ``kind`` from a JSON object with exactly its fields (defaults may lack).
+
+    A ValueError begins with ``where``.
+    """
     if not isinstance(value, dict):
-        raise ValueError(f"{what} file {where}: expected a JSON object")
+        raise ValueError(f"{where}: expected a JSON object")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in value:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
             raise ValueError(
-                f"{what} file {where}: unknown field {key!r}"
+                f"{where}: unknown field {key!r}"
                 + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(fields)}")
             )
     lacking = [
@@ -78,8 +81,8 @@ def from_json[T](what: str, value: Any, kind: type[T], where: str) -> T:
         and field.default_factory is dataclasses.MISSING
     ]
     if lacking:
-        raise ValueError(f"{what} file {where}: lacks {', '.join(lacking)}")
+        raise ValueError(f"{where}: lacks {', '.join(lacking)}")
     try:
         return kind(**value)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{what} file {where}: {error}") from error
+        raise ValueError(f"{where}: {error}") from error

@@ -4,12 +4,12 @@ The registry of parts is :data:`PARTS`; a new kind of layer is a class there, an
 of :class:`LayerShape`. Nothing else of the cost model knows which parts there are.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from megatron_epp.cost.catalogue.named import from_json
 from megatron_epp.cost.kinds.attention import AttentionPart
 from megatron_epp.cost.kinds.base import (
     CarryOver,
@@ -44,20 +44,7 @@ class LayerShape(WindowSizes, LatentSizes, ExpertSizes):
     @classmethod
     def of(cls, kind: str, value: Any) -> "LayerShape":
         """The shape that a JSON object describes, as a model file has it for ``kind``."""
-        if isinstance(value, cls):
-            return value
-        if not isinstance(value, dict):
-            raise ValueError(f"kinds: {kind}: expected an object of sizes")
-        known = [field.name for field in fields(cls)]
-        for name in value:
-            if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-                raise ValueError(f"kinds: {kind}: unknown field {name!r}; {hint}")
-        try:
-            return cls(**value)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"kinds: {kind}: {error}") from error
+        return value if isinstance(value, cls) else from_json(f"kinds: {kind}", value, cls)
 
     @property
     def words(self) -> tuple[str, ...]:

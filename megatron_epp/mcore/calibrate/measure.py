@@ -107,10 +107,7 @@ def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     def work(base: int) -> float:
         return REPEATS * sum(
             (4 if letter == FULL else 3)
-            * (
-                shape.tokens * layer.flops_per_token
-                + shape.pairs_within(layer.shape.window) * layer.flops_per_pair
-            )
+            * (shape.tokens * layer.flops_per_token + _pairs(shape, layer) * layer.flops_per_pair)
             for shape, letter in scaled(base)
         )
 

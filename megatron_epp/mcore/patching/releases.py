@@ -68,9 +68,3 @@ def release_of(version: str) -> Release | None:
     """The release that calls itself ``version``; None where nobody has read it."""
     plain = version.split("+")[0]
     return next((release for release in RELEASES if plain in release.versions), None)
-
-
-def knows(seam: str, fingerprint: str) -> Release | None:
-    """The release in which the seam of this name has this fingerprint."""
-    matching = (one for one in RELEASES if one.fingerprints.get(seam) == fingerprint)
-    return next(matching, None)
