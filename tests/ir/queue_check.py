@@ -9,6 +9,10 @@ Two questions, for the messages of GPUs, whose sends and receives are kernels:
                          for its whole device (cudaFree, the loading of a kernel, a new
                          communicator), and meanwhile issues nothing more
 
+NCCL has a stream for every group and, in it, for every two ranks, whichever way they send: messages
+of one payload between them wait for each other. ``replicas``: so many sets of programs, one behind
+the other, that run in lockstep: an op is a rendezvous of the ranks of its stage in all of them.
+
 Programs that :func:`megatron_epp.ir.lower` makes pass both by construction; the checks are for
 whoever issues in another order.
 """
@@ -16,76 +20,88 @@ whoever issues in another order.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from megatron_epp.ir.op import Kind, Message, Op, Post, StageOp, Transfer
+from megatron_epp.ir.op import Kind, Message, Op, StageOp, Transfer
 from megatron_epp.ir.program.lower import Item, Program
 
 # (rank, index in its program)
 Place = tuple[int, int]
-Node = Place | Message
+# What all ranks know alike: a message of one replica, an op of a stage where it is a rendezvous.
+Shared = tuple[int, Message | Op | StageOp]
+Node = Place | Shared
 COMPUTE_STREAM = "compute"
 
 
-def stuck_in_one_queue(programs: Sequence[Program], strict: bool = False) -> tuple[Place, ...]:
+def stuck_in_one_queue(
+    programs: Sequence[Program], strict: bool = False, replicas: int = 1
+) -> tuple[Place, ...]:
     """Where the ranks stand for ever, with one queue per device; nothing if all get through.
 
-    A send or receive starts when the one before it on its link is done. ``strict``: nothing
+    A send or receive starts when the one before it on its stream is done. ``strict``: nothing
     starts before all that was issued before it is done, transfers included.
     """
-    at = [0] * len(programs)
-    started: set[tuple[bool, Message]] = set()  # (whether its sender has, message)
-    last: dict[tuple[bool, int, int], Message] = {}  # by end of a link
+    at, stages = [0] * len(programs), len(programs) // replicas
+    started: dict[Shared, set[int]] = {}  # by whom
+    last: dict[tuple[int, object], Shared] = {}  # by rank and stream
 
-    def done(message: Message) -> bool:
-        return (True, message) in started and (False, message) in started
+    def done(message: Shared) -> bool:
+        return len(started.get(message, ())) == 2
 
-    def passes(item: Item) -> bool:
+    def passes(rank: int, item: Item) -> bool:
         if isinstance(item, (Op, StageOp)):
-            return True
-        message = item.message
+            met = started.setdefault((rank % stages, item), set())
+            met.add(rank)
+            return len(met) == replicas
+        message = rank // stages, item.message
         if isinstance(item, Transfer) and item.kind is Kind.RECEIVE:
             return done(message)
-        end = isinstance(item, Transfer), message
-        before = last.get((end[0], *message.link))
-        if end not in started and before is not None and not done(before):
+        by = started.setdefault(message, set())
+        before = last.get((rank, _stream(item.message)))
+        if rank not in by and before is not None and not done(before):
             return False
-        started.add(end)
-        last[end[0], *message.link] = message
+        by.add(rank)
+        last[rank, _stream(item.message)] = message
         return done(message) or not strict
 
     moved = True
     while moved:
         moved = False
         for rank, program in enumerate(programs):
-            while at[rank] < len(program) and passes(program[at[rank]]):
+            while at[rank] < len(program) and passes(rank, program[at[rank]]):
                 at[rank] += 1
                 moved = True
     return tuple((rank, index) for rank, index in enumerate(at) if index < len(programs[rank]))
 
 
-def hanging_waits(programs: Sequence[Program]) -> tuple[Place, ...]:
+def _stream(message: Message) -> object:
+    return message.payload, frozenset(message.link)
+
+
+def hanging_waits(programs: Sequence[Program], replicas: int = 1) -> tuple[Place, ...]:
     """The items right behind which a wait for the whole device never returns.
 
     An op or a RECEIVE is done when what it stands behind on the compute stream is; a message, when
-    what both its ends stand behind is: the compute streams, and their links' streams. For each of
-    them, how far every host must have issued is the furthest of what it stands behind; an item that
-    asks more of its own host than itself hangs a wait until that is issued.
+    what both its ends stand behind is: the compute streams, and the streams of messages. For each
+    of them, how far every host must have issued is the furthest of what it stands behind; an item
+    that asks more of its own host than itself hangs a wait until that is issued.
 
     ValueError: programs that never end, wherever they wait.
     """
     behind: dict[Node, list[Node]] = {}
     places: dict[Node, list[Place]] = {}  # a message stands at both its ends
+    stages = len(programs) // replicas
     for rank, program in enumerate(programs):
         streams: dict[object, Node] = {}  # what was last issued to each
         for index, item in enumerate(program):
             node: Node = (rank, index)
             streams_of: set[object] = {COMPUTE_STREAM}
             needs: list[Node] = []
-            if not isinstance(item, (Op, StageOp)):
-                if isinstance(item, Transfer) and item.kind is Kind.RECEIVE:
-                    needs = [item.message]
-                else:  # starts when what was computed before it is done, and the one before it
-                    node = item.message
-                    streams_of.add((isinstance(item, Post), *item.message.link))
+            if isinstance(item, (Op, StageOp)):
+                node = (rank % stages, item) if replicas > 1 else node
+            elif isinstance(item, Transfer) and item.kind is Kind.RECEIVE:
+                needs = [(rank // stages, item.message)]
+            else:  # starts when what was computed before it is done, and the one before it
+                node = rank // stages, item.message
+                streams_of.add(_stream(item.message))
             needs += [streams[stream] for stream in streams_of if stream in streams]
             behind.setdefault(node, []).extend(needs)
             places.setdefault(node, []).append((rank, index))

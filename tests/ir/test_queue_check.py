@@ -6,8 +6,19 @@ from random import Random
 import pytest
 
 from megatron_epp.cost.build import named_cost
-from megatron_epp.ir import Plan, PlanError, Post, Step, lower
-from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.ir import (
+    Kind,
+    Message,
+    Payload,
+    Plan,
+    PlanError,
+    Post,
+    Step,
+    Transfer,
+    lower,
+    lower_rank,
+)
+from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PIPELINES
 from tests.ir.queue_check import hanging_waits, stuck_in_one_queue
@@ -65,6 +76,33 @@ def test_random_plans(stages: int) -> None:
             assert_sound(evaluation(plan))
 
 
+@pytest.mark.parametrize("vocabulary_parallel", [False, True])
+def test_replicas_in_lockstep(vocabulary_parallel: bool) -> None:
+    """Every op is a rendezvous. By one sequence for all none stands still; by a sequence of each
+    replica's own most blocks do."""
+    stuck, blocks = 0, 24
+    for seed in range(blocks):
+        random = Random(seed)
+        width, stages = random.choice((2, 3)), random.choice((2, 3, 4))
+        lengths = [
+            [random.randint(1, 60) for _ in range(random.randint(1, 4))] for _ in range(width)
+        ]
+        plans = arbitrary_block(
+            lengths,
+            [random.randint(1, 3) for _ in range(stages)],
+            random,
+            split_backward=random.choice((0.0, 0.5, 1.0)),
+            vocabulary_parallel=vocabulary_parallel,
+        )
+        together = [lower_rank(plan, stage, plans) for plan in plans for stage in range(stages)]
+        assert stuck_in_one_queue(together, replicas=width) == ()
+        assert stuck_in_one_queue(together, strict=True, replicas=width) == ()
+        assert hanging_waits(together, replicas=width) == ()
+        alone = [program for plan in plans for program in lower(plan)]
+        stuck += stuck_in_one_queue(alone, strict=True, replicas=width) != ()
+    assert stuck > blocks / 2
+
+
 # ------------------------------------------------------------------ what does hang
 
 
@@ -92,6 +130,26 @@ def test_a_receive_posted_before_its_cause_hangs_a_wait() -> None:
     assert stuck_in_one_queue(programs) == ()
     assert stuck_in_one_queue(programs, strict=True) != ()
     assert hanging_waits(programs) == tuple((0, index) for index in range(4))
+
+
+def test_messages_of_both_ways_share_a_stream() -> None:
+    """H of two stages goes to and fro in one group: rank 0 posts its next hidden states before it
+    has sent what the last ones became, which then waits behind them."""
+    there, back = (Message(Payload.HEAD, chunk, 1, 0) for chunk in (0, 1))
+    between = Message(Payload.HEAD, 0, 0, 1)
+    first = (Post(there), Post(back), Transfer(Kind.SEND, between), Transfer(Kind.RECEIVE, there))
+    last = (
+        Transfer(Kind.SEND, there),
+        Post(between),
+        Transfer(Kind.RECEIVE, between),
+        Transfer(Kind.SEND, back),
+    )
+    assert stuck_in_one_queue((first, last)) != ()
+    with pytest.raises(ValueError, match="programs that never end"):
+        hanging_waits((first, last))
+    in_order = (Post(there), Transfer(Kind.SEND, between), Post(back))
+    assert stuck_in_one_queue((in_order, last)) == ()
+    assert hanging_waits((in_order, last)) == ()
 
 
 def test_programs_that_never_end_are_named() -> None:
