@@ -78,11 +78,12 @@ def current_stream(device: Any = None) -> CudaStream:
 
 @contextmanager
 def stream_context(stream: CudaStream) -> Iterator[None]:
-    before, HERE.host.current = HERE.host.current, stream.stream
+    host = HERE.host
+    before, host.current = host.current, stream.stream
     try:
         yield
     finally:
-        HERE.host.current = before
+        host.current = before
 
 
 def whole_device(device: Any = None) -> None:
