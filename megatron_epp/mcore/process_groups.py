@@ -1,5 +1,6 @@
 """The process groups of elastic pipelines, made from Megatron's."""
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -40,7 +41,7 @@ def make_groups(device: torch.device) -> Groups:
         together = mpu.get_expert_tensor_and_model_parallel_group()
         busy += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
         busy.append(together)
-    for group in (*busy, mpu.get_data_parallel_group(with_context_parallel=True)):
+    for group in (*busy, *trainer_groups(args)):
         speak_once(group, device)
     return Groups(
         control=control,
@@ -54,6 +55,28 @@ def make_groups(device: torch.device) -> Groups:
         peers=Peers(together, busy, device) if together.size() > 1 else None,
         lockstep=lockstep,
     )
+
+
+def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
+    """This rank's groups that an iteration of Megatron's trainer speaks in, outside of layers: to
+    add up gradients, their norm and tokens. All ranks have theirs in one order."""
+    yield mpu.get_data_parallel_group(with_context_parallel=True)
+    yield mpu.get_pipeline_model_parallel_group()
+    yield mpu.get_model_parallel_group()
+    assert dist.group.WORLD is not None, "Megatron has made its groups"
+    yield dist.group.WORLD
+    if args.use_distributed_optimizer:
+        yield mpu.get_intra_distributed_optimizer_instance_group()
+    embedding = mpu.get_embedding_group(check_initialized=False)
+    if not args.untie_embeddings_and_output_weights and embedding is not None:
+        yield embedding  # only the ranks of such a group know of it
+    if args.num_experts:
+        yield mpu.get_expert_model_parallel_group()
+        yield mpu.get_expert_tensor_parallel_group()
+        yield mpu.get_expert_tensor_and_model_parallel_group()
+        yield mpu.get_expert_data_parallel_group()
+        yield mpu.get_expert_tensor_model_pipeline_parallel_group()
+        yield mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def message_groups(
@@ -99,6 +122,7 @@ def message_options(device: torch.device, timeout: timedelta) -> Any:
 
 def speak_once(group: dist.ProcessGroup, device: torch.device) -> None:
     """NCCL makes a communicator when a group first speaks, which may wait for the device and for
-    all ranks of the group: not in the midst of an iteration, where receives are posted."""
+    all ranks of the group: not in the midst of an iteration, where receives are posted, nor at its
+    end, when torch holds the memory that it needs."""
     if group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -127,6 +127,40 @@ def test_collectives_are_on_the_list(folder, rank) -> None:
     assert counts["gradient reduction"] in (ITERATIONS, 2 * ITERATIONS)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory) -> Path:
+    """Two replicas that share experts, trained for two iterations."""
+    folder = tmp_path_factory.mktemp("experts")
+    words = flags(
+        write_corpus(folder / "documents", LENGTHS),
+        train_iters=2,
+        pipeline_model_parallel_size=1,
+        num_experts=2,
+        expert_model_parallel_size=2,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+        use_distributed_optimizer=True,
+        epp=True,
+        epp_planner="packing",
+    )
+    run = train(words, program=(WATCHED, str(folder)))
+    assert run.status == 0, run.output
+    return folder
+
+
+@pytest.mark.parametrize("job", ["folder", "experts"])
+def test_every_group_has_spoken_before_the_first_iteration(job, request) -> None:
+    """NCCL's communicators take memory when groups first speak; at the end of an iteration torch
+    holds it all."""
+    folder = request.getfixturevalue(job)
+    for rank in (0, 1):
+        traffic = json.loads((folder / f"traffic-{rank}.json").read_text())
+        sizes, spoken = traffic["sizes"], {one["group"] for one in traffic["collectives"]}
+        several = {group for group in spoken if sizes[group] > 1 and group != "epp_control"}
+        assert len(several) > 2
+        assert several <= set(traffic["at start"])
+
+
 def sends(step: Step, stage: int) -> list[tuple[str, int]]:
     """(group, elements) of what the plan makes ``stage`` send."""
     (plan,) = step.plans

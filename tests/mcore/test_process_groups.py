@@ -22,7 +22,14 @@ def make(rank: int) -> list[dict[str, Any]]:
     from megatron_epp.mcore import process_groups
     from megatron_epp.runtime.comm_recorder import Traffic
 
-    set_args(Namespace(distributed_timeout_minutes=MINUTES))
+    set_args(
+        Namespace(
+            distributed_timeout_minutes=MINUTES,
+            use_distributed_optimizer=False,
+            untie_embeddings_and_output_weights=False,
+            num_experts=None,
+        )
+    )
     cpu, found, plain = torch.device("cpu"), [], dist.new_group
     for tp, pp in ((1, 2), (2, 1)):
         mpu.initialize_model_parallel(tp, pp)
@@ -62,10 +69,15 @@ def test_groups_of_two_stages_and_of_two_peers(tmp_path) -> None:
         assert stages["timeout"] == minutes
         assert stages["pipeline"] == (0, 1)
         assert stages["messages"] == [(ways[rank], 1 - rank), (ways[1 - rank], 1 - rank)]
-        assert stages["spoken on"] == [] and not stages["peers"]
+        assert stages["spoken on"] == [
+            "PIPELINE_MODEL_PARALLEL_GROUP", "MODEL_PARALLEL_GROUP", "default_pg", "EMBEDDING_GROUP"
+        ]  # fmt: skip
+        assert not stages["peers"]
         assert peers["made"] == ["epp_control"]
         assert peers["messages"] == []
-        assert peers["spoken on"] == ["TENSOR_MODEL_PARALLEL_GROUP"]
+        assert peers["spoken on"] == [
+            "TENSOR_MODEL_PARALLEL_GROUP", "MODEL_PARALLEL_GROUP", "default_pg"
+        ]  # fmt: skip
         assert peers["peers"]  # one of them failed, and both know
 
 
@@ -88,3 +100,17 @@ def test_messages_hold_few_blocks_of_a_gpu(monkeypatch) -> None:
     assert message_options(torch.device("cpu"), timedelta(minutes=MINUTES)) is None
     world("gloo")  # ranks that share a GPU
     assert message_options(torch.device("cuda"), timedelta(minutes=MINUTES)) is None
+
+
+def mixed(rank: int) -> tuple[str, Any]:
+    """The name of a world with a back end for each device, and how its messages go."""
+    from megatron_epp.mcore.process_groups import message_options
+
+    dist.destroy_process_group()
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=0, world_size=1)
+    return dist.get_backend(), message_options(torch.device("cuda"), timedelta(minutes=MINUTES))
+
+
+def test_a_world_of_mixed_back_ends_is_asked_for_its_gpus(tmp_path) -> None:
+    assert run(1, mixed, tmp_path) == [("cpu:gloo,cuda:gloo", None)]

@@ -1,6 +1,7 @@
 """``pretrain_gpt`` that writes down what every rank asks of its process groups while it trains.
 
-watched.py FOLDER <flags>        FOLDER/traffic-RANK.json: collectives and messages
+watched.py FOLDER <flags>        FOLDER/traffic-RANK.json: collectives and messages; groups that
+                                 had spoken before the first iteration; ranks of every group
 """
 
 import dataclasses
@@ -14,14 +15,21 @@ from megatron_epp.mcore.patching import cpu_host
 cpu_host.install_cpu_host()
 
 from megatron.training import training  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
 
-from megatron_epp.mcore import entry  # noqa: E402
+from megatron_epp.mcore import entry, setup  # noqa: E402
 from megatron_epp.runtime.comm_recorder import Traffic  # noqa: E402
 
 
 def main() -> None:
     folder = Path(sys.argv.pop(1))
-    train = training.train
+    train, make_groups, at_start = training.train, setup.make_groups, []
+
+    def watched_groups(*arguments):
+        with Traffic() as traffic:
+            groups = make_groups(*arguments)
+        at_start.extend({one.group for one in traffic.collectives})
+        return groups
 
     def watched(*arguments, **named):
         with Traffic() as traffic:
@@ -29,11 +37,13 @@ def main() -> None:
         seen = {
             "collectives": [dataclasses.asdict(one) for one in traffic.collectives],
             "messages": [dataclasses.asdict(one) for one in traffic.messages],
+            "at start": at_start,
+            "sizes": {group.group_desc: group.size() for group in distributed_c10d._world.pg_map},
         }
         (folder / f"traffic-{os.environ['RANK']}.json").write_text(json.dumps(seen))
         return done
 
-    training.train = watched
+    training.train, setup.make_groups = watched, watched_groups
     entry.main()
 
 
