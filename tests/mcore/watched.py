@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 from megatron_epp.mcore.patching import cpu_host
 
@@ -43,8 +44,9 @@ def main() -> None:
         (folder / f"traffic-{os.environ['RANK']}.json").write_text(json.dumps(seen))
         return done
 
-    training.train, setup.make_groups = watched, watched_groups
-    entry.main()
+    training.train = watched
+    with patch.object(setup, "make_groups", watched_groups):
+        entry.main()
 
 
 if __name__ == "__main__":
