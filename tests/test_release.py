@@ -81,11 +81,15 @@ def test_the_wheel_has_all_of_the_package_its_licence_and_nothing_else(wheel: Pa
         names = set(archive.namelist())
         about = f"megatron_epp-{VERSION}.dist-info"
         text = archive.read(f"{about}/METADATA").decode()
+        entries = archive.read(f"{about}/entry_points.txt").decode()
         for name in ("LICENSE", "NOTICE"):
             assert archive.read(f"{about}/licenses/{name}") == (ROOT / name).read_bytes()
     assert {name for name in names if not name.startswith(about)} == ours
     assert "License-Expression: Apache-2.0\n" in text
     assert f"Version: {VERSION}\n" in text
+    for group, named in PROJECT["entry-points"].items():  # what MEGATRON_EPP=1 rests on
+        assert f"[{group}]\n" in entries
+        assert all(f"{name} = {value}\n" in entries for name, value in named.items())
 
 
 def test_the_version_is_said_once_and_told_everywhere() -> None:
