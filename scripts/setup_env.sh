@@ -3,8 +3,8 @@
 #
 #   bash scripts/setup_env.sh [--gpu]
 #
-# A virtual environment with Python 3.12 at .venv (or $EPP_VENV) and requirements.txt in it; --gpu adds Transformer Engine
-# (requirements-gpu.txt), which is compiled here: that wants an NVIDIA driver of 580 or newer, as torch is built for CUDA 13,
+# A virtual environment with Python 3.12 at .venv (or $EPP_VENV), requirements.txt in it and requirements-te.txt beside its
+# packages; --gpu adds Transformer Engine (requirements-gpu.txt), which is compiled here: that wants an NVIDIA driver of 580 or newer, as torch is built for CUDA 13,
 # and a CUDA 13 toolkit (nvcc on PATH, CUDA_HOME, or /usr/local/cuda). Python 3.12 is looked for on PATH, among pyenv's versions and through uv.
 # Exit status: 0 ready; 2 no Python 3.12, a wrong flag, a driver or a toolkit that will not do; otherwise the installer's.
 set -euo pipefail
@@ -28,7 +28,7 @@ venv=${EPP_VENV:-.venv}
 python=$venv/bin/python
 # The stamp is the text of what was installed, written last: an interrupted installation has none.
 stamp=$venv/.epp-installed
-wanted=$(<requirements.txt)
+wanted="$(<requirements.txt)"$'\n'"$(<requirements-te.txt)"
 wanted_gpu="$wanted"$'\n'"$(<requirements-gpu.txt)"
 
 if [[ -x $python && -f $stamp ]]; then
@@ -119,6 +119,7 @@ install() { # progress goes to stderr, so that callers may read our stdout
 
 printf 'setup_env: installing requirements.txt into %s (torch with CUDA: a few GB)\n' "$venv" >&2
 install -r requirements.txt
+install --no-deps --upgrade --target "$venv/te_on_cpu" -r requirements-te.txt # why there: requirements-te.txt
 
 if $gpu; then
     # Why each of these: requirements-gpu.txt.

@@ -141,7 +141,8 @@ SCHEDULE = (
     Listed(
         "tensor parallelism",
         "TENSOR_MODEL_PARALLEL_GROUP",
-        r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.wgrad)\..*",
+        r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.wgrad"
+        r"|transformer_engine\.pytorch\.distributed)\..*",
         "inside layers, embedding and loss; once per layer run, recomputed ones again",
     ),
     Listed(

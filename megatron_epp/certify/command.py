@@ -74,6 +74,8 @@ def certify(
     judged: list[Judged] = []
     with ExitStack() as until_the_end:
         folder = until_the_end.enter_context(scratch_folder("certify"))
+        if said := backend.choose_engine(trial):
+            show(said)
         roles = [Role(one, folder, trial) for one in (PLAIN, *range(trial.degrees.ranks))]
         children = until_the_end.enter_context(Children(roles, backend))
         for turn in range(min(trial.turns, trial.batches)):

@@ -59,11 +59,13 @@ class Backend:
     """How the certificate's processes compute. Its functions are looked up in the processes, so
     they stand at the top of a module that is light to import.
 
+    choose_engine (trial): what the processes are started with; a line about it, or none
     make_server   (role, what ends with the process): the object whose methods are asked for
     is_refusal    whether an error is about what the user gave
     preloaded     modules that a fork server imports so that its processes need not
     """
 
+    choose_engine: Callable[[Trial], str]
     make_server: Callable[[Role, ExitStack], Any]
     is_refusal: Callable[[BaseException], bool]
     preloaded: tuple[str, ...]

@@ -135,7 +135,7 @@ def analytic(args: Any) -> Profile:
     """Profile of --epp-cost-model analytic: the model's shape on the device's name."""
     early = early_head(args)
     made = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
-    attention = VarlenAttention if cpu_host.has_gpu() else PartsAttention
+    attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention
     return replace(
         made,
         stores_last_slice=attention.stores_last_slice,

@@ -30,6 +30,14 @@ def has_engine() -> bool:
     return True
 
 
+@pytest.fixture(scope="session", autouse=True)
+def host() -> None:
+    """Before the first import of Megatron; nothing where there is a GPU."""
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+
+
 @pytest.fixture
 def engine() -> None:
     if not has_engine():
@@ -39,9 +47,6 @@ def engine() -> None:
 @pytest.fixture(scope="session")
 def alone():
     """This process as a world of its own; bf16."""
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
     from scripts.bench.single_stage import start_single_process
 
     return start_single_process(MODEL.split() + ([] if has_engine() else LOCAL.split()))

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -58,4 +59,29 @@ def test_the_first_iteration_adds_up_what_every_other_does(alone, engine) -> Non
     for module in model.modules():
         if hasattr(module, "is_first_microbatch"):
             module.is_first_microbatch = True
+            module.disable_parameter_transpose_cache = False
     assert off(run(world, model), second) > 0.1
+
+
+def test_no_forward_is_taken_for_an_iterations_first(alone, engine) -> None:
+    """Weights in fp8 would be made of the parameters in that one, and in no later iteration."""
+    from transformer_engine.pytorch import LayerNormLinear, Linear
+
+    from scripts.bench.single_stage import build_stage
+
+    model, seen = build_stage(alone, 1, False, False), []
+
+    def noting(plain):
+        def forward(self, x, *args, is_first_microbatch=None, **others):
+            seen.append(is_first_microbatch)
+            return plain(self, x, *args, is_first_microbatch=is_first_microbatch, **others)
+
+        return forward
+
+    with (
+        patch.object(Linear, "forward", noting(Linear.forward)),
+        patch.object(LayerNormLinear, "forward", noting(LayerNormLinear.forward)),
+    ):
+        run(alone, model)
+        run(alone, model)
+    assert len(seen) == 2 * SLICES * 4 and set(seen) == {None}

@@ -7,18 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.test_training import ITERATIONS, corpus, words  # noqa: F401
+from megatron_epp.mcore.patching import engine_on_cpu
+
+# ruff: noqa: F811  fixtures of another module
+from tests.gpu.test_training import ITERATIONS, corpus, weights, words  # noqa: F401
 from tests.mcore.runs import Run, train
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(engine_on_cpu.is_wanted(), reason="needs a GPU: several contexts on one"),
+]
 
 SHARED = (str(Path(__file__).with_name("shared_gpu.py")),)
 
 
-def trained(corpus: Path, pp: int, tp: int, **changes) -> Run:  # noqa: F811
+def trained(corpus: Path, weights: Path, pp: int, tp: int, **changes) -> Run:
     flags = words(
         corpus,
         epp=True,
+        load=weights,
+        finetune=True,
         epp_attention="torch",
         distributed_backend="gloo",
         pipeline_model_parallel_size=pp,
@@ -30,10 +38,10 @@ def trained(corpus: Path, pp: int, tp: int, **changes) -> Run:  # noqa: F811
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (4, 1), (2, 2)])
-def test_losses_are_those_of_one_rank(corpus, pp, tp) -> None:  # noqa: F811
-    alone = trained(corpus, 1, 1)
+def test_losses_are_those_of_one_rank(corpus, weights, pp, tp) -> None:
+    alone = trained(corpus, weights, 1, 1)
     # With a measured cost model: messages between the stages are timed.
-    spread = trained(corpus, pp, tp, epp_cost_model=None)
+    spread = trained(corpus, weights, pp, tp, epp_cost_model=None)
     assert alone.status == spread.status == 0, alone.output + spread.output
     assert len(spread.losses) == ITERATIONS
     assert spread.losses == pytest.approx(alone.losses, rel=0.01)

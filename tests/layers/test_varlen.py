@@ -278,14 +278,15 @@ class OneSize(PlainKernel):
     """As FlashAttention 2: heads of one size."""
 
     def _attend(self, q_THD, k_SGD, v_SGD, cu_seqlens):
-        assert q_THD.shape[2] == k_SGD.shape[2] == v_SGD.shape[2]
+        assert q_THD.shape[2] == k_SGD.shape[2] == v_SGD.shape[2] == 16
         return super()._attend(q_THD, k_SGD, v_SGD, cu_seqlens)
 
 
-@pytest.mark.parametrize("sizes", [(12, 8), (8, 12)])
-def test_kernels_of_one_size_take_values_of_another(sizes) -> None:
+@pytest.mark.parametrize("sizes", [(16, 8), (8, 16), (12, 12)])
+def test_kernels_of_one_size_take_others(sizes) -> None:
+    """A size that is a multiple of 8, here 16."""
     size, value = sizes
-    kernel, cpu = PaddedKernel(OneSize(SCALE)), torch.device("cpu")
+    kernel, cpu = PaddedKernel(OneSize(SCALE), 16), torch.device("cpu")
     for judge in (PlainKernel(SCALE), kernel):
         require_right(judge, HEADS, GROUPS, size, SCALE, torch.float32, cpu, value)
     with pytest.raises(AssertionError):

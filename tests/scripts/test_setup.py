@@ -40,8 +40,8 @@ def ready(venv: Path, text: str) -> None:
 
 
 def requirements(gpu: bool = False) -> str:
-    text = (ROOT / "requirements.txt").read_text().rstrip("\n")
-    return text + "\n" + (ROOT / "requirements-gpu.txt").read_text().rstrip("\n") if gpu else text
+    names = ("requirements", "requirements-te", *["requirements-gpu"] * gpu)
+    return "\n".join((ROOT / f"{name}.txt").read_text().rstrip("\n") for name in names)
 
 
 def test_no_python_is_one_line(tmp_path: Path) -> None:
@@ -177,10 +177,12 @@ def test_unknown_flag(tmp_path: Path) -> None:
 
 
 def test_the_environment_of_these_tests_is_the_pinned_one() -> None:
-    from importlib.metadata import version
+    from importlib.metadata import distributions
 
-    for pin in re.findall(r"^([\w\-]+)==([\w.]+)", requirements(), re.M):
-        assert (pin[0], version(pin[0])) == pin
+    beside = [*sys.path, str(Path(sys.prefix) / "te_on_cpu")]
+    found = {one.name.replace("_", "-"): one.version for one in distributions(path=beside)}
+    for name, version in re.findall(r"^([\w\-]+)==([\w.]+)", requirements(), re.M):
+        assert (name, found.get(name)) == (name, version)
 
 
 def test_missing_gpus_are_counted(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Kernels of GPUs for heads whose values have another size than their queries and keys.
+"""Kernels of GPUs for heads whose values have another size than their queries and keys, or a size
+that is no multiple of 8.
 
 FlashAttention 2 knows one size. So values get channels of zeros on their way into the kernel, and
 the output and their gradients lose them on the way out; in the store they lie as they are. (Queries
@@ -16,29 +17,27 @@ from megatron_epp.layers.attention.varlen import Kernel, Operands
 
 
 class PaddedKernel:
-    """``kernel``, which is made for heads of the larger size."""
+    """``kernel``, which is made for heads of ``size``: the larger one, or more."""
 
-    def __init__(self, kernel: Kernel):
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, size: int):
+        self.kernel, self.size = kernel, size
         self.name = kernel.name
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
-        out_THD, kept = self.kernel.forward(_padded(call), backward)
+        out_THD, kept = self.kernel.forward(self._padded(call), backward)
         return _cut(out_THD, call.v_SGD), kept
 
     def backward(
         self, grad_THV: Tensor, call: Operands, kept: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        padded = _padded(call)
-        grad_THD = _wider(grad_THV, padded.q_THD.shape[2])
+        padded = self._padded(call)
+        grad_THD = _wider(grad_THV, self.size)
         dq, dk, dv = self.kernel.backward(grad_THD, padded, kept)
         return _cut(dq, call.q_THD), _cut(dk, call.k_SGD), _cut(dv, call.v_SGD)
 
-
-def _padded(call: Operands) -> Operands:
-    size = max(call.q_THD.shape[2], call.v_SGD.shape[2])
-    q_THD, k_SGD, v_SGD = (_wider(x, size) for x in call.tensors)
-    return Operands(q_THD, k_SGD, v_SGD, call.cu_seqlens)
+    def _padded(self, call: Operands) -> Operands:
+        q_THD, k_SGD, v_SGD = (_wider(x, self.size) for x in call.tensors)
+        return Operands(q_THD, k_SGD, v_SGD, call.cu_seqlens)
 
 
 def _wider(x_THD: Tensor, size: int) -> Tensor:

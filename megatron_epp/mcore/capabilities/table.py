@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 from megatron_epp.mcore.model.kinds.registry import limits_of_parts
 from megatron_epp.mcore.model.limit import Limit, Said, given, not_computed, settings
+from megatron_epp.mcore.patching import engine_on_cpu
 
 _LOOPS = "run whole micro-batches (install_schedule)"
 _SHARD = "use --use-distributed-optimizer"
 _FLOATS = "train in --bf16 or float32"
+_LOCAL = "leave the flag out (local is taken)"
 _POSITIONS = ("rope", "learned_absolute", "none")
 
 
@@ -39,6 +41,13 @@ def _any_of(*each: Said) -> Said:
 def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Limit:
     what = f"{flag} other than {runs[0]}" if runs else flag
     return Limit(what, instead, no_gpu=_needs_gpu(flag, instead, *runs))
+
+
+def _needs_engine(args: Any) -> str | None:
+    """Transformer Engine's layers run over a reference, too."""
+    if engine_on_cpu.is_wanted():
+        return None
+    return _needs_gpu("--transformer-impl", _LOCAL, "local")(args)
 
 
 def _other_model(model: Any) -> str | None:
@@ -232,7 +241,7 @@ TABLE: tuple[Limit, ...] = (
     ),
     *limits_of_parts(),
     _gpu_only("--distributed-backend", "leave the flag out (gloo is taken)", "gloo"),
-    _gpu_only("--transformer-impl", "leave the flag out (local is taken)", "local"),
+    Limit("--transformer-impl other than local", _LOCAL, no_gpu=_needs_engine),
     _gpu_only("--use-flash-attn"),
     _gpu_only("--optimizer-cpu-offload"),
     _gpu_only(

@@ -7,6 +7,15 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_epp.certify.protocol import PLAIN, Backend, Role
+from megatron_epp.certify.trial import Trial
+from megatron_epp.mcore.patching import engine_on_cpu
+
+
+def choose_engine(trial: Trial) -> str:
+    """Have the processes run Transformer Engine's layers over a reference of its kernels, where a
+    model asks for them and not for GPUs. ValueError: there is none."""
+    asked = any(word.endswith("transformer_engine") for words in trial.models for word in words)
+    return engine_on_cpu.require_reference() if asked and trial.device == "cpu" else ""
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:
@@ -50,6 +59,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 MEGATRON = Backend(
+    choose_engine,
     make_server,
     is_refusal,
     (

@@ -16,11 +16,11 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
-from megatron_epp.mcore.config import OFF
+from megatron_epp.mcore.config import FUSED_LINEARS, OFF
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
-from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
 _NOT_THE_MODEL: dict[str, Any] = {
@@ -68,8 +68,8 @@ _NOT_THE_MODEL: dict[str, Any] = {
     "recompute_method": None,
     "recompute_num_layers": None,
     "moe_router_dtype": None,  # float64
-    "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
+    "gradient_accumulation_fusion": False,
     "moe_router_fusion": False,
 }
 # What --overlap adds: gradients reduced in buckets while backward runs, sharded like the optimizer.
@@ -80,7 +80,14 @@ OVERLAP: dict[str, Any] = {
     # Small enough that a tiny model has several buckets.
     "ddp_bucket_size": 4000,
 }
+# What Megatron's local layers lack, and the plain model has none but these.
+_LOCAL: dict[str, Any] = {
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "apply_rope_fusion": False,
+}
 _NOT_PLAIN: dict[str, Any] = {
+    **_LOCAL,
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
@@ -121,6 +128,7 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) 
         raise ValueError(
             "--lora-rank: adapters do not run with --epp-vocab-parallel on; leave one of them out"
         )
+    _require_engine(raw)
     tiny = small(raw, degrees, _layout(raw))
     extra = OVERLAP if overlap else {}
     elastic = _validated(raw, tiny.values | extra, degrees.ranks)
@@ -129,6 +137,15 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) 
     if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
         plain["hybrid_layer_pattern"] = letters_of_layers(pattern)
     return Scaled(tiny.layers, elastic, _validated(raw, plain, 1))
+
+
+def _require_engine(raw: Namespace) -> None:
+    asked = raw.transformer_impl == "transformer_engine"
+    if asked and cpu_host.is_cpu_host() and not engine_on_cpu.is_started():
+        raise ValueError(
+            "--transformer-impl transformer_engine: this process was started without a reference "
+            f"of its kernels; set {engine_on_cpu.VARIABLE}={engine_on_cpu.DEVICE} before it starts"
+        )
 
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
@@ -169,13 +186,19 @@ def _layout(raw: Namespace) -> list[list[str]] | None:
 
 def _validated(raw: Namespace, changed: dict[str, Any], ranks: int) -> Namespace:
     args = deepcopy(raw)
+    by_engine = engine_on_cpu.is_started() and args.transformer_impl == "transformer_engine"
     known = {name: value for name, value in _NOT_THE_MODEL.items() if hasattr(args, name)}
+    known |= {} if by_engine else _LOCAL
+    if args.multi_latent_attention:
+        known["apply_rope_fusion"] = False  # as training has it (config.py: elastic_defaults)
     vars(args).update(known | cpu_host.cpu_defaults() | changed)
     args.rank, args.world_size = 0, ranks
     args.global_batch_size = None
     with refusals_as_value_errors():
         validate_args(args)
     args.params_dtype = torch.float64
+    # Transformer Engine's linears add up their gradients themselves, as in training.
+    setattr(args, FUSED_LINEARS, args.transformer_impl == "transformer_engine")
     return args
 
 

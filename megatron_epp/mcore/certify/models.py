@@ -1,5 +1,6 @@
 """Builds the small model in this process, as Megatron's trainer builds it, in float64."""
 
+import copy
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
@@ -37,6 +40,7 @@ def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str
 def begin(args: Namespace, seed: int) -> None:
     """Make Megatron's groups and seed its generators for the model of ``args``."""
     set_args(args)
+    get_moe_metrics_tracker().metrics.clear()  # which are as long as the model before had layers
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
@@ -53,9 +57,9 @@ def begin(args: Namespace, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def plain_model(args: Namespace) -> Any:
+def plain_model(args: Namespace, by_engine: bool) -> Any:
     """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py,
-    model/experts/biases.py)."""
+    model/experts/biases.py). ``by_engine``: with the keys of Transformer Engine's layers."""
     description = described(args)
     mend_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(
@@ -63,7 +67,21 @@ def plain_model(args: Namespace) -> Any:
     )
     for _, layer in moe_layers(model):
         mend_biases(layer)
+    if by_engine:
+        for layer in model.decoder.layers:
+            _name_norms_alike(layer)
     return model
+
+
+def _name_norms_alike(layer: Any) -> None:
+    """In front of experts Transformer Engine's layers have a norm of its own, which Megatron's
+    local ones write under the key that it has in a dense layer."""
+    names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
+    if isinstance(layer.mlp, MoELayer) and "pre_mlp_layernorm." in names:
+        layer.submodules_config = copy.copy(layer.submodules_config)
+        layer.submodules_config.sharded_state_dict_keys_map = {
+            ours: theirs for ours, theirs in names.items() if ours != "pre_mlp_layernorm."
+        }
 
 
 def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: int = 0) -> Any:

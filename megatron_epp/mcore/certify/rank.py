@@ -128,8 +128,12 @@ class Rank:
         job = setup.Job(self.args, Config.of(self.args), hooks)
         plain = not (self.args.window_size or self.trial.lora_rank)
         latent = self.args.multi_latent_attention and plain
+        by_engine = self.args.transformer_impl != "local"
         self.draws_latents = (
-            latent and self.args.epp_mla_keeps == AUTO and dist.get_backend() == "gloo"
+            latent
+            and self.args.epp_mla_keeps == AUTO
+            and dist.get_backend() == "gloo"
+            and not by_engine  # whose kernels take K and V of a whole context only
         )
         self.args.epp_mla_keeps = LATENTS if self.draws_latents else self.args.epp_mla_keeps
         model = elastic_model(self.args, job.install, self.trial.lora_rank)

@@ -31,6 +31,12 @@ from megatron_epp.mcore.model.kinds.registry import letters_of_parts
 JITTER = 0.1
 
 
+def _groups_products(args: Any) -> bool:
+    """Whether experts' products are in groups, which no backward splits; a HybridModel's are."""
+    groups = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
+    return args.transformer_impl != "local" and bool(args.num_experts) and groups
+
+
 class Plain:
     """Nothing of ours is in its path but the CPU host: local layers, Megatron's own attention with
     a causal mask, gradients straight from autograd.
@@ -53,7 +59,7 @@ class Plain:
         args = small.plain
         begin(args, self.seed)
         with refusals_as_value_errors():
-            self.model = plain_model(args)
+            self.model = plain_model(args, small.elastic.transformer_impl != "local")
         if lora_rank:
             adapt(self.model, lora_rank)
         self.routing = RoutingNotes(self.model)
@@ -69,7 +75,7 @@ class Plain:
             small.layers,
             degrees.dp,
             letters,
-            splits=True,
+            splits=not _groups_products(small.elastic),
             lockstep=lockstep_of(small.elastic),
             vocabulary_parallel=vocabulary_parallel(small.elastic),
             ranks=degrees.cp,

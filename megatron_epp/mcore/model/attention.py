@@ -20,12 +20,13 @@ from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.recompute.outputs import RecomputeHandle
-from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 
 logger = logging.getLogger(__name__)
 
 AUTO_BACKEND, TE, TORCH = "auto", "te", "torch"
 _UNFUSED = "NVTE_UNFUSED_ATTN"  # read by Transformer Engine whenever it chooses anew
+SIZES = 8  # what sizes of heads are multiples of, in kernels of GPUs
 
 
 class Attention(Protocol):
@@ -111,18 +112,22 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     rightly. ValueError: one line on why none does.
     """
     heads, whole = Heads.of(config), Heads.of(config, 1)
-    if device.type == "cuda" and (config.window_size or config.softmax_type != "vanilla"):
+    by_gpu_kernels = device.type == "cuda" or cpu_host.has_gpu_kernels()
+    if by_gpu_kernels and (config.window_size or config.softmax_type != "vanilla"):
         raise ValueError(
             "--window-size and --softmax-type: --epp attends with windows and sinks on hosts "
             "without a GPU only; leave them out, or train without --epp"
         )
-    if device.type != "cuda":
+    if not by_gpu_kernels:
         if wanted == TE:
             raise ValueError(
                 "--epp-attention te: this host has no CUDA GPU; leave the flag out (torch's "
                 "kernels for the CPU are taken)"
             )
         return PartsAttention(heads.scale)
+    if engine_on_cpu.is_started() and heads.dtype == torch.float64:
+        # Of a certificate: what is tried below are the kernels, not their number format.
+        heads, whole = (replace(one, dtype=torch.bfloat16) for one in (heads, whole))
     if heads.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"--epp on a GPU trains in {str(heads.dtype).removeprefix('torch.')} here, which its "
@@ -162,10 +167,11 @@ def _right_kernel(name: str, heads: Heads, device: torch.device) -> Kernel:
 
 
 def _kernel(name: str, heads: Heads) -> Kernel:
-    """Kernels that know one size of heads get the larger one."""
-    if heads.size == heads.value:
+    """Kernels that know one size of heads get the larger one, a multiple of 8."""
+    size = -(-max(heads.size, heads.value) // SIZES) * SIZES
+    if heads.size == heads.value == size:
         return _KERNELS[name](heads)
-    return PaddedKernel(_KERNELS[name](replace(heads, size=max(heads.size, heads.value), value=0)))
+    return PaddedKernel(_KERNELS[name](replace(heads, size=size, value=0)), size)
 
 
 def _transformer_engine(heads: Heads) -> Kernel:

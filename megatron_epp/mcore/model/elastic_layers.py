@@ -102,6 +102,8 @@ def add_every_gradient(model: nn.Module) -> None:
     first that runs forward. Here others run backward before it, and their share would be lost.
     """
     _set_in_modules(model, "is_first_microbatch", False)
+    # And to take none for the first: where that is so, weights in fp8 are made in the first only.
+    _set_in_modules(model, "disable_parameter_transpose_cache", True)
 
 
 def fuse_weight_gradients(model: nn.Module) -> None:

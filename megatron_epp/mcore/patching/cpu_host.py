@@ -38,6 +38,8 @@ from typing import Any
 
 import torch
 
+from megatron_epp.mcore.patching import engine_on_cpu
+
 # What compiled GPU packages Megatron would import if it found them. On a host without a GPU they
 # cannot run, and a Transformer Engine whose torch extension is missing even breaks `import
 # megatron.core` (core/tensor_parallel/random.py catches ModuleNotFoundError only).
@@ -80,6 +82,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def has_gpu_kernels() -> bool:
+    """Whether attention is computed by kernels of GPUs, on one or over a reference of them."""
+    return has_gpu() or engine_on_cpu.is_started()
+
+
 def is_cpu_host() -> bool:
     """Whether the stand-ins are in place."""
     return hasattr(torch.cuda, _MARK)
@@ -111,6 +118,8 @@ def install_cpu_host() -> bool:
     _replace_cuda_module()
     _keep_random_state_in_data_loaders()
     setattr(torch.cuda, _MARK, True)
+    if engine_on_cpu.is_wanted():
+        engine_on_cpu.start_reference()
     _quieten()
 
     from megatron_epp.mcore.patching import seams  # imports megatron, so only now
@@ -154,12 +163,18 @@ def cpu_defaults() -> dict[str, Any]:
     They are defaults: a user need not type them. The table of capabilities
     names the flag that contradicts one.
     """
-    return {destination: value for destination, (value, _) in _CPU_DEFAULTS.items()}
+    return {destination: value for destination, (value, _) in _defaults().items()}
 
 
 def cpu_flags() -> list[str]:
     """The same as flags, for a script of Megatron's own that runs on such a host."""
-    return [word for _, flag in _CPU_DEFAULTS.values() for word in flag.split()]
+    return [word for _, flag in _defaults().values() for word in flag.split()]
+
+
+def _defaults() -> dict[str, tuple[Any, str]]:
+    if not engine_on_cpu.is_wanted():
+        return _CPU_DEFAULTS
+    return {name: value for name, value in _CPU_DEFAULTS.items() if name not in _OF_ENGINE}
 
 
 # destination: (value, flag)
@@ -176,6 +191,9 @@ _CPU_DEFAULTS: dict[str, tuple[Any, str]] = {
     # A worker process per loader costs more than it saves with toy batches on two cores.
     "num_workers": (0, "--num-workers 0"),
 }
+
+# Of these, what Transformer Engine's layers run with, where they do.
+_OF_ENGINE = ("transformer_impl", "gradient_accumulation_fusion", "apply_rope_fusion")
 
 
 @contextmanager
@@ -228,7 +246,10 @@ def _prepare_environment() -> None:
     torch.compile = _no_compile  # type: ignore[assignment]
     # arguments.py asserts it for tensor parallelism on all devices older than Blackwell.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    kept = engine_on_cpu.PACKAGES if engine_on_cpu.is_wanted() else ()
     for name in BLOCKED_PACKAGES:
+        if name in kept:
+            continue
         if sys.modules.get(name) is None:
             sys.modules[name] = None  # type: ignore[assignment]
 

@@ -1,8 +1,8 @@
 """Biases in the experts of Megatron's layers: two things that Megatron gets wrong.
 
 Megatron adds an expert's last bias in place (core/transformer/mlp.py, ``output += output_bias``).
-Of its local linears, what comes back is a view that a function of its own made, on which autograd
-forbids that. So here it comes back as a tensor of its own.
+Of its local linears, and Transformer Engine's, what comes back is a view that a function of its own
+made, on which autograd forbids that. So here it comes back as a tensor of its own.
 
 With sequence parallelism that bias is marked as what every tensor-parallel rank has a part of the
 gradient of (core/tensor_parallel/layers.py, RowParallelLinear), and the parts are summed over these
@@ -14,7 +14,6 @@ the mark is taken away.
 from functools import wraps
 from typing import Any
 
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
@@ -26,7 +25,7 @@ def mend_biases(layer: MoELayer) -> None:
             parameter.sequence_parallel = False
     for expert in getattr(layer.experts, "local_experts", ()):
         linear = expert.linear_fc2
-        if isinstance(linear, RowParallelLinear) and linear.bias is not None:
+        if linear.bias is not None and linear.bias.numel():  # Transformer Engine's none is empty
             linear.forward = _with_own_output(linear.forward)
 
 

@@ -1,0 +1,19 @@
+"""GPUs as far as Transformer Engine's Python asks about them."""
+
+from dataclasses import dataclass
+
+CUDNN = 91900  # 9.19.0, which torch 2.11 brings
+CUBLASLT = 130100
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+DEVICES = {
+    "h100": Device("NVIDIA H100 80GB HBM3", (9, 0), 132),
+    "b200": Device("NVIDIA B200", (10, 0), 148),
+}

@@ -1,0 +1,180 @@
+"""The certificate in Transformer Engine's layers, over the reference of its kernels."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.command import Judged, verdict
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import GPT, LLAMA, Trial
+from megatron_epp.ir import slices_of
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.command import certify_training
+from tests.mcore.sabotages import first_seed, judged_alone, require_shown
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+SABOTAGE = Path(__file__).with_name("sabotage.py")
+ENGINE = " --transformer-impl transformer_engine"
+DENSE = f"{LLAMA} --num-layers 2"
+EXPERTS = (
+    f"{DENSE} --qk-layernorm --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 384 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1"
+)
+DEEPSEEK = (
+    f"{DENSE} --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 352 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 704 --moe-layer-freq ([0]*1+[1]*1) "
+    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1"
+)
+BIASED = (
+    f"{GPT} --num-layers 2 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1 "
+    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1"
+)
+LATENTS = (
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --multi-latent-attention --kv-lora-rank 256 "
+    "--qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 96 --qk-layernorm"
+)
+V3 = f"{LATENTS} --q-lora-rank 384 --rotary-scaling-factor 40 --mscale-all-dim 1.0"
+LITE = f"{LATENTS} --rope-type rope --apply-layernorm-1p"
+GROUPED = " --moe-grouped-gemm"
+SPREAD = " --sequence-parallel --expert-model-parallel-size 2"
+PATTERN = " --hybrid-layer-pattern="
+
+
+def models(*lines: str) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple((line + ENGINE).split()) for line in lines)
+
+
+EVERY_DEGREE = {
+    "one process": Trial(
+        Degrees(1, 1, 1),
+        models(
+            DENSE,
+            f"{GPT} --num-layers 2",
+            EXPERTS,
+            EXPERTS + GROUPED,
+            V3,
+            LITE,
+            f"{DEEPSEEK}{PATTERN}*-*E*-".replace("--moe-layer-freq ([0]*1+[1]*1) ", ""),
+        ),
+        batches=14,
+    ),
+    "tensor-parallel ranks": Trial(
+        Degrees(1, 2, 1),
+        models(
+            f"{DENSE} --sequence-parallel",
+            f"{GPT} --num-layers 2",
+            EXPERTS + GROUPED + SPREAD,
+            DEEPSEEK + SPREAD,
+            BIASED + SPREAD,
+            f"{V3} --sequence-parallel",
+            LITE,
+        ),
+        batches=14,
+        overlap=True,
+    ),
+    "stages and replicas": Trial(
+        Degrees(2, 1, 2),
+        models(
+            f"{LLAMA} --num-layers 4 --epp-vocab-parallel on",
+            f"{GPT} --num-layers 4",
+            f"{DEEPSEEK}{PATTERN}*-*E|*-*E".replace("--moe-layer-freq ([0]*1+[1]*1) ", ""),
+        ),
+        batches=6,
+        overlap=True,
+    ),
+    "context-parallel ranks": Trial(Degrees(1, 1, 1, cp=2), models(DENSE, V3), batches=4),
+    "micro-batches of loops": Trial(
+        Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level0"
+    ),
+    "slices of loops": Trial(
+        Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level1"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVERY_DEGREE)
+def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
+    trial = EVERY_DEGREE[name]
+    lines: list[str] = []
+    judged = certify_training(trial, lines.append)
+    assert len(judged) == trial.batches
+    assert all(batch.passed for batch in judged), "\n".join([*lines, verdict(judged)])
+    assert lines[0].startswith("Transformer Engine's layers over a reference of its kernels")
+    if trial.loop is None:
+        seen = [batch.coverage for batch in judged]
+        for what in ("split", "packed", "hybrid", "selective", "halved", "offloaded"):
+            assert sum(getattr(one, what) for one in seen) > 0, what
+
+
+@pytest.mark.parametrize("device", [None, "b200"])
+def test_the_command_has_its_processes_run_so(device) -> None:
+    """From an environment that does not say it, or names a device."""
+    words = f"--pp 1 --batches 1 {EXPERTS}{GROUPED}{ENGINE}".split()
+    environment = {name: value for name, value in os.environ.items() if name != "EPP_TE_ON_CPU"}
+    environment |= {"EPP_TE_ON_CPU": device} if device else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_epp", "certify", *words],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first == (
+        "Transformer Engine's layers over a reference of its kernels "
+        f"(EPP_TE_ON_CPU={device or 'h100'})"
+    )
+    assert re.match(r"certified: 1 batches, worst error .*e-1[56] ", last)
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+WAYS = (
+    "nothing",
+    "align at the top left",
+    "drop returned gradients",
+    "turn by the row",
+    "lose what was set aside",
+    "overwrite gradients",
+    "mistake what was saved",
+    "nothing again",
+)
+FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
+
+
+def fragile(number: int, seed: int) -> bool:
+    """Whether every way shows in the batch: a document is cut, a backward split, and of another
+    chunk attention is neither recomputed nor is its backward split."""
+    (plan,) = draw(seed, number, FRAME).step.plans
+    later = slices_of(plan).later
+    way = WAYS[number]
+    if way == "lose what was set aside":
+        return plan.splits_backward
+    if way == "mistake what was saved":
+        return any("k" in letters for letters in plan.recompute[0])
+    if way == "overwrite gradients":
+        return len(plan.chunks) > 1 and not plan.splits_backward
+    return "nothing" in way or max(later) >= 0
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    seed = first_seed(len(WAYS), fragile)
+    return judged_alone(DENSE + ENGINE, WAYS, seed, SABOTAGE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_is_broken_shows(judged, way) -> None:
+    require_shown(judged[way], way)
