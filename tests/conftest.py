@@ -10,29 +10,32 @@ from hypothesis import settings
 from tests.forks import share_one_server
 
 NO_GPU = "needs a GPU"
-# Files that take more than about 20 s of two busy cores, longest first (pytest --durations=60 says
-# which); the first of them mostly stands and waits.
+# Files that take more than about 15 s of a core, longest first (pytest --durations=60 says which);
+# the first of them mostly stands and waits.
 LONGEST = (
     "rehearsal/test_two_hosts.py",
-    "mcore/test_out_of_memory.py",
-    "mcore/test_training.py",
-    "planner/test_offload.py",
     "mcore/test_experts.py",
-    "examples/test_launch_scripts.py",
-    "mcore/test_kinds_training.py",
-    "mcore/test_lockstep.py",
-    "mcore/test_partition.py",
-    "planner/test_golden.py",
-    "mcore/test_deferred.py",
-    "mcore/test_certify.py",
-    "mcore/test_refusals.py",
-    "mcore/test_fallbacks.py",
-    "rehearsal/test_fake_gpu.py",
-    "mcore/test_host.py",
-    "mcore/test_stock.py",
-    "mcore/test_profile.py",
-    "planner/test_laws.py",
     "planner/test_planners.py",
+    "mcore/test_training.py",
+    "planner/test_levers_have_effect.py",
+    "examples/test_launch_scripts.py",
+    "planner/test_offload.py",
+    "mcore/test_lockstep.py",
+    "cli/test_cli.py",
+    "mcore/test_kinds_training.py",
+    "mcore/test_latents.py",
+    "mcore/test_hybrid.py",
+    "mcore/test_certify.py",
+    "mcore/test_out_of_memory.py",
+    "rehearsal/test_fake_gpu.py",
+    "mcore/test_refusals.py",
+    "mcore/test_partition.py",
+    "mcore/test_context_parallel.py",
+    "examples/test_prove_it.py",
+    "planner/test_judges.py",
+    "mcore/test_host.py",
+    "planner/test_golden.py",
+    "planner/test_lockstep.py",
 )
 assert all((Path(__file__).parent / name).exists() for name in LONGEST), "a slow test has moved"
 
