@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.model.hybrid.pattern import (
-    refuse_segments,
-    require_pattern,
-    with_borders,
-)
+from megatron_epp.mcore.model.hybrid.pattern import refuse_segments, with_borders
+from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.partition import (
     KEPT,
     KEPT_VOCABULARY,
