@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
 # Everything that only GPUs can tell, in the order in which one thing rests on another; one page of results.
 #
-#   bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--gpus N] [--list] [STEP...]
+#   bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list] [STEP...]
 #
+# First whether the numbers are right, then what everything turns on (SMs that messages hold, whole iterations), then the rest.
+# No step takes more than eight minutes. One for which there is no time left is "not reached", unless it would be the first.
+# --state: a .tar.gz of logs, states and the page, taken up at the start and written anew after every step, for a host that
+#   forgets: bring it back, and the day goes on. The corpus is made again.
 # Each step has a bound of its own and a log in FOLDER (outputs/gpu-day); FOLDER/README.md is the page, written anew after
 # every step. A step that fails or runs out of time hides nothing that comes after it. A second run skips what was ok, so the
 # minutes (60) may come in pieces: what did not fit is "not reached". For 1, 2 or 8 GPUs: what needs more than there are is
@@ -14,19 +18,19 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 
 fail() { printf 'gpu_day: %s\n' "$1" >&2; exit 2; }
 
-minutes=60 bound=100000 results=outputs/gpu-day gpus= list=false only=()
+minutes=60 bound=480 results=outputs/gpu-day state= gpus= list=false only=()
 while (($#)); do
     case $1 in
-        --minutes | --bound | --results | --gpus) (($# > 1)) || fail "$1 needs a value"; declare "${1#--}=$2"; shift ;;
+        --minutes | --bound | --results | --state | --gpus) (($# > 1)) || fail "$1 needs a value"; declare "${1#--}=$2"; shift ;;
         --list) list=true ;;
-        -*) fail "unknown flag $1; usage: bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--gpus N] [--list] [STEP...]" ;;
+        -*) fail "unknown flag $1; usage: bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list] [STEP...]" ;;
         *) only+=("$1") ;;
     esac
     shift
 done
 [[ $minutes =~ ^[0-9]+$ ]] || fail "--minutes $minutes: expected a whole number"
 [[ $bound =~ ^[0-9]+$ ]] || fail "--bound $bound: expected a whole number"
-most=$bound
+most=$bound archive=$state
 if [[ -z ${python:-} ]]; then
     python=python3
     [[ -x .venv/bin/python ]] && python=.venv/bin/python
@@ -38,7 +42,7 @@ export python results
 
 deadline=$((SECONDS + 60 * minutes))
 names=() of_step=()
-failed=0
+failed=0 began_one=false
 
 # add NAME GPUS SECONDS "what it settles" "lines of its log for the page (a pattern)" command...
 add() {
@@ -82,12 +86,13 @@ run() { # one step, as add() keeps it
         printf '%-16s skipped: needs %s GPUs\n' "$name" "$needs"
         return
     fi
-    if ((left < 5)); then
+    ((bound < most)) || bound=$most
+    if ((left < 5)) || { $began_one && ((left < bound)); }; then
         printf 'not reached: the minutes were over| \n' >"$results/$name.state"
         failed=1
         return
     fi
-    ((bound < most)) || bound=$most
+    began_one=true
     ((bound < left)) || bound=$left
     printf '%s\n' "$*" >"$results/$name.log"
     # The whole group of processes ends with the bound: torchrun's children, too.
@@ -102,6 +107,13 @@ run() { # one step, as add() keeps it
     printf '%s|%s\n' "$state" "$((SECONDS - began))" >"$results/$name.state"
     printf '%-16s %s\n' "$name" "$state"
     summary
+    [[ -z $archive ]] || pack
+}
+
+pack() { # whole, or not at all
+    local new=$archive.new
+    (cd "$results" && find . -maxdepth 1 -type f \( -name '*.log' -o -name '*.state' -o -name '*.md' \) -print0 | sort -z |
+        tar --null --files-from=- -czf - ) >"$new" && mv "$new" "$archive"
 }
 
 # ------------------------------------------------------------------ the steps
@@ -124,57 +136,68 @@ add host 1 120 "driver, CUDA, allocator, what a process sets before CUDA starts"
     "$python" scripts/gpu/host.py
 add corpus 0 180 "real text to train on: the standard library's source" 'documents|tokens|rror' \
     "$python" scripts/prepare_corpus.py --standard-library --shuffle 1 --append-eod -o "$results/stdlib"
-add queues 1 200 "whether an op runs beside posted receives, by number of queues; what makes the host wait" 'queues:|host w|HANGS|^\{' \
-    "$python" scripts/gpu/queues.py
 # Are the numbers right?
 add kernels 1 240 "attention's kernels, te and torch: against plain attention" "$tests" "${test[@]}" tests/gpu/test_kernels.py
-add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
 add first-iteration 1 150 "no gradient is lost in an iteration's first backward" "$tests" "${test[@]}" tests/gpu/test_first_iteration.py
-add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
-add offload 1 200 "layers in pinned host memory (letter o): gradients, memory, speed of the copies" "$tests" "${test[@]}" tests/gpu/test_offload.py
+add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
 add training 1 400 "a training's losses against Megatron's own" "$tests" "${test[@]}" tests/gpu/test_training.py
-add shared-gpu 1 600 "pipelines of several ranks on one GPU, over gloo: losses of one rank" "$tests" \
-    "${test[@]}" tests/gpu/test_shared_gpu.py
-# Are the predictions right? Calibration's bytes and seconds against other chunks than it measured.
-add stage-llama3-8b 1 300 "bytes and seconds predicted against measured, key heads in groups, vocabulary of 128K" '^ *[0-9]+ |median|\||rror' \
-    "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 8192 --contexts 0 32768 98304 --lengths 32768 \
-    -o "$results/stage-llama3-8b.md"
-add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ |median|\||rror' \
-    "$python" scripts/bench/gpu_stage.py --model llama-7b --repeats 2 --slices 2048 8192 --contexts 0 32768 131072 --lengths 32768 131072 \
-    -o "$results/stage-llama-7b.md"
-add heads 1 200 "rows that the head takes at a time; gradients added up in their product" '^(linears|head)|rror' \
-    "$python" scripts/gpu/heads.py --model llama-7b
-add first-calls 1 240 "what attention's kernels of a new size cost once (cuDNN's graphs)" '^(te|torch):|rror' \
-    "$python" scripts/gpu/first_calls.py
-add recompilations 1 240 "fusions compiled anew for chunks of new sizes: how often, and whether a limit was hit" 'Recompiling function|recompile_limit|lm loss' \
-    env TORCH_LOGS=recompiles "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 --epp
+# What everything turns on: products beside messages that wait; whole iterations, beside stock and stage by stage.
+add held-sms 1 300 "products and attention beside a message that waits, by its blocks and the SMs left free" '^margin|^products by|rror' \
+    "$python" scripts/gpu/held_sms.py
 add stock 1 200 "the same model by Megatron's own schedule" "$lines" "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 \
     --no-gradient-accumulation-fusion
-add overlaps 1 200 "measured calibration under the example scripts' overlaps, several buckets" "$lines" \
-    "${torchrun[@]}" 1 "${train[@]}" --train-iters 4 --epp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
-    --ddp-bucket-size 4000000
 printf '%s\n' 32768 24000 9000 6000 5000 4000 3000 2500 2000 2000 1500 1500 1000 1000 800 800 >"${lengths:=${TMPDIR:-/tmp}/gpu-day-$$.lengths}"
 trap 'rm -f "$lengths"' EXIT
 add replay 1 400 "whole iterations stage by stage: planners against each other, predicted against replayed" '^\||epp|packing|rror' \
     "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768 \
     --budget-gib 40 --repeats 1 -o "$results/replay.md"
+# Are the predictions right? Calibration's bytes and seconds against other chunks than it measured.
+add stage-llama3-8b 1 300 "bytes and seconds predicted against measured, key heads in groups, vocabulary of 128K" '^ *[0-9]+ |median|\||rror' \
+    "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 9000 --contexts 0 32768 98304 --lengths 32768 \
+    -o "$results/stage-llama3-8b.md"
+add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ |median|\||rror' \
+    "$python" scripts/bench/gpu_stage.py --model llama-7b --repeats 2 --slices 2048 9000 --contexts 0 32768 131072 --lengths 32768 131072 \
+    -o "$results/stage-llama-7b.md"
+# What a host and its kernels do.
+add queues 1 200 "whether an op runs beside posted receives, by number of queues; what makes the host wait" 'queues:|host w|HANGS|^\{' \
+    "$python" scripts/gpu/queues.py
+add host-lazy 1 60 "what loading kernels when they are first used saves: memory of the context" '^(wrong|context)' \
+    env CUDA_MODULE_LOADING=LAZY "$python" scripts/gpu/host.py
+add first-calls 1 240 "what attention's kernels of a new size cost once (cuDNN's graphs)" '^(te|torch):|rror' \
+    "$python" scripts/gpu/first_calls.py
+add recompilations 1 240 "fusions compiled anew for chunks of new sizes: how often, and whether a limit was hit" 'Recompiling function|recompile_limit|lm loss' \
+    env TORCH_LOGS=recompiles "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 --epp
+add overlaps 1 200 "measured calibration under the example scripts' overlaps, several buckets" "$lines" \
+    "${torchrun[@]}" 1 "${train[@]}" --train-iters 4 --epp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
+    --ddp-bucket-size 4000000
+add heads 1 200 "rows that the head takes at a time; gradients added up in their product" '^(linears|head)|rror' \
+    "$python" scripts/gpu/heads.py --model llama-7b
+# Levers, which are off by default.
+add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
+add offload 1 200 "layers in pinned host memory (letter o): gradients, memory, speed of the copies" "$tests" "${test[@]}" tests/gpu/test_offload.py
+# Several ranks on one GPU, over gloo.
+for layout in 2-1 4-1 2-2; do
+    add "shared-$layout" 1 240 "pipelines of several ranks on one GPU, over gloo (stages-TP $layout): losses of one rank" "$tests" \
+        "${test[@]}" tests/gpu/test_shared_gpu.py -k "$layout"
+done
 # More than one GPU: first what a wait costs, then whether it ends, then how fast.
 add waiting-receive 2 150 "how much slower products are beside a receive that waits, by NCCL's thread blocks" 'max_ctas|rror' \
     "${torchrun[@]}" 2 scripts/gpu/waiting_receive.py
 add certify 2 400 "random plans over NCCL, in float64: gradients of the plain model to 1e-12" 'certified|PP |^ +[0-9]+ |rror' \
     "$python" -m megatron_epp certify --device cuda --pp 2 --batches 10
-add certify-tp 4 500 "the same with two-way tensor parallelism, reductions overlapped" 'certified|PP |^ +[0-9]+ |rror' \
-    "$python" -m megatron_epp certify --device cuda --pp 2 --tp 2 --overlap --batches 10
-add multi-gpu 2 900 "pipelines and tensor parallelism over NCCL: losses of one GPU, with the example's flags" "$tests" \
+add multi-gpu 2 480 "pipelines and tensor parallelism over NCCL: losses of one GPU, with the example's flags" "$tests" \
     "${test[@]}" -rs tests/gpu/test_multi_gpu.py
 add lazy-loading 2 300 "the same pipeline with lazily loaded kernels: does it end?" "$lines" \
     env CUDA_MODULE_LOADING=LAZY "${torchrun[@]}" 2 "${train[@]}" --train-iters 10 --epp --pipeline-model-parallel-size 2
-add example 2 600 "examples/pretrain_gpt_epp.sh as it stands" "$lines" \
+add example 2 480 "examples/pretrain_gpt_epp.sh as it stands" "$lines" \
     env DATA="$results/stdlib" TOKENIZER="$results/stdlib.model" SIZE=1b ITERS=10 GPUS="$gpus" PYTHON="$python" \
     bash examples/pretrain_gpt_epp.sh
-add example-tp 4 600 "the same with two-way tensor parallelism" "$lines" \
+add certify-tp 4 480 "the same with two-way tensor parallelism, reductions overlapped" 'certified|PP |^ +[0-9]+ |rror' \
+    "$python" -m megatron_epp certify --device cuda --pp 2 --tp 2 --overlap --batches 10
+add example-tp 4 480 "the same with two-way tensor parallelism" "$lines" \
     env DATA="$results/stdlib" TOKENIZER="$results/stdlib.model" SIZE=1b ITERS=10 GPUS="$gpus" TP=2 PYTHON="$python" \
     bash examples/pretrain_gpt_epp.sh
+
 
 for name in ${only[@]+"${only[@]}"}; do
     [[ " ${names[*]} " == *" $name "* ]] || fail "no step $name; there are: ${names[*]}"
@@ -187,6 +210,13 @@ if $list; then
     exit 0
 fi
 mkdir -p "$results" || fail "--results $results: cannot be made"
+if [[ -n $archive ]]; then
+    [[ $archive == /* ]] || archive=$PWD/$archive
+    if [[ -e $archive ]]; then
+        tar -xzf "$archive" -C "$results" || fail "--state $archive: no archive of a day before"
+    fi
+    [[ -e $results/stdlib.idx ]] || rm -f "$results/corpus.state"
+fi
 for entry in "${of_step[@]}"; do
     eval "run $entry"
 done

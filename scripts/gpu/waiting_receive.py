@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 scripts/gpu/waiting_receive.py
 
 Rank 1 posts receives of 64 MiB, multiplies, and only then is sent something; by the most thread
-blocks (``max_ctas``) that NCCL may take for a message.
+blocks (``max_ctas``) that NCCL may take for a message, and by the SMs that products leave free.
 """
 
 import os
@@ -13,16 +13,17 @@ import time
 import torch
 import torch.distributed as dist
 
-SIZE, PRODUCTS, ROUNDS = 8192, 20, 3
+SIZE, PRODUCTS, ROUNDS, ELEMENTS = 8192, 20, 3, 32 << 20
+MOST_BLOCKS = (None, 1, 2, 4, 8, 16, 32)
+LEFT_FREE = (None, 8)
 
 
 def main() -> None:
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    gloo = dist.new_group(backend="gloo")
-    x = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
-    message = torch.empty(32 << 20, device="cuda", dtype=torch.bfloat16)
+    rank, gloo = dist.get_rank(), dist.new_group(backend="gloo")
+    x = torch.ones(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
+    message = torch.zeros(ELEMENTS, device="cuda", dtype=torch.bfloat16)
 
     def seconds(group: dist.ProcessGroup | None, receives: int) -> float:
         best = float("inf")
@@ -50,20 +51,27 @@ def main() -> None:
 
     seconds(None, 0)
     alone = seconds(None, 0)
-    for most in (None, 1, 2, 4, 8, 16, 32):
+    for most in MOST_BLOCKS:
         options = dist.ProcessGroupNCCL.Options()
         if most is not None:
             options.config.max_ctas, options.config.min_ctas = most, 1
         group = dist.new_group([0, 1], backend="nccl", pg_options=options)
-        seconds(group, 1)  # makes the communicator
-        for receives in (1, 2):
-            beside = seconds(group, receives)
-            if rank == 1:
-                print(
-                    f"max_ctas {most or 'default'}, {receives} receives wait: products take "
-                    f"{beside / alone:.3f} of their time alone",
-                    flush=True,
-                )
+        # The first message makes the communicator, in which each end waits for the other.
+        if rank == 0:
+            dist.send(message, group_dst=1, group=group)
+        else:
+            dist.recv(message, group_src=0, group=group)
+        for left_free in LEFT_FREE:
+            torch._C._set_sm_carveout_experimental(left_free)
+            for receives in (1, 2):
+                beside = seconds(group, receives)
+                if rank == 1:
+                    print(
+                        f"max_ctas {most or 'default'}, {left_free or 0} SMs left free, {receives} "
+                        f"receives wait: products take {beside / alone:.3f} of their time alone",
+                        flush=True,
+                    )
+        torch._C._set_sm_carveout_experimental(None)
         dist.destroy_process_group(group)
     dist.destroy_process_group()
 

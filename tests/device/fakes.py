@@ -270,6 +270,12 @@ def all_to_all_single(into: Tensor, tensor: Tensor, group: Any = None, async_op=
     return _collective("all_to_all", act, group, async_op, into, tensor)
 
 
+def barrier(group: Any = None) -> None:
+    """Of hosts: gloo's."""
+    world, key = HERE.world, ("barrier", group.name, group.number("barrier"))
+    world.wait(world.issue(None, str(key), None, (), key, group.size()))
+
+
 # ------------------------------------------------------------------ in place
 
 
@@ -303,7 +309,7 @@ def _record_stream(tensor: Tensor, stream: CudaStream) -> None:
 
 
 _COLLECTIVES = (
-    isend, irecv, send, recv,
+    isend, irecv, send, recv, barrier,
     all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single,
 )  # fmt: skip
 _CUDA = {

@@ -65,9 +65,10 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     assert day.state("kernels") == "ok"
     assert day.state("gradients") == "FAILED with status 1"
     assert day.state("first-calls") == "OUT OF TIME after 6 s"
-    assert day.state("replay") == "ok"  # the last for one GPU
+    assert day.state("shared-2-2") == "ok"  # the last for one GPU
     assert day.state("multi-gpu") == "skipped: needs 2 GPUs, there are 1"
-    order = [day.ran.index(what) for what in ("host.py", "test_kernels.py", "gpu_stage.py")]
+    wanted = ("host.py", "test_kernels.py", "test_training.py", "held_sms.py", "gpu_stage.py")
+    order = [day.ran.index(what) for what in (*wanted, "test_offload.py", "test_shared_gpu.py")]
     assert order == sorted(order)
     assert "test_multi_gpu.py" not in day.ran
     page = (day.results / "README.md").read_text()
@@ -96,6 +97,41 @@ def test_more_gpus_and_no_time(tmp_path: Path) -> None:
     assert late("--minutes", "0").returncode == 1
     assert late.ran == ""
     assert late.state("host") == "not reached: the minutes were over"
+
+
+def test_a_host_that_forgets(tmp_path: Path) -> None:
+    """What was brought away goes on elsewhere; only the corpus, which was not, is made again."""
+    state = tmp_path / "day.tar.gz"
+    first = Day(tmp_path / "first", gpus=1)
+    assert first("--bound", "6", "--state", str(state)).returncode == 1
+    second = Day(tmp_path / "second", gpus=1)
+    (tmp_path / "second" / "mended").touch()
+    assert second("--state", str(state)).returncode == 0
+    ran = [line for line in second.ran.splitlines() if "nvidia" not in line]
+    assert [word for line in ran for word in line.split() if word.endswith(".py")] == [
+        "scripts/prepare_corpus.py",
+        "tests/gpu/test_gradients.py",
+        "scripts/gpu/first_calls.py",
+    ]
+    assert "    12 passed in 3 s" in (second.results / "README.md").read_text()
+    state.write_text("no archive")
+    done = Day(tmp_path / "third", gpus=1)("--state", str(state))
+    assert done.returncode == 2 and "no archive of a day before" in done.stderr
+
+
+def test_a_step_begins_only_where_there_is_time_for_it(tmp_path: Path) -> None:
+    """Of a minute, which is no step's bound but the shortest's; the first begins anyway."""
+    day = Day(tmp_path, gpus=1)
+    (tmp_path / "mended").touch()
+    assert day("--minutes", "1").returncode == 1
+    assert len(day.ran.splitlines()) == 1 and "host.py" in day.ran
+    assert day.state("kernels") == "not reached: the minutes were over"
+
+
+def test_no_step_takes_more_than_eight_minutes(tmp_path: Path) -> None:
+    listed = Day(tmp_path, gpus=1)("--list").stdout.splitlines()
+    seconds = [int(line.split(" GPUs,")[1].split()[0]) for line in listed]
+    assert len(seconds) > 25 and max(seconds) <= 480
 
 
 @pytest.mark.parametrize(

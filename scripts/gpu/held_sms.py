@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""How much slower a layer's products and attention are beside a message that waits, on one GPU.
+
+    scripts/gpu/held_sms.py [--tokens 8192] [--hidden 4096] [--ffn 14336] [--heads 32]
+
+A kernel of 1 to 8 thread blocks that spin, with as much shared memory as NCCL's, stands for it; by
+the shape, and by the SMs that products leave free (NVTE_EXT_MARGIN_SM, and torch's carve-out for
+those outside of Transformer Engine), each in a process of its own.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+MARGINS, BLOCKS, REPEATS = (0, 4, 8), (0, 1, 2, 4, 8), 20
+SHARED_BYTES, THREADS = 96 << 10, 640
+# Until the host says so, ten seconds at most.
+KERNEL = """
+extern "C" __global__ void hold(volatile int* over) {
+    extern __shared__ volatile char held[];
+    unsigned long long began, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(began));
+    held[threadIdx.x] = 1;
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (!*over && now - began < 10000000000ull);
+}
+"""
+
+
+def measure(wanted: argparse.Namespace) -> None:
+    import torch
+
+    margin = int(os.environ.get("NVTE_EXT_MARGIN_SM", "0"))
+    if margin:
+        torch._C._set_sm_carveout_experimental(margin)
+    cases = layers(wanted)
+    hold = torch.cuda._compile_kernel(KERNEL, "hold")
+    hold.set_shared_memory_config(SHARED_BYTES)
+    over, side = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.Stream()
+
+    def milliseconds(act: Callable[[], object], blocks: int) -> float:
+        act()  # whatever its first use makes the device wait for
+        torch.cuda.synchronize()
+        over.zero_()
+        if blocks:
+            with torch.cuda.stream(side):
+                hold((blocks, 1, 1), (THREADS, 1, 1), [over], shared_mem=SHARED_BYTES, stream=side)
+        began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(REPEATS):
+            act()
+        done.record()
+        done.synchronize()
+        over.fill_(1)
+        torch.cuda.synchronize()
+        return began.elapsed_time(done) / REPEATS
+
+    for name, act in cases.items():
+        alone = milliseconds(act, 0)
+        beside = [milliseconds(act, blocks) / alone for blocks in BLOCKS[1:]]
+        print(
+            f"margin {margin}: {name}: {alone:.3f} ms alone; beside "
+            + ", ".join(f"{n} blocks {x:.3f}" for n, x in zip(BLOCKS[1:], beside, strict=True)),
+            flush=True,
+        )
+
+
+def layers(wanted: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """Products of a layer, forward and both of backward at once, and attention."""
+    import torch
+
+    try:
+        from transformer_engine.pytorch import Linear
+    except (ImportError, OSError) as error:
+        print(f"products by torch: no Transformer Engine ({error})")
+        Linear = torch.nn.Linear
+    tokens, hidden, ffn = wanted.tokens, wanted.hidden, wanted.ffn
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    made: dict[str, Callable[[], object]] = {}
+    shapes = {"qkv": (hidden, 3 * hidden), "out": (hidden, hidden)}
+    shapes |= {"up": (hidden, 2 * ffn), "down": (ffn, hidden)}
+    for name, (inputs, outputs) in shapes.items():
+        x = torch.ones(tokens, inputs, **options).requires_grad_()
+        gradient = torch.ones(tokens, outputs, **options)
+        linear = Linear(inputs, outputs, bias=False)
+        linear = linear.to("cuda", torch.bfloat16)
+
+        def both(linear=linear, x=x, gradient=gradient) -> None:
+            linear(x).backward(gradient)
+
+        made[f"{name} [{tokens}, {inputs}] x [{inputs}, {outputs}], forward"] = (
+            lambda linear=linear, x=x: linear(x)
+        )
+        made[f"{name}, forward and backward"] = both
+    size = hidden // wanted.heads
+    q = torch.ones(1, wanted.heads, tokens, size, **options)
+    made[f"attention, {wanted.heads} heads of {size}, {tokens} tokens, forward"] = lambda: (
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("tokens", 8192), ("hidden", 4096), ("ffn", 14336), ("heads", 32)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--measure", action="store_true", help="in this process, as it stands")
+    wanted = parser.parse_args()
+    if wanted.measure:
+        measure(wanted)
+        return
+    failed = 0
+    for margin in MARGINS:
+        environment = {**os.environ, "NVTE_EXT_MARGIN_SM": str(margin)}
+        if not margin:
+            del environment["NVTE_EXT_MARGIN_SM"]
+        command = [sys.executable, __file__, "--measure", *sys.argv[1:]]
+        failed += subprocess.run(command, env=environment, timeout=120).returncode != 0
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
