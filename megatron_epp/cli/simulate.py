@@ -17,6 +17,7 @@ from megatron_epp.show.timeline import offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import IdleTail, Simulation, Wait, play
+from megatron_epp.sim.resident import resident_ratios
 
 _MOST_BUBBLES = 8
 _MOST_PARTS = 8
@@ -51,6 +52,7 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
         "bubble_ratio": played.bubble_ratio,
         "recompute_ratio": played.recompute_ratio,
         "comm_ratio": played.comm_ratio,
+        "resident_ratios": list(resident_ratios(played)),
         "peak_bytes": list(played.peak_bytes),
         "budget_bytes": list(budgets),
         "states_bytes": _states(plan, cost),
@@ -110,6 +112,12 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
         f"recompute   {share_text(played.recompute_ratio)}",
         f"exposed communication  {share_text(played.comm_ratio)}",
     ]
+    if any(shares := facts["resident_ratios"]):
+        mean = sum(shares) / len(shares)
+        lines.append(
+            f"beside messages  {share_text(mean)} of compute time; at most "
+            f"{share_text(max(shares))} of a {unit}'s"
+        )
     if ratio := offloaded_ratio(played.plan):
         lines.append(f"offloaded   {share_text(ratio)} of what layers save")
     if "gap" in facts:

@@ -8,7 +8,8 @@ was ready, behind an op that the sequence has before it; the message then leaves
 Every row draws each op's and each message's seconds anew, around the cost model's, with the
 standard deviation in the first column; at 0% they still are not the sequence's own, which knows
 tokens and query-key pairs only. Printed is how much longer the iteration is than in an ideal in
-which all receives are always posted, and the same for receives posted where they are waited for.
+which all receives are always posted, and the same for receives posted where they are waited for;
+and the share of compute time beside which a message is on the device (sim/resident.py), mean.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from megatron_epp.ir import BACKWARDS, Kind, Message, Op, Plan, Post, Program, T
 from megatron_epp.planner import Options
 from megatron_epp.planner.registry import PIPELINES
 from megatron_epp.show.table import markdown
+from megatron_epp.sim.resident import beside_ratio
 
 NOISES = (0.0, 0.05, 0.10, 0.20)
 SETUPS = (
@@ -62,13 +64,15 @@ def seconds_of(plan: Plan, table: Table, draw: Draw) -> tuple[dict, dict]:
 
 def play(
     programs: Sequence[Program], ops: dict, messages: dict, latency: float, posted: str
-) -> float:
-    """Seconds of the iteration, with receives ``posted`` "always", "in order" or "when waited for".
+) -> tuple[float, float]:
+    """Seconds of the iteration, and the share of compute time beside messages, with receives
+    ``posted`` "always", "in order" or "when waited for".
 
     A message leaves when it is made, its receive is posted and those before it on its link have
     left; what is issued behind an op is posted when that op is done.
     """
     at, free = [0] * len(programs), [0.0] * len(programs)
+    busy: list[list[tuple[float, float]]] = [[] for _ in programs]
     ready: dict[Message, float] = {}
     posts: dict[Message, float] = {}
     arrived: dict[Message, float] = {}
@@ -95,6 +99,7 @@ def play(
             while at[stage] < len(program):
                 op = program[at[stage]]
                 if isinstance(op, Op):
+                    busy[stage].append((free[stage], free[stage] + ops[stage, op]))
                     free[stage] += ops[stage, op]
                 elif isinstance(op, Post):
                     if posted == "in order":
@@ -113,24 +118,31 @@ def play(
                 at[stage] += 1
                 moved = True
     assert at == list(map(len, programs))
-    return max(free)
+    held: list[list[tuple[float, float]]] = [[] for _ in programs]
+    for message, stop in arrived.items():
+        source, target = message.link
+        held[source].append((ready[message], stop))
+        held[target].append((posts[message], stop))
+    return max(free), statistics.mean(map(beside_ratio, busy, held))
 
 
-def losses(plan: Plan, table: Table, noise: float, seeds: int) -> tuple[list[float], list[float]]:
-    """How much longer than the ideal, by draw: issued in order, and posted when waited for."""
+def losses(plan: Plan, table: Table, noise: float, seeds: int) -> tuple[list[float], ...]:
+    """How much longer than the ideal, by draw: issued in order, and posted when waited for; and
+    the shares beside messages of both."""
     programs, latency = lower(plan), table.link_latency_seconds
-    in_order, late = [], []
+    found: tuple[list[float], ...] = ([], [], [], [])
     for seed in range(seeds if noise else 1):
         random = Random(seed)
         draw = lambda: max(LEAST, random.gauss(1.0, noise))  # noqa: B023, E731
         drawn = seconds_of(plan, table, draw)
-        ideal, ours, waited = (
+        (ideal, _), (ours, beside), (waited, beside_late) = (
             play(programs, *drawn, latency, posted)
             for posted in ("always", "in order", "when waited for")
         )
-        in_order.append(ours / ideal - 1)
-        late.append(waited / ideal - 1)
-    return in_order, late
+        made = (ours / ideal - 1, waited / ideal - 1, beside, beside_late)
+        for column, one in zip(found, made, strict=True):
+            column.append(one)
+    return found
 
 
 def main() -> None:
@@ -140,7 +152,7 @@ def main() -> None:
     parser.add_argument("--planners", nargs="+", default=list(PIPELINES), choices=list(PIPELINES))
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     args = parser.parse_args()
-    found: dict[tuple[float, str], tuple[list[float], list[float]]] = {}
+    found: dict[tuple[float, str], tuple[list[float], ...]] = {}
     for model, device, degrees, context, documents, lengths in SETUPS:
         cost = named_cost(model, device, **degrees)
         corpus = open_corpus(lengths, context)
@@ -150,19 +162,21 @@ def main() -> None:
                 plan = PIPELINES[planner](batch, cost, Options(context=context, effort=1)).plan
                 table = cost.table(plan)
                 for noise in NOISES:
-                    ours, late = losses(plan, table, noise, args.seeds)
-                    so_far = found.setdefault((noise, planner), ([], []))
-                    so_far[0].extend(ours)
-                    so_far[1].extend(late)
+                    so_far = found.setdefault((noise, planner), ([], [], [], []))
+                    more = losses(plan, table, noise, args.seeds)
+                    for column, values in zip(so_far, more, strict=True):
+                        column.extend(values)
         print(f"{model} on {device}, {degrees}: done", file=sys.stderr, flush=True)
     rows = []
-    for (noise, planner), (ours, late) in sorted(found.items()):
+    for (noise, planner), (ours, late, beside, beside_late) in sorted(found.items()):
         cells = [f"{noise:.0%}", planner, str(len(ours))]
         cells += [f"{statistics.mean(ours):+.2%}", f"{max(ours):+.2%}"]
         cells += [f"{statistics.mean(late):+.2%}", f"{max(late):+.2%}"]
+        cells += [f"{statistics.mean(beside):.0%}", f"{statistics.mean(beside_late):.0%}"]
         rows.append(cells)
     headers = ["noise", "planner", "iterations", "in order, mean", "worst"]
-    text = markdown([*headers, "when waited for, mean", "worst"], rows)
+    headers += ["when waited for, mean", "worst", "beside messages, in order", "when waited for"]
+    text = markdown(headers, rows)
     title = "Seconds of an iteration over those with all receives always posted, **simulated**"
     print(f"{title}\n\n{text}")
     write(args.output, heading(f"{host()}, one of them used") + f"{title}\n\n{text}")

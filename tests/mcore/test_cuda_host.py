@@ -11,16 +11,19 @@ import torch
 from megatron_epp.mcore.patching import cpu_host, cuda_host
 
 FLAGS = ["--epp", "--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2"]
-NAMES = (*cuda_host.DEFAULTS, *cuda_host.ALLOCATOR, "LOCAL_RANK")
+NAMES = (*cuda_host.DEFAULTS, *cuda_host.ALLOCATOR, cuda_host.MARGIN, "LOCAL_RANK")
 
 
 @pytest.fixture
 def gpus(monkeypatch) -> SimpleNamespace:
-    """Two made-up GPUs; ``context``: the environment when the first tensor was made there."""
+    """Two made-up GPUs; ``context``: the environment when the first tensor was made there;
+    ``left_free``: multiprocessors, by torch's products."""
     for name in NAMES:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
-    seen = SimpleNamespace(device=None, context=None)
+    seen = SimpleNamespace(device=None, context=None, left_free=None)
+    carve_out = lambda count: setattr(seen, "left_free", count)  # noqa: E731
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", carve_out)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(seen, "device", device))
@@ -52,6 +55,24 @@ def test_what_the_user_set_stays(gpus, monkeypatch) -> None:
     assert gpus.context["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     assert gpus.context["CUDA_MODULE_LOADING"] == "LAZY"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in gpus.context
+
+
+def test_products_leave_room_for_messages(gpus, monkeypatch) -> None:
+    """Where there are messages; as much as the user says, or none."""
+    cuda_host.prepare(["--epp"])
+    assert cuda_host.MARGIN not in gpus.context and gpus.left_free is None
+    cuda_host.prepare(FLAGS)
+    assert (gpus.context[cuda_host.MARGIN], gpus.left_free) == ("4", 4)
+    monkeypatch.setenv(cuda_host.MARGIN, "8")
+    cuda_host.prepare(FLAGS)
+    assert (gpus.context[cuda_host.MARGIN], gpus.left_free) == ("8", 8)
+    gpus.left_free = None
+    monkeypatch.setenv(cuda_host.MARGIN, "0")
+    cuda_host.prepare(FLAGS)
+    assert gpus.left_free is None
+    monkeypatch.setenv(cuda_host.MARGIN, "few")
+    with pytest.raises(ValueError, match="NVTE_EXT_MARGIN_SM=few: expected a whole number"):
+        cuda_host.prepare(FLAGS)
 
 
 @pytest.mark.parametrize("form", ["apart", "together"])

@@ -8,6 +8,11 @@
                                       and with it for messages that this host sends only afterwards
     PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True: chunks have a new size every time,
                                       and freeing memory need not wait for the device
+    NVTE_EXT_MARGIN_SM            4   multiprocessors that products leave free, with several stages:
+                                      a message that waits is a kernel on up to as many, and a
+                                      product that wants them all waits for them, up to twice as
+                                      long. For torch's own products, too; 0 leaves none. What it
+                                      gains no GPU has told yet (scripts/gpu/held_sms.py)
 
 What else the user set himself stays. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor and
 context parallelism on devices before Blackwell, where its own overlap rests on the order of issue.
@@ -26,6 +31,7 @@ from megatron_epp.autoload import CONNECTIONS, QUEUES
 logger = logging.getLogger(__name__)
 
 DEFAULTS = {CONNECTIONS: QUEUES, "CUDA_MODULE_LOADING": "EAGER"}
+MARGIN, LEFT_FREE = "NVTE_EXT_MARGIN_SM", 4
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is its newer name
 # Compiled fusions (core/jit.py) see a new size with every chunk: compiled once for one size, once
 # for any, and that times the modes of autograd. Dynamo's own limit of 8 runs the rest uncompiled,
@@ -36,7 +42,8 @@ RECOMPILATIONS = 64
 def prepare(flags: Sequence[str]) -> None:
     """Set the environment, and make the context on this rank's GPU; ``flags`` of the program.
 
-    Nothing happens without --epp, or without a GPU. ValueError: fewer GPUs than ranks.
+    Nothing happens without --epp, or without a GPU. ValueError: fewer GPUs than ranks; a margin
+    that is no number.
     """
     if "--epp" not in flags:
         return
@@ -44,6 +51,8 @@ def prepare(flags: Sequence[str]) -> None:
     chosen = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
     if not any(name in os.environ for name in ALLOCATOR):
         chosen[ALLOCATOR[0]] = "expandable_segments:True"
+    if stages > 1 and MARGIN not in os.environ:
+        chosen[MARGIN] = str(LEFT_FREE)
     os.environ.update(chosen)
     if not torch.cuda.is_available():
         for name in chosen:
@@ -67,6 +76,8 @@ def prepare(flags: Sequence[str]) -> None:
     torch.cuda.set_device(rank)
     torch.zeros(1, device="cuda")
     os.environ[CONNECTIONS] = "1"
+    if (left_free := _margin()) > 0:
+        torch._C._set_sm_carveout_experimental(left_free)
 
     import torch._dynamo.config as dynamo
 
@@ -83,6 +94,13 @@ def one_queue(device: torch.device) -> str | None:
         f"planned orders may gain nothing; export {CONNECTIONS}={QUEUES} where the framework lets "
         "you (docs/integrations.md)"
     )
+
+
+def _margin() -> int:
+    text = os.environ.get(MARGIN, "0")
+    if not text.isdecimal():
+        raise ValueError(f"{MARGIN}={text}: expected a whole number of multiprocessors")
+    return int(text)
 
 
 def _stages(flags: Sequence[str]) -> int:
