@@ -134,17 +134,19 @@ class SavedBytesMeter:
         return saved.tensor if isinstance(saved, _Saved) else saved
 
 
-def allocator_peak_bytes() -> int:
-    """The most that the CUDA allocator had handed out since its peaks were reset.
+def active_bytes(figure: str) -> int:
+    """Bytes of the CUDA allocator that are in use: "current", or their "peak" since it was reset.
 
-    As torch.cuda.max_memory_allocated, which flattens and sorts about 110 figures to give one: half
-    a millisecond of the host, where a small chunk's op takes five.
+    Blocks of tensors that are there, and of those that are gone but that a stream may still use: a
+    message's is given back only when the messages behind it are done, too. torch.cuda's own
+    functions know the former only, and flatten and sort about 110 figures to give one: half a
+    millisecond of the host, where a small chunk's op takes five.
     """
-    return torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"]
+    return torch.cuda.memory_stats_as_nested_dict()["active_bytes"]["all"][figure]
 
 
 class AllocatorMeter:
-    """The CUDA caching allocator's own figures, over what was allocated when watching began.
+    """The CUDA caching allocator's own figures, over what was in use when watching began.
 
     ``every_op``: each op's own peak, for records; the allocator's peaks are then reset with every
     op, and Megatron's report of them is of the last op. Else an op's figure is the most since
@@ -159,20 +161,20 @@ class AllocatorMeter:
         self._base = 0
 
     def watch(self, store: Store) -> AbstractContextManager:
-        self._base = torch.cuda.memory_allocated()
+        self._base = active_bytes("current")
         self.peak_bytes = 0
         torch.cuda.reset_peak_memory_stats()
         return nullcontext()
 
     @property
     def now(self) -> int:
-        return torch.cuda.memory_allocated() - self._base
+        return active_bytes("current") - self._base
 
     def check(self):
         pass  # the allocator raises by itself
 
     def op_peak(self) -> int:
-        peak = allocator_peak_bytes() - self._base
+        peak = active_bytes("peak") - self._base
         if self.every_op:
             torch.cuda.reset_peak_memory_stats()
         self.peak_bytes = max(self.peak_bytes, peak)

@@ -5,12 +5,16 @@ import dataclasses
 import pytest
 import torch
 
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.cost.build import named_cost
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model import warm_up as module
 from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.warm_up import WarmUpCall, buckets, calls, warm_up
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PIPELINES
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 8, 0.5, torch.float32)
@@ -25,11 +29,32 @@ def test_buckets_are_those_of_the_kernels() -> None:
 
 def test_every_pair_of_buckets_once_and_whole_documents_first() -> None:
     wanted = list(calls(5000, alone=False))
-    assert len(wanted) == len(set(wanted)) == 4 + 3 + 2 + 1
-    assert wanted[:4] == [WarmUpCall(size, size) for size in buckets(5000)]
-    assert all(call.queries <= call.keys <= 5000 for call in wanted)
-    alone = [WarmUpCall(size, size, alone=True) for size in buckets(5000)]
-    assert list(calls(5000, alone=True)) == [*wanted[:4], *alone, *wanted[4:]]
+    packs, many = [8192, 16384, 32768], 2 * len(buckets(32768))
+    assert len(wanted) == len(set(wanted)) == 4 + 3 + 3 + 2 + 1 + many
+    whole = [WarmUpCall(size, size) for size in buckets(5000)]
+    whole += [WarmUpCall(size, size, documents=-(-size // 5000)) for size in packs]
+    assert wanted[:7] == whole
+    assert all(call.queries <= call.keys <= 5000 * call.documents for call in wanted)
+    alone = [dataclasses.replace(call, alone=True) for call in whole]
+    assert list(calls(5000, alone=True)) == [*whole, *alone, *wanted[7:]]
+
+
+def test_a_planned_batch_finds_every_graph_built() -> None:
+    """Chunks of short documents are longer than the context, and hold more of them than 32."""
+    cost, context = named_cost("llama3-8b", "h100-80g", pp=8), 4096
+    batch = open_corpus("wikipedia", context).batch(0, 512)
+    needed: set[tuple[int, int, int]] = set()
+    for options in (Options(context=context), Options(context=context, effort=0)):
+        plan = PIPELINES["epp"](batch, cost, options).plan
+        for chunk in plan.chunks:
+            whole = [s.tokens for s in chunk.spans if s.tokens == plan.documents[s.document]]
+            if whole:
+                needed.add(WarmUpCall(sum(whole), sum(whole), documents=len(whole)).graph)
+            slices = (s for s in chunk.spans if s.tokens < plan.documents[s.document])
+            needed |= {WarmUpCall(span.tokens, span.stop).graph for span in slices}
+    assert max(queries for _, queries, _ in needed) > context
+    assert max(documents for documents, _, _ in needed) > 32
+    assert needed <= {call.graph for call in calls(context, alone=False)}
 
 
 class Engine(PlainKernel):
@@ -51,14 +76,16 @@ class Engine(PlainKernel):
 
 @pytest.fixture
 def one_rank(monkeypatch):
+    """With small sizes, and no packs of many documents."""
+    monkeypatch.setattr(module, "FIRST", 16)
+    monkeypatch.setattr(module, "DOUBLES_TO", 64)
+    monkeypatch.setattr(module, "PACKS_TO", 16)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
 
 
 def test_no_trace_but_built_kernels(one_rank, monkeypatch) -> None:
-    monkeypatch.setattr(module, "FIRST", 16)
-    monkeypatch.setattr(module, "DOUBLES_TO", 64)
     kernel, before = Engine(), torch.get_rng_state()
     assert warm_up(VarlenAttention(kernel), HEADS, HEADS, 100, CPU) == 10
     assert kernel.ran == [(call.queries, call.keys) for call in calls(100, alone=False)]
@@ -66,8 +93,6 @@ def test_no_trace_but_built_kernels(one_rank, monkeypatch) -> None:
 
 
 def test_documents_of_one_rank_are_run_over_all_heads(one_rank, monkeypatch) -> None:
-    monkeypatch.setattr(module, "FIRST", 16)
-    monkeypatch.setattr(module, "DOUBLES_TO", 64)
     kernel, of_whole = Engine(), Engine()
     attention = VarlenAttention(kernel, whole=of_whole)
     whole = dataclasses.replace(HEADS, query=8, key=4)
@@ -76,8 +101,16 @@ def test_documents_of_one_rank_are_run_over_all_heads(one_rank, monkeypatch) -> 
     assert of_whole.heads == {8} and kernel.heads == {4}
 
 
+def test_packs_are_run_as_many_documents(one_rank, monkeypatch) -> None:
+    monkeypatch.setattr(module, "PACKS_TO", 100)
+    monkeypatch.setattr(module, "PACKED", (2, 4))
+    kernel = Engine()
+    warm_up(VarlenAttention(kernel), HEADS, HEADS, 30, CPU)
+    assert kernel.ran[2:6] == [(16, 16), (16, 16), (22, 22), (21, 21)]
+    assert kernel.ran[-4:] == [(25, 25)] * 4
+
+
 def test_the_time_is_bounded_and_memory_may_run_out(one_rank, monkeypatch) -> None:
-    monkeypatch.setattr(module, "FIRST", 16)
     monkeypatch.setattr(module, "SECONDS", -1.0)
     assert warm_up(VarlenAttention(Engine()), HEADS, HEADS, 40, CPU) == 0
     monkeypatch.setattr(module, "SECONDS", 60.0)

@@ -209,7 +209,7 @@ def install() -> FakeGpu:
     cuda._lazy_init = lambda: None
     cuda.current_device = lambda: 0
     none = {"all": dict.fromkeys(("current", "peak", "allocated", "freed"), 0)}
-    cuda.memory_stats_as_nested_dict = lambda device=None: {"allocated_bytes": none}
+    cuda.memory_stats_as_nested_dict = lambda device=None: {"active_bytes": none}
     generator = torch.Generator()  # apart from the host's, as on a GPU
     cuda.default_generators = (generator,)
     for module in (cuda, cuda.random):

@@ -100,8 +100,7 @@ class Allocator:
     """torch.cuda's figures without a GPU."""
 
     def __init__(self, monkeypatch):
-        self.now = self.peak = 0
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: self.now)
+        self.now = self.peak = self.deferred = 0
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self._reset)
         monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", self._stats)
 
@@ -114,11 +113,14 @@ class Allocator:
         self.peak = self.now
 
     def _stats(self):
-        return {"allocated_bytes": {"all": {"current": self.now, "peak": self.peak}}}
+        allocated = {"current": self.now - self.deferred, "peak": self.peak - self.deferred}
+        active = {"current": self.now, "peak": self.peak}
+        return {"allocated_bytes": {"all": allocated}, "active_bytes": {"all": active}}
 
-    def op(self, most: int, left: int):
-        """An op that holds ``most`` while it runs and leaves ``left``."""
-        self.peak, self.now = max(self.peak, most), left
+    def op(self, most: int, left: int, deferred: int = 0):
+        """An op that holds ``most`` while it runs and leaves ``left``, of which ``deferred`` are
+        nobody's any more, but a stream may still use them."""
+        self.peak, self.now, self.deferred = max(self.peak, most), left, deferred
 
 
 def test_the_allocators_peak_of_an_iteration_stays_megatrons_to_report(monkeypatch, store) -> None:
@@ -145,3 +147,12 @@ def test_records_have_every_ops_own_allocator_peak(monkeypatch, store) -> None:
         memory.op(121, 0)
         assert meter.op_peak() == 121
     assert meter.peak_bytes == 170
+
+
+def test_messages_that_streams_still_use_are_in_use(monkeypatch, store) -> None:
+    memory = Allocator(monkeypatch)
+    memory.op(100, 100)
+    meter = AllocatorMeter()
+    with meter.watch(store):
+        memory.op(170, 164, deferred=64)
+        assert meter.op_peak() == 70 and meter.now == 64

@@ -2,14 +2,15 @@
 
 Transformer Engine's fused attention has cuDNN build a graph, up to a second each, for every pair of
 buckets that the queries and the keys of a call fall into: 1024, 2048, ... 32768 tokens, then steps
-of 32768. Chunks of an elastic pipeline come in many sizes, so graphs would be built in the midst of
-the first iterations, on one stage after the other, while the others wait.
+of 32768; and for every number of documents: up to 32, 64, 128 and so on. Chunks of an elastic
+pipeline come in many sizes, so graphs would be built in the midst of the first iterations, on one
+stage after the other, while the others wait.
 """
 
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 60.0  # of warming up at most; what is left is built when it is first needed
 FIRST, DOUBLES_TO = 1024, 32768
+# Documents that are packed into a chunk, of together as many tokens as chunks mostly have, at most.
+PACKED, PACKS_TO = (32, 64, 128), 32768
 
 
 def buckets(most: int) -> list[int]:
@@ -33,24 +36,53 @@ def buckets(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class WarmUpCall:
-    """One call: over all ``heads`` of a tensor-parallel rank (``alone``: a document that one
-    context-parallel rank computes), or over this rank's."""
+    """One call of ``documents`` side by side, queries and keys of all of them: over all heads of a
+    tensor-parallel rank (``alone``: documents that one context-parallel rank computes), or over
+    this rank's."""
 
     queries: int
     keys: int
     alone: bool = False
+    documents: int = 1
+
+    @property
+    def graph(self) -> tuple[int, int, int]:
+        """The buckets of documents, queries and keys: calls with the same ones share a graph."""
+        most = next(count for count in _doubled(PACKED[0]) if count >= self.documents)
+        return most, _bucket(self.queries), _bucket(self.keys)
+
+
+def _doubled(size: int) -> Iterator[int]:
+    while True:
+        yield size
+        size *= 2
+
+
+def _bucket(tokens: int) -> int:
+    if tokens > DOUBLES_TO:
+        return -(-tokens // DOUBLES_TO) * DOUBLES_TO
+    return next(size for size in _doubled(FIRST) if size >= tokens)
 
 
 def calls(context: int, alone: bool) -> Iterator[WarmUpCall]:
-    """One for every pair of buckets that documents of up to ``context`` inputs may need: whole
-    documents first, with ``alone`` also those that one rank computes, which are never cut; then
-    slices, from short contexts to long ones."""
+    """One for every graph that documents of up to ``context`` inputs may need: whole documents
+    first, packed into chunks that are longer than any of them, too; with ``alone`` also those that
+    one rank computes, which are never cut; then slices, from short contexts to long ones; then
+    packs of very many documents."""
     sizes = buckets(context)
-    yield from (WarmUpCall(size, size) for size in sizes)
+    whole = [WarmUpCall(size, size) for size in sizes]
+    for size in buckets(PACKS_TO):
+        if size > context:
+            whole.append(WarmUpCall(size, size, documents=-(-size // context)))
+    yield from whole
     if alone:
-        yield from (WarmUpCall(size, size, alone) for size in sizes)
+        yield from (replace(call, alone=True) for call in whole)
     for keys in sizes:
         yield from (WarmUpCall(queries, keys) for queries in sizes if queries < keys)
+    for count in PACKED[1:]:
+        for size in buckets(PACKS_TO):
+            if count <= size <= count * context:
+                yield WarmUpCall(size, size, documents=count)
 
 
 def warm_up(
@@ -90,7 +122,8 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
     def zeros(rows: int, count: int, size: int = heads.size) -> torch.Tensor:
         return torch.zeros(rows, count, size, dtype=heads.dtype, device=device)
 
-    cu_seqlens = CuSeqlens.of([call.queries], [call.keys], device)
+    queries, keys = (_dealt(size, call.documents) for size in (call.queries, call.keys))
+    cu_seqlens = CuSeqlens.of(queries, keys, device)
     q, k = zeros(call.queries, heads.query), zeros(call.keys, heads.key)
     v = zeros(call.keys, heads.key, heads.value)
     operands = Operands(q, k, v, cu_seqlens)
@@ -98,3 +131,8 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
     attention.kernel.backward(zeros(call.queries, heads.query, heads.value), operands, kept)
     if device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def _dealt(tokens: int, documents: int) -> list[int]:
+    """Lengths of so many documents, as equal as can be."""
+    return [tokens // documents + (number < tokens % documents) for number in range(documents)]
