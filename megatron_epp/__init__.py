@@ -81,11 +81,19 @@ def install_schedule(
 
     Returns an object whose ``remove()`` puts Megatron's schedules back; it is a context, too. A
     ValueError says what cannot be used. A loop that keeps the function must be built behind this.
+    With a Megatron that lacks what a plan needs (one before 0.16) its own schedule stays in place:
+    a warning says why, and so does ``reason`` of what is returned.
     """
-    from megatron_epp.mcore.loops.install import Installation
-    from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
-    from megatron_epp.planner.calls.call_options import CallOptions
+    from megatron_epp.autoload import NoInstallation
 
+    try:
+        from megatron_epp.mcore.loops.install import Installation, require_megatron
+        from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
+        from megatron_epp.planner.calls.call_options import CallOptions
+
+        require_megatron()
+    except (ImportError, AttributeError) as lacking:
+        return NoInstallation(str(lacking))
     return Installation(
         Settings(
             lengths=lengths,

@@ -68,6 +68,23 @@ def switch_on() -> None:
     _when_imported(stand_in)
 
 
+class NoInstallation:
+    """No schedule of ours: Megatron's own stays, and one line says why (``install_schedule``)."""
+
+    def __init__(self, reason: str):
+        self.reason = reason
+        _say(f"megatron_epp {_version()}: Megatron's own schedule runs: {reason}")
+
+    def remove(self) -> None:
+        """Nothing is in Megatron's place."""
+
+    def __enter__(self) -> "NoInstallation":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 # ------------------------------------------------------------------ when Megatron is imported
 
 
@@ -147,7 +164,8 @@ def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
     try:
         from megatron_epp.integrations.known import framework_of
 
-        _package().install_schedule()
+        if isinstance(_package().install_schedule(), NoInstallation):
+            return  # which has said why
         framework = framework_of(forward_step)
         where = framework.name if framework else "a loop of its own"
         _say(f"megatron_epp {_version()}: level 0, {_megatron()}, {where}")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.training import get_args
 
 from megatron_epp.ir import Payload
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
@@ -29,6 +28,9 @@ def make_groups(device: torch.device) -> Groups:
     the world, so there are three however large it is: a message names both its ends, and NCCL makes
     a communicator for each pair of ranks that speak.
     """
+    # Here, not above: loops of others need messages, and have another trainer than Megatron's.
+    from megatron.training import get_args
+
     args = get_args()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")

@@ -73,7 +73,11 @@ class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.append(Absent())
 from megatron_epp.mcore.patching import cpu_host
 
-if cpu_host.install_cpu_host():
+try:
+    without_gpu = cpu_host.install_cpu_host()
+except ValueError:  # by a seam of the trainer, which is for another release; the rest is in place
+    without_gpu = True
+if without_gpu:
     import torch
     import torch.distributed as dist
 
@@ -163,11 +167,12 @@ def run(checkout: Path, tests: str, stands_in: bool, chosen: argparse.Namespace)
             (home / "pytest_mock.py").write_text(MOCKER)
         # The checkout's tests are a package of their own; its megatron is not to be imported.
         (home / "tests").symlink_to(checkout / "tests")
+        front = filter(None, [os.environ.get("PYTHONPATH")])  # another Megatron, if there is one
         environment = {
             **os.environ,
             "EPP_STANDS_IN": str(int(stands_in)),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(home), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([str(home), *front, str(ROOT)]),
         }
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",

@@ -210,8 +210,5 @@ def test_missing_gpus_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["setup_env.sh", "test.sh", "check.sh", "ranges.sh"])
 def test_scripts_parse_and_ci_runs_the_readmes_command(script: str) -> None:
     subprocess.run([BASH, "-n", ROOT / "scripts" / script], check=True)
-    assert (
-        "&& bash scripts/test.sh && exec bash scripts/ranges.sh"
-        in (ROOT / ".ci" / "run").read_text()
-    )
+    assert "&& bash scripts/test.sh " in (ROOT / ".ci" / "run").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -8,11 +8,10 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
 from megatron_epp.cost.catalogue.devices import GIB
@@ -21,8 +20,10 @@ from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.elastic_layers import install_in_model
 from megatron_epp.planner.calls.call_cost import ActivationBudget
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 _HERE = "_megatron_epp_attached"
 
@@ -40,7 +41,7 @@ class AttachedModel:
 
     def __init__(
         self,
-        model: GPTModel,
+        model: "GPTModel",
         adapter: Adapter,
         attention: Attention,
         head_again: bool,
@@ -54,6 +55,9 @@ class AttachedModel:
         self._again = False
         self._letters = ""
         self.stores_last_slice = attention.stores_last_slice
+        # Here, not above: whole micro-batches run with Megatrons that have no hybrid models.
+        from megatron_epp.mcore.model.elastic_layers import install_in_model
+
         install_in_model(model, self.context, attention)
         for index, layer in enumerate(model.decoder.layers):
             layer.forward = self._whole(layer.forward, index)

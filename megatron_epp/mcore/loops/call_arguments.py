@@ -7,6 +7,7 @@ elastic pipelines do not do is not an error: the schedule that was there before 
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -80,16 +81,35 @@ def process_groups(call: LoopCall) -> Any:
     """The groups that the call names, else Megatron's own."""
     if call.pg_collection is not None:
         return call.pg_collection
-    return schedules._build_default_pg_collection()
+    build = getattr(schedules, "_build_default_pg_collection", default_groups)
+    return build()
+
+
+def default_groups() -> ProcessGroupCollection:
+    """Megatron's groups, as its schedules before 0.19 collect them for themselves."""
+    groups = ProcessGroupCollection()
+    groups.tp = mpu.get_tensor_model_parallel_group()
+    groups.cp = mpu.get_context_parallel_group()
+    groups.pp = mpu.get_pipeline_model_parallel_group()
+    groups.embd = mpu.get_embedding_group(check_initialized=False)
+    groups.pos_embd = mpu.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = mpu.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    groups.tp_dp_cp = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups
 
 
 def fixed_shape(call: LoopCall, groups: Any) -> tuple[int, ...] | None:
     """The shape of every message between stages; None where micro-batches differ in it."""
+    config = call.config
+    if config.variable_seq_lengths:  # which get_tensor_shapes of 0.16 does not look at
+        return None
     (shape,) = schedules.get_tensor_shapes(
         seq_length=call.seq_length,
         micro_batch_size=call.micro_batch_size,
         decoder_seq_length=call.decoder_seq_length,
-        config=call.config,
+        config=config,
         tp_group=groups.tp,
         cp_group=groups.cp,
     )

@@ -8,14 +8,51 @@ interleaving, and no pipeline. A loop that keeps the function it was once given 
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_epp.autoload import TARGETS, WAITS_FOR
 from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
 from megatron_epp.mcore.loops.settings import Settings
+
+OLDEST = (0, 16)  # the first release whose schedules are called as these are
+# Functions of Megatron's schedules that a whole micro-batch goes through, with what is handed over.
+NEEDED = {
+    "forward_step": (
+        "collect_non_loss_data",
+        "is_first_microbatch",
+        "current_microbatch",
+        "is_last_stage",
+    ),
+    "backward_step": ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+    "deallocate_output_tensor": ("deallocate_pipeline_outputs",),
+    "check_first_val_step": ("first_val_step", "forward_only", "cond"),
+    "get_tensor_shapes": ("seq_length", "micro_batch_size", "decoder_seq_length", "config"),
+    **dict.fromkeys(TARGETS.values(), ("forward_step_func", "data_iterator", "model")),
+}
+
+
+def require_megatron() -> None:
+    """ImportError: this Megatron is older than OLDEST, or one of NEEDED is not as it was."""
+    version = str(getattr(megatron.core, "__version__", ""))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
+        raise ImportError(f"megatron-core {version} is older than {OLDEST[0]}.{OLDEST[1]}")
+    for name, parameters in NEEDED.items():
+        function = getattr(schedules, name, None)
+        if function is None:
+            raise ImportError(f"megatron-core {version} has no {schedules.__name__}.{name}")
+        known = inspect.signature(function).parameters
+        missing = [parameter for parameter in parameters if parameter not in known]
+        if missing:
+            raise ImportError(
+                f"megatron-core {version}: {schedules.__name__}.{name} knows no {missing[0]}"
+            )
 
 
 class Installation:

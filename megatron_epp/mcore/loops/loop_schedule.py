@@ -24,6 +24,7 @@ from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
 from megatron_epp.mcore.loops.rank_status import (
     LoopFailed,
+    LoopRefusal,
     RankStatus,
     gather_statuses,
     raise_what_others_met,
@@ -75,44 +76,65 @@ class LoopSchedule:
         self._pipelines = Pipelines(settings)
         self._said: set[str] = set()
         self._calls = 0
+        self._gave_up = False  # on what failed before a call's first op
+        self._committed = False  # from here on the call's errors are the loop's
 
     # -------------------------------------------------------------- a call
 
     def __call__(self, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
-        call = LoopCall.of(keywords)
-        if pipelined and not mpu.model_parallel_is_initialized():
-            return self._leave("pipelines without Megatron's global groups", pipelined, keywords)
-        stages = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
-        reason = not_ours(call, stages)
-        if reason is None and pipelined and call.pg_collection is not None:
-            reason = _other_pipeline(call.pg_collection)
-        if reason is not None:
-            return self._leave(reason, pipelined, keywords)
+        """The call's result: by a plan, or by Megatron's own schedule where the call is not ours.
+
+        So, too, where something fails before the first op, which nobody could foresee: a loop that
+        ran before runs on. Errors of the forward step, of ``lengths``, of slices are raised.
+        """
+        if self._gave_up:
+            return self.stock[pipelined](**keywords)
+        batches, self._committed = None, False
         try:
-            pipeline = self._pipelines.of(call, stages)
-        except ValueError as refusal:  # such a world that our messages would stand still in it
-            return self._leave(str(refusal), pipelined, keywords)
-        batches = MicroBatches(call.one_iterator, call.num_microbatches)
-        try:
-            found = self._serve(call, pipeline, batches, keywords)
-        finally:
-            pipeline.current_op.enter(OutsidePhase("what the loop does between two calls"))
-        if found is None:
-            untold = "micro-batches of several lengths that nobody tells"
-            return self._leave(
-                f"{pipeline.unlike or untold} (install_schedule(lengths=))",
-                pipelined,
-                {**keywords, "data_iterator": batches.from_the_start()},
-            )
-        return found
+            call = LoopCall.of(keywords)
+            pipeline = self._ours(call, pipelined)
+            if isinstance(pipeline, ModelPipeline):
+                batches = MicroBatches(call.one_iterator, call.num_microbatches)
+                found = self._serve(call, pipeline, batches, keywords)
+                if found is not None:
+                    return found
+                untold = "micro-batches of several lengths that nobody tells"
+                reason = f"calls with {pipeline.unlike or untold} (install_schedule(lengths=))"
+            else:
+                reason = f"calls with {pipeline}"
+        except LoopRefusal:
+            raise
+        except Exception as error:
+            if self._committed:
+                raise
+            self._gave_up = True
+            reason = f"all calls from here on, as a plan failed before it began: {_told(error)}"
+        if batches is not None and batches.drawn:
+            keywords = {**keywords, "data_iterator": batches.from_the_start()}
+        return self._leave(reason, pipelined, keywords)
 
     def _leave(self, reason: str, pipelined: bool, keywords: dict[str, Any]) -> list[Any]:
         """Megatron's own schedule runs the call; said once for every reason, by one rank."""
         if reason not in self._said:
             self._said.add(reason)
             if not dist.is_initialized() or dist.get_rank() == 0:
-                logger.warning("Megatron's own schedule runs calls with %s", reason)
+                logger.warning("Megatron's own schedule runs %s", reason)
         return self.stock[pipelined](**keywords)
+
+    def _ours(self, call: LoopCall, pipelined: bool) -> ModelPipeline | str:
+        """The pipeline that runs the call, or why it is Megatron's to run, in a few words."""
+        if pipelined and not mpu.model_parallel_is_initialized():
+            return "pipelines without Megatron's global groups"
+        stages = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
+        reason = not_ours(call, stages)
+        if reason is None and pipelined and call.pg_collection is not None:
+            reason = _other_pipeline(call.pg_collection)
+        if reason is not None:
+            return reason
+        try:
+            return self._pipelines.of(call, stages)
+        except ValueError as refusal:  # such a world that our messages would stand still in it
+            return str(refusal)
 
     def _serve(
         self,
@@ -122,8 +144,22 @@ class LoopSchedule:
         keywords: dict[str, Any],
     ) -> list[Any] | None:
         """The result of the call; None where it cannot be planned."""
+        try:
+            return self._by_plan(call, pipeline, batches, keywords)
+        finally:
+            pipeline.current_op.enter(OutsidePhase("what the loop does between two calls"))
+
+    def _by_plan(
+        self,
+        call: LoopCall,
+        pipeline: ModelPipeline,
+        batches: MicroBatches,
+        keywords: dict[str, Any],
+    ) -> list[Any] | None:
         groups, config = process_groups(call), call.config
         sliced = attached(call.one_model)
+        # Who attaches a model asks for slices, or for a budget, and is told what cannot be had.
+        self._committed = sliced is not None
         if sliced is not None and sliced.slicing:
             work = self._sliced(call, pipeline, batches, groups, sliced)
         else:
@@ -139,9 +175,6 @@ class LoopSchedule:
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
                 return self._show(pipeline, batches, whole, reader, keywords)
             work = self._whole(call, pipeline, batches, groups, sliced, whole)
-        if config.timers is not None:
-            timer = config.timers("forward-backward", log_level=1)
-            timer.start(barrier=config.barrier_with_L1_time)
         self._run(call, pipeline, batches, work)
         if config.finalize_model_grads_func is not None and not call.forward_only:
             total = torch.zeros([], dtype=torch.int, device=this_device()) + work.stage.tokens
@@ -178,9 +211,7 @@ class LoopSchedule:
         if model is not None:
             options = replace(options, memory=model.memory)
         key = (tuple(extents), call.forward_only, options, rates.tobytes())
-        plan = pipeline.planning.plan(
-            key, lambda: make(extents, layers, rates, options, call.forward_only)
-        )
+        plan = pipeline.plan(key, lambda: make(extents, layers, rates, options, call.forward_only))
         stage = self.settings.make_stage(
             call, batches, plan, pipeline.stage, groups.cp.size(), whole.message
         )
@@ -199,6 +230,7 @@ class LoopSchedule:
         pipeline.current_op.enter(OutsidePhase("the first call, which Megatron's schedule runs"))
         witness = ShapeWitness(keywords["forward_step_func"])
         shown = {"forward_step_func": witness, "data_iterator": batches.from_the_start()}
+        self._committed = True
         made = self.stock[True](**{**keywords, **shown})
         last = pipeline.stage == pipeline.stages - 1
         expected = [whole.message(number) for number in range(len(whole.shapes))]
@@ -224,9 +256,7 @@ class LoopSchedule:
         options = pipeline.options(call, self.settings.options, [sum(of) for of in lengths])
         options = replace(options, memory=model.memory)
         key = (tuple(lengths), call.forward_only, options, rates.tobytes(), "sliced")
-        plan = pipeline.planning.plan(
-            key, lambda: make(lengths, layers, rates, options, call.forward_only)
-        )
+        plan = pipeline.plan(key, lambda: make(lengths, layers, rates, options, call.forward_only))
         config = call.config
         multiple = groups.tp.size() if config.sequence_parallel else 1
         stage = SliceStage(
@@ -258,6 +288,10 @@ class LoopSchedule:
         block = (counted(work.plan),) if pipeline.in_lockstep else ()
         program = lower_rank(work.plan, pipeline.stage, block)
         links = programs.links(lambda message: work.shape(message.chunk), dtype)
+        self._committed = True
+        if config.timers is not None:
+            timer = config.timers("forward-backward", log_level=1)
+            timer.start(barrier=config.barrier_with_L1_time)
         with stage:
             records, failure = programs.run(program, guarded, stage.store, links, meter)
         took = 0.0
@@ -312,6 +346,11 @@ def _ranks_of_rows(config: Any, groups: Any) -> int:
     return int(
         groups.cp.size() * (groups.tp.size() if getattr(config, "sequence_parallel", False) else 1)
     )
+
+
+def _told(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _other_pipeline(collection: Any) -> str | None:

@@ -50,7 +50,6 @@ class MicroBatchStage(ModelStage):
         super().__init__(
             call.one_model, call.config, call.forward_step_func, builder, plan, Store({})
         )
-        self._router_stats = None  # experts' losses are Megatron's own, by micro-batch
         self.call, self.batches, self.cp_size, self.shape = call, batches, cp_size, shape
         self.data: dict[int, list[Any]] = {}
         forwards = [op.chunk for op in plan.orders[stage] if op.kind is Kind.FORWARD]
@@ -58,6 +57,9 @@ class MicroBatchStage(ModelStage):
         planned = made is not None and made.memory is not None and plan.stages > 1
         self._attached = made if planned and self.training else None
         self._first, self._number = forwards[0], {c: n for n, c in enumerate(forwards)}
+
+    def _stats_of_routers(self, plan: Plan) -> None:
+        """Experts' losses are Megatron's own, by micro-batch."""
 
     def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
         call = self.call

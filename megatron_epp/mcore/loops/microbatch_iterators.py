@@ -26,6 +26,11 @@ class MicroBatches:
         """Whether this rank has an iterator."""
         return hasattr(self.source, "__next__") or draws_by_offset(self.source)
 
+    @property
+    def drawn(self) -> bool:
+        """Whether the source was drawn from: somebody else needs ``from_the_start``."""
+        return bool(self._drawn)
+
     def item(self, number: int) -> Any:
         """Micro-batch ``number``, which stays here until it is let go. Of a source with an offset:
         a reader of it.

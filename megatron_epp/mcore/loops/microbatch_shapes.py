@@ -43,7 +43,10 @@ def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> Microba
     ValueError: what that function says is no extent.
     """
     if by is None:
-        return shape_of(micro_batch)
+        try:
+            return shape_of(micro_batch)
+        except Exception:  # a mapping of another form; its words would be about names of ours
+            return None
     found = by(micro_batch)
     if isinstance(found, bool) or not isinstance(found, MicrobatchShape | int | None):
         raise ValueError(

@@ -1,7 +1,7 @@
 """The pipelines that a loop's models are: what this rank knows of each, from its first call on."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,9 +11,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
-from megatron_epp.ir import PlanError
+from megatron_epp.ir import Plan, PlanError
 from megatron_epp.mcore.loops.call_arguments import LoopCall
-from megatron_epp.mcore.loops.rank_status import RankStatus, gather_statuses
+from megatron_epp.mcore.loops.rank_status import (
+    RankStatus,
+    gather_statuses,
+    raise_what_others_met,
+)
 from megatron_epp.mcore.loops.replica_groups import (
     make_replica_groups,
     meets_other_replicas,
@@ -29,12 +33,14 @@ from megatron_epp.planner.calls.call_cost import guessed_rates
 from megatron_epp.planner.calls.call_options import CallOptions, rows_of_1f1b
 from megatron_epp.planner.calls.stage_seconds import StageSeconds
 from megatron_epp.planner.calls.track_record import TrackRecord
-from megatron_epp.runtime.executor import CurrentOp
+from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
 from megatron_epp.runtime.program_runner import ProgramRunner
 from megatron_epp.runtime.rebuilt import SpokenGroups
 from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
+
+PLANNING = OutsidePhase("the plan of a call, which one rank makes")
 
 
 @dataclass
@@ -100,6 +106,12 @@ class ModelPipeline:
             correction=self.track_record.correction,
         )
 
+    def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
+        """:meth:`ReplicaPlans.plan`. The first one compiles the planner, on one rank: for half a
+        minute where the host has other work, which nobody is to be warned of."""
+        self.current_op.enter(PLANNING)
+        return self.planning.plan(key, make)
+
     def learn(self, rates: dict[int, tuple[np.ndarray, bool]]) -> None:
         """Take over the rates of every stage, and whether they are measured."""
         self.rates_SK3 = np.stack([rates[stage][0] for stage in range(self.stages)])
@@ -118,7 +130,8 @@ class Pipelines:
     def of(self, call: LoopCall, stages: int) -> ModelPipeline:
         """The pipeline of the call's model. Collective where it is new, or its groups are.
 
-        ValueError: such a world that our messages would stand still in it.
+        ValueError: such a world that our messages would stand still in it. LoopFailed: a rank
+        cannot make its part.
         """
         group = None if stages == 1 else mpu.get_pipeline_model_parallel_group()
         programs = None if group is None else self._programs_of(group, call.config)
@@ -137,10 +150,15 @@ class Pipelines:
         decoder = getattr(model, "decoder", None)
         layers = len(getattr(decoder, "layers", ()) or ())
         words = getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0
-        seconds = StageSeconds(guessed_rates(call.config, layers, words))
-        refused = self._split_refused(call.one_model)
-        mine = (stage, layers, seconds.guess, refused)
-        every = gather_statuses(RankStatus(mine), None if groups is None else groups.control)
+        control = None if groups is None else groups.control
+        try:
+            seconds = StageSeconds(guessed_rates(call.config, layers, words))
+            mine = (stage, layers, seconds.guess, self._split_refused(call.one_model))
+        except Exception as error:  # the others wait for a word
+            told = RankStatus(error=f"{type(error).__name__}: {error}")
+            raise_what_others_met(gather_statuses(told, control), control)
+        every = gather_statuses(RankStatus(mine), control)
+        raise_what_others_met(every, control)
         by_stage = {told.value[0]: told.value for told in reversed(every)}
         return ModelPipeline(
             group,

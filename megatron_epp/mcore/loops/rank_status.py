@@ -11,6 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 
+class LoopRefusal(ValueError):
+    """Input of a loop that no schedule can run; raised on every rank, in one line."""
+
+
 class LoopFailed(RuntimeError):
     """Another rank of this replica failed; says which, and in which words."""
 
@@ -40,11 +44,11 @@ def gather_statuses(mine: RankStatus, control: dist.ProcessGroup | None) -> list
 
 
 def raise_what_others_met(every: Sequence[RankStatus], control: dist.ProcessGroup | None) -> None:
-    """ValueError: a rank refused its input, in the first such rank's words on every rank.
+    """LoopRefusal: a rank refused its input, in the first such rank's words on every rank.
     LoopFailed: a rank met an error of another kind; that rank itself raises the error."""
     for place, told in enumerate(every):
         if told.refusal is not None:
-            raise ValueError(_said(place, told.refusal, control))
+            raise LoopRefusal(_said(place, told.refusal, control))
     for place, told in enumerate(every):
         if told.error is not None:
             raise LoopFailed(_said(place, told.error, control))
@@ -59,8 +63,8 @@ def _said(place: int, words: str, control: dist.ProcessGroup | None) -> str:
 def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> list[Any] | None:
     """The list that all ranks which know one agree on; None where no rank knows one.
 
-    ``every``: by place in ``control``, None from ranks that know nothing. ValueError: two ranks
-    differ, with the number of the first micro-batch in which they do.
+    ``every``: by place in ``control``, None from ranks that know nothing. LoopRefusal: two
+    ranks differ, with the number of the first micro-batch in which they do.
     """
     known = [(place, items) for place, items in enumerate(every) if items is not None]
     if not known:
@@ -75,7 +79,7 @@ def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> li
                     else (dist.get_global_rank(control, p) for p in (first_place, place))
                 )
                 a, b = ranks
-                raise ValueError(
+                raise LoopRefusal(
                     f"micro-batch {number} differs over ranks: {what} {one} on rank {a}, {other} "
                     f"on rank {b}; expected the same micro-batches on all ranks of a pipeline"
                 )

@@ -12,6 +12,7 @@ from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.microbatch_shapes import ShapeFunction, measured
 from megatron_epp.mcore.loops.pipelines import ModelPipeline
 from megatron_epp.mcore.loops.rank_status import (
+    LoopRefusal,
     RankStatus,
     agreed,
     gather_statuses,
@@ -87,7 +88,7 @@ def _agreed(
     raise_what_others_met(every, pipeline.control)
     counts = [told.value[0] for told in every]
     if len(set(counts)) > 1:
-        raise ValueError(
+        raise LoopRefusal(
             f"num_microbatches differs over the ranks of a pipeline: {counts}; expected one number"
         )
     return agreed([told.value[1] for told in every], what, pipeline.control)

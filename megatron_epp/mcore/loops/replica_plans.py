@@ -46,6 +46,8 @@ class ReplicaPlans:
                     text = str(plan)
                 except ValueError as refusal:
                     error = str(refusal)
+                except Exception as unexpected:  # the others wait for a word
+                    error = f"{type(unexpected).__name__}: {unexpected}"
             plan = Plan.parse(broadcast_text(text, error, self.groups.control))
         if len(self._known) >= MOST_REMEMBERED:
             self._known.clear()

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -16,9 +17,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, MAKE_GRADIENTS, OFFLOAD, Kind, Op, Plan
+from megatron_epp.layers.experts.router_stats import RouterStats
 from megatron_epp.layers.recompute.offload import entrance
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
-from megatron_epp.mcore.data.chunk_batches import ChunkBatch, ChunkBatchBuilder
 from megatron_epp.mcore.model.bucket_order import ReadyOrder
 from megatron_epp.mcore.model.experts.router import drop_routing, report, router_stats_for
 from megatron_epp.mcore.model.split_backward import Deferral, early_modules
@@ -26,9 +27,15 @@ from megatron_epp.mcore.model.vocabulary.head import HiddenStates, ShardedHead
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
+if TYPE_CHECKING:  # loops of others bring their own, with a Megatron that may lack our data's parts
+    from megatron_epp.mcore.data.chunk_batches import ChunkBatch, ChunkBatchBuilder
+
+# Megatron 0.16 asks for the model's type, and does nothing with it.
+_MODEL_TYPE = {"model_type": None} if "model_type" in signature(backward_step).parameters else {}
+
 # forward_step(iterator over one ChunkBatch, model) -> (output, loss_of(output)); the last stage's
 # loss_of gives (loss summed over tokens, number of tokens, report for the log).
-ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]]
+type ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]]
 
 
 class ModelStage:
@@ -46,7 +53,7 @@ class ModelStage:
         model: Any,
         config: Any,
         forward_step: ForwardStep,
-        builder: ChunkBatchBuilder,
+        builder: "ChunkBatchBuilder",
         plan: Plan,
         store: Store,
         early_head: bool = False,
@@ -81,9 +88,10 @@ class ModelStage:
         self._deferral = Deferral(model, besides) if self._deferred else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
-        self._router_stats = (
-            router_stats_for(model, plan, self._loss_scale) if self.training else None
-        )
+        self._router_stats = self._stats_of_routers(plan) if self.training else None
+
+    def _stats_of_routers(self, plan: Plan) -> RouterStats | None:
+        return router_stats_for(self.model, plan, self._loss_scale)
 
     # -------------------------------------------------------------- an iteration
 
@@ -248,7 +256,13 @@ class ModelStage:
             noting = self._ready.noting()
         # A recomputed forward runs in here: it defers as the forward did.
         with self._deferring(op.chunk), noting:
-            made = backward_step(received, output, gradient, self.config)
+            made = backward_step(
+                input_tensor=received,
+                output_tensor=output,
+                output_tensor_grad=gradient,
+                config=self.config,
+                **_MODEL_TYPE,
+            )
         return made if self.head_ops is None else self.head_ops.hand_back(op.chunk, made)
 
     # -------------------------------------------------------------- weight gradients

@@ -43,6 +43,11 @@ def test_what_cannot_be_told(other) -> None:
     assert shape_of(other) is None
 
 
+def test_a_mapping_of_an_unknown_form_ends_nothing() -> None:
+    strange = {"tokens": torch.zeros(1, 4), "packed_seq_params": SimpleNamespace(borders=[0, 4])}
+    assert measured(strange, None, 0) is None
+
+
 def test_a_function_of_the_loop() -> None:
     assert measured("anything", lambda batch: 7, 0) == MicrobatchShape(7)
     assert measured("anything", lambda batch: MicrobatchShape(7, 2), 0) == MicrobatchShape(7, 2)

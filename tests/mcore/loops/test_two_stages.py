@@ -39,6 +39,18 @@ def test_hooks_and_returns_are_those_of_megatrons_schedule(answers, rank) -> Non
     assert answers[rank]["worst"] < 1e-12
 
 
+@pytest.mark.parametrize("what", ["a rank's part", "groups", "a plan"])
+def test_what_nobody_foresaw_ends_no_job(answers, what) -> None:
+    """Megatron's schedule runs the call, with the iterator from its start, and all that follow."""
+    for answer in answers:
+        made, plans, said = answer["unforeseen"][what]
+        assert (made, plans) == (answer["unforeseen"]["nothing"][0], 0)
+        assert answer["unforeseen"]["nothing"][1:] == [2, []]
+    (said,) = answers[0]["unforeseen"][what][2]
+    assert said.startswith("Megatron's own schedule runs all calls from here on, as a plan failed")
+    assert "KeyError: 'what nobody foresaw'" in said
+
+
 BAD = {
     "twice": "rank 0: the forward step drew twice for micro-batch",
     "differ": "micro-batch 2 differs over ranks: it has MicrobatchShape(rows=10, samples=1, "

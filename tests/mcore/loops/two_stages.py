@@ -8,9 +8,10 @@ calls that cannot go well, each of which must end on both ranks, and at last one
 """
 
 import json
+import logging
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,9 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron_epp.mcore.loops import loop_schedule, pipelines
 from megatron_epp.mcore.loops.adapters.samples import Samples
+from megatron_epp.planner.calls import call_plan
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 LENGTHS = (20, 60, 10, 33)
@@ -144,7 +147,8 @@ def outcome(do) -> str:
     try:
         do()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
+        return f"{kind}: {error}"
     return "went well"
 
 
@@ -175,6 +179,31 @@ def failures(model, rank: int) -> dict[str, str]:
     found["many"] = outcome(lambda: call(model, micro_batches(), many))
     found["broken"] = outcome(lambda: call(model, micro_batches(), broken))
     found["again"] = outcome(megatron_epp.install_schedule)
+    return found
+
+
+def unforeseen(model, rank: int) -> dict[str, list]:
+    """By what fails before the first op, on one rank or on all: what two calls return, how many
+    plans ran, what was said."""
+
+    def fails(*words, **named):
+        raise KeyError("what nobody foresaw")
+
+    found, logger = {}, logging.getLogger("megatron_epp")
+    for name, place in {
+        "nothing": nullcontext(),
+        "a rank's part": patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext(),
+        "groups": patch.object(loop_schedule, "process_groups", fails),
+        "a plan": patch.object(call_plan, "whole_plan", fails),
+    }.items():
+        ran, said = [], []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())
+        logger.addHandler(handler)
+        with place, megatron_epp.install_schedule(observe=ran.append):
+            made = [call(model, micro_batches()) for _ in range(2)]
+        logger.removeHandler(handler)
+        found[name] = [made, len(ran), said]
     return found
 
 
@@ -275,6 +304,7 @@ def main() -> None:
         model = rl_loop.build_model(rank)
         model.config.finalize_model_grads_func = None
         stock, expected = contract(model)
+        surprises = unforeseen(model, rank)
         ran: list = []
         installed = megatron_epp.install_schedule(split_backward=False, observe=ran.append)
         ours, gradients = contract(model)
@@ -282,7 +312,13 @@ def main() -> None:
             float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
             for name in expected
         )
-        answers = {"stock": stock, "ours": ours, "worst": worst, **failures(model, rank)}
+        answers = {
+            "stock": stock,
+            "ours": ours,
+            "worst": worst,
+            "unforeseen": surprises,
+            **failures(model, rank),
+        }
         answers |= sliced_failures(model, rank, ran)
         installed.remove()
         answers["removed"] = get_forward_backward_func() is installed.schedule.stock[True]

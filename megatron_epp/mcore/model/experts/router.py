@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
@@ -153,7 +152,7 @@ def balancing_of(config: Any) -> Balancing:
 
 def report(router_stats: RouterStats, model: Any) -> None:
     """Add the iteration's losses to those that Megatron logs."""
-    tracker, config = get_moe_metrics_tracker(), unwrap_model(model).config
+    tracker, config = _tracker(), unwrap_model(model).config
     numbers = {index: layer.layer_number for index, layer in moe_layers(model)}
     replicas = mpu.get_data_parallel_world_size()
     for name, losses_L in router_stats.losses().items():
@@ -169,10 +168,17 @@ def prepare_log(config: Any) -> None:
     documents.
     """
     for name in LOGGED:
-        _entry(get_moe_metrics_tracker(), name, config)
+        _entry(_tracker(), name, config)
 
 
-def _entry(tracker: MoEMetricsTracker, name: str, config: Any) -> Any:
+def _tracker() -> Any:
+    # Here, not above: loops of others may have a Megatron before 0.18, which has none.
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return get_moe_metrics_tracker()
+
+
+def _entry(tracker: Any, name: str, config: Any) -> Any:
     tracker.ensure_initialized(name, config.num_layers)
     entry = tracker.metrics[name]
     entry.reduce_group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
@@ -186,7 +192,7 @@ def _entry(tracker: MoEMetricsTracker, name: str, config: Any) -> Any:
 def routing_state(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Tensors that an iteration changes beside gradients, (tensor, copy): the biases that choose
     experts, the tokens counted for them, the losses to be logged."""
-    tensors = [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+    tensors = [entry.values for entry in _tracker().metrics.values()]
     for _, layer in moe_layers(model):
         if layer.router.enable_expert_bias:
             tensors += [layer.router.expert_bias, layer.router.local_tokens_per_expert]

@@ -1,0 +1,124 @@
+"""Which Megatron takes the schedule: what is imported of it at install, and what it must have."""
+
+import ast
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.test_imports import every_source
+
+# Of Megatron, what old releases lack, or loops of others have no use for.
+NOT_FOR_LEVEL_0 = (
+    "megatron.training",
+    "megatron.core.datasets",
+    "megatron.core.models.hybrid",
+    "megatron.core.transformer.moe.moe_logging",
+)
+
+
+def imported_at_once(module: str, sources: dict[str, str]) -> dict[str, str]:
+    """By name what an import of ``module`` imports, round all corners, and who does it: neither
+    what stands in functions, nor what is there for types alone."""
+    found: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        importer = waiting.pop()
+        for node in ast.parse(sources[importer]).body:
+            match node:
+                case ast.Import(names=names):
+                    reached = [name.name for name in names]
+                case ast.ImportFrom(module=str(origin), names=names):
+                    reached = [origin, *(f"{origin}.{name.name}" for name in names)]
+                case _:
+                    continue
+            for name in reached:
+                if name not in found:
+                    found[name] = importer
+                    waiting += [name] if name in sources else []
+    return found
+
+
+def test_nothing_is_imported_that_only_slices_or_epp_need() -> None:
+    found = imported_at_once("megatron_epp.mcore.loops.install", every_source())
+    assert "megatron.core.pipeline_parallel" in found
+    assert not {name: by for name, by in found.items() if name.startswith(NOT_FOR_LEVEL_0)}
+
+
+def test_an_import_round_a_corner_is_found() -> None:
+    sources = every_source()
+    sources["megatron_epp.runtime.link"] += "\nfrom megatron.training import get_args\n"
+    found = imported_at_once("megatron_epp.mcore.loops.install", sources)
+    assert found["megatron.training.get_args"] == "megatron_epp.runtime.link"
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Any:
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    import megatron.core
+    from megatron.core.pipeline_parallel import schedules
+
+    return SimpleNamespace(core=megatron.core, schedules=schedules)
+
+
+def other(megatron: Any, what: str) -> AbstractContextManager:
+    """A Megatron that is another one in ``what``."""
+    if what[0].isdigit():
+        return patch.object(megatron.core, "__version__", what)
+    if what == "another parameter":
+        return patch.object(megatron.schedules, "backward_step", lambda output_tensor: None)
+    return patch.object(megatron.schedules, what, None)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("0.15.3", "megatron-core 0.15.3 is older than 0.16"),
+        ("get_tensor_shapes", "has no megatron.core.pipeline_parallel.schedules.get_tensor_shapes"),
+        ("another parameter", "schedules.backward_step knows no input_tensor"),
+    ],
+)
+def test_a_megatron_that_cannot_keeps_its_own_schedule_and_one_line_says_why(
+    megatron, caplog, what, reason
+) -> None:
+    import megatron_epp
+
+    own = megatron.schedules.forward_backward_no_pipelining
+    with other(megatron, what), megatron_epp.install_schedule() as made:
+        assert megatron.schedules.forward_backward_no_pipelining is own
+    assert reason in made.reason
+    (line,) = caplog.messages
+    assert line.startswith("megatron_epp 0.") and line.endswith(made.reason) and "\n" not in line
+
+
+@pytest.mark.parametrize("version", ["0.16.0rc0", "0.20.0+abc", "1.0", "of a branch"])
+def test_a_newer_or_unnumbered_one_is_asked_for_its_functions_alone(megatron, version) -> None:
+    import megatron_epp
+
+    numbered = patch.object(megatron.core, "__version__", version)
+    with numbered, megatron_epp.install_schedule() as made:
+        assert not hasattr(made, "reason")
+
+
+def test_nobody_is_warned_while_one_rank_makes_a_plan() -> None:
+    """Compiling the planner takes half a minute where the host has other work."""
+    from megatron_epp.mcore.loops.pipelines import ModelPipeline
+    from megatron_epp.mcore.loops.replica_plans import ReplicaPlans
+    from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
+    from tests.show.plans import one_f_one_b
+
+    current_op, seen = CurrentOp(0), []
+
+    def make():
+        seen.append(current_op.what)
+        return one_f_one_b(1, 1)
+
+    pipeline: Any = object.__new__(ModelPipeline)
+    pipeline.programs = SimpleNamespace(current_op=current_op)
+    pipeline.planning = ReplicaPlans(None)
+    pipeline.plan("a call", make)
+    assert isinstance(seen[0], OutsidePhase)
