@@ -51,20 +51,22 @@ class ProcessedMicroBatch(types.SimpleNamespace):
         return None
 
 
+class Anything(types.ModuleType):
+    """A module in which everything is a mock."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = MagicMock(name=name)
+        setattr(self, name, made)
+        return made
+
+
 def stand_ins() -> None:
     """Modules of NeMo-RL that its loop imports, by name; everything in them is a mock, but for
     what runs here."""
-
-    class Anything(types.ModuleType):
-        __path__: ClassVar[list[str]] = []
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            made = MagicMock(name=name)
-            setattr(self, name, made)
-            return made
-
     for name in (
         "nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.logits_sampling_utils",
         "nemo_rl.algorithms.loss", "nemo_rl.algorithms.loss.interfaces",
@@ -88,7 +90,7 @@ def stand_ins() -> None:
 def load(checkout: Path) -> types.ModuleType:
     """The loop's module; whatever else it imports of NeMo-RL is a mock."""
     source = (checkout / SOURCE).read_text()
-    module = types.ModuleType("nemo_rl_train")
+    module = types.ModuleType("nemo_rl.models.megatron.train")  # known by its name
     module.__dict__["suspend_activation_offload_for_forward_only"] = None
     for line in source.splitlines():
         words = line.split()
@@ -160,15 +162,10 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
         stock = train(loop, model)
         expected = {name: p.grad.clone() for name, p in model.named_parameters()}
         ran: list[Any] = []
-        megatron_epp.install_schedule(
-            lengths=lambda batch: MicrobatchShape(
-                batch.input_ids.shape[1], batch.input_ids.shape[0]
-            ),
-            observe=ran.append,
-        )
-        from megatron_epp.planner.calls.microbatch import MicrobatchShape
-
-        for _ in range(3):  # seconds are measured in the first; later ones run by them
+        megatron_epp.install_schedule(observe=ran.append)
+        # The first shows that its micro-batches are read rightly, seconds are measured in the
+        # second; later ones run by them.
+        for _ in range(4):
             ours = train(loop, model)
     errors = [
         float((p.grad - expected[name]).abs().max() / expected[name].abs().max())

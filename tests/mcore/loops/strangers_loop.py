@@ -10,6 +10,7 @@ packs and pads, a wrapper that counts. Only MEGATRON_EPP in the environment asks
 import json
 import os
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from megatron_epp.mcore.patching import cpu_host
 
-cpu_host.install_cpu_host()  # a host without a GPU; nothing else here is of megatron_epp
+with suppress(ValueError):  # of the trainer's seams, where Megatron is another than the pinned
+    cpu_host.install_cpu_host()  # a host without a GPU; nothing else here is of megatron_epp
 
 import rl_loop
 import torch
