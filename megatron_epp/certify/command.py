@@ -144,13 +144,12 @@ def _line(cells: Mapping[str, object], parameter: str) -> str:
 
 
 def _cells(judged: Judged) -> dict[str, object]:
-    errors = f"{judged.loss_error:.1e}", f"{judged.gradient_error:.1e}"
-    names = judged.coverage.ERROR, "gradient"
     return {
         "batch": judged.number,
         **judged.coverage.cells,
         "messages": judged.messages,
-        **dict(zip(names, errors, strict=True)),
+        judged.coverage.ERROR: f"{judged.loss_error:.1e}",
+        "gradient": f"{judged.gradient_error:.1e}",
     }
 
 

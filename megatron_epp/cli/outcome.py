@@ -115,11 +115,8 @@ def outcome(
         )
     else:
         deals = balance_replicas(lengths, cost, replicas)
-        of_deals = ([lengths[d] for d in held] for held in deals)
-        if planner in SIMULATED:
-            found = tuple(SIMULATED[planner](held, cost, options) for held in of_deals)
-        else:
-            found = tuple(GROUPS[planner](held, cost, options) for held in of_deals)
+        method = {**GROUPS, **SIMULATED}[planner]
+        found = tuple(method([lengths[d] for d in held], cost, options) for held in deals)
         step, took = None, sum(each.plan_seconds for each in found)
     slowest = max(found, key=lambda each: each.seconds)
     bound = slowest.lower_bound_seconds

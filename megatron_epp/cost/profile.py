@@ -29,35 +29,32 @@ _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
 LETTERS = (KEEP, FULL, *SELECTIVE)
 
 
-def _check_numbers(value: Any) -> None:
-    for field in dataclasses.fields(value):
-        number = getattr(value, field.name)
-        if (
-            not isinstance(number, int | float)
-            or isinstance(number, bool)
-            or not math.isfinite(number)
-            or number < 0
-        ):
-            raise ValueError(f"{field.name} {number!r}: expected a number of at least 0")
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Fields that are numbers of at least 0."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            number = getattr(self, field.name)
+            known = isinstance(number, int | float) and not isinstance(number, bool)
+            if not (known and math.isfinite(number) and number >= 0):
+                raise ValueError(f"{field.name} {number!r}: expected a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
-class Seconds:
+class Seconds(_Figures):
     """Seconds of some work: per_token * tokens + per_pair * query-key pairs + per_chunk."""
 
     per_token: float = 0.0
     per_pair: float = 0.0
     per_chunk: float = 0.0
 
-    def __post_init__(self):
-        _check_numbers(self)
-
     def __call__(self, tokens: float, pairs: float) -> float:
         return self.per_token * tokens + self.per_pair * pairs + self.per_chunk
 
 
 @dataclass(frozen=True, slots=True)
-class Bytes:
+class Bytes(_Figures):
     """Bytes of some tensors: ``per_token``, ``per_cut_token`` of a slice whose K and V are kept.
 
     They differ because the K and V that later slices attend to lie in the document's own buffer.
@@ -65,9 +62,6 @@ class Bytes:
 
     per_token: float = 0.0
     per_cut_token: float = 0.0
-
-    def __post_init__(self):
-        _check_numbers(self)
 
     def __call__(self, tokens: float, cut_tokens: float) -> float:
         """Bytes of a chunk of ``tokens``, ``cut_tokens`` of which have their K and V kept."""
@@ -90,7 +84,7 @@ class Workspace(Bytes):
 
 
 @dataclass(frozen=True, slots=True)
-class States:
+class States(_Figures):
     """Bytes of weights, gradients and optimizer per parameter.
 
     zero1_resident   on every device of the stage under ZeRO 1: weights and gradients
@@ -105,9 +99,6 @@ class States:
     zero3_sharded: float
     zero3_gathered: float
     zero3_layers: float
-
-    def __post_init__(self):
-        _check_numbers(self)
 
 
 MEASURED, ANALYTIC = "measured", "analytic"

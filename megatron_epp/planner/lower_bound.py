@@ -65,13 +65,14 @@ def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
     return per
 
 
-def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int) -> float:
+def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool = False) -> float:
     """The same for ``width`` replicas however the documents are dealt to them: one has at least its
     share of the work, and one the longest document.
 
     lengths   sorted, longest first
+    local     of one replica alone: those in lockstep have no local documents
     """
-    whole = lower_bound_seconds(lengths, cost)
+    whole = lower_bound_seconds(lengths, cost, local=local)
     return whole if width == 1 else max(whole / width, lower_bound_seconds(lengths[:1], cost))
 
 

@@ -17,7 +17,7 @@ from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.infinipipe import planner as infinipipe
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import SortedBatch, emit
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import PlannedGroups, PlannedReplica, SimulatedPipeline
@@ -30,41 +30,31 @@ GroupFunction = Callable[[Sequence[int], Cost, Options], PlannedGroups]
 SimulatedFunction = Callable[[Sequence[int], Cost, Options], SimulatedPipeline]
 
 
-def _drafted(
-    draft: DraftFunction, lengths: Sequence[int], cost: Cost, options: Options
-) -> tuple[SortedBatch, ScoredDraft]:
-    """The batch, sorted, and what ``draft`` makes of it; a PlanError where a document fits no
-    plan."""
-    batch = SortedBatch.of(lengths)
-    require_fit(cost, batch.documents)
-    made = draft(batch, cost, options)
-    assert made is not None, "nothing was excluded, so there is a draft"
-    return batch, made
-
-
-def _pipeline(name: str, draft: DraftFunction) -> PlanFunction:
-    """The planner ``name``, which plans by ``draft``."""
-
-    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
-        began = time.perf_counter()
-        batch, made = _drafted(draft, lengths, cost, options)
-        planned = emit(name, batch, made.draft, made.cost, options)
-        return dataclasses.replace(planned, plan_seconds=time.perf_counter() - began)
-
-    return plan
-
-
 def _block(name: str, draft: DraftFunction) -> BlockFunction:
-    """The planner ``name`` for the replicas of a block (options.lockstep), whose documents it
-    deals to them."""
+    """The planner ``name``, which plans by ``draft``, for the replicas of a block
+    (options.lockstep), whose documents it deals to them. A PlanError where a document fits no
+    plan."""
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
         began = time.perf_counter()
-        batch, made = _drafted(draft, lengths, cost, options)
+        batch = SortedBatch.of(lengths)
+        require_fit(cost, batch.documents)
+        made = draft(batch, cost, options)
+        assert made is not None, "nothing was excluded, so there is a draft"
         found = emit_block(name, batch, made.draft, made.cost, options)
         took = (time.perf_counter() - began) / options.lockstep
         planned = tuple(dataclasses.replace(each, plan_seconds=took) for each in found.planned)
         return dataclasses.replace(found, planned=planned)
+
+    return plan
+
+
+def _alone(block: BlockFunction) -> PlanFunction:
+    """``block`` for one replica."""
+
+    def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
+        (planned,) = block(lengths, cost, options).planned
+        return planned
 
     return plan
 
@@ -89,12 +79,10 @@ _DRAFTS: Mapping[str, DraftFunction] = {
     "chunkflow": chunkflow.draft,
     "packing": packing.draft,
 }
-# Planners whose plans a pipeline can run: plan(lengths, cost, options) for one replica.
-PIPELINES: Mapping[str, PlanFunction] = {
-    name: _pipeline(name, draft) for name, draft in _DRAFTS.items()
-}
-# The same for the replicas of a block together.
+# Planners whose plans a pipeline can run: for the replicas of a block together,
 BLOCKS: Mapping[str, BlockFunction] = {name: _block(name, draft) for name, draft in _DRAFTS.items()}
+# and plan(lengths, cost, options) for one.
+PIPELINES: Mapping[str, PlanFunction] = {name: _alone(block) for name, block in BLOCKS.items()}
 # Methods without a pipeline, for comparison.
 GROUPS: Mapping[str, GroupFunction] = {
     "flexsp": _timed(flexsp.plan),

@@ -81,7 +81,7 @@ def plan_step(
     balanced over the blocks, and within a block dealt so that chunks at one position are alike.
     """
     began = time.perf_counter()
-    plan = _unit_planner(planner, options)
+    plan = _unit_planner(planner)
     lengths = tuple(lengths)
     _require_blocks(replicas, options)
     if replicas > WHOLE_EFFORT and options.effort > 1:
@@ -109,21 +109,14 @@ def _require_blocks(replicas: int, options: Options) -> None:
         )
 
 
-def _unit_planner(planner: str, options: Options) -> BlockFunction:
+def _unit_planner(planner: str) -> BlockFunction:
     """The function that plans the documents of one unit: of a replica, or of a block in lockstep,
     for which it may look as hard as for each of its replicas."""
-    alone = planner_of(planner)
-    if options.lockstep > 1:
-        block = BLOCKS[planner]
-
-        def plan_block(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-            effort = min(options.effort * options.lockstep, MOST_EFFORT)
-            return block(lengths, cost, dataclasses.replace(options, effort=effort))
-
-        return plan_block
+    planner_of(planner)  # refuses what makes no pipeline plan
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-        return PlannedBlock((tuple(range(len(lengths))),), (alone(lengths, cost, options),))
+        effort = min(options.effort * options.lockstep, MOST_EFFORT)
+        return BLOCKS[planner](lengths, cost, dataclasses.replace(options, effort=effort))
 
     return plan
 

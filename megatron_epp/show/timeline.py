@@ -118,7 +118,6 @@ def timeline(
     bubbles: Sequence[Bubble] | None = None,
     critical: Sequence[tuple[int, Op]] | None = None,
     curves: Sequence[Sequence[tuple[float, float]]] | None = None,
-    resident_bytes: Sequence[float] = (),
     budget_bytes: Sequence[float] = (),
     unit: str = "s",
 ) -> Timeline:
@@ -154,11 +153,7 @@ def timeline(
     ops = tuple(record for record in ordered if isinstance(record.op, Op))
     seconds = max((record.stop for record in ops), default=0.0)
     if curves is None:
-        resident = tuple(resident_bytes) or (0.0,) * plan.ranks
-        curves = [
-            memory_curve(mine, seconds, resident[rank])
-            for rank, mine in enumerate(by_rank(ops, plan))
-        ]
+        curves = [memory_curve(mine, seconds) for mine in by_rank(ops, plan)]
         if not any(record.peak_bytes for record in ops):
             curves = ()
     return Timeline(

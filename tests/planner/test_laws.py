@@ -16,7 +16,8 @@ from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams, build_chu
 from megatron_epp.planner.chunks.slicing import Spans, cut_each
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B
-from megatron_epp.planner.order.emit import Draft, SortedBatch, emit, merge_iw
+from megatron_epp.planner.order.emit import Draft, SortedBatch, merge_iw
+from megatron_epp.planner.order.emit_block import emit_block
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
@@ -129,7 +130,7 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
         style = random.choice(list(policies(split, many=True)))
         schedule = list_schedule(work, policy_of(style, work, chunking.sizes, law))
         draft = Draft(chunking, {(0, FULL): grid}, schedule.kinds, schedule.chunks)
-        planned = emit("test", batch, draft, cost, Options())
+        (planned,) = emit_block("test", batch, draft, cost, Options()).planned
         assert planned.seconds == pytest.approx(schedule.seconds, rel=1e-12)
         room = np.array(planned.peak_bytes) - np.array(cost.states_bytes)
         assert room == pytest.approx(schedule.peak_bytes, rel=1e-9, abs=4)
@@ -149,7 +150,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
     kinds = merge_iw(schedule.kinds, schedule.chunks, work)
     apart, merged = (
-        emit("test", batch, draft, cost, Options())
+        emit_block("test", batch, draft, cost, Options())
         for draft in (halves, dataclasses.replace(halves, kinds=kinds))
     )
     assert (merged.plan.orders == apart.plan.orders) == (not (kinds == B).any())

@@ -359,7 +359,7 @@ NO_CUDA_ASSERTION = Seam(
     name="no CUDA assertion",
     target="megatron.training.training.initialize_megatron",
     when="cpu host",
-    reason="pretrain() cannot pass allow_no_cuda, and is_available() stays False (host.py)",
+    reason="pretrain() cannot pass allow_no_cuda, and is_available() stays False (cpu_host.py)",
     replacement=_without_cuda_assertion,
     relies_on=("megatron.training.training.pretrain",),
 )

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.chunks.params import ChunkingParams
+from megatron_epp.planner.chunks.params import ChunkingParams, forward_turns
 from megatron_epp.planner.chunks.slicing import Rates, Spans, cut_each
 
 
@@ -146,12 +146,7 @@ def build_block(
         width,
         rates,
     )
-    number = block.groups
-    order = np.arange(number)[::-1] if params.reverse else np.arange(number)
-    first_ones = np.arange(
-        number - 1, number - 1 - min(len(params.first_shares), number - len(groups)), -1
-    )
-    return block.arranged(np.concatenate((first_ones, order[~np.isin(order, first_ones)])))
+    return block.arranged(forward_turns(params, block.groups, len(groups)))
 
 
 @njit(cache=True)

@@ -102,7 +102,12 @@ def build_chunks(
     ranks     context-parallel ones of a stage
     """
     if params.local:
-        return _with_local(params, lengths, rates, most_tokens, multiple, ranks)
+        wanted = params.chunks, params.local
+        first, target = first_local(lengths, *wanted, rates, most_tokens, ranks)
+        packs = params.cut, params.missing, params.extra_bins
+        limits = most_tokens, multiple, ranks
+        chunking, tails = local_chunks(lengths, first, target, *packs, rates, *limits)
+        return chunking.arranged(forward_turns(params, chunking.groups, tails))
     total = float(rates.document_seconds(lengths).sum())
     target = total / params.chunks
     cuts = cut_each(lengths, target * params.cut, rates, most_tokens, multiple)
@@ -112,40 +117,14 @@ def build_chunks(
     level = loose / max(0.5, bins - missing.sum())
     bucket, count = longest_first(cuts, rates, bins, most_tokens, missing * level)
     chunking = assemble(cuts, bucket, count, rates)
-    return _in_turn(params, chunking, len(cuts.tails))
+    return chunking.arranged(forward_turns(params, chunking.groups, len(cuts.tails)))
 
 
-def _with_local(
-    params: ChunkingParams,
-    lengths: np.ndarray,
-    rates: Rates,
-    most_tokens: int,
-    multiple: int,
-    ranks: int,
-) -> Chunking:
-    wanted = params.chunks, params.local
-    first, target = first_local(lengths, *wanted, rates, most_tokens, ranks)
-    chunking, tails = local_chunks(
-        lengths,
-        first,
-        target,
-        params.cut,
-        params.missing,
-        params.extra_bins,
-        rates,
-        most_tokens,
-        multiple,
-        ranks,
-    )
-    return _in_turn(params, chunking, tails)
-
-
-def _in_turn(params: ChunkingParams, chunking: Chunking, tails: int) -> Chunking:
-    """``chunking``, of which ``tails`` documents are cut, in the order of forwards."""
-    groups, small_ones = chunking.groups, len(params.first_shares)
-    order = np.arange(groups)
+def forward_turns(params: ChunkingParams, groups: int, tails: int) -> np.ndarray:
+    """[groups] in the order of their forwards; the first ``tails`` are those of cut documents."""
+    small_ones, order = len(params.first_shares), np.arange(groups)
     if params.reverse:
         order = order[::-1]
     # Packs stand longest first, so the small ones are the last: bring them to the front.
     small = np.arange(groups - 1, groups - 1 - min(small_ones, groups - tails), -1)
-    return chunking.arranged(np.concatenate((small, order[~np.isin(order, small)])))
+    return np.concatenate((small, order[~np.isin(order, small)]))

@@ -23,9 +23,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.result import PlannedGroups
 
-GROUP_SLACK = (
-    0.10  # a group takes documents up to this much more work than the micro-batch's largest
-)
+GROUP_SLACK = 0.10  # more work than the micro-batch's largest, that a group takes documents up to
 EVEN = 0.05  # a micro-batch is done when its groups' work differs by at most this share
 # The most tokens of a document on a device, as shares of what a device can hold: the first that
 # Megatron's flag would be set to, and finer ones, of which the best is taken.

@@ -1,4 +1,4 @@
-"""Emit a plan, checked and played, from arrays: the one way out of every pipeline planner."""
+"""A plan from arrays, and what playing it told: the end of every pipeline planner."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,14 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction, check
+from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction
 from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, I, W
-from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, with_kept
+from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.result import PlannedReplica
-from megatron_epp.sim.play import Simulation, play
+from megatron_epp.sim.play import Simulation
 
 NOTHING = -1  # in the place of a kind
 
@@ -80,13 +79,6 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     )
 
 
-def played_as(
-    batch: SortedBatch, draft: Draft, plan: Plan, cost: Cost, options: Options
-) -> Simulation:
-    loads = batch.named(loads_of(draft.chunking, batch.lengths, options.multiple))
-    return play(plan, cost.table_of(loads, with_kept(cost, draft.counts, loads.chunks)))
-
-
 def merge_iw(kinds: np.ndarray, chunks: np.ndarray, work: ScheduleProblem) -> np.ndarray:
     """``kinds`` of split orders with a B where the first stage runs W right behind I and B takes
     no longer.
@@ -102,18 +94,6 @@ def merge_iw(kinds: np.ndarray, chunks: np.ndarray, work: ScheduleProblem) -> np
     kinds = kinds.copy()
     kinds[0, at], kinds[0, at + 1] = B, NOTHING
     return kinds
-
-
-def emit(
-    planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options
-) -> PlannedReplica:
-    """The plan of ``draft``, checked and played."""
-    plan = plan_of(batch, draft, cost)
-    check(plan)
-    played = played_as(batch, draft, plan, cost, options)
-    local = any(chunk.has_local for chunk in plan.chunks)
-    bound = lower_bound_seconds(batch.lengths, cost, local=local)
-    return as_planned(planner, plan, draft, played, bound, cost, options)
 
 
 def as_planned(

@@ -1,4 +1,5 @@
-"""Emit the plans of a block from one draft: one order and one recompute choice, own documents."""
+"""Emit the plans of a block from one draft, checked and played: one order and one recompute choice,
+own documents. The one way out of every pipeline planner: a replica alone is a block of one."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -81,7 +82,8 @@ def _planned(
     cost: Cost,
     options: Options,
 ) -> Iterator[PlannedReplica]:
-    bound = block_bound_seconds(batch.lengths, cost, options.lockstep)
+    local = any(chunk.has_local for share in shares for chunk in share.plan.chunks)
+    bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local)
     for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
         check(share.plan)
         played = play(share.plan, table)
