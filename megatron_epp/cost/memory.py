@@ -28,7 +28,23 @@ class ChunkMemory(OpSeconds):
     @cached_property
     def states_bytes(self) -> tuple[float, ...]:
         """Weights, gradients, optimizer and gather buffers of every stage, on one device."""
-        return tuple(map(float, self._states_bytes()))
+        states, (parameters, experts) = self.profile.states, self.parameters
+        # Optimizers are sharded over all devices that hold the same weights.
+        sharded = parameters / (self.cp * self.dp)
+        sharded = sharded + experts * (self.ep / (self.tp * self.cp * self.dp))
+        if self.zero == 1:
+            held = states.zero1_resident * (parameters + experts) + states.zero1_sharded * sharded
+        else:
+            share = self.tp / self.ep
+            largest = self.most_over_stages(
+                [
+                    np.array([each.layer_parameters + each.expert_parameters * share])
+                    for each in self.figures
+                ]
+            )[:, 0]
+            gathered = np.minimum(self.layers, states.zero3_layers) * largest / self.tp
+            held = states.zero3_sharded * sharded + states.zero3_gathered * gathered
+        return tuple(map(float, np.ceil(held)))
 
     @property
     def room_bytes(self) -> np.ndarray:
@@ -45,26 +61,6 @@ class ChunkMemory(OpSeconds):
         parameters[0] += self.profile.first_parameters
         parameters += self.output_layer.parameters()
         return parameters / self.tp, self.over_stages(of_experts)[:, 0] / self.ep
-
-    def _states_bytes(self) -> np.ndarray:
-        states = self.profile.states
-        of_layers = [np.array([each.layer_parameters]) for each in self.figures]
-        of_experts = [np.array([each.expert_parameters]) for each in self.figures]
-        parameters, experts = self.parameters
-        # Optimizers are sharded over all devices that hold the same weights.
-        sharded = parameters / (self.cp * self.dp)
-        sharded = sharded + experts * (self.ep / (self.tp * self.cp * self.dp))
-        parameters = parameters + experts
-        if self.zero == 1:
-            return np.ceil(states.zero1_resident * parameters + states.zero1_sharded * sharded)
-        largest = self.most_over_stages(
-            [
-                layers + experts * (self.tp / self.ep)
-                for layers, experts in zip(of_layers, of_experts, strict=True)
-            ]
-        )[:, 0]
-        gathered = np.minimum(self.layers, states.zero3_layers) * largest / self.tp
-        return np.ceil(states.zero3_sharded * sharded + states.zero3_gathered * gathered)
 
     def require_states_fit(self) -> None:
         """A ValueError that says what would be needed, where a stage's states exceed its budget."""

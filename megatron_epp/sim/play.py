@@ -285,10 +285,6 @@ def _played(
         float(idle.sum() / whole),
         float((recompute * factors)[op].sum() / whole),
         float((comm * factors)[op].sum() / whole),
-        _whole(result.peak),
+        tuple(np.ceil(result.peak).astype(np.int64).tolist()),
         tuple(result.left.tolist()),
     )
-
-
-def _whole(values: np.ndarray) -> tuple[int, ...]:
-    return tuple(np.ceil(values).astype(np.int64).tolist())

@@ -150,7 +150,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
     kinds = merge_iw(schedule.kinds, schedule.chunks, work)
     apart, merged = (
-        emit_block("test", batch, draft, cost, Options())
+        emit_block("test", batch, draft, cost, Options()).planned[0]
         for draft in (halves, dataclasses.replace(halves, kinds=kinds))
     )
     assert (merged.plan.orders == apart.plan.orders) == (not (kinds == B).any())

@@ -14,6 +14,7 @@ T queries, P context rows that are seen (at most W), H query heads, G key heads,
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -63,13 +64,13 @@ def attend_window_backward(
     return dq_THD, own[0], own[1], front[0], front[1]
 
 
+@dataclass(frozen=True, slots=True)
 class _Tile:
-    """``queries`` and the rows of their ``own`` keys, as slices; ``front`` context keys before."""
+    """``queries`` and the rows of their ``own`` keys; ``front`` context keys before."""
 
-    __slots__ = ("front", "own", "queries")
-
-    def __init__(self, queries: slice, own: slice, front: int):
-        self.queries, self.own, self.front = queries, own, front
+    queries: slice
+    own: slice
+    front: int
 
 
 def _tiles(tokens: int, context: int, before: int) -> Iterator[_Tile]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from torch import Tensor
 
 from megatron_epp.cost.loads import pairs_within
@@ -25,6 +24,7 @@ from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.kinds.registry import layer_parts, timed_modules
+from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import AllocatorMeter, Meter, NoMeter, SavedBytesMeter
@@ -386,10 +386,7 @@ def undisturbed(model: Any) -> Iterator[None]:
     and in the second iteration Megatron asserts that none is (param_and_grad_buffer.py,
     start_param_sync).
     """
-    cpu = torch.get_rng_state()
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracked = tracker.get_states() if tracker.is_initialized() else None
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    drawn = random_states()
     gradients = [parameter.grad for parameter in model.parameters()]
     hooked = bool(getattr(model, "remove_forward_pre_hook_handles", None))
     if hooked:
@@ -409,11 +406,7 @@ def undisturbed(model: Any) -> Iterator[None]:
             delattr(parameter, "main_grad")
         if hasattr(model, "zero_grad_buffer"):
             model.zero_grad_buffer()
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
-        if tracked is not None:
-            tracker.set_states(tracked)
+        restore_random_states(drawn)
 
 
 def _lend_main_grads(model: Any) -> list[torch.nn.Parameter]:

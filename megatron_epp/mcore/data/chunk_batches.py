@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import Plan, Slices, Span
+from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.global_batches import TokenSource
@@ -131,7 +132,4 @@ class ChunkBatchBuilder:
 
     def _tensor(self, array: numpy.ndarray) -> Tensor:
         """[T] on the host -> [1, T] on the device; pinned first, so that no copy is waited for."""
-        tensor = torch.from_numpy(array)[None]
-        if self.device.type == "cuda":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+        return on_device(torch.from_numpy(array)[None], self.device)

@@ -20,6 +20,7 @@ t rows of this rank (s with sequence parallelism, t / TP), T of the chunk, H hea
 latent channels, P rotary ones, D = qk_head_dim + P, V
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -284,19 +285,14 @@ class LatentLayer:
         return Latents(latent_t1R, rotary_t1P, weight_NR)
 
 
+@dataclass(frozen=True, slots=True)
 class _Made:
     """``with_handles``: Q, K and V that need not be saved; ``latents``: where later slices get or
     have got them; ``local``: Q, K and V of local documents beside spread ones."""
 
-    __slots__ = ("latents", "local", "with_handles")
-
-    def __init__(
-        self,
-        with_handles: tuple[tuple[Tensor, RecomputeHandle], ...],
-        latents: Latents | None,
-        local: tuple[Tensor, ...],
-    ):
-        self.with_handles, self.latents, self.local = with_handles, latents, local
+    with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
+    latents: Latents | None
+    local: tuple[Tensor, ...]
 
 
 def can_keep_latents(around: Any) -> bool:
