@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_epp.cost.catalogue.did_you_mean import unknown_name
+from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import (
@@ -115,7 +115,7 @@ def outcome(
         )
     else:
         deals = balance_replicas(lengths, cost, replicas)
-        method = {**GROUPS, **SIMULATED}[planner]
+        method = GROUPS.get(planner) or SIMULATED[planner]
         found = tuple(method([lengths[d] for d in held], cost, options) for held in deals)
         step, took = None, sum(each.plan_seconds for each in found)
     slowest = max(found, key=lambda each: each.seconds)

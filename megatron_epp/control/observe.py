@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.control.files import BestEffort
@@ -30,14 +29,8 @@ MIB = 2**20
 
 # One line on an iteration, for the log: its number, step, report, seconds waited for the plan.
 Summary = Callable[[int, Step, IterationReport, float], str]
-
-
-class Telemetry(Protocol):
-    """Draws an iteration where the user looks (mcore/telemetry.py)."""
-
-    def __call__(
-        self, iteration: int, step: Step, report: IterationReport, waited_seconds: float
-    ) -> None: ...
+# Draws the same where the user looks (mcore/telemetry.py).
+Telemetry = Callable[[int, Step, IterationReport, float], None]
 
 
 class Observer:

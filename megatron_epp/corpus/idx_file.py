@@ -53,8 +53,7 @@ class CorpusFiles:
 def examine(prefix: str) -> CorpusFiles:
     """Reads the index of a pair and the size of its tokens, and no token.
 
-    Raises:
-        ValueError: a file is missing, is no index, or the two do not fit each other.
+    ValueError: a file is missing, is no index, or the two do not fit each other.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     if not index.is_file():
@@ -76,8 +75,7 @@ def read_index(index: Path) -> CorpusFiles:
 
     Time and reading are linear in the file, memory is one block of it.
 
-    Raises:
-        ValueError: it is no index, is damaged, or describes another .bin
+    ValueError: it is no index, is damaged, or describes another .bin
     """
     index_bytes = index.stat().st_size
     with index.open("rb") as file:
@@ -188,8 +186,7 @@ def examine_vocabulary(files: CorpusFiles, vocabulary_size: int) -> None:
     spread evenly, so that the start of a job on terabytes takes no longer. Whatever is read in
     training is checked again, exactly (documents.py).
 
-    Raises:
-        ValueError: such a token was found.
+    ValueError: such a token was found.
     """
     if vocabulary_size > np.iinfo(files.dtype).max:
         return

@@ -43,8 +43,7 @@ class LossMasks:
 
         Reads the masks between the first window and the last once, block by block.
 
-        Raises:
-            ValueError: a byte is neither 0 nor 1
+        ValueError: a byte is neither 0 nor 1
         """
         found = np.full(len(stops), -1, np.int64)
         last, judged = -1, 0
@@ -144,8 +143,7 @@ class LossMasks:
 def examine_masks(files: CorpusFiles) -> LossMasks | None:
     """The masks beside a corpus, or None where there are none. Reads their index, no mask.
 
-    Raises:
-        ValueError: one of the two files is missing, is damaged, or fits other tokens
+    ValueError: one of the two files is missing, is damaged, or fits other tokens
     """
     prefix = files.prefix + SUFFIX
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")

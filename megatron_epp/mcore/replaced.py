@@ -216,6 +216,5 @@ def warning(args: argparse.Namespace) -> str | None:
 
 def warn(args: argparse.Namespace) -> None:
     """Say it, once in a job: on rank 0."""
-    line = warning(args)
-    if line is not None and args.rank == 0:
+    if args.rank == 0 and (line := warning(args)) is not None:
         logger.warning("%s", line)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megatron_epp.cost.catalogue.did_you_mean import unknown_name
+from megatron_epp.cost.catalogue.named import unknown_name
 
 # Every lever of `epp`, with what it does where it is on. None of them belongs to another planner.
 LEVERS = MappingProxyType(

@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_epp.cost.catalogue.did_you_mean import unknown_name
+from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.baselines import chunkflow, packing, seq1f1b
 from megatron_epp.planner.device_groups import flexsp, hybrid_cp

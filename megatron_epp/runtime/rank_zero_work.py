@@ -22,8 +22,7 @@ def done_by_rank_zero(
 
     ``work`` calls ``beat()`` often. A rank fails that hears nothing for the group's timeout.
 
-    Raises:
-        PlanError: on every rank, with the line of the ValueError or OSError that ``work`` raised
+    PlanError: on every rank, with the line of the ValueError or OSError that ``work`` raised
     """
     at_work = torch.ones(1, dtype=torch.int64)
     if group.rank() != 0:

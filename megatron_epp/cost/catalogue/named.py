@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from megatron_epp.cost.catalogue.bounded_file import read_bounded
@@ -30,6 +30,15 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
     raise ValueError(f"unknown {what} {name!r}; {hint} A JSON file's path is taken too.")
+
+
+def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> str:
+    """One line: the names that look like ``name``, then all. ``others`` are known as well, but
+    are never what was meant."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=2)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    return f"unknown {what} {name!r}{hint} Known: {', '.join((*names, *others))}"
 
 
 def read_json(what: str, path: str) -> Any:

@@ -37,8 +37,7 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
     """The corpus of every chat file of the data flags, blends and splits included: the prefix of
     its files by the path that was given. Collective.
 
-    Raises:
-        PlanError: on every rank alike, what is wrong with which line of which file
+    PlanError: on every rank alike, what is wrong with which line of which file
     """
     paths = _chat_files(args)
     prefixes = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)

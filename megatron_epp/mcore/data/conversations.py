@@ -67,8 +67,7 @@ class TokenizedChats:
 def read_lines(path: Path) -> Iterator[tuple[int, list[Message]]]:
     """(number from 1, messages) of every line that is not blank.
 
-    Raises:
-        ValueError: a line is no JSON, or has no messages with roles and texts; with its number
+    ValueError: a line is no JSON, or has no messages with roles and texts; with its number
     """
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
@@ -111,8 +110,7 @@ def encode(
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     """(tokens int64, mask uint8) of a conversation: two [tokens].
 
-    Raises:
-        ValueError: turns that the format does not know, or that the tokenizer refuses
+    ValueError: turns that the format does not know, or that the tokenizer refuses
     """
     if chat_format not in WITHOUT_MASKS:
         _check_turns(conversation)
@@ -180,8 +178,7 @@ def write_encoded(
     vocabulary   entries of the tokenizer
     beat         is called behind every line
 
-    Raises:
-        ValueError: no line holds a target
+    ValueError: no line holds a target
     """
     lengths: list[int] = []
     count = targets = untargeted = 0

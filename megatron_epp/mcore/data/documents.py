@@ -260,15 +260,13 @@ def config_from_args(
 ) -> DocumentConfig:
     """The configuration that Megatron's data flags describe.
 
-    Args:
-        args: Megatron's parsed flags
-        tokenizer: a Megatron tokenizer
-        overlong: truncate, drop or split
-        vocabulary_size: rows of the embedding, or None for no check of the tokens
-        chats: the corpora to read in the place of chat files (chat_cache.py)
+    args              Megatron's parsed flags
+    tokenizer         a Megatron tokenizer
+    overlong          truncate, drop or split
+    vocabulary_size   rows of the embedding, or None for no check of the tokens
+    chats             the corpora to read in the place of chat files (chat_cache.py)
 
-    Raises:
-        ValueError: a flag asks for a data path that has no documents
+    ValueError: a flag asks for a data path that has no documents
     """
     # Here and not above: to read documents, no trainer need be imported.
     from megatron.training.utils import get_blend_and_blend_per_split
@@ -328,11 +326,9 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
     For every rank to call: Megatron builds on rank 0 first, and where only that fails the others
     wait for it.
 
-    Args:
-        sizes: samples wanted of train, valid and test; None is one epoch
+    sizes   samples wanted of train, valid and test; None is one epoch
 
-    Raises:
-        ValueError: damaged files, no usable document, tokens beyond the vocabulary
+    ValueError: damaged files, no usable document, tokens beyond the vocabulary
     """
     if config.mock:
         raise ValueError("no documents to train on: give --data-path, or --train-data-path")
@@ -370,8 +366,7 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
     Each node reads files of its own where they are no shared ones, and lengths that differ in the
     thousandth iteration only would end the job there. Collective, on the host.
 
-    Raises:
-        ValueError: what differs, and on which ranks
+    ValueError: what differs, and on which ranks
     """
     agree(
         repr([(prefix, split.name) for prefix, split in config.indices]),

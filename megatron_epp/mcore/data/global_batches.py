@@ -157,12 +157,10 @@ def build_documents(
 
     The middle one is a list with --multiple-validation-sets.
 
-    Args:
-        sizes: samples wanted of each; None is one epoch
-        group: of all ranks, on the host, which must find the same documents; None: not compared
+    sizes   samples wanted of each; None is one epoch
+    group   of all ranks, on the host, which must find the same documents; None: not compared
 
-    Raises:
-        ValueError: see ``check_corpora``; ranks that find other documents
+    ValueError: see ``check_corpora``; ranks that find other documents
     """
     check_corpora(config, sizes)
     if group is not None:

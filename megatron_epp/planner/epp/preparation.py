@@ -11,7 +11,6 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams
-from megatron_epp.planner.epp.effort import Effort
 from megatron_epp.planner.infinipipe.grouping import RecomputeIlps, group
 from megatron_epp.planner.infinipipe.memory import papers_ledger
 from megatron_epp.planner.options import Options
@@ -39,6 +38,24 @@ from megatron_epp.planner.recompute.ilp import Solver
 CHUNKING_OPS = 15_000
 OPS_PER_NUMBER = 4
 PROGRAM_OPS = 40_000
+# Simulated ops per unit of --epp-effort. A core does about fifteen to twenty million a second, so
+# that a unit is worth about a tenth of a second.
+OPS_PER_EFFORT = 1_500_000
+
+
+class Effort:
+    """The ops that a search may still simulate, and never time, so that plans repeat; all else it
+    does is charged in ops, too."""
+
+    def __init__(self, effort: int):
+        self.left = float(effort * OPS_PER_EFFORT)
+
+    def spend(self, ops: float) -> None:
+        self.left -= ops
+
+    @property
+    def spent(self) -> bool:
+        return self.left <= 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

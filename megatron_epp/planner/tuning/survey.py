@@ -30,7 +30,7 @@ from megatron_epp.planner.partition import (
     layer_costs,
     with_layers,
 )
-from megatron_epp.planner.registry import BLOCKS, PIPELINES
+from megatron_epp.planner.registry import BLOCKS
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import SKETCH_EFFORT, heaviest
@@ -376,12 +376,8 @@ def heaviest_plan(
     """The plan of the replica with most work; seconds exposed and hidden of the exchange."""
     lockstep = max(1, cost.ep // (cost.tp * cost.cp))
     held = heaviest(lengths, cost, lockstep)
-    if lockstep > 1:
-        together = dataclasses.replace(options, lockstep=lockstep)
-        block = BLOCKS[planner](held, cost, together)
-        planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
-    else:
-        planned = PIPELINES[planner](held, cost, options)
+    block = BLOCKS[planner](held, cost, dataclasses.replace(options, lockstep=lockstep))
+    planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
     if cost.network is None or cost.cp * cost.dp == 1:

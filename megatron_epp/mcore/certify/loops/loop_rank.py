@@ -10,6 +10,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
+from megatron_epp.certify.allowed_collectives import SCHEDULE, Listed
 from megatron_epp.certify.batches import letters_drawn
 from megatron_epp.certify.loops.loop_results import LoopResult
 from megatron_epp.certify.loops.micro_batches import (
@@ -21,16 +22,40 @@ from megatron_epp.certify.loops.micro_batches import (
 from megatron_epp.certify.protocol import Prepared
 from megatron_epp.ir import OFFLOAD, Kind, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.loops.allowed import LOOP
 from megatron_epp.mcore.certify.loops.context import attend_over_ranks, context_forward_step
 from megatron_epp.mcore.certify.models import elastic_model
 from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
+from megatron_epp.mcore.loops.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+# The collectives that a call of a loop may issue: those of a schedule, over a replica.
+_OURS = (
+    Listed(
+        "call",
+        CONTROL,
+        r"megatron_epp\.mcore\.loops\.rank_status\.gather_statuses",
+        "what every rank of the replica has read, before the ops; what became of it, behind them",
+    ),
+    Listed(
+        "plan text",
+        CONTROL,
+        r"megatron_epp\.runtime\.consensus\.broadcast_text",
+        "one rank plans, where no plan for such micro-batches is known",
+    ),
+    Listed(
+        "loop's own context",
+        "CONTEXT_PARALLEL_GROUP",
+        r"megatron_epp\.mcore\.certify\.loops\.context\..*",
+        "the loop's attention and losses over ranks that share its documents",
+    ),
+)
+_NOT_OURS = ("plan text", "plan digest", "report", "records", "memory limit")
+LOOP = (*_OURS, *(entry for entry in SCHEDULE if entry.name not in _NOT_OURS))
 
 
 class LoopRank(Rank):
