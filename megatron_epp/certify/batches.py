@@ -278,6 +278,7 @@ class StepCoverage:
         step = drawn.step
         kinds = [kind for plan in step.plans for kind in _chunk_kinds(plan)]
         letters = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
+        orders = [order for plan in step.plans for order in plan.orders]
         return cls(
             documents=len(step.lengths),
             chunks=len(kinds),
@@ -289,13 +290,8 @@ class StepCoverage:
             selective=sum(letter in SELECTIVE for letter in letters),
             offloaded=letters.count(OFFLOAD),
             layers=len(letters),
-            halved=sum(
-                op.kind is Kind.WEIGHT
-                for plan in step.plans
-                for order in plan.orders
-                for op in order
-            ),
-            window=max(_window(order) for plan in step.plans for order in plan.orders),
+            halved=sum(op.kind is Kind.WEIGHT for order in orders for op in order),
+            window=max(_most_between(order, lambda chunk: 1) for order in orders),
             empty=kinds.count("empty"),
             local=sum(span.local for plan in step.plans for c in plan.chunks for span in c.spans),
             mixed=sum(c.has_local and c.spread_tokens > 0 for p in step.plans for c in p.chunks),
@@ -344,11 +340,6 @@ def _chunk_kinds(plan: Plan) -> list[str]:
         else "hybrid"
         for chunk, document in zip(plan.chunks, documents, strict=True)
     ]
-
-
-def _window(order: tuple[Op, ...]) -> int:
-    """The most chunks of a stage whose forward has run and whose backward has not."""
-    return _most_between(order, lambda chunk: 1)
 
 
 def most_offloaded(plan: Plan, stage: int, counts: Callable[[Chunk], bool]) -> int:

@@ -6,7 +6,7 @@ plans, and their answers are compared in float64 with the plain model's.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -177,11 +177,6 @@ def verdict(judged: Sequence[Judged]) -> str:
         else f"certified: {len(judged)} batches, worst error {worst:.1e} (bound {BOUND:g}); "
         f"{every[0].HELD}"
     )
-    issued = _issued(batch.collectives for batch in judged)
+    counts = sorted(sum((batch.collectives for batch in judged), Counter()).items())
+    issued = f"collectives: {', '.join(f'{name} {count}' for name, count in counts) or 'none'}"
     return "\n".join([*every[0].summary(every), issued, conclusion])
-
-
-def _issued(collectives: Iterable[Counter[str]]) -> str:
-    """How often each collective was called, in one line."""
-    counts = sorted(sum(collectives, Counter()).items())
-    return f"collectives: {', '.join(f'{name} {count}' for name, count in counts) or 'none'}"

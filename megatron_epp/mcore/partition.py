@@ -9,7 +9,7 @@ files by stage.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_epp.control.files import write_whole
-from megatron_epp.corpus.lengths import Corpus, open_corpus
+from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.profile import Profile
 from megatron_epp.mcore.capabilities.refusals import require_whole_words
@@ -280,7 +280,9 @@ def _batches(args: Any, config: Config) -> list[list[int]]:
     corpora = [
         open_corpus(f"{prefix}.idx", args.seq_length, config.epp_overlong) for prefix in prefixes
     ]
-    shares = _shares(corpora, weights)
+    # Without weights each corpus is read once.
+    parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
+    shares = [part / sum(parts) for part in parts]
     made = []
     for number in range(BATCHES):
         drawn: list[int] = []
@@ -289,9 +291,3 @@ def _batches(args: Any, config: Config) -> list[list[int]]:
                 drawn += corpus.batch(number % max(1, len(corpus) // count), count)
         made.append(drawn[: args.global_batch_size])
     return made
-
-
-def _shares(corpora: Sequence[Corpus], weights: Sequence[float] | None) -> list[float]:
-    """Each corpus's part of a batch's documents; without weights each corpus is read once."""
-    given = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
-    return [each / sum(given) for each in given]

@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
 
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.planner.partition import layout_flags
@@ -51,7 +50,7 @@ def launch_script(
     tell, the script asks for them."""
     several = bool(model.kinds)
     lines = (
-        _line(group)
+        "    " + shlex.join(group)
         for group in (
             *model_flags(model),
             ["--seq-length", str(context), "--max-position-embeddings", str(context)],
@@ -72,10 +71,6 @@ def launch_script(
         asked=_ASKED if several else "",
         more=" $MODEL_FLAGS" if several else "",
     )
-
-
-def _line(words: Sequence[str]) -> str:
-    return "    " + shlex.join(words)
 
 
 def model_flags(model: Model) -> list[list[str]]:

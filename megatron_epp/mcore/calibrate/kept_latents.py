@@ -77,7 +77,8 @@ def cheaper(args: Any, layers: tuple[int, ...]) -> str:
     config = Config.of(args)
     file = config.epp_cost_model or str(Path(args.load or "") / FILE_NAME)
     if file != ANALYTIC and (config.epp_cost_model or args.load) and Path(file).exists():
-        return LATENTS if _measured_with_latents(Profile.load(file)) else EXPANDED
+        measured = Profile.load(file).kinds.values()
+        return LATENTS if any(figures.kv_replicated for figures in measured) else EXPANDED
     seconds: dict[str, float] = {}
     for keeps in (EXPANDED, LATENTS):
         trial = copy.copy(args)
@@ -99,7 +100,3 @@ def cheaper(args: Any, layers: tuple[int, ...]) -> str:
         chosen, args.seq_length, said or "too much memory either way",
     )  # fmt: skip
     return chosen
-
-
-def _measured_with_latents(profile: Profile) -> bool:
-    return any(figures.kv_replicated for figures in profile.kinds.values())

@@ -174,10 +174,6 @@ def _kernel(name: str, heads: Heads) -> Kernel:
     return PaddedKernel(_KERNELS[name](replace(heads, size=size, value=0)), size)
 
 
-def _transformer_engine(heads: Heads) -> Kernel:
-    return TransformerEngineKernel(heads.query, heads.key, heads.size, heads.scale, _no_scores)
-
-
 @contextmanager
 def _no_scores() -> Iterator[None]:
     """Transformer Engine may not choose the attention that holds all scores: for a long context no
@@ -203,4 +199,7 @@ def _torch(heads: Heads) -> Kernel:
     return FlashKernel(heads.scale)
 
 
-_KERNELS: dict[str, Callable[[Heads], Kernel]] = {TE: _transformer_engine, TORCH: _torch}
+_KERNELS: dict[str, Callable[[Heads], Kernel]] = {
+    TE: lambda of: TransformerEngineKernel(of.query, of.key, of.size, of.scale, _no_scores),
+    TORCH: _torch,
+}

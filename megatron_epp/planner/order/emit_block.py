@@ -2,7 +2,6 @@
 own documents. The one way out of every pipeline planner: a replica alone is a block of one."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,24 +69,14 @@ def emit_block(
 ) -> PlannedBlock:
     """The plans of ``draft``, checked and played."""
     shares = shares_of(batch, draft, cost, options)
-    planned = tuple(_planned(planner, batch, draft, shares, cost, options))
-    return PlannedBlock(tuple(share.deal for share in shares), planned)
-
-
-def _planned(
-    planner: str,
-    batch: SortedBatch,
-    draft: Draft,
-    shares: tuple[Share, ...],
-    cost: Cost,
-    options: Options,
-) -> Iterator[PlannedReplica]:
     local = any(chunk.has_local for share in shares for chunk in share.plan.chunks)
     bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local)
+    planned = []
     for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
         check(share.plan)
         played = play(share.plan, table)
-        yield as_planned(planner, share.plan, draft, played, bound, cost, options)
+        planned.append(as_planned(planner, share.plan, draft, played, bound, cost, options))
+    return PlannedBlock(tuple(share.deal for share in shares), tuple(planned))
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
