@@ -19,6 +19,14 @@ from megatron_epp.planner.options import MOST_EFFORT
 FUSED_LINEARS = "epp_fused_linears"
 PARTITION_AUTO = "auto"
 ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
+# Megatron's flags that place layers on stages, by destination, and what each is where it does not.
+PLACING_FLAGS: dict[str, Any] = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 

@@ -21,7 +21,15 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.profile import Profile
 from megatron_epp.mcore.capabilities.refusals import require_whole_words
-from megatron_epp.mcore.config import ANALYTIC, AUTO, OFF, ON, PARTITION_AUTO, Config
+from megatron_epp.mcore.config import (
+    ANALYTIC,
+    AUTO,
+    OFF,
+    ON,
+    PARTITION_AUTO,
+    PLACING_FLAGS,
+    Config,
+)
 from megatron_epp.mcore.job_cost import analytic, device_name, training_cost, training_levers
 from megatron_epp.mcore.model.hybrid.pattern import (
     layers_of_stages,
@@ -37,14 +45,6 @@ KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
 KEPT_VOCABULARY = "epp-vocab-parallel.json"  # on or off, there, too
 AMPLE_BYTES = 1e15
 BATCHES = 2  # that a partition is chosen on
-# Megatron's flags that say the same, and what each is where it says nothing.
-OTHER_WAYS = {
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "pipeline_model_parallel_layout": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-}
 
 
 def placeholder(wanted: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def placeholder(wanted: Any) -> dict[str, Any]:
     stages = wanted.pipeline_model_parallel_size
     if wanted.epp_partition != PARTITION_AUTO or stages == 1:
         return {}
-    for name, silent in OTHER_WAYS.items():
+    for name, silent in PLACING_FLAGS.items():
         if getattr(wanted, name) != silent:
             raise ValueError(
                 f"--{name.replace('_', '-')} says where layers lie, and --epp-partition auto "

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.mcore.config import PLACING_FLAGS
 from megatron_epp.mcore.model.hybrid.pattern import refuse_segments, with_borders
 from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.partition import (
     KEPT,
     KEPT_VOCABULARY,
-    OTHER_WAYS,
     choose_partition,
     placeholder,
 )
@@ -118,7 +118,7 @@ def wanted(**changes: object) -> Namespace:
         "num_layers": 6,
         "hybrid_layer_pattern": None,
         "mtp_num_layers": None,
-        **OTHER_WAYS,
+        **PLACING_FLAGS,
     }
     return Namespace(**{**given, **changes})
 

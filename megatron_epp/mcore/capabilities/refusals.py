@@ -4,19 +4,11 @@ import argparse
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.config import AUTO, OFF, ON
+from megatron_epp.mcore.config import AUTO, OFF, ON, PLACING_FLAGS
 from megatron_epp.mcore.model.kinds.experts import lockstep_of
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 
-_PLACES = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-)
+_PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def require_equal_stages(args: argparse.Namespace) -> None:

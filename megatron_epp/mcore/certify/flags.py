@@ -16,7 +16,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
-from megatron_epp.mcore.config import FUSED_LINEARS, OFF
+from megatron_epp.mcore.config import FUSED_LINEARS, OFF, PLACING_FLAGS
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
@@ -98,11 +98,7 @@ _NOT_PLAIN: dict[str, Any] = {
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
     "epp_vocab_parallel": OFF,
-    "pipeline_model_parallel_layout": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
+    **PLACING_FLAGS,
 }
 
 
