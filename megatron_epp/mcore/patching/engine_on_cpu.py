@@ -38,7 +38,12 @@ def require_reference() -> str:
     """Have the processes that this one starts use it; a line that says so. ValueError: there is
     none."""
     _require_folder()
-    device = os.environ.setdefault(VARIABLE, DEVICE)
+    os.environ.setdefault(VARIABLE, DEVICE)
+    return in_words()
+
+
+def in_words() -> str:
+    device = os.environ[VARIABLE]
     return f"Transformer Engine's layers over a reference of its kernels ({VARIABLE}={device})"
 
 
