@@ -139,6 +139,11 @@ def test_the_command_has_its_processes_run_so(device) -> None:
     assert re.match(r"certified: 1 batches, worst error .*e-1[56] ", last)
 
 
+def test_adapters_around_its_linears_are_refused() -> None:
+    with pytest.raises(ValueError, match="--lora-rank: adapters are put around Megatron's local"):
+        certify_training(Trial(Degrees(1, 1, 1), models(DENSE), batches=1, lora_rank=4))
+
+
 # ------------------------------------------------------------------ broken on purpose
 
 WAYS = (

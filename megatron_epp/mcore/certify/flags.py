@@ -124,7 +124,7 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) 
         raise ValueError(
             "--lora-rank: adapters do not run with --epp-vocab-parallel on; leave one of them out"
         )
-    _require_engine(raw)
+    _require_engine(raw, lora_rank)
     tiny = small(raw, degrees, _layout(raw))
     extra = OVERLAP if overlap else {}
     elastic = _validated(raw, tiny.values | extra, degrees.ranks)
@@ -135,8 +135,13 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) 
     return Scaled(tiny.layers, elastic, _validated(raw, plain, 1))
 
 
-def _require_engine(raw: Namespace) -> None:
+def _require_engine(raw: Namespace, lora_rank: int) -> None:
     asked = raw.transformer_impl == "transformer_engine"
+    if asked and lora_rank:
+        raise ValueError(
+            "--lora-rank: adapters are put around Megatron's local linears here; leave "
+            "--transformer-impl transformer_engine out"
+        )
     if asked and cpu_host.is_cpu_host() and not engine_on_cpu.is_started():
         raise ValueError(
             "--transformer-impl transformer_engine: this process was started without a reference "

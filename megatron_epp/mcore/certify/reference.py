@@ -55,7 +55,10 @@ class Plain:
     def prepare(self, turn: int) -> Prepared:
         """Read the flags and build the model. ValueError: flags that cannot be used."""
         degrees, lora_rank = self.trial.degrees, self.trial.lora_rank
-        small = scaled(parsed(self.flags(turn)), degrees, self.trial.overlap, lora_rank)
+        raw = parsed(self.flags(turn))
+        if self.trial.device != "cpu":
+            raw.transformer_impl = "local"  # kernels of GPUs know no float64
+        small = scaled(raw, degrees, self.trial.overlap, lora_rank)
         args = small.plain
         begin(args, self.seed)
         with refusals_as_value_errors():
