@@ -192,7 +192,10 @@ def test_linears_of_transformer_engine_need_no_apex_to_add_their_gradients(monke
         ("local", True, False),
     ):
         wanted = SimpleNamespace(
-            max_position_embeddings=8, transformer_impl=impl, gradient_accumulation_fusion=asked
+            max_position_embeddings=8,
+            transformer_impl=impl,
+            gradient_accumulation_fusion=asked,
+            multi_latent_attention=False,
         )
         defaults = elastic_defaults(wanted)
         assert defaults["gradient_accumulation_fusion"] is False
@@ -215,9 +218,12 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
         max_position_embeddings=8,
         transformer_impl="transformer_engine",
         gradient_accumulation_fusion=True,
+        multi_latent_attention=False,
     )
     assert "apply_rope_fusion" not in elastic_defaults(wanted)
-    wanted.transformer_impl = "local"
+    wanted.multi_latent_attention = True
+    assert elastic_defaults(wanted)["apply_rope_fusion"] is False
+    wanted.multi_latent_attention, wanted.transformer_impl = False, "local"
     assert elastic_defaults(wanted)["apply_rope_fusion"] is False
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
     assert elastic_defaults(wanted)["gradient_accumulation_fusion"] is False
