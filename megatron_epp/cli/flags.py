@@ -285,6 +285,15 @@ class BatchesFlags:
 
 @dataclass
 class PlanFlags:
+    framework: str | None = flag(
+        None,
+        "print degrees, recompute and tokens of a micro-batch as settings of megatron, bridge, "
+        "verl, slime or ms-swift instead of the plan; of --planner packing, as frameworks run "
+        "Megatron's own schedule",
+        short="--for",
+        dest="framework",
+        metavar="FRAMEWORK",
+    )
     forward_only: bool = flag(False, "a plan of forwards alone, for evaluation")
     output: str | None = flag(
         None, "write the plan here instead of to stdout", ("PLAN", str), short="-o"

@@ -16,6 +16,14 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, evaluation_step, parse_levers
+from megatron_epp.planner.tuning.framework_settings import (
+    StockSettings,
+    recomputed_layers,
+    require_framework,
+    settings_of,
+)
+from megatron_epp.planner.tuning.layouts import Layout
+from megatron_epp.planner.tuning.survey import STOCK
 from megatron_epp.show.timeline import local_share, offloaded_ratio
 from megatron_epp.show.units import GIB, seconds_text, share_text, tokens_text
 from megatron_epp.sim.exchange import exchange, messages
@@ -24,6 +32,8 @@ from megatron_epp.sim.play import play
 
 def run(arguments: argparse.Namespace) -> int:
     planner = known_planner(arguments.planner)
+    if arguments.framework is not None:
+        _require_stock(arguments, planner)
     options = options_of(arguments)
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
@@ -33,6 +43,15 @@ def run(arguments: argparse.Namespace) -> int:
         return _evaluation(arguments, lengths, cost, options)
     made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)
     text = _text(made.step)
+    if arguments.framework is not None:
+        assert made.step is not None, "packing is a pipeline's"
+        print(
+            "\n".join(
+                settings_of(arguments.framework, _settings(made.step, lengths, cost, options))
+            )
+        )
+        print(_summary(made, batches, lengths, cost), end="", file=sys.stderr)
+        return 0
     if arguments.output is not None:
         if text is None:
             raise UsageError(
@@ -58,6 +77,30 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         print(f"wrote {arguments.output}", file=report)
     return 0
+
+
+def _require_stock(arguments: argparse.Namespace, planner: str) -> None:
+    """UsageError: what a framework's settings cannot say."""
+    name = arguments.framework
+    require_framework(name)
+    if planner != STOCK:
+        raise UsageError(
+            f"--for {name}: frameworks run Megatron's own schedule, not plans of {planner}; "
+            f"expected --planner {STOCK}"
+        )
+    if arguments.forward_only:
+        raise UsageError(f"--for {name} --forward-only: settings are of training")
+
+
+def _settings(step: Step, lengths: tuple[int, ...], cost: Cost, options: Options) -> StockSettings:
+    """As the replicas' plans have them."""
+    return StockSettings(
+        Layout(cost.tp, cost.cp, cost.stages, cost.dp),
+        step.plans[0].layers,
+        recomputed_layers(step.plans),
+        max(options.context, *lengths),
+        cost.ep,
+    )
 
 
 def _read(counts: Counts) -> dict[str, int]:

@@ -19,16 +19,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from megatron_epp.cli.tune.framework import settings_of
+from megatron_epp.planner.tuning.framework_settings import StockSettings, settings_of
 from megatron_epp.planner.tuning.layouts import Layout
-from megatron_epp.planner.tuning.survey import Choice
 
 EXAMPLES = ROOT / "examples" / "integrations"
 # Every setting that there is: uneven ends, experts, recompute.
-CHOICE = Choice(
-    *(Layout(2, 2, 2, 2), (7, 9), "packing", False, 1.0, 1e5, 0.1, 0.0, 0.1, 0.0, 0.0, 2**30, 1),
-    ep=2,
-)
+JOB = StockSettings(Layout(2, 2, 2, 2), (7, 9), 1, 4096, ep=2)
 
 
 def fields_of(*files: Path) -> set[str]:
@@ -59,7 +55,7 @@ def verl(checkout: Path) -> Iterator[str]:
         # What is not among the keys is added by a plus, and is a field of Megatron's.
         "megatron.override_transformer_config.": _keys(config / "engine/megatron.yaml"),
     }
-    for line in settings_of("verl", CHOICE, 1, 4096):
+    for line in settings_of("verl", JOB):
         section, name = re.fullmatch(
             r"\+?actor_rollout_ref\.actor\.((?:\w+\.)*)(\w+)=.*", line
         ).groups()  # type: ignore[union-attr]
@@ -75,7 +71,7 @@ def slime(checkout: Path) -> Iterator[str]:
     own = (checkout / "slime/utils/arguments.py").read_text()
     flags = {f"--{name.replace('_', '-')}" for name in megatrons()}
     flags |= {"--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"}
-    for line in settings_of("slime", CHOICE, 1, 4096):
+    for line in settings_of("slime", JOB):
         if line.split()[0] not in flags and f'"{line.split()[0]}"' not in own:
             yield f"{line}: there is no such flag"
 
@@ -86,7 +82,7 @@ def swift(checkout: Path) -> Iterator[str]:
     known = fields_of(*files)
     text = (EXAMPLES / "swift_sft.sh").read_text()
     said = [*re.findall(r"^    --(\w+)", text, re.M)]
-    said += [line.split()[0][2:] for line in settings_of("ms-swift", CHOICE, 1, 4096)]
+    said += [line.split()[0][2:] for line in settings_of("ms-swift", JOB)]
     yield from (f"--{name}: there is no such flag" for name in said if name not in known)
 
 
@@ -99,7 +95,7 @@ def bridge(checkout: Path) -> Iterator[str]:
     own = fields_of(*(checkout / "src/megatron/bridge/models").glob("*.py"))
     own |= fields_of(checkout / "src/megatron/bridge/training/config.py") | megatrons()
     said = [*re.findall(r"cfg\.model\.(\w+)", text)]
-    said += re.findall(r"cfg\.\w+\.(\w+)", "\n".join(settings_of("bridge", CHOICE, 1, 4096)))
+    said += re.findall(r"cfg\.\w+\.(\w+)", "\n".join(settings_of("bridge", JOB)))
     yield from (f"cfg.model.{name}: there is no such field" for name in said if name not in own)
 
 

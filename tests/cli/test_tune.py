@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.cli.tune.framework import settings_of
 from megatron_epp.cli.tune.script import layout_words
+from megatron_epp.planner.tuning.framework_settings import StockSettings, settings_of
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
 
@@ -100,34 +100,31 @@ def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(
     assert "No --epp is best here: Megatron's own schedule" in said
 
 
-def stock(layers: tuple[int, ...], ep: int = 1) -> Choice:
-    layout = Layout(2, 2, len(layers), 2)
-    return Choice(
-        *(layout, layers, "packing", False, 1.0, 1e5, 0.1, 0.0, 0.1, 0.0, 0.0, 2**30, 1), ep=ep
-    )
+def stock(layers: tuple[int, ...], recomputed: int = 0, tokens: int = 4097, ep: int = 1):
+    return StockSettings(Layout(2, 2, len(layers), 2), layers, recomputed, tokens, ep)
 
 
 def test_frameworks_are_told_in_their_own_words() -> None:
     """Two parts a rank of 4097 tokens on tp 2 cp 2: 4104."""
-    words = " ".join(settings_of("megatron", stock((7, 8, 8, 9), 4), 3, 4097)).split()
+    words = " ".join(settings_of("megatron", stock((7, 8, 8, 9), 3, ep=4))).split()
     parsed = megatrons_parser().parse_args([*words, "--num-experts", "8"])
     assert parsed.pipeline_model_parallel_size == 4 and parsed.context_parallel_size == 2
     assert parsed.decoder_first_pipeline_num_layers == 7 and parsed.sequence_parallel
     assert parsed.recompute_granularity == "full" and parsed.recompute_num_layers == 3
     assert parsed.expert_model_parallel_size == 4
-    of_slime = settings_of("slime", stock((8, 8)), 0, 4097)
+    of_slime = settings_of("slime", stock((8, 8)))
     assert of_slime[-2:] == ["--use-dynamic-batch-size", "--max-tokens-per-gpu 2052"]
-    of_swift = settings_of("ms-swift", stock((8, 8)), 0, 4097)
+    of_swift = settings_of("ms-swift", stock((8, 8)))
     assert "--sequence_parallel true" in of_swift and of_swift[-1] == "--max_length 4104"
     actor = "actor_rollout_ref.actor."
     config = f"{actor}megatron.override_transformer_config."
-    of_verl = settings_of("verl", stock((7, 9)), 2, 4097)
+    of_verl = settings_of("verl", stock((7, 9), 2))
     assert f"{actor}megatron.pipeline_model_parallel_size=2" in of_verl
     assert f"+{config}num_layers_in_last_pipeline_stage=9" in of_verl
     assert f"{config}recompute_num_layers=2" in of_verl
     assert of_verl[-1] == f"{actor}ppo_max_token_len_per_gpu=2052"
     cfg = SimpleNamespace(model=SimpleNamespace(), dataset=SimpleNamespace())
-    exec("\n".join(settings_of("bridge", stock((7, 9, 8)), 1, 4097)), {"cfg": cfg})
+    exec("\n".join(settings_of("bridge", stock((7, 9, 8), 1))), {"cfg": cfg})
     assert cfg.model.pipeline_model_parallel_layout == "Et*7|t*9|t*8L"
     assert cfg.model.recompute_method == "block" and cfg.model.recompute_num_layers == 1
     assert cfg.dataset.seq_length == 4104
@@ -135,7 +132,7 @@ def test_frameworks_are_told_in_their_own_words() -> None:
 
 def test_what_a_framework_cannot_say_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="--for verl: stages of 7 9 8 8 layers; it is told those"):
-        settings_of("verl", stock((7, 9, 8, 8)), 0, 4096)
+        settings_of("verl", stock((7, 9, 8, 8)))
 
 
 def test_the_survey_ends_with_a_frameworks_settings(
@@ -150,6 +147,24 @@ def test_the_survey_ends_with_a_frameworks_settings(
     written = file.read_text().splitlines()
     assert [line.strip() for line in settings.splitlines()[1:]] == written
     assert "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4" in written
+
+
+def test_a_plan_of_megatrons_own_schedule_in_a_frameworks_words(
+    lengths: str, capsys: pytest.CaptureFixture
+) -> None:
+    where = ("--pp", "2", "--model", "llama3-8b", "--device", "h100-80g")
+    made = ("plan", "--lengths", lengths, *where, "--global-batch-size", "8", "--for", "slime")
+    assert main([*made, "--planner", "packing", "--context", "8192", "--tp", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "--tensor-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 1",
+        "--sequence-parallel",
+        "--use-dynamic-batch-size",
+        "--max-tokens-per-gpu 8192",
+    ]
+    assert main([*made]) == 2
+    assert "Megatron's own schedule, not plans of epp; expected" in capsys.readouterr().err
 
 
 def test_the_script_says_how_experts_are_spread() -> None:

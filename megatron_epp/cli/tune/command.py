@@ -12,7 +12,6 @@ from megatron_epp.cli.files import write_file
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.progress import bar
-from megatron_epp.cli.tune.framework import FRAMEWORKS, settings_of, stock_choice
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script
 from megatron_epp.cost.catalogue.devices import device
@@ -20,6 +19,11 @@ from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.network.topology import FLAT, Topology, topology
 from megatron_epp.planner.options import Options, parse_levers
+from megatron_epp.planner.tuning.framework_settings import (
+    require_framework,
+    settings_of,
+    stock_choice,
+)
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
 from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 
@@ -68,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     context = arguments.context or int(batches.corpus.inputs.max())
     said: list[str] = []
     if arguments.framework is not None:
-        stock, recomputed = stock_choice(made, drawn, cost_for, options)
-        said = settings_of(arguments.framework, stock, recomputed, context)
+        stock, job = stock_choice(made, drawn, cost_for, options, context)
+        said = settings_of(arguments.framework, job)
     if arguments.script is not None and said:
         write_file(arguments.script, "\n".join(said) + "\n")
     elif arguments.script is not None:
@@ -105,8 +109,7 @@ def _require_framework(arguments: argparse.Namespace) -> None:
     name = arguments.framework
     if name is None:
         return
-    if name not in FRAMEWORKS:
-        raise UsageError(f"--for {name}: expected one of {', '.join(FRAMEWORKS)}")
+    require_framework(name)
     if arguments.vocab_parallel == "on":
         raise UsageError(f"--for {name}: --vocab-parallel on is --epp's, {name} cannot say it")
     if arguments.levers != "default":

@@ -5,10 +5,11 @@ level 0): of the survey's choices the fastest that needs no more, and what its p
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import KEEP
+from megatron_epp.ir import KEEP, Plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.partition import layout_flags, layout_text
 from megatron_epp.planner.tuning.layouts import Layout
@@ -19,14 +20,48 @@ FRAMEWORKS = (MEGATRON, BRIDGE, VERL, SLIME, SWIFT)
 _ACTOR = "actor_rollout_ref.actor."
 
 
+@dataclass(frozen=True, slots=True)
+class StockSettings:
+    """A job that Megatron's own schedule runs.
+
+    layers       of the stages
+    recomputed   of each, the most in any micro-batch
+    tokens       of a micro-batch, over all ranks that share it
+    ep           ranks that share a layer's experts
+    """
+
+    layout: Layout
+    layers: tuple[int, ...]
+    recomputed: int
+    tokens: int
+    ep: int = 1
+
+
+def require_framework(name: str) -> None:
+    """ValueError: it is not known."""
+    if name not in FRAMEWORKS:
+        raise ValueError(f"--for {name}: expected one of {', '.join(FRAMEWORKS)}")
+
+
+def recomputed_layers(plans: Iterable[Plan]) -> int:
+    """Most layers that a stage recomputes of any micro-batch."""
+    return max(
+        len(letters) - letters.count(KEEP)
+        for plan in plans
+        for of_stage in plan.recompute
+        for letters in of_stage
+    )
+
+
 def stock_choice(
     made: Survey,
     batches: Sequence[Sequence[int]],
     cost_for: Callable[[Layout], Cost],
     options: Options,
-) -> tuple[Choice, int]:
-    """The fastest choice that Megatron's own schedule runs, and the layers of a stage that it
-    recomputes. ValueError: no layout does without --epp."""
+    tokens: int,
+) -> tuple[Choice, StockSettings]:
+    """The fastest choice that Megatron's own schedule runs, and its settings. ValueError: no layout
+    does without --epp."""
     choice = next((one for one in made.choices if one.planner == STOCK), None)
     if choice is None:
         raise ValueError(
@@ -35,35 +70,28 @@ def stock_choice(
         )
     cost = dataclasses.replace(cost_for(choice.layout), layers=choice.layers)
     plans = (heaviest_plan(lengths, cost, options, STOCK)[0].plan for lengths in batches)
-    counts = (
-        len(letters) - letters.count(KEEP)
-        for plan in plans
-        for of_stage in plan.recompute
-        for letters in of_stage
-    )
-    return choice, max(counts)
+    recomputed = recomputed_layers(plans)
+    return choice, StockSettings(choice.layout, choice.layers, recomputed, tokens, choice.ep)
 
 
-def settings_of(framework: str, choice: Choice, recomputed: int, tokens: int) -> list[str]:
+def settings_of(framework: str, job: StockSettings) -> list[str]:
     """Lines for ``framework``: flags, overrides, or a recipe's fields.
 
-    recomputed   layers of every stage, whole; tokens: of a micro-batch, over all ranks
-
-    ValueError: it cannot say the choice.
+    ValueError: it cannot say them.
     """
-    unit = 2 * choice.layout.cp * choice.layout.tp  # every rank has two parts of a document
-    tokens = -(-tokens // unit) * unit
+    unit = 2 * job.layout.cp * job.layout.tp  # every rank has two parts of a document
+    job = dataclasses.replace(job, tokens=-(-job.tokens // unit) * unit)
     say = {BRIDGE: _bridge, VERL: _verl, SLIME: _slime, SWIFT: _swift}.get(framework, _megatron)
-    return list(say(choice, recomputed, tokens))
+    return list(say(job))
 
 
-def _degrees(choice: Choice) -> Iterator[tuple[str, str]]:
-    layout = choice.layout
+def _degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
+    layout = job.layout
     yield "tensor_model_parallel_size", str(layout.tp)
     yield "pipeline_model_parallel_size", str(layout.pp)
     yield "context_parallel_size", str(layout.cp)
-    if choice.ep > 1:
-        yield "expert_model_parallel_size", str(choice.ep)
+    if job.ep > 1:
+        yield "expert_model_parallel_size", str(job.ep)
         yield "expert_tensor_parallel_size", "1"
 
 
@@ -74,55 +102,55 @@ def _recompute(layers: int) -> Iterator[tuple[str, str]]:
         yield "recompute_num_layers", str(layers)
 
 
-def _megatron(choice: Choice, recomputed: int, tokens: int) -> Iterator[str]:
-    for name, value in (*_degrees(choice), *_recompute(recomputed)):
+def _megatron(job: StockSettings) -> Iterator[str]:
+    for name, value in (*_degrees(job), *_recompute(job.recomputed)):
         yield f"--{name.replace('_', '-')} {value}"
-    if choice.layout.tp > 1:
+    if job.layout.tp > 1:
         yield "--sequence-parallel"
-    if found := layout_flags(choice.layers):
+    if found := layout_flags(job.layers):
         pairs = zip(found[::2], found[1::2], strict=True)
         yield from (
             f"{name} '{value}'" if "|" in value else f"{name} {value}" for name, value in pairs
         )
 
 
-def _slime(choice: Choice, recomputed: int, tokens: int) -> Iterator[str]:
-    yield from _megatron(choice, recomputed, tokens)
+def _slime(job: StockSettings) -> Iterator[str]:
+    yield from _megatron(job)
     yield "--use-dynamic-batch-size"
-    yield f"--max-tokens-per-gpu {tokens // choice.layout.cp}"
+    yield f"--max-tokens-per-gpu {job.tokens // job.layout.cp}"
 
 
-def _swift(choice: Choice, recomputed: int, tokens: int) -> Iterator[str]:
-    for line in _megatron(choice, recomputed, tokens):
+def _swift(job: StockSettings) -> Iterator[str]:
+    for line in _megatron(job):
         name, *value = line.split(" ", 1)
         yield f"--{name[2:].replace('-', '_')} {value[0] if value else 'true'}"
     yield "--packing true"
-    yield f"--max_length {tokens}"
+    yield f"--max_length {job.tokens}"
 
 
-def _verl(choice: Choice, recomputed: int, tokens: int) -> Iterator[str]:
-    for name, value in _degrees(choice):
+def _verl(job: StockSettings) -> Iterator[str]:
+    for name, value in _degrees(job):
         yield f"{_ACTOR}megatron.{name}={value}"
     config = f"{_ACTOR}megatron.override_transformer_config."
-    for name, value in _recompute(recomputed):
+    for name, value in _recompute(job.recomputed):
         yield f"{config}{name}={value}"
-    ends = _ends(choice.layers, VERL)
+    ends = _ends(job.layers, VERL)
     for name, count in zip(("first", "last"), ends, strict=False):
         yield f"+{config}num_layers_in_{name}_pipeline_stage={count}"
     yield f"{_ACTOR}use_dynamic_bsz=True"
-    yield f"{_ACTOR}ppo_max_token_len_per_gpu={tokens // choice.layout.cp}"
+    yield f"{_ACTOR}ppo_max_token_len_per_gpu={job.tokens // job.layout.cp}"
 
 
-def _bridge(choice: Choice, recomputed: int, tokens: int) -> Iterator[str]:
-    for name, value in _degrees(choice):
+def _bridge(job: StockSettings) -> Iterator[str]:
+    for name, value in _degrees(job):
         yield f"cfg.model.{name} = {value}"
-    if choice.layout.tp > 1:
+    if job.layout.tp > 1:
         yield "cfg.model.sequence_parallel = True"
-    if len(set(choice.layers)) > 1:
-        yield f'cfg.model.pipeline_model_parallel_layout = "{layout_text(choice.layers)}"'
-    for name, value in _recompute(recomputed):
+    if len(set(job.layers)) > 1:
+        yield f'cfg.model.pipeline_model_parallel_layout = "{layout_text(job.layers)}"'
+    for name, value in _recompute(job.recomputed):
         yield f"cfg.model.{name} = {value if value.isdecimal() else repr(value)}"
-    yield f"cfg.model.seq_length = cfg.dataset.seq_length = {tokens}"
+    yield f"cfg.model.seq_length = cfg.dataset.seq_length = {job.tokens}"
 
 
 def _ends(layers: Sequence[int], framework: str) -> tuple[int, ...]:
