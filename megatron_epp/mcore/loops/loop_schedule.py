@@ -171,7 +171,9 @@ class LoopSchedule:
             shapes = read_shapes(call, pipeline, batches, fixed, reader)
             if shapes is None:
                 return None
-            whole = WholeShapes(shapes, fixed, _ranks_of_rows(config, groups), config.hidden_size)
+            told = pipeline.stages > 1 and fixed is None  # else the configuration may have no width
+            hidden = config.hidden_size if told else 0
+            whole = WholeShapes(shapes, fixed, _ranks_of_rows(config, groups), hidden)
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
                 return self._show(pipeline, batches, whole, reader, keywords)
             work = self._whole(call, pipeline, batches, groups, sliced, whole)

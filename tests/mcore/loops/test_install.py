@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.test_imports import every_source
 
@@ -122,3 +123,37 @@ def test_nobody_is_warned_while_one_rank_makes_a_plan() -> None:
     pipeline.planning = ReplicaPlans(None)
     pipeline.plan("a call", make)
     assert isinstance(seen[0], OutsidePhase)
+
+
+class NoTransformer(torch.nn.Linear):
+    """A model whose configuration has no width, as those of Megatron's own tests of schedules."""
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        assert tensor in (None, [None])
+
+
+def test_a_loop_without_a_pipeline_needs_no_width(megatron, caplog) -> None:
+    from megatron.core import ModelParallelConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    import megatron_epp
+
+    model, groups, ran = NoTransformer(3, 1), ProcessGroupCollection(), []
+    model.config = ModelParallelConfig()
+    model.config.calculate_per_token_loss = False
+    groups.tp = groups.cp = SimpleNamespace(size=lambda: 1)
+    with megatron_epp.install_schedule(observe=ran.append):
+        made = megatron.schedules.forward_backward_no_pipelining(
+            forward_step_func=lambda rows, model: (
+                model(next(rows)).sum(),
+                lambda loss: (loss, {"loss": loss.item()}),
+            ),
+            data_iterator=iter(torch.ones(2, 3)),
+            model=model,
+            num_microbatches=2,
+            seq_length=1,
+            micro_batch_size=1,
+            pg_collection=groups,
+        )
+    assert caplog.messages == []
+    assert len(made) == 2 and len(ran) == 1
