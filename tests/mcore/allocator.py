@@ -54,6 +54,7 @@ class Rules:
     passing: int = 16 * 1024  # while F runs
     weight: int = 172 * MIB  # a weight's gradient, while B runs
     attention: int = 24 * 1024  # while B runs, of at least 1024 tokens
+    buckets: bool = False  # of attention: twice as many tokens each, from 1024 on
     keys: int = 36 * 1024  # per token of context and of the chunk, while B runs
     again: int = 220 * 1024  # a layer that lives again
     logits: int = 6 * 32_000  # of a block of the head's tokens, while F runs
@@ -77,7 +78,10 @@ class MadeUpProbe:
     def layers(self, shape: Shape, letters: str, weigh: bool = False) -> Measurement:
         rules, tokens = self.rules, shape.tokens
         keys = rules.keys * (tokens + shape.context)
-        attention = rules.attention * max(1024, tokens) + keys
+        rows = max(1024, tokens)
+        if rules.buckets:
+            rows = 1 << (rows - 1).bit_length()
+        attention = rules.attention * rows + keys
         again = rules.again * tokens if letters != "k" else 0
         saved = [4096 * tokens] if letters == "f" else [rules.saved // 10 * tokens] * 10
         # What a recomputed layer does not save lives all the same while its forward runs.

@@ -90,6 +90,19 @@ def test_no_op_needs_more_than_is_promised(expandable, weight) -> None:
         assert end.forward_bytes <= promised + 12 * MIB
 
 
+def test_a_chunk_between_the_borders_of_buckets_has_what_it_needs() -> None:
+    """cuDNN's workspace is of 16384 tokens from 8193 on: at borders alone nobody would see it."""
+    rules = Rules(buckets=True, weight=0)
+    figure = figures(expandable=True, rules=rules)[1][Kind.BACKWARD]
+    for tokens in (1025, 2049, 3000, 6000, 8193, 9000, 12000, 16385, 24000):
+        probe = MadeUpProbe(rules, expandable=True)
+        probe.layers(Shape(tokens), KEEP)
+        needed = probe.layers(Shape(tokens), KEEP).backward_bytes
+        promised = figure.per_op + figure.per_token * tokens
+        assert needed <= 1.01 * promised, tokens
+        assert promised <= needed + rules.attention * 2 * (tokens + 1024), tokens
+
+
 def test_what_the_first_call_leaves_is_no_chunks() -> None:
     """A library's 32 MiB come with the first kernel and stay: weighed with a chunk of 256 tokens
     they would be 128 KiB for every token that it holds."""

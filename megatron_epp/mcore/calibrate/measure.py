@@ -41,8 +41,10 @@ REPEATS = 3
 # GPU's allocator tells of temporaries, too: there small chunks show what an op needs whatever its
 # chunk (a weight's gradient, the least that an attention kernel asks for), large ones what it needs
 # per token. Tensors of 1 to 10 MiB may occupy 1 MiB too much: a few per cent of small chunks.
+# cuDNN's workspace is that of a bucket of 1024, 2048, ... tokens: chunks are weighed a little above
+# a border, where it is twice what their tokens ask for, so that no chunk needs more than promised.
 _CPU_WEIGHED = (128, 256)
-_GPU_WEIGHED = (256, 2048, 8192)
+_GPU_WEIGHED = (256, 2048 + 64, 8192 + 64)
 _CONTEXTS = (0, 16384, 65536)  # of chunks of BEHIND_TOKENS
 _CONTEXT_SHARE = 1 / 16  # of the device's memory that the longest context may take
 
