@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.device.fakes import Group, run_on
+from tests.device.fakes import Group, run_on, torchs_own
 from tests.device.queues import HERE, ORDERS, Order, World
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "gpu"
@@ -39,6 +39,8 @@ def no_cuda(*arguments: Any) -> None:
     ],
 )
 def test_up_to_the_first_call_of_cuda(script: str, words: list[str], monkeypatch) -> None:
+    for name, plain in torchs_own().items():
+        monkeypatch.setattr(torch, name, plain)
     monkeypatch.setattr(sys, "argv", [script, *words])
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.cuda, "set_device", no_cuda)
