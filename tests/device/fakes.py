@@ -336,7 +336,7 @@ _TENSOR = {
 }
 
 
-def torchs_own() -> dict[str, Any]:
+def _torchs_own() -> dict[str, Any]:
     """Functions of torch that Megatron's host without a GPU (cpu_host) has put others before."""
     found = {name: getattr(torch, name) for name in cpu_host._FACTORIES}
     return {n: made.__wrapped__ for n, made in found.items() if hasattr(made, "__wrapped__")}
@@ -346,7 +346,7 @@ def torchs_own() -> dict[str, Any]:
 def in_place() -> Iterator[None]:
     """torch.cuda, torch.distributed and tensors are these for a while, for all threads."""
     with (
-        patch.multiple(torch, **torchs_own()),
+        patch.multiple(torch, **_torchs_own()),
         patch.multiple(torch.cuda, **_CUDA),
         patch.multiple(torch.Tensor, create=True, **_TENSOR),
         patch.multiple(dist, **{one.__name__: one for one in _COLLECTIVES}),
