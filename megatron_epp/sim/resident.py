@@ -57,8 +57,9 @@ def beside_ratio(ops: Iterable[Interval], held: Iterable[Interval]) -> float:
         total += stop - start
         while first < len(merged) and merged[first][1] <= start:
             first += 1
-        for begin, end in merged[first:]:
-            if begin >= stop:
-                break
+        at = first
+        while at < len(merged) and merged[at][0] < stop:
+            begin, end = merged[at]
             beside += max(0.0, min(stop, end) - max(start, begin))
+            at += 1
     return beside / total if total else 0.0
