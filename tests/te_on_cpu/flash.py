@@ -5,23 +5,24 @@ Causal attention with fewer queries than keys is aligned at the bottom right the
 
 import torch
 from torch import Tensor
+from torch.library import Library as Registration
 
 from .attention import fused_attn_bwd, fused_attn_fwd
 from .enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout
 from .enums import NVTE_Softmax_Type as Softmax
 from .operands import HALVES, require
 
-_KEPT: list[torch.library.Library] = []  # a registration lasts as long as its object
+_KEPT: list[Registration] = []  # a registration lasts as long as its object
 
 
 def register() -> None:
     """Once in a process."""
     if _KEPT:
         return
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", _flash_forward, "CPU")
-    library.impl("_flash_attention_backward", _flash_backward, "CPU")
-    _KEPT.append(library)
+    made = Registration("aten", "IMPL")
+    made.impl("_flash_attention_forward", _flash_forward, "CPU")
+    made.impl("_flash_attention_backward", _flash_backward, "CPU")
+    _KEPT.append(made)
 
 
 def _common(causal: bool, left: int | None, right: int | None) -> tuple:
