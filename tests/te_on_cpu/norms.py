@@ -69,14 +69,20 @@ def _gradients(
     return made * scale_T[:, None], (grad * normed).sum(0), grad.sum(0)
 
 
+def _rmsnorm_gradients(
+    kernel: str, dz: Any, x: Any, rsigma: Tensor, gamma: Any, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of input and weight, wide."""
+    values, weight = _operands(kernel, x, gamma, centred)
+    normed = values * rsigma[:, None]
+    return _gradients(kernel, dz, values, normed, rsigma, weight, mean=False)[:2]
+
+
 def rmsnorm_bwd(
     dz: Any, x: Any, rsigma: Tensor, gamma: Any, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Tensor]:
     """Gradients of [input, weight]."""
-    kernel = "rmsnorm_bwd"
-    values, weight = _operands(kernel, x, gamma, zero_centered_gamma)
-    normed = values * rsigma[:, None]
-    dx, dweight, _ = _gradients(kernel, dz, values, normed, rsigma, weight, mean=False)
+    dx, dweight = _rmsnorm_gradients("rmsnorm_bwd", dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.to(x.dtype), dweight.to(gamma.dtype)]
 
 
@@ -86,9 +92,7 @@ def rmsnorm_bwd_add(
 ) -> list[Tensor]:  # fmt: skip
     """The same, with ``add`` on top of the input's."""
     kernel = "rmsnorm_bwd_add"
-    values, weight = _operands(kernel, x, gamma, zero_centered_gamma)
-    normed = values * rsigma[:, None]
-    dx, dweight, _ = _gradients(kernel, dz, values, normed, rsigma, weight, mean=False)
+    dx, dweight = _rmsnorm_gradients(kernel, dz, x, rsigma, gamma, zero_centered_gamma)
     dx = dx + wide(dense(kernel, "the addend", add)).view(dx.shape)
     return [dx.to(x.dtype), dweight.to(gamma.dtype)]
 
