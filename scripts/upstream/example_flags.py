@@ -9,7 +9,6 @@ Scripts, flags of its parsers, keys of its configuration, functions: read from i
 are not imported. Prints what is not there; fails where something is missing.
 """
 
-import argparse
 import ast
 import re
 import sys
@@ -18,6 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
+
+from framework_runs import found_in
 
 from megatron_epp.planner.tuning.framework_settings import StockSettings, settings_of
 from megatron_epp.planner.tuning.layouts import Layout
@@ -126,21 +127,10 @@ def _named(file: Path, pattern: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--framework", required=True, help=", ".join(LOOKED_UP))
-    parser.add_argument("--checkout", required=True, type=Path, help="a checkout of it")
-    chosen = parser.parse_args()
-    try:
-        if chosen.framework not in LOOKED_UP:
-            known = ", ".join(LOOKED_UP)
-            raise ValueError(f"--framework {chosen.framework}: expected one of {known}")
-        missing = list(LOOKED_UP[chosen.framework](chosen.checkout.resolve()))
-    except (ValueError, OSError) as refusal:
-        print(f"example_flags.py: error: {refusal}", file=sys.stderr)
-        return 2
+    framework, missing = found_in(__doc__, LOOKED_UP)
     for line in missing:
         print(line)
-    print(f"{chosen.framework}: {len(missing)} of what the examples name is not there")
+    print(f"{framework}: {len(missing)} of what the examples name is not there")
     return 1 if missing else 0
 
 

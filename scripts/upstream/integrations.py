@@ -11,7 +11,6 @@ nothing of it is copied into this project. Rows of one rank, times the ranks, mu
 reader tells. Prints a line for each case that differs, and a last one; fails where one does.
 """
 
-import argparse
 import ast
 import math
 import sys
@@ -28,6 +27,7 @@ sys.path[:0] = [str(ROOT)]
 
 import numpy
 import torch
+from framework_runs import found_in
 from torch.nn import functional
 
 from megatron_epp.integrations.framework import Caller
@@ -315,24 +315,11 @@ def differences(name: str, checkout: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--framework", required=True, help=", ".join(PACKING))
-    parser.add_argument("--checkout", required=True, type=Path, help="a checkout of it")
-    chosen = parser.parse_args()
-    try:
-        if chosen.framework not in PACKING:
-            known = ", ".join(PACKING)
-            raise ValueError(f"--framework {chosen.framework}: expected one of {known}")
-        found = list(differences(chosen.framework, chosen.checkout.resolve()))
-    except ValueError as refusal:
-        print(f"integrations.py: error: {refusal}", file=sys.stderr)
-        return 2
+    framework, found = found_in(__doc__, {name: partial(differences, name) for name in PACKING})
     for line in found[:10]:
         print(line)
     count = len(DEGREES) * CASES
-    print(
-        f"{chosen.framework}: {count - len(found)} of {count} micro-batches as its own code packs"
-    )
+    print(f"{framework}: {count - len(found)} of {count} micro-batches as its own code packs")
     return 1 if found else 0
 
 

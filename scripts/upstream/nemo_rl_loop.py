@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-# ruff: noqa: E402  (the example beside this is imported from its folder)
+# ruff: noqa: E402  (the examples beside this are imported from their folders)
 """NeMo-RL's own training loop over Megatron, run by Megatron's schedule and by ours.
 
     git clone --depth 1 https://github.com/NVIDIA-NeMo/RL NeMo-RL
@@ -12,27 +12,23 @@ a loss of our own on the logits, no draft model, no router replay. Prints the lo
 difference of a gradient, and fails above 1e-12. Nothing of NeMo-RL is copied into this project.
 """
 
-import argparse
 import sys
-import tempfile
 import types
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
-from unittest.mock import MagicMock
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstream")]
 
 import rl_loop
 import torch
-import torch.distributed as dist
+from framework_runs import Anything, require_equal, run_stages, show_order, stage_in_float64
 
 import megatron_epp
 
 SOURCE = "nemo_rl/models/megatron/train.py"
 LENGTHS = (20, 130, 9, 33, 64)
-TOLERANCE = 1e-12
 
 
 class Batch(dict):
@@ -49,19 +45,6 @@ class ProcessedMicroBatch(types.SimpleNamespace):
         if name.startswith("__"):
             raise AttributeError(name)
         return None
-
-
-class Anything(types.ModuleType):
-    """A module in which everything is a mock."""
-
-    __path__: ClassVar[list[str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        made = MagicMock(name=name)
-        setattr(self, name, made)
-        return made
 
 
 def stand_ins() -> None:
@@ -89,6 +72,7 @@ def stand_ins() -> None:
 
 def load(checkout: Path) -> types.ModuleType:
     """The loop's module; whatever else it imports of NeMo-RL is a mock."""
+    stand_ins()
     source = (checkout / SOURCE).read_text()
     module = types.ModuleType("nemo_rl.models.megatron.train")  # known by its name
     module.__dict__["suspend_activation_offload_for_forward_only"] = None
@@ -145,20 +129,7 @@ def train(loop: Any, model: Any) -> list[dict]:
 
 
 def work(rank: int, meeting: str, checkout: Path) -> None:
-    megatron_epp.prepare_host()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from megatron_epp.mcore.patching.cpu_host import double_precision
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=rl_loop.STAGES)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=rl_loop.STAGES)
-    stand_ins()
-    loop = load(checkout)
-    with double_precision():
-        model_parallel_cuda_manual_seed(1)
-        model = rl_loop.build_model(rank)
+    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (loop, model):
         stock = train(loop, model)
         expected = {name: p.grad.clone() for name, p in model.named_parameters()}
         ran: list[Any] = []
@@ -172,29 +143,13 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
         for name, p in model.named_parameters()
     ]
     assert len(ran) == 3, "the loop did not come by our schedule"
-    print(f"stage {rank}: {len(errors)} gradients, worst difference {max(errors):.1e}; ran "
-          f"{' '.join(map(str, ran[-1].plan.orders[rank]))}", flush=True)  # fmt: skip
+    show_order(rank, errors, ran)
     if rank == rl_loop.STAGES - 1:
         for number, (a, b) in enumerate(zip(stock, ours, strict=True)):
             print(f"loss of micro-batch {number}: {a['loss']:.15f} stock, {b['loss']:.15f} ours")
             errors.append(abs(a["loss"] - b["loss"]))
-    dist.barrier()
-    if max(errors) > TOLERANCE:
-        raise SystemExit(f"stage {rank}: NOT equal (to {TOLERANCE:g})")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--nemo-rl", required=True, type=Path, help="a checkout of NeMo-RL")
-    checkout = parser.parse_args().nemo_rl.resolve()
-    if not (checkout / SOURCE).exists():
-        print(f"--nemo-rl {checkout}: holds no {SOURCE}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = (Path(folder) / "meeting").as_uri()
-        torch.multiprocessing.spawn(work, (meeting, checkout), nprocs=rl_loop.STAGES)
-    return 0
+    require_equal(rank, errors)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_stages(__doc__, "NeMo-RL", SOURCE, work))

@@ -13,9 +13,7 @@ known by slime's rules. Prints losses and the largest difference of a gradient, 
 1e-12. Nothing of slime is copied into this project.
 """
 
-import argparse
 import sys
-import tempfile
 import types
 from pathlib import Path
 from random import Random
@@ -27,13 +25,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstr
 
 import rl_loop
 import torch
-import torch.distributed as dist
-from nemo_rl_loop import Anything
+from framework_runs import Anything, require_equal, run_stages, show_order, stage_in_float64
 
 import megatron_epp
 
 PACKAGE = "slime.backends.megatron_utils"
-MICRO_BATCHES, STEPS, TOLERANCE = 5, 4, 1e-12
+MICRO_BATCHES, STEPS = 5, 4
 # As far as the step asks slime's arguments.
 ARGS = SimpleNamespace(
     data_pad_size_multiplier=16, allgather_cp=False, enable_mtp_training=False, rollout_top_p=1.0,
@@ -135,20 +132,8 @@ def train(loop: Any, data: Any, model: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def work(rank: int, meeting: str, checkout: Path) -> None:
-    megatron_epp.prepare_host()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    from megatron_epp.mcore.patching.cpu_host import double_precision
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=rl_loop.STAGES)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=rl_loop.STAGES)
-    loop, data = load(checkout)
-    loop.get_args, loop.loss_function = lambda: ARGS, loss
-    with double_precision():
-        model_parallel_cuda_manual_seed(1)
-        model = rl_loop.build_model(rank)
+    with stage_in_float64(rank, meeting, lambda: load(checkout)) as ((loop, data), model):
+        loop.get_args, loop.loss_function = lambda: ARGS, loss
         model.zero_grad_buffer = lambda: model.zero_grad(set_to_none=True)
         for layer in model.decoder.layers:
             layer.self_attention.core_attention.forward = attention
@@ -163,25 +148,9 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
     ]
     # The first shows that slime's micro-batches are read rightly.
     assert len(ran) == STEPS - 1, f"{len(ran)} of {STEPS} steps came by our schedule"
-    print(f"stage {rank}: {len(errors)} gradients, worst difference {max(errors):.1e}; ran "
-          f"{' '.join(map(str, ran[-1].plan.orders[rank]))}", flush=True)  # fmt: skip
-    dist.barrier()
-    if max(errors) > TOLERANCE:
-        raise SystemExit(f"stage {rank}: NOT equal (to {TOLERANCE:g})")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--slime", required=True, type=Path, help="a checkout of slime")
-    checkout = parser.parse_args().slime.resolve()
-    if not (checkout / PACKAGE.replace(".", "/") / "model.py").exists():
-        print(f"--slime {checkout}: holds no {PACKAGE.replace('.', '/')}/model.py", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = (Path(folder) / "meeting").as_uri()
-        torch.multiprocessing.spawn(work, (meeting, checkout), nprocs=rl_loop.STAGES)
-    return 0
+    show_order(rank, errors, ran)
+    require_equal(rank, errors)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_stages(__doc__, "slime", f"{PACKAGE.replace('.', '/')}/model.py", work))

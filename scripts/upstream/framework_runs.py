@@ -1,0 +1,110 @@
+"""Parts that the scripts which run frameworks' own code share: the checkout that is named, mocks in
+the place of the rest of a framework, two stages in processes of their own, and their verdict."""
+
+import argparse
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import MagicMock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+TOLERANCE = 1e-12
+
+
+class Anything(types.ModuleType):
+    """A module in which everything is a mock."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = MagicMock(name=name)
+        setattr(self, name, made)
+        return made
+
+
+def found_in(
+    doc: str, known: Mapping[str, Callable[[Path], Iterable[str]]]
+) -> tuple[str, list[str]]:
+    """The framework of the command line, and what its function of ``known`` finds in its checkout.
+    What cannot be used ends in one line and status 2."""
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    parser.add_argument("--framework", required=True, help=", ".join(known))
+    parser.add_argument("--checkout", required=True, type=Path, help="a checkout of it")
+    chosen = parser.parse_args()
+    try:
+        if chosen.framework not in known:
+            expected = ", ".join(known)
+            raise ValueError(f"--framework {chosen.framework}: expected one of {expected}")
+        return chosen.framework, list(known[chosen.framework](chosen.checkout.resolve()))
+    except (ValueError, OSError) as refusal:
+        print(f"{parser.prog}: error: {refusal}", file=sys.stderr)
+        raise SystemExit(2) from refusal
+
+
+def run_stages(doc: str, framework: str, file: str, work: Callable[[int, str, Path], None]) -> int:
+    """Call ``work`` of every stage's rank, the file at which they meet, and the checkout that the
+    command line names, which holds ``file``; the exit status."""
+    import rl_loop
+    import torch
+
+    flag = f"--{framework.lower()}"
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    parser.add_argument(
+        flag, required=True, type=Path, dest="checkout", help=f"a checkout of {framework}"
+    )
+    checkout = parser.parse_args().checkout.resolve()
+    if not (checkout / file).exists():
+        print(f"{flag} {checkout}: holds no {file}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = (Path(folder) / "meeting").as_uri()
+        torch.multiprocessing.spawn(work, (meeting, checkout), nprocs=rl_loop.STAGES)
+    return 0
+
+
+@contextmanager
+def stage_in_float64(rank: int, meeting: str, load: Callable[[], Any]) -> Iterator[tuple[Any, Any]]:
+    """Make this process stage ``rank``: what ``load`` gives once Megatron is up, and the model."""
+    import rl_loop
+    import torch
+    import torch.distributed as dist
+
+    import megatron_epp
+
+    megatron_epp.prepare_host()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_epp.mcore.patching.cpu_host import double_precision
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=rl_loop.STAGES)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=rl_loop.STAGES)
+    loaded = load()
+    with double_precision():
+        model_parallel_cuda_manual_seed(1)
+        yield loaded, rl_loop.build_model(rank)
+
+
+def show_order(rank: int, errors: Sequence[float], ran: Sequence[Any]) -> None:
+    """How far a stage's gradients are, and the order of its last call."""
+    order = " ".join(map(str, ran[-1].plan.orders[rank]))
+    worst = f"{len(errors)} gradients, worst difference {max(errors):.1e}"
+    print(f"stage {rank}: {worst}; ran {order}", flush=True)
+
+
+def require_equal(rank: int, errors: Sequence[float]) -> None:
+    """SystemExit: one of them is above the tolerance. For all stages to call."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if max(errors) > TOLERANCE:
+        raise SystemExit(f"stage {rank}: NOT equal (to {TOLERANCE:g})")
