@@ -13,7 +13,6 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.mcore import config as config_module
 from megatron_epp.mcore.calibrate.probe import undisturbed
-from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.job_cost import training_levers, unusable_levers
@@ -27,6 +26,7 @@ from megatron_epp.mcore.model.elastic_layers import (
 )
 from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
+from tests.mcore.certified import certified
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -303,8 +303,6 @@ def test_random_plans_through_kernels_of_unequal_lengths(tmp_path) -> None:
     program.write_text(OTHER_ATTENTION)
     flags = tuple(f"{LLAMA} --num-layers 2".split())
     trial = Trial(Degrees(1, 1, 1, cp=2), (flags,), batches=6, interfere=program)
-    lines: list[str] = []
-    judged = certify_training(trial, lines.append)
-    assert all(batch.passed for batch in judged), "\n".join(lines)
+    _, judged = certified(trial)
     every = [batch.coverage for batch in judged]
     assert min(sum(getattr(c, kind) for c in every) for kind in ("packed", "split", "hybrid")) > 0

@@ -17,6 +17,7 @@ from megatron_epp.mcore.capabilities.refusals import refuse
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.scale_down import heads
 from megatron_epp.mcore.data.row_share import RowShare
+from tests.mcore.certified import certified
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.sabotages import require_shown, stand_in_order
 from tests.mcore.test_refusals import Wanted
@@ -135,9 +136,7 @@ def test_random_plans_over_context_parallel_ranks(judged) -> None:
 def test_documents_local_to_one_of_several_ranks(degrees, extra, batches) -> None:
     """Every recompute choice, backwards in halves; a rank may have none of a chunk's."""
     flags = f"{LLAMA} --num-layers 2 --num-attention-heads 8 --num-query-groups 2 {extra}".split()
-    lines: list[str] = []
-    judged = certify_training(Trial(degrees, (tuple(flags),), batches), lines.append)
-    assert all(batch.passed for batch in judged), "\n".join(lines)
+    _, judged = certified(Trial(degrees, (tuple(flags),), batches))
     coverage = [batch.coverage for batch in judged]
     assert min(sum(c.mixed for c in coverage), sum(c.hybrid for c in coverage)) > 0
     assert min(sum(c.selective for c in coverage), sum(c.halved for c in coverage)) > 0

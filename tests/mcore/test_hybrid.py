@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import Judged, verdict
+from megatron_epp.certify.command import Judged
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
-from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.kept_layers import small_kinds
 from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages, refuse_segments
 from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
+from tests.mcore.certified import certified
 from tests.mcore.resumes import (
     LENGTHS,
     Job,
@@ -73,10 +73,7 @@ EVERY_DEGREE = {
 @pytest.mark.parametrize("name", EVERY_DEGREE)
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]
-    lines: list[str] = []
-    judged = certify_training(trial, lines.append)
-    assert len(judged) == trial.batches
-    assert all(batch.passed for batch in judged), "\n".join([*lines, verdict(judged)])
+    lines, judged = certified(trial)
     assert "HybridModel " in lines[0]
     for what in ("packed", "split", "selective", "offloaded", "halved"):
         assert sum(getattr(batch.coverage, what) for batch in judged) > 0, what

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import Judged, verdict
+from megatron_epp.certify.command import Judged
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_LATENTS
-from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.model.kinds.latents import MegatronLatents
+from tests.mcore.certified import certified
 from tests.mcore.resumes import (
     Job,
     Six,
@@ -67,10 +67,7 @@ EVERY_DEGREE = {
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     """One batch keeps K and V, the next one latents."""
     trial = EVERY_DEGREE[name]
-    lines: list[str] = []
-    judged = certify_training(trial, lines.append)
-    assert len(judged) == trial.batches
-    assert all(batch.passed for batch in judged), "\n".join([*lines, verdict(judged)])
+    lines, judged = certified(trial)
     assert sum(batch.coverage.cut for batch in judged[::2]) > 0
     assert sum(batch.coverage.cut for batch in judged[1::2]) > 0
     assert "latents of " in lines[0]
@@ -90,8 +87,7 @@ def test_latent_attention_by_the_kernels_of_gpus(cp, tmp_path) -> None:
     exact.write_text(EXACT)
     model = tuple(f"{V3} --num-layers 2 --epp-mla-keeps expanded".split())
     trial = Trial(Degrees(1, 1, 1, cp=cp), (model,), batches=4, interfere=exact)
-    judged = certify_training(trial)
-    assert all(batch.passed for batch in judged), verdict(judged)
+    _, judged = certified(trial)
     assert sum(batch.coverage.cut for batch in judged) > 0
 
 

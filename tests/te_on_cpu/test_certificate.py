@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import Judged, verdict
+from megatron_epp.certify.command import Judged
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
+from tests.mcore.certified import certified
 from tests.mcore.sabotages import first_seed, judged_alone, require_shown
 
 pytestmark = pytest.mark.gpu
@@ -109,10 +110,7 @@ EVERY_DEGREE = {
 @pytest.mark.parametrize("name", EVERY_DEGREE)
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]
-    lines: list[str] = []
-    judged = certify_training(trial, lines.append)
-    assert len(judged) == trial.batches
-    assert all(batch.passed for batch in judged), "\n".join([*lines, verdict(judged)])
+    lines, judged = certified(trial)
     assert lines[0].startswith("Transformer Engine's layers over a reference of its kernels")
     if trial.loop is None:
         seen = [batch.coverage for batch in judged]
