@@ -170,11 +170,16 @@ def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
         where = framework.name if framework else "a loop of its own"
         _say(f"megatron_epp {_version()}: level 0, {_megatron()}, {where}")
     except Exception as error:  # whatever it is, the job goes on
-        first = (str(error).splitlines() or [""])[0]
         _say(
             f"megatron_epp {_version()} cannot run here, Megatron's own schedule does: "
-            f"{type(error).__name__}: {first}"
+            f"{first_line(error)}"
         )
+
+
+def first_line(error: Exception) -> str:
+    """Kind and first line of ``error``, for a warning."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _megatron() -> str:

@@ -35,15 +35,12 @@ def make_groups(device: torch.device) -> Groups:
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
     payload = message_groups(device, timeout, vocabulary_parallel(args))
-    together = mpu.get_tensor_and_context_parallel_group()
-    busy = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
-    lockstep = lockstep_of(args)
+    together, lockstep = mpu.get_tensor_and_context_parallel_group(), lockstep_of(args)
     if lockstep > 1:
         # The ranks that share a layer's experts are all those of the block's replicas.
         together = mpu.get_expert_tensor_and_model_parallel_group()
-        busy += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
-        busy.append(together)
-    for group in (*busy, *trainer_groups(args)):
+    busy = layer_groups(experts=lockstep > 1)
+    for group in (*layer_groups(bool(args.num_experts)), *trainer_groups(args)):
         speak_once(group, device)
     return Groups(
         control=control,
@@ -57,6 +54,15 @@ def make_groups(device: torch.device) -> Groups:
         peers=Peers(together, busy, device) if together.size() > 1 else None,
         lockstep=lockstep,
     )
+
+
+def layer_groups(experts: bool) -> list[dist.ProcessGroup]:
+    """This rank's groups that layers speak in; ``experts``: those of experts, too."""
+    groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
+    if experts:
+        groups += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
+        groups.append(mpu.get_expert_tensor_and_model_parallel_group())
+    return groups
 
 
 def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
@@ -73,9 +79,6 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
     if not args.untie_embeddings_and_output_weights and embedding is not None:
         yield embedding  # only the ranks of such a group know of it
     if args.num_experts:
-        yield mpu.get_expert_model_parallel_group()
-        yield mpu.get_expert_tensor_parallel_group()
-        yield mpu.get_expert_tensor_and_model_parallel_group()
         yield mpu.get_expert_data_parallel_group()
         yield mpu.get_expert_tensor_model_pipeline_parallel_group()
         yield mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)

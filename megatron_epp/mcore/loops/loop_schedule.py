@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from megatron_epp.autoload import first_line
 from megatron_epp.ir import Plan, lower_rank
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, not_ours, process_groups
@@ -22,15 +23,15 @@ from megatron_epp.mcore.loops.framework_readers import FrameworkReader, ShapeWit
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
-from megatron_epp.mcore.loops.rank_status import (
+from megatron_epp.mcore.loops.read_batches import read_documents, read_shapes
+from megatron_epp.mcore.loops.replica.rank_status import (
     LoopFailed,
     LoopRefusal,
     RankStatus,
     gather_statuses,
     raise_what_others_met,
 )
-from megatron_epp.mcore.loops.read_batches import read_documents, read_shapes
-from megatron_epp.mcore.loops.replica_plans import counted
+from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
@@ -95,7 +96,11 @@ class LoopSchedule:
             pipeline = self._ours(call, pipelined)
             if isinstance(pipeline, ModelPipeline):
                 batches = MicroBatches(call.one_iterator, call.num_microbatches)
-                found = self._serve(call, pipeline, batches, keywords)
+                try:
+                    found = self._by_plan(call, pipeline, batches, keywords)
+                finally:
+                    between = OutsidePhase("what the loop does between two calls")
+                    pipeline.current_op.enter(between)
                 if found is not None:
                     return found
                 untold = "micro-batches of several lengths that nobody tells"
@@ -108,7 +113,9 @@ class LoopSchedule:
             if self._committed:
                 raise
             self._gave_up = True
-            reason = f"all calls from here on, as a plan failed before it began: {_told(error)}"
+            reason = (
+                f"all calls from here on, as a plan failed before it began: {first_line(error)}"
+            )
         if batches is not None and batches.drawn:
             keywords = {**keywords, "data_iterator": batches.from_the_start()}
         return self._leave(reason, pipelined, keywords)
@@ -136,19 +143,6 @@ class LoopSchedule:
         except ValueError as refusal:  # such a world that our messages would stand still in it
             return str(refusal)
 
-    def _serve(
-        self,
-        call: LoopCall,
-        pipeline: ModelPipeline,
-        batches: MicroBatches,
-        keywords: dict[str, Any],
-    ) -> list[Any] | None:
-        """The result of the call; None where it cannot be planned."""
-        try:
-            return self._by_plan(call, pipeline, batches, keywords)
-        finally:
-            pipeline.current_op.enter(OutsidePhase("what the loop does between two calls"))
-
     def _by_plan(
         self,
         call: LoopCall,
@@ -156,6 +150,7 @@ class LoopSchedule:
         batches: MicroBatches,
         keywords: dict[str, Any],
     ) -> list[Any] | None:
+        """The result of the call; None where it cannot be planned."""
         groups, config = process_groups(call), call.config
         sliced = attached(call.one_model)
         # Who attaches a model asks for slices, or for a budget, and is told what cannot be had.
@@ -348,11 +343,6 @@ def _ranks_of_rows(config: Any, groups: Any) -> int:
     return int(
         groups.cp.size() * (groups.tp.size() if getattr(config, "sequence_parallel", False) else 1)
     )
-
-
-def _told(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _other_pipeline(collection: Any) -> str | None:

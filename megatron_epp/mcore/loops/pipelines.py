@@ -13,17 +13,17 @@ from megatron.core.utils import unwrap_model
 
 from megatron_epp.ir import Plan, PlanError
 from megatron_epp.mcore.loops.call_arguments import LoopCall
-from megatron_epp.mcore.loops.rank_status import (
+from megatron_epp.mcore.loops.replica.rank_status import (
     RankStatus,
     gather_statuses,
     raise_what_others_met,
 )
-from megatron_epp.mcore.loops.replica_groups import (
+from megatron_epp.mcore.loops.replica.replica_groups import (
     make_replica_groups,
     meets_other_replicas,
     speak_first,
 )
-from megatron_epp.mcore.loops.replica_plans import ReplicaPlans
+from megatron_epp.mcore.loops.replica.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split

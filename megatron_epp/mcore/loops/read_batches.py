@@ -11,7 +11,7 @@ from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.microbatch_shapes import ShapeFunction, measured
 from megatron_epp.mcore.loops.pipelines import ModelPipeline
-from megatron_epp.mcore.loops.rank_status import (
+from megatron_epp.mcore.loops.replica.rank_status import (
     LoopRefusal,
     RankStatus,
     agreed,

@@ -51,7 +51,7 @@ def test_replicas_that_meet_have_one_program_whatever_their_lengths() -> None:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
-    from megatron_epp.mcore.loops.replica_plans import counted
+    from megatron_epp.mcore.loops.replica.replica_plans import counted
 
     random, rates = Random(1), np.ones((4, len(COMPUTE), 3))
     free, together = set(), set()

@@ -108,7 +108,7 @@ def test_a_newer_or_unnumbered_one_is_asked_for_its_functions_alone(megatron, ve
 def test_nobody_is_warned_while_one_rank_makes_a_plan() -> None:
     """Compiling the planner takes half a minute where the host has other work."""
     from megatron_epp.mcore.loops.pipelines import ModelPipeline
-    from megatron_epp.mcore.loops.replica_plans import ReplicaPlans
+    from megatron_epp.mcore.loops.replica.replica_plans import ReplicaPlans
     from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
     from tests.show.plans import one_f_one_b
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.mcore.loops.microbatch_shapes import measured, shape_of
-from megatron_epp.mcore.loops.rank_status import agreed
+from megatron_epp.mcore.loops.replica.rank_status import agreed
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 

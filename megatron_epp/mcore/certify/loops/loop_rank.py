@@ -28,7 +28,7 @@ from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
-from megatron_epp.mcore.loops.replica_groups import CONTROL
+from megatron_epp.mcore.loops.replica.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
@@ -38,7 +38,7 @@ _OURS = (
     Listed(
         "call",
         CONTROL,
-        r"megatron_epp\.mcore\.loops\.rank_status\.gather_statuses",
+        r"megatron_epp\.mcore\.loops\.replica\.rank_status\.gather_statuses",
         "what every rank of the replica has read, before the ops; what became of it, behind them",
     ),
     Listed(

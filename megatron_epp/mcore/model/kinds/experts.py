@@ -37,9 +37,10 @@ def _dense_ranks(args: Any) -> int:
     return int(args.tensor_model_parallel_size * args.context_parallel_size)
 
 
-def _balancing(args: Any) -> list[str]:
-    kinds = args.moe_router_load_balancing_type
-    return [kinds] if isinstance(kinds, str) else list(kinds)
+def balancing_types(holder: Any) -> list[str]:
+    """Names of the ways in which the routers of ``holder``, flags or a configuration, balance."""
+    types = getattr(holder, "moe_router_load_balancing_type", None) or ()
+    return [types] if isinstance(types, str) else list(types)
 
 
 class MegatronExperts(MegatronPart):
@@ -113,7 +114,7 @@ class MegatronExperts(MegatronPart):
             "global_aux_loss, sinkhorn, quantile_balancing)",
             "give aux_loss or seq_aux_loss, which are per document here, or none and "
             "--moe-router-enable-expert-bias",
-            _if_experts(lambda args: not set(_balancing(args)) <= _PER_DOCUMENT),
+            _if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT),
         ),
         Limit(
             "experts of limited capacity (--moe-expert-capacity-factor, "
@@ -291,7 +292,7 @@ class MegatronExperts(MegatronPart):
         words += ["shared experts"] * bool(args.moe_shared_expert_intermediate_size)
         words += [f"{args.moe_router_num_groups} groups"] * bool(args.moe_router_num_groups)
         words += ["expert bias"] * args.moe_router_enable_expert_bias
-        words += [" and ".join(_balancing(args))]
+        words += [" and ".join(balancing_types(args))]
         words += ["z-loss"] * bool(args.moe_z_loss_coeff)
         if isinstance(args.moe_layer_freq, list):
             words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]

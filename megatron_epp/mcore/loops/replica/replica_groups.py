@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.mcore.process_groups import message_groups, speak_once
+from megatron_epp.mcore.model.kinds.experts import balancing_types
+from megatron_epp.mcore.process_groups import layer_groups, message_groups, speak_once
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.stage_peers import Peers
@@ -41,8 +42,7 @@ def meets_other_replicas(config: Any) -> bool:
         if not set(dist.get_process_group_ranks(experts)) <= set(mine):
             return True
     several = mpu.get_data_parallel_world_size() > 1
-    balance = getattr(config, "moe_router_load_balancing_type", None) or ()
-    of_all = "global_aux_loss" in ([balance] if isinstance(balance, str) else balance)
+    of_all = "global_aux_loss" in balancing_types(config)
     # Transformer Engine takes the largest values of all replicas behind every forward and backward.
     scales = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     alone = getattr(config, "tp_only_amax_red", False)
@@ -56,12 +56,8 @@ def speak_first(groups: Groups, device: torch.device, experts: bool) -> None:
     ``experts``: those of a layer's experts, too.
     """
     connect(groups.payload, groups.stage, groups.stages, device, groups.pipeline_ranks)
-    busy = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
-    busy.append(mpu.get_data_parallel_group(with_context_parallel=True))
-    if experts:
-        busy += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
-        busy.append(mpu.get_expert_tensor_and_model_parallel_group())
-    for group in busy:
+    of_replicas = mpu.get_data_parallel_group(with_context_parallel=True)
+    for group in (*layer_groups(experts), of_replicas):
         speak_once(group, device)
 
 
@@ -85,7 +81,6 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
         control = made if me in ranks else control
     assert control is not None, "this rank is part of a replica"
     payload = message_groups(device, timeout)
-    busy = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
     return Groups(
         control=control,
         payload=payload,
@@ -95,5 +90,5 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
         replicas=1,
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
         timeout=timeout,
-        peers=Peers(together, busy, device) if together.size() > 1 else None,
+        peers=Peers(together, layer_groups(experts=False), device) if together.size() > 1 else None,
     )
