@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_epp.ir import Op, Table, rules_for
 from megatron_epp.planner.calls.call_cost import CallChunks, chunks_in
-from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups
+from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups, starts_of
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import merge_iw, orders_of_arrays
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
@@ -47,7 +47,7 @@ def problem_of_call(call: CallChunks, table: Table, room: np.ndarray) -> Schedul
 def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) -> ScheduleProblem:
     """``problem`` with its groups in ``order``; how slices are tied is in the bytes already."""
     chunks, ops = chunks_in(order, sizes), problem.ops
-    sizes = sizes[list(order)]
+    starts = starts_of(sizes[list(order)])
     return dataclasses.replace(
         problem,
         ops=ops._replace(
@@ -55,8 +55,8 @@ def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) 
             link_seconds=np.ascontiguousarray(ops.link_seconds[..., chunks]),
             moved_bytes=np.ascontiguousarray(ops.moved_bytes[..., chunks]),
         ),
-        backward_order=backward_order(sizes),
-        last_of_group=last_of_groups(sizes),
+        backward_order=backward_order(starts),
+        last_of_group=last_of_groups(starts),
     )
 
 

@@ -59,7 +59,7 @@ class Chunking:
     @property
     def sizes(self) -> np.ndarray:
         """Chunks of every group: N_split of a cut document, 1 of a pack."""
-        return np.diff(self.starts)
+        return self.starts[1:] - self.starts[:-1]
 
     @property
     def group(self) -> np.ndarray:
@@ -69,18 +69,18 @@ class Chunking:
     @property
     def last_of_group(self) -> np.ndarray:
         """Per chunk, the last one of its group."""
-        return last_of_groups(self.sizes)
+        return last_of_groups(self.starts)
 
     @property
     def backward(self) -> np.ndarray:
         """Chunks in the order of their backwards."""
-        return backward_order(self.sizes)
+        return backward_order(self.starts)
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "Chunking":
         """The same chunks with the groups in another order."""
         order = np.asarray(order)
         sizes = self.sizes[order]
-        starts = np.concatenate(([0], np.cumsum(sizes)))
+        starts = starts_of(sizes)
         old = np.repeat(self.starts[order] - starts[:-1], sizes) + np.arange(self.count)
         new = np.empty_like(old)
         new[old] = np.arange(self.count)
@@ -113,15 +113,20 @@ class Chunking:
         return tuple(Chunk(tuple(held)) for held in spans)
 
 
-def last_of_groups(sizes: np.ndarray) -> np.ndarray:
-    """[chunks] of groups of these ``sizes``: the last chunk of each one's group."""
-    return np.repeat(np.cumsum(sizes) - 1, sizes)
+def starts_of(sizes: np.ndarray) -> np.ndarray:
+    """[groups + 1] where groups of these ``sizes`` begin, and where the last one ends."""
+    return np.concatenate(([0], sizes.cumsum()))
 
 
-def backward_order(sizes: np.ndarray) -> np.ndarray:
+def last_of_groups(starts: np.ndarray) -> np.ndarray:
+    """[chunks] of groups that begin at ``starts``: the last chunk of each one's group."""
+    return (starts[1:] - 1).repeat(starts[1:] - starts[:-1])
+
+
+def backward_order(starts: np.ndarray) -> np.ndarray:
     """Chunks in the order of their backwards: the groups as they stand, each from its end."""
-    last = last_of_groups(sizes)
-    return 2 * last + 1 - np.repeat(sizes, sizes) - np.arange(len(last))
+    first_and_last = starts[1:] + starts[:-1] - 1  # added up
+    return first_and_last.repeat(starts[1:] - starts[:-1]) - np.arange(int(starts[-1]))
 
 
 def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chunking:
@@ -132,7 +137,7 @@ def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chun
     tails = len(cuts.tails)
     inner = np.bincount(cuts.slices.document, minlength=tails)  # slices before each tail
     sizes = np.concatenate((inner + 1, np.ones(buckets - tails, dtype=np.int64)))
-    starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+    starts = starts_of(sizes)
     # Cut documents are the longest ones, so document t's tail opens bucket t.
     before = np.arange(len(cuts.slices)) - (np.cumsum(inner) - inner)[cuts.slices.document]
     chunk = np.concatenate((starts[cuts.slices.document] + before, starts[bucket + 1] - 1))

@@ -12,7 +12,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, OFFLOAD, Kind, rules_for
-from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups
+from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups, starts_of
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.problem import (
     ScheduleProblem,
@@ -137,7 +137,8 @@ def _played(
     stages, ranks = len(setup.place), setup.ranks
     own = np.bincount(setup.place)
     fill = own * int(setup.sizes.max()) + 2 * (ranks - 1 - np.arange(ranks)) * (stages // ranks)
-    ends = backward_order(setup.sizes), last_of_groups(setup.sizes)
+    starts = starts_of(setup.sizes)
+    ends = backward_order(starts), last_of_groups(starts)
     problem = ScheduleProblem(work, *ends, setup.room_bytes, setup.place)
     for factor in WARMER:
         warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
