@@ -161,7 +161,7 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
     (tests/cost/test_published_attention.py). What a window sees of it is part of its pairs.
     """
     rate, carried = device.memory_bytes_per_second, layer.carried.channels
-    if not rate or layer.shape.window or not carried:
+    if not rate or layer.window or not carried:
         return {}
     forward = ELEMENT_BYTES * carried / rate
     again = 3 * ELEMENT_BYTES + 2 * GRADIENT_BYTES  # K and V, their gradients twice, the store's
@@ -250,7 +250,7 @@ def _layer(
         # A gather and a scatter of the hidden state around each part that wants all of it.
         tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
         layer_parameters=layer.parameters,
-        window=layer.shape.window,
+        window=layer.window,
         kv_replicated=carried != CarryOver() and not carried.heads,
         # There and back.
         expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.expert_exchanged,

@@ -177,9 +177,7 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_size": 1,
         "dataloader_type": "external",
     }
-    # Its kernel is Transformer Engine's; of latents Megatron knows one for YaRN alone, which takes
-    # no rows of other positions.
-    if wanted.transformer_impl != "transformer_engine" or wanted.multi_latent_attention:
+    if wanted.transformer_impl != "transformer_engine":  # whose kernel it is
         defaults["apply_rope_fusion"] = False
     if find_spec("fused_weight_gradient_mlp_cuda") is None:
         # The output layer's kernel is apex's, and Megatron builds none that asks for it in vain.

@@ -18,7 +18,7 @@ from megatron_epp.control.observe import Observer
 from megatron_epp.control.retry import Attempt, Retry
 from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.experts.router import restore_routing, routing_state
+from megatron_epp.mcore.model.kinds.registry import changed_tensors
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
 from megatron_epp.mcore.model.vocabulary.tied import add_up_tied_gradients
@@ -84,7 +84,7 @@ class ElasticSchedule:
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
-        random, routing = random_states(), routing_state(model)
+        random, changed = random_states(), changed_tensors(model)
 
         def attempt() -> Attempt:
             ahead = None if forward_only else source.peek()
@@ -109,9 +109,11 @@ class ElasticSchedule:
             return Attempt(step, ran.records, report)
 
         def undo() -> None:
-            """Nothing of the attempt counts; the next one draws what it drew."""
+            """Nothing of the attempt counts, as of biases that Megatron moves before its failure is
+            known; the next one draws what it drew."""
             restore_random_states(random)
-            restore_routing(routing)
+            for tensor, before in changed:
+                tensor.copy_(before)
             if not forward_only:
                 for parameter in model.parameters():
                     parameter.grad = None

@@ -30,7 +30,7 @@ def read_flags() -> Namespace:
     from megatron_epp.mcore import megatron_gpt, partition
     from megatron_epp.mcore.capabilities import refusals
     from megatron_epp.mcore.model.hybrid.pattern import refuse_segments
-    from megatron_epp.mcore.model.kinds.registry import require_pattern
+    from megatron_epp.mcore.model.kinds.registry import part_defaults, require_pattern
 
     with refusals_as_value_errors():
         # Once to look, before Megatron's own checks: what the CPU cannot do is named as such.
@@ -47,7 +47,7 @@ def read_flags() -> Namespace:
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)
             if wanted.epp:
-                parser.set_defaults(**config.elastic_defaults(wanted))
+                parser.set_defaults(**config.elastic_defaults(wanted) | part_defaults(wanted))
                 parser.set_defaults(**partition.placeholder(wanted))
             return parser
 

@@ -25,6 +25,7 @@ from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.model.early_head import block_tokens, early_head
+from megatron_epp.mcore.model.kinds.registry import cost_sizes
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.runtime.consensus import broadcast_text
@@ -160,9 +161,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         cp=args.context_parallel_size,
         dp=args.data_parallel_size,
         zero=1,
-        ep=args.expert_model_parallel_size * args.expert_tensor_parallel_size
-        if args.num_experts
-        else 1,
+        **cost_sizes(args),
         layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
         vocabulary_parallel=vocabulary_parallel(args),
     )

@@ -10,7 +10,7 @@ from megatron.core import parallel_state as mpu
 
 from megatron_epp.ir import Payload
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.model.kinds.experts import lockstep_of
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.rebuilt import speaking
@@ -39,8 +39,8 @@ def make_groups(device: torch.device) -> Groups:
     if lockstep > 1:
         # The ranks that share a layer's experts are all those of the block's replicas.
         together = mpu.get_expert_tensor_and_model_parallel_group()
-    busy = layer_groups(experts=lockstep > 1)
-    for group in (*layer_groups(bool(args.num_experts)), *trainer_groups(args)):
+    busy = layer_groups(args if lockstep > 1 else None)
+    for group in (*layer_groups(args), *trainer_groups(args)):
         speak_once(group, device)
     return Groups(
         control=control,
@@ -56,13 +56,11 @@ def make_groups(device: torch.device) -> Groups:
     )
 
 
-def layer_groups(experts: bool) -> list[dist.ProcessGroup]:
-    """This rank's groups that layers speak in; ``experts``: those of experts, too."""
+def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
+    """This rank's groups that all layers speak in; and those of some kinds of layers, of the model
+    of ``holder``, flags or a configuration."""
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
-    if experts:
-        groups += [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
-        groups.append(mpu.get_expert_tensor_and_model_parallel_group())
-    return groups
+    return groups + [group for part in MEGATRON_PARTS for group in part.layer_groups(holder)]
 
 
 def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
@@ -78,10 +76,8 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
     embedding = mpu.get_embedding_group(check_initialized=False)
     if not args.untie_embeddings_and_output_weights and embedding is not None:
         yield embedding  # only the ranks of such a group know of it
-    if args.num_experts:
-        yield mpu.get_expert_data_parallel_group()
-        yield mpu.get_expert_tensor_model_pipeline_parallel_group()
-        yield mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    for part in MEGATRON_PARTS:
+        yield from part.trainer_groups(args)
 
 
 def message_groups(

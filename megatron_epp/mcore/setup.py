@@ -21,7 +21,7 @@ from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import Step
 from megatron_epp.mcore import megatron_gpt, replaced, telemetry
-from megatron_epp.mcore.calibrate.kept_latents import choose_mla_keeps
+from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper, settle_choices
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
@@ -37,10 +37,11 @@ from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
 from megatron_epp.mcore.launcher import end_with_launcher
-from megatron_epp.mcore.model.attention import Attention, Heads, attention_for, this_device
+from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.forward import chunk_forward_step
+from megatron_epp.mcore.model.kinds.registry import heads_of
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
@@ -104,6 +105,7 @@ class TrainerParts:
                        the place of the corpora of --data-path (data/item_documents.py), or None
     make_batches       (documents, size of a batch, samples consumed): the global batches
     summary            the line that is logged of an iteration
+    choose             (part of layers, flags, layers of every stage): what flags leave open of it
     attention_for      (--epp-attention, model's configuration, device): the attention
     install_in_model   (model, context, attention): makes the model compute chunks
     make_stage         the model's side of the executor
@@ -115,6 +117,7 @@ class TrainerParts:
     items: Callable[[Sequence[int]], Sequence[VarlenItems | None]] | None = None
     make_batches: Callable[[DocumentSource, int, int], GlobalBatches] = GlobalBatches
     summary: Summary = summary_line
+    choose: Chooser = cheaper
     attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
     install_in_model: Callable[[Any, int, Attention], None] = install_in_model
     make_stage: Callable[..., ModelStage] = ModelStage
@@ -209,11 +212,11 @@ class Job:
         (model,) = models
         device = this_device()
         attention = self.hooks.attention_for(self.config.epp_attention, model.config, device)
-        heads, whole = Heads.of(model.config), Heads.of(model.config, context=1)
+        heads, whole = heads_of(model.config), heads_of(model.config, context=1)
         warm_up(attention, heads, whole, self.args.seq_length, device)
         groups = make_groups(device)
         layers = _layers_of_stages(model, groups)
-        choose_mla_keeps(self.args, model, attention, layers, groups)
+        settle_choices(self.args, model, attention, layers, groups, self.hooks.choose)
         self.hooks.install_in_model(model, self.args.seq_length, attention)
         if refusals.vocabulary_parallel(self.args):
             refusals.require_whole_words(self.args)  # padded now

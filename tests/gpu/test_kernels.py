@@ -22,7 +22,8 @@ LONG = (96, 4096) if engine_on_cpu.is_wanted() else (2048, 24576)
 def kernel_of(name: str, heads: int, groups: int, size: int):
     import torch
 
-    from megatron_epp.mcore.model.attention import _KERNELS, Heads
+    from megatron_epp.layers.attention.layer_attention import Heads
+    from megatron_epp.mcore.model.attention import _KERNELS
 
     return _KERNELS[name](Heads(heads, groups, size, size**-0.5, torch.bfloat16))
 

@@ -17,13 +17,14 @@ from megatron_epp.mcore.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.job_cost import training_levers, unusable_levers
 from megatron_epp.mcore.model import attention
-from megatron_epp.mcore.model.attention import Heads, attention_for
+from megatron_epp.mcore.model.attention import attention_for
 from megatron_epp.mcore.model.early_head import rows_at_once
 from megatron_epp.mcore.model.elastic_layers import (
     PositionedRotary,
     add_every_gradient,
     fuse_weight_gradients,
 )
+from megatron_epp.mcore.model.kinds.registry import heads_of, part_defaults
 from megatron_epp.planner import TRAINING_LEVERS
 from megatron_epp.runtime.kv_store import Store
 from tests.mcore.certified import certified
@@ -47,7 +48,7 @@ def config(**changes) -> SimpleNamespace:
 
 
 def shape(config: SimpleNamespace) -> tuple[int, int, int]:
-    heads = Heads.of(config)
+    heads = heads_of(config)
     return heads.query, heads.key, heads.size
 
 
@@ -56,8 +57,8 @@ def test_a_call_sees_the_heads_of_its_rank() -> None:
     assert shape(config(context_parallel_size=4)) == (4, 1, 128)
     assert shape(config(context_parallel_size=8)) == (2, 1, 128)  # two ranks share a key
     assert shape(config(num_query_groups=1)) == (16, 1, 128)
-    assert Heads.of(config()).scale == pytest.approx(128**-0.5)
-    assert Heads.of(config(softmax_scale=0.5)).scale == 0.5
+    assert heads_of(config()).scale == pytest.approx(128**-0.5)
+    assert heads_of(config(softmax_scale=0.5)).scale == 0.5
 
 
 def test_heads_of_latent_attention_have_a_scale_and_a_value_size_of_their_own() -> None:
@@ -69,12 +70,12 @@ def test_heads_of_latent_attention_have_a_scale_and_a_value_size_of_their_own() 
         rotary_scaling_factor=40,
         mscale_all_dim=1.0,
     )
-    heads = Heads.of(latent)
+    heads = heads_of(latent)
     queries = latent.num_attention_heads // latent.tensor_model_parallel_size
     assert (heads.query, heads.key, heads.size, heads.value) == (queries, queries, 192, 128)
     stretch = 0.1 * math.log(40) + 1
     assert heads.scale == pytest.approx(stretch**2 * 192**-0.5)
-    assert Heads.of(config()).value == Heads.of(config()).size
+    assert heads_of(config()).value == heads_of(config()).size
 
 
 def test_a_cpu_has_torchs_kernels() -> None:
@@ -163,7 +164,7 @@ def test_kernels_of_a_gpu_know_half_precision_only(kernels) -> None:
 def test_torchs_kernels_refuse_heads_that_they_cannot_run() -> None:
     for size in (100, 512):
         with pytest.raises(ValueError, match=f"heads of {size}: expected a multiple of 8"):
-            attention._torch(Heads.of(config(kv_channels=size)))
+            attention._torch(heads_of(config(kv_channels=size)))
 
 
 def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
@@ -222,7 +223,7 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
     )
     assert "apply_rope_fusion" not in elastic_defaults(wanted)
     wanted.multi_latent_attention = True
-    assert elastic_defaults(wanted)["apply_rope_fusion"] is False
+    assert part_defaults(wanted)["apply_rope_fusion"] is False
     wanted.multi_latent_attention, wanted.transformer_impl = False, "local"
     assert elastic_defaults(wanted)["apply_rope_fusion"] is False
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
@@ -269,7 +270,7 @@ def test_every_row_has_its_own_position() -> None:
 OTHER_ATTENTION = """
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.mcore.model.attention import Heads
+from megatron_epp.mcore.model.kinds.registry import heads_of
 from megatron_epp.mcore.setup import TrainerParts
 
 asked = []
@@ -277,7 +278,7 @@ asked = []
 
 def attention_for(wanted, config, device):
     asked.append(device)
-    return VarlenAttention(PlainKernel(Heads.of(config).scale))
+    return VarlenAttention(PlainKernel(heads_of(config).scale))
 
 
 HOOKS = TrainerParts(attention_for=attention_for)

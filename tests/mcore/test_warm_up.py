@@ -8,10 +8,10 @@ import torch
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.model import warm_up as module
-from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.warm_up import WarmUpCall, buckets, calls, warm_up
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PIPELINES

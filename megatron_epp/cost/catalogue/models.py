@@ -92,7 +92,7 @@ class Model:
     @property
     def most_experts(self) -> int:
         """Experts of the kind with most of them."""
-        return max((shape.experts for shape in self.kinds.values()), default=0)
+        return max(layer.experts for layer in self.shapes.values())
 
     @property
     def parameters(self) -> int:

@@ -84,6 +84,15 @@ class Layer:
         return tuple(part for part in self.parts if part.MIXER)
 
     @property
+    def window(self) -> int:
+        """Keys that a query sees at most, itself among them; 0: all in front of it."""
+        return self.shape.window
+
+    @property
+    def experts(self) -> int:
+        return self.shape.experts
+
+    @property
     def letters(self) -> str:
         """Recompute letters that layers with its parts alone have."""
         return "".join(part.LETTERS for part in self.parts)

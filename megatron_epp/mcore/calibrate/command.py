@@ -160,7 +160,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
     from megatron.training.initialize import initialize_megatron
 
     from megatron_epp.mcore import megatron_gpt, replaced
-    from megatron_epp.mcore.calibrate.kept_latents import choose_mla_keeps
+    from megatron_epp.mcore.calibrate.open_choices import settle_choices
     from megatron_epp.mcore.capabilities import refusals
     from megatron_epp.mcore.data.row_share import RowShare
     from megatron_epp.mcore.model.attention import attention_for, this_device
@@ -190,7 +190,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
     def attach(models: list[Any]) -> list[Any]:
         attention = attention_for(config.epp_attention, models[0].config, this_device())
-        choose_mla_keeps(args, models[0], attention, (args.num_layers // pp,) * pp, groups)
+        settle_choices(args, models[0], attention, (args.num_layers // pp,) * pp, groups)
         install_in_model(models[0], args.seq_length, attention)
         if getattr(args, FUSED_LINEARS, False):
             fuse_weight_gradients(models[0])

@@ -91,7 +91,7 @@ def _points(base: int) -> tuple[Point, ...]:
 
 def _pairs(shape: Shape, layer: Layer) -> int:
     """Pairs of queries and keys that ``layer`` meets in a chunk."""
-    return shape.pairs_within(layer.shape.window) if layer.flops_per_pair else 0
+    return shape.pairs_within(layer.window) if layer.flops_per_pair else 0
 
 
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:

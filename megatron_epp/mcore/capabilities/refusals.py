@@ -5,8 +5,7 @@ import argparse
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.config import AUTO, OFF, ON, PLACING_FLAGS
-from megatron_epp.mcore.model.kinds.experts import lockstep_of
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
 
 _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
 

@@ -70,12 +70,6 @@ def _positions(model: Any) -> str | None:
     return None if kind in _POSITIONS else f"slices do not compute positions of type {kind}"
 
 
-def _softmax(model: Any) -> str | None:
-    kind = model.config.softmax_type
-    said = f"slices do not compute a softmax of type {kind} (softmax_type)"
-    return None if kind in ("vanilla", "learnable", "off-by-one") else said
-
-
 def _graphs(call: Any) -> str | None:
     local = getattr(call.config, "cuda_graph_impl", "none") == "local"
     return "CUDA graphs (cuda_graph_impl local)" if local else None
@@ -197,11 +191,6 @@ TABLE: tuple[Limit, ...] = (
         "use one of these four",
         lambda args: args.position_embedding_type not in (*_POSITIONS, "yarn"),
         slices=_positions,
-    ),
-    Limit(
-        "softmax of slices in loops other than vanilla, learnable, off-by-one (--softmax-type)",
-        "use one of these three",
-        slices=_softmax,
     ),
     Limit(
         "micro-batches of several samples (--micro-batch-size above 1)",

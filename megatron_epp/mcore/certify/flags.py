@@ -19,7 +19,7 @@ from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.config import FUSED_LINEARS, OFF, PLACING_FLAGS
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
-from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
@@ -190,8 +190,7 @@ def _validated(raw: Namespace, changed: dict[str, Any], ranks: int) -> Namespace
     by_engine = engine_on_cpu.is_started() and args.transformer_impl == "transformer_engine"
     known = {name: value for name, value in _NOT_THE_MODEL.items() if hasattr(args, name)}
     known |= {} if by_engine else _LOCAL
-    if args.multi_latent_attention:
-        known["apply_rope_fusion"] = False  # as training has it (config.py: elastic_defaults)
+    known |= part_defaults(args)  # as training has them
     vars(args).update(known | cpu_host.cpu_defaults() | changed)
     args.rank, args.world_size = 0, ranks
     args.global_batch_size = None

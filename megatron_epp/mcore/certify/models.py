@@ -1,6 +1,5 @@
 """Builds the small model in this process, as Megatron's trainer builds it, in float64."""
 
-import copy
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,16 +12,14 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import set_args
 from megatron.training.training import get_megatron_ddp_config
 
 from megatron_epp.mcore import megatron_gpt
 from megatron_epp.mcore.certify.adapters import adapt
-from megatron_epp.mcore.model.experts.biases import mend_biases
-from megatron_epp.mcore.model.experts.router import moe_layers
+from megatron_epp.mcore.certify.routing import forget_losses
+from megatron_epp.mcore.model.kinds.registry import layer_parts
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 
 
@@ -40,7 +37,7 @@ def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str
 def begin(args: Namespace, seed: int) -> None:
     """Make Megatron's groups and seed its generators for the model of ``args``."""
     set_args(args)
-    get_moe_metrics_tracker().metrics.clear()  # which are as long as the model before had layers
+    forget_losses()  # which are as long as the model before had layers
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
@@ -58,30 +55,17 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def plain_model(args: Namespace, by_engine: bool) -> Any:
-    """Megatron's model as it is, but for what its local layers lack (model/layer_spec.py,
+    """Megatron's model as it is, but for what its local layers lack (model/local_layers.py,
     model/experts/biases.py). ``by_engine``: with the keys of Transformer Engine's layers."""
     description = described(args)
     mend_layer_spec(description)
     model = description.get_builder_cls()(description).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
-    for _, layer in moe_layers(model):
-        mend_biases(layer)
-    if by_engine:
-        for layer in model.decoder.layers:
-            _name_norms_alike(layer)
+    for layer in model.decoder.layers:
+        for part in layer_parts(layer):
+            part.mend_plain(layer, by_engine)
     return model
-
-
-def _name_norms_alike(layer: Any) -> None:
-    """In front of experts Transformer Engine's layers have a norm of its own, which Megatron's
-    local ones write under the key that it has in a dense layer."""
-    names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
-    if isinstance(layer.mlp, MoELayer) and "pre_mlp_layernorm." in names:
-        layer.submodules_config = copy.copy(layer.submodules_config)
-        layer.submodules_config.sharded_state_dict_keys_map = {
-            ours: theirs for ours, theirs in names.items() if ours != "pre_mlp_layernorm."
-        }
 
 
 def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: int = 0) -> Any:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import cycle
 from typing import Any, ClassVar
 
 import numpy
@@ -38,10 +39,10 @@ from megatron_epp.mcore.certify.adapters import gradient
 from megatron_epp.mcore.certify.models import begin, elastic_model, join
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
-from megatron_epp.mcore.config import AUTO, LATENTS, Config
+from megatron_epp.mcore.config import AUTO, Config
 from megatron_epp.mcore.data.global_batches import Batch
-from megatron_epp.mcore.model.attention import Heads
 from megatron_epp.mcore.model.forward import chunk_forward_step
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, heads_of
 from megatron_epp.mcore.patching import seams
 from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
@@ -52,7 +53,7 @@ LATENTS_BLOCK = 7
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
     """Attention of GPUs, whose own kernels do not know float64, by plain scores."""
-    return VarlenAttention(PlainKernel(Heads.of(config).scale))
+    return VarlenAttention(PlainKernel(heads_of(config).scale))
 
 
 class DrawnSteps:
@@ -124,24 +125,22 @@ class Rank:
     def build(self) -> Any:
         latents.BLOCK = LATENTS_BLOCK
         self.steps = DrawnSteps()
-        hooks = replace(self.hooks, make_steps=lambda place, model: self.steps)
-        job = setup.Job(self.args, Config.of(self.args), hooks)
-        plain = not (self.args.window_size or self.trial.lora_rank)
-        latent = self.args.multi_latent_attention and plain
-        by_engine = self.args.transformer_impl != "local"
-        self.draws_latents = (
-            latent
-            and self.args.epp_mla_keeps == AUTO
-            and dist.get_backend() == "gloo"
-            and not by_engine  # whose kernels take K and V of a whole context only
+        hooks = replace(
+            self.hooks,
+            make_steps=lambda place, model: self.steps,
+            choose=lambda part, args, layers: part.VALUES[-1],
         )
-        self.args.epp_mla_keeps = LATENTS if self.draws_latents else self.args.epp_mla_keeps
+        job = setup.Job(self.args, Config.of(self.args), hooks)
+        known = [part for part in MEGATRON_PARTS if part.CHOICE]
+        left = [part for part in known if getattr(self.args, part.CHOICE) == AUTO]
         model = elastic_model(self.args, job.install, self.trial.lora_rank)
         self.routing, config = RoutingNotes(model), get_model_config(model)
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
         self.groups, self.share = job.place.groups, job.place.share
         self.attention: Any = job.place.attention
+        chosen = [part for part in left if getattr(self.args, part.CHOICE) == part.VALUES[-1]]
+        self.open_choices = [(part, cycle(part.VALUES)) for part in chosen]
         return model
 
     def compute(self, number: int) -> RankResult:
@@ -176,8 +175,9 @@ class Rank:
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""
-        if self.draws_latents and forward_only:  # both ways, one batch after the other
-            self.attention.latents = not self.attention.latents
+        if forward_only:  # each way, one batch after the other
+            for part, values in self.open_choices:
+                part.settle(self.attention, next(values))
         self.steps.drawn, self.args.iteration = drawn, self.number
         self.model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):

@@ -5,11 +5,6 @@ from typing import Any
 
 import numpy
 import torch
-from megatron.core.distributed.finalize_model_grads import (
-    _update_router_expert_bias,
-    reset_model_temporary_tensors,
-)
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 
 from megatron_epp.certify.batches import Frame, letters_drawn
@@ -24,17 +19,14 @@ from megatron_epp.mcore.certify.models import begin, join, plain_model
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.flags import refusals_as_value_errors
-from megatron_epp.mcore.model.kinds.experts import lockstep_of
-from megatron_epp.mcore.model.kinds.registry import letters_of_parts
+from megatron_epp.mcore.model.kinds.registry import (
+    MEGATRON_PARTS,
+    letters_of_parts,
+    lockstep_of,
+)
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
 JITTER = 0.1
-
-
-def _groups_products(args: Any) -> bool:
-    """Whether experts' products are in groups, which no backward splits; a HybridModel's are."""
-    groups = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
-    return args.transformer_impl != "local" and bool(args.num_experts) and groups
 
 
 class Plain:
@@ -78,7 +70,7 @@ class Plain:
             small.layers,
             degrees.dp,
             letters,
-            splits=not _groups_products(small.elastic),
+            splits=all(part.splits(small.elastic) for part in MEGATRON_PARTS),
             lockstep=lockstep_of(small.elastic),
             vocabulary_parallel=vocabulary_parallel(small.elastic),
             ranks=degrees.cp,
@@ -100,7 +92,8 @@ class Plain:
         ]
         loss = torch.stack(losses).sum() / drawn.loss_tokens
         # Auxiliary losses are weighted by tokens, as the loss is, and divided with it.
-        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / drawn.loss_tokens))
+        for part in MEGATRON_PARTS:
+            part.weigh_losses(torch.tensor(1 / drawn.loss_tokens))
         return TrainerReference(
             self.gradients(loss),
             loss.item(),
@@ -124,8 +117,6 @@ class Plain:
         loss.backward()
         self.routing.note_counts()
         config = get_model_config(self.model)
-        if config.moe_router_enable_expert_bias:
-            _update_router_expert_bias([self.model], config)
-        if config.num_moe_experts:
-            reset_model_temporary_tensors(config, [self.model])
+        for part in MEGATRON_PARTS:
+            part.finish_plain(self.model, config)
         return whole(shards(self.model, lambda one: gradient(one, "grad")))

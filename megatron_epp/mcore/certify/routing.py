@@ -4,8 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_epp.certify.routed import Routed
+from megatron_epp.mcore.model.experts.router import moe_layers
+
+
+def forget_losses() -> None:
+    """Forget the losses of routers that Megatron's log holds."""
+    get_moe_metrics_tracker().metrics.clear()
 
 
 class RoutingNotes:
@@ -26,8 +33,6 @@ class RoutingNotes:
 
     def note_counts(self) -> None:
         """As they are now."""
-        from megatron_epp.mcore.model.experts.router import moe_layers
-
         self._counts = {
             layer.layer_number: layer.router.local_tokens_per_expert.numpy().copy()
             for _, layer in moe_layers(self.model)
@@ -36,8 +41,6 @@ class RoutingNotes:
 
     def taken(self) -> Routed:
         """Routing noted since the last call."""
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
         tracker = get_moe_metrics_tracker()
         losses = {
             name: entry.values.numpy().copy()

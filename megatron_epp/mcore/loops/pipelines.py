@@ -26,6 +26,7 @@ from megatron_epp.mcore.loops.replica.replica_groups import (
 from megatron_epp.mcore.loops.replica.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
 from megatron_epp.mcore.patching import seams
 from megatron_epp.mcore.patching.cuda_host import one_queue
@@ -98,8 +99,7 @@ class ModelPipeline:
         if self.in_lockstep or (call.first_val_step is not None and call.forward_only):
             return CallOptions(False, False)
         return CallOptions(
-            # What routers recorded is replayed in the order of the forwards.
-            reorder=wanted.reorder and not getattr(call.config, "num_moe_experts", None),
+            reorder=wanted.reorder and not any(p.replays(call.config) for p in MEGATRON_PARTS),
             split=wanted.split and self.split_refused is None,
             headroom=wanted.headroom,
             had_rows=self.had_rows if not call.forward_only else (),
@@ -188,7 +188,7 @@ class Pipelines:
             self._programs, spoken = (group, programs), None
         assert programs.groups is not None, "there are several stages"
         if spoken is None or spoken.anew:
-            speak_first(programs.groups, device, bool(getattr(config, "num_moe_experts", None)))
+            speak_first(programs.groups, device, config)
             self._spoken = SpokenGroups(
                 [programs.groups.control, *programs.groups.payload.values()]
             )

@@ -1,6 +1,7 @@
 """A layer's attention over heads, on chunks: in the place of its core attention's forward."""
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,12 +9,12 @@ from typing import Any
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megatron_epp.layers.attention.layer_attention import Attention, Heads
 from megatron_epp.layers.attention.local import attend_parts, attention_parts
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.recompute.outputs import DroppedOutputs, RecomputeHandle
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 
 
@@ -70,6 +71,18 @@ class ElasticAttention:
         if handle is not None:
             self.dropped.add(out, handle)
         return out.flatten(1)
+
+
+def heads_of_rank(config: Any, context: int) -> Heads:
+    """Heads of a rank, one of ``context`` context-parallel ranks."""
+    tensor, scale = config.tensor_model_parallel_size, config.softmax_scale
+    return Heads(
+        config.num_attention_heads // tensor // context,
+        max(1, max(1, config.num_query_groups // tensor) // context),
+        config.kv_channels,
+        1 / math.sqrt(config.kv_channels) if scale is None else scale,
+        config.params_dtype,
+    )
 
 
 class SingleRank:

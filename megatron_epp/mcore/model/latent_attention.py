@@ -20,11 +20,12 @@ t rows of this rank (s with sequence parallelism, t / TP), T of the chunk, H hea
 latent channels, P rotary ones, D = qk_head_dim + P, V
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.models.common.embeddings import _yarn_get_mscale, apply_rotary_pos_emb
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -34,7 +35,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.latents import Latents, LatentsAttention
+from megatron_epp.layers.attention.layer_attention import Attention, Heads
 from megatron_epp.layers.attention.local import attend_parts, attention_parts, spread_rows
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
@@ -45,7 +48,6 @@ from megatron_epp.layers.recompute.outputs import (
     saving_handles,
 )
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
-from megatron_epp.mcore.model.attention import Attention, Heads
 from megatron_epp.mcore.model.elastic_attention import SingleRank, attention_of
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 
@@ -57,6 +59,24 @@ def install_latents(place: LayerPlace) -> None:
     around, (own, whole, ulysses) = place.layer.self_attention, attention_of(place)
     LatentLayer(around, own, whole, place.index, place.context, place.dropped, ulysses).install()
     wrap_norm(place.layer.input_layernorm, place.dropped)
+
+
+def latent_heads(config: Any, context: int) -> Heads:
+    """Heads of a rank, one of ``context`` context-parallel ranks."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size // context
+    size, dtype = _key_size(config), config.params_dtype
+    return Heads(heads, heads, size, _scale(config), dtype, config.v_head_dim)
+
+
+def _key_size(config: Any) -> int:
+    return int(config.qk_head_dim + config.qk_pos_emb_head_dim)
+
+
+def _scale(config: Any) -> float:
+    """Softmax scale; YaRN's stretch of the context is in it, whichever rotary embedding the layer
+    has (MultiLatentAttention.__init__)."""
+    stretch = _yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
+    return stretch * stretch / math.sqrt(_key_size(config))
 
 
 class LatentLayer:
@@ -78,7 +98,7 @@ class LatentLayer:
         self.local = local
         self.context, self.dropped, self.ulysses = context, dropped, ulysses
         self.stores_last_slice = attention.stores_last_slice
-        self._latents = LatentsAttention(Heads.of(around.config).scale)
+        self._latents = LatentsAttention(_scale(around.config))
         self._made: _Made | None = None  # by project, for attend
         config = around.config
         self._tensor = config.tensor_model_parallel_size
@@ -295,8 +315,18 @@ class _Made:
     local: tuple[Tensor, ...]
 
 
-def can_keep_latents(around: Any) -> bool:
-    """Whether K and V can be made again from a kept latent by the weight alone: of Megatron's own
-    linear, with nothing around it and no norm in it; also where a layer has no attention."""
-    up = getattr(around, "linear_kv_up_proj", None)
-    return up is None or (type(up) is ColumnParallelLinear and up.bias is None)
+def why_expanded(model: Any, attention: Attention) -> str | None:
+    """Why this rank's ``model`` cannot keep latents; None where it can: K and V must follow from a
+    kept latent by the weight alone, of Megatron's own linear with no norm in it."""
+    if not isinstance(attention, PartsAttention):
+        return "attention kernels of GPUs take K and V of a whole context only"
+    if model.config.window_size:
+        return "layers with windows keep the ends of slices, in K and V"
+    for layer in model.decoder.layers:
+        up = getattr(getattr(layer, "self_attention", None), "linear_kv_up_proj", None)
+        if up is not None and (type(up) is not ColumnParallelLinear or up.bias is not None):
+            return (
+                "the kv up-projection of a layer is not Megatron's own linear (adapters around it, "
+                "or another class)"
+            )
+    return None

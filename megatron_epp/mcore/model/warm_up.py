@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatron_epp.layers.attention.layer_attention import Attention, Heads
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands, VarlenAttention
-from megatron_epp.mcore.model.attention import Attention, Heads
 
 logger = logging.getLogger(__name__)
 

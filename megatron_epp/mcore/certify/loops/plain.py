@@ -17,6 +17,7 @@ from megatron_epp.certify.protocol import Prepared
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.flags import parsed
 from megatron_epp.mcore.certify.reference import Plain
+from megatron_epp.mcore.model.kinds.registry import MIXER_FLAGS
 
 
 class PlainLoop(Plain):
@@ -100,12 +101,7 @@ class PlainLoop(Plain):
 
 def _refuse_for_context(args: Any) -> None:
     """ValueError: the attention that stands in for Megatron's over ranks does not compute it."""
-    for name, plain in (
-        ("window_size", None),
-        ("softmax_type", "vanilla"),
-        ("multi_latent_attention", False),
-        ("hybrid_layer_pattern", None),
-    ):
+    for name, plain in (MIXER_FLAGS | {"hybrid_layer_pattern": None}).items():
         if getattr(args, name) != plain:
             flag = "--" + name.replace("_", "-")
             raise ValueError(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.mcore.model.kinds.experts import balancing_types
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 from megatron_epp.mcore.process_groups import layer_groups, message_groups, speak_once
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import connect
@@ -33,31 +33,25 @@ def replica_ranks() -> tuple[int, ...]:
 
 
 def meets_other_replicas(config: Any) -> bool:
-    """Whether ranks of other replicas meet this one's inside of its ops: experts that are spread
-    over replicas, a balance of experts over all of them, scales of fp8 that are. Such replicas must
-    run the same ops in the same order, whatever documents each has."""
+    """Whether ranks of other replicas meet this one's inside of its ops: in layers that are spread
+    over replicas, in scales of fp8 that are. Such replicas must run the same ops in the same order,
+    whatever documents each has."""
     mine = replica_ranks()
-    if getattr(config, "num_moe_experts", None):
-        experts = mpu.get_expert_tensor_and_model_parallel_group()
-        if not set(dist.get_process_group_ranks(experts)) <= set(mine):
-            return True
+    if any(part.meets_others(config, mine) for part in MEGATRON_PARTS):
+        return True
     several = mpu.get_data_parallel_world_size() > 1
-    of_all = "global_aux_loss" in balancing_types(config)
     # Transformer Engine takes the largest values of all replicas behind every forward and backward.
     scales = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
     alone = getattr(config, "tp_only_amax_red", False)
-    return several and bool(of_all or (scales and not alone))
+    return several and bool(scales and not alone)
 
 
-def speak_first(groups: Groups, device: torch.device, experts: bool) -> None:
-    """Let all groups of a call speak once, in an order in which nobody waits in vain, before
-    anything is received early. Collective over the world.
-
-    ``experts``: those of a layer's experts, too.
-    """
+def speak_first(groups: Groups, device: torch.device, config: Any) -> None:
+    """Let all groups of a call of the model of ``config`` speak once, in an order in which nobody
+    waits in vain, before anything is received early. Collective over the world."""
     connect(groups.payload, groups.stage, groups.stages, device, groups.pipeline_ranks)
     of_replicas = mpu.get_data_parallel_group(with_context_parallel=True)
-    for group in (*layer_groups(experts), of_replicas):
+    for group in (*layer_groups(config), of_replicas):
         speak_once(group, device)
 
 
@@ -90,5 +84,5 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
         replicas=1,
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
         timeout=timeout,
-        peers=Peers(together, layer_groups(experts=False), device) if together.size() > 1 else None,
+        peers=Peers(together, layer_groups(None), device) if together.size() > 1 else None,
     )

@@ -20,7 +20,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.utils import unwrap_model
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_epp.ir import Plan
 from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
@@ -189,20 +189,14 @@ def _entry(tracker: Any, name: str, config: Any) -> Any:
 # ------------------------------------------------------------------ what an attempt leaves
 
 
-def routing_state(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Tensors that an iteration changes beside gradients, (tensor, copy): the biases that choose
-    experts, the tokens counted for them, the losses to be logged."""
+def routing_tensors(model: Any) -> list[Tensor]:
+    """Tensors that an iteration changes beside gradients: the biases that choose experts, the
+    tokens counted for them, the losses to be logged."""
     tensors = [entry.values for entry in _tracker().metrics.values()]
     for _, layer in moe_layers(model):
         if layer.router.enable_expert_bias:
             tensors += [layer.router.expert_bias, layer.router.local_tokens_per_expert]
-    return [(tensor, tensor.clone()) for tensor in tensors]
-
-
-def restore_routing(state: list[tuple[Tensor, Tensor]]) -> None:
-    """Nothing of an attempt that failed counts: Megatron moves the bias before that is known."""
-    for tensor, copy in state:
-        tensor.copy_(copy)
+    return tensors
 
 
 def drop_routing(model: Any) -> None:

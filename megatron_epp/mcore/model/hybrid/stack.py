@@ -8,19 +8,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
 from torch import Tensor
+
+from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 
 
 class LocalHybridStack(HybridStack):
@@ -45,46 +40,15 @@ class LocalHybridStack(HybridStack):
             )
 
 
-def local_stack_spec(config: Any) -> ModuleSpec:
-    """Layers of attention, MLPs and experts as Megatron's hybrid_stack_spec has them, of its local
-    modules; ``config``: its TransformerConfig."""
-    whole = get_gpt_layer_local_submodules(
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-    )
-    attention = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=whole.input_layernorm,
-            self_attention=whole.self_attention,
-            self_attn_bda=whole.self_attn_bda,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
-            },
-        ),
-    )
-    mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=whole.pre_mlp_layernorm,
-        mlp=whole.mlp,
-        mlp_bda=whole.mlp_bda,
-        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-    )
-    experts = TransformerLayerSubmodules(
-        pre_mlp_layernorm=whole.pre_mlp_layernorm,
-        mlp=get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts or 1),
-        mlp_bda=whole.mlp_bda,
-    )
-    return ModuleSpec(
-        module=LocalHybridStack,
-        submodules=HybridStackSubmodules(
-            attention_layer=attention,
-            mla_layer=attention,  # a model has one of the two
-            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
-            moe_layer=ModuleSpec(module=MoETransformerLayer, submodules=experts),
-        ),
-    )
+def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
+    """Layers of the ``pattern`` as Megatron's hybrid_stack_spec has them, of its local modules;
+    ``config``: its TransformerConfig."""
+    letters, layers = letters_of_layers(pattern), {}
+    for part in MEGATRON_PARTS:
+        if part.STACK and part.LETTER in letters:
+            layers[part.STACK] = made = part.local_layer(config)
+            part.mend_local(made.submodules, config)
+    return ModuleSpec(module=LocalHybridStack, submodules=HybridStackSubmodules(**layers))
 
 
 def take_output_processor(model: HybridModel) -> None:

@@ -7,7 +7,7 @@ methods: flags are read, and refused, before it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,8 +16,12 @@ from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
 from megatron_epp.mcore.model.limit import Limit
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from megatron_epp.cost.profile import LayerFigures
+    from megatron_epp.layers.attention.layer_attention import Attention, Heads
     from megatron_epp.layers.recompute.outputs import DroppedOutputs
-    from megatron_epp.mcore.model.attention import Attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,10 @@ class MegatronPart:
     SLOT      attribute of Megatron's layer that holds its module; none: it has none of its own
     TIMED     attributes of Megatron's layer that hold modules of it which selective recompute runs
               again, by the name that recompute has of them
+    STACK     field of Megatron's HybridStackSubmodules that describes such layers
+    FLAGS     fields of args that ask for it, with what they are where it is not asked for
+    CHOICE    field of args that may be left open until the model is built (AUTO); none: there is
+              none; ``VALUES``: what it can be
     LIMITS    what it does not run
     """
 
@@ -57,7 +65,13 @@ class MegatronPart:
     ABSENT: ClassVar[dict[str, Any]] = {}
     SLOT: str = ""
     TIMED: ClassVar[dict[str, str]] = {}
+    STACK: str = ""
+    FLAGS: ClassVar[dict[str, Any]] = {}
+    CHOICE: str = ""
+    VALUES: tuple[str, ...] = ()
     LIMITS: tuple[Limit, ...] = ()
+
+    # -------------------------------------------------------------- flags
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         """Mask of the layers that have it: those of its letters; all of a model of whole layers."""
@@ -72,6 +86,14 @@ class MegatronPart:
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
         """Fields of the cost model's Model that it knows of."""
+        return {}
+
+    def cost_sizes(self, args: Any) -> dict[str, Any]:
+        """Fields of Cost that it knows of."""
+        return {}
+
+    def defaults(self, wanted: Any) -> dict[str, Any]:
+        """Megatron's flags that --epp implies where a model of ``wanted`` has it."""
         return {}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
@@ -95,6 +117,45 @@ class MegatronPart:
     def read_pattern(self, args: Any, letters: str) -> None:
         """Set in ``args`` what Megatron takes from the pattern."""
 
+    def replays(self, config: Any) -> bool:
+        """Whether what it records in forwards is replayed by others in their order."""
+        return False
+
+    # -------------------------------------------------------------- what is left open
+
+    def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
+        """Values of CHOICE that this rank's ``model`` cannot have, each with the reason."""
+        return {}
+
+    def measured_with(self, figures: Iterable[LayerFigures]) -> str:
+        """The value of CHOICE that kinds of layers were measured with."""
+        raise NotImplementedError
+
+    def settle(self, attention: Attention, value: str) -> None:
+        """Tell ``attention`` the value of CHOICE."""
+
+    # -------------------------------------------------------------- ranks
+
+    def lockstep(self, args: Any) -> int:
+        """Replicas whose ranks hold one layer together, neighbours that run in lockstep; 1: each
+        replica has all of it."""
+        return 1
+
+    def layer_groups(self, holder: Any) -> list[ProcessGroup]:
+        """This rank's groups that its layers speak in, beside the tensor- and context-parallel
+        ones; ``holder``: flags or configuration of the model."""
+        return []
+
+    def trainer_groups(self, args: Any) -> list[ProcessGroup]:
+        """This rank's groups that an iteration of Megatron's trainer speaks in for its sake."""
+        return []
+
+    def meets_others(self, config: Any, replica: Sequence[int]) -> bool:
+        """Whether its layers speak with ranks beside those of this ``replica``."""
+        return False
+
+    # -------------------------------------------------------------- certificates
+
     def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
         """Values by destination that make it small, for a certificate. ValueError: one line."""
         return {}
@@ -102,6 +163,37 @@ class MegatronPart:
     def small_words(self, args: Any) -> list[str]:
         """Words on it for who reads a certificate."""
         return []
+
+    def splits(self, args: Any) -> bool:
+        """Whether plans may split the backward of its layers."""
+        return True
+
+    def mend_plain(self, layer: Any, by_engine: bool) -> None:
+        """Mend Megatron's ``layer`` where it computes wrongly, and, ``by_engine``, has other keys
+        than Transformer Engine's."""
+
+    def weigh_losses(self, scale: Tensor) -> None:
+        """Have the losses that its layers add count ``scale`` times."""
+
+    def finish_plain(self, model: Any, config: Any) -> None:
+        """Do for the plain ``model`` what finalize_model_grads does behind an iteration."""
+
+    # -------------------------------------------------------------- Megatron's modules
+
+    def local_layer(self, config: Any) -> Any:
+        """Description of such a layer of a HybridModel, of Megatron's local modules."""
+        raise NotImplementedError
+
+    def mend_local(self, layer: Any, config: Any) -> None:
+        """Give ``layer``, the submodules that describe one of Megatron's, what local ones lack."""
+
+    def heads(self, config: Any, context: int) -> Heads | None:
+        """Heads that a rank attends with, one of ``context``; None: it does not say."""
+        return None
+
+    def beyond_gpu_kernels(self, config: Any) -> str | None:
+        """Why kernels of GPUs cannot attend in a model of ``config``; None: they can."""
+        return None
 
     def holds(self, module: Any) -> bool:
         """Whether ``module``, in its slot, is of this kind."""
@@ -122,6 +214,10 @@ class MegatronPart:
     def stores_last_slice(self, layer: Any) -> bool:
         """Whether last slices leave that, too."""
         return False
+
+    def changed(self, model: Any) -> list[Tensor]:
+        """Tensors that an iteration changes beside weights and gradients."""
+        return []
 
 
 def mask_of_layers(flag: str, values: Sequence[int], layers: int) -> tuple[bool, ...]:

@@ -15,14 +15,14 @@ MOST_GROUPS = 4
 _PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", "none"})
 
 
-def lockstep_of(args: Any) -> int:
-    """Replicas whose ranks hold one layer's experts together, and run in lockstep; 1: each replica
-    has them all. Neighbours, as Megatron spreads experts over the ranks of a stage in order."""
+def _lockstep(args: Any) -> int:
     return max(1, _expert_ranks(args) // _dense_ranks(args)) if _experts(args) else 1
 
 
-def _experts(args: Any) -> bool:
-    return bool(getattr(args, "num_experts", None))
+def _experts(holder: Any) -> bool:
+    """Whether the model of ``holder``, flags or a configuration, has experts."""
+    names = "num_experts", "num_moe_experts"
+    return any(getattr(holder, name, None) for name in names)
 
 
 def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
@@ -54,6 +54,8 @@ class MegatronExperts(MegatronPart):
 
     PRICED, NAME, LETTER, SLOT = ExpertPart, "experts", "E", "mlp"
     TIMED: ClassVar = MegatronMlp.TIMED
+    STACK = "moe_layer"
+    FLAGS: ClassVar = {"num_experts": None}
     LIMITS = (
         Limit(
             "slices of mixtures of experts in loops (--num-experts)",
@@ -77,20 +79,20 @@ class MegatronExperts(MegatronPart):
             "experts spread over replicas that exchange by gathering "
             "(--moe-token-dispatcher-type allgather)",
             "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
-            lambda args: lockstep_of(args) > 1 and args.moe_token_dispatcher_type == "allgather",
+            lambda args: _lockstep(args) > 1 and args.moe_token_dispatcher_type == "allgather",
         ),
         Limit(
             "experts spread over replicas whose matrices are split, too "
             "(--expert-tensor-parallel-size above 1, by default the tensor ranks)",
             "give --expert-tensor-parallel-size 1, and spread whole experts by "
             "--expert-model-parallel-size",
-            lambda args: lockstep_of(args) > 1 and args.expert_tensor_parallel_size > 1,
+            lambda args: _lockstep(args) > 1 and args.expert_tensor_parallel_size > 1,
         ),
         Limit(
             "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
             "leave it out, or give an --expert-model-parallel-size that divides "
             "--tensor-model-parallel-size times --context-parallel-size",
-            lambda args: lockstep_of(args) > 1 and given("use_tp_pp_dp_mapping")(args),
+            lambda args: _lockstep(args) > 1 and given("use_tp_pp_dp_mapping")(args),
         ),
         Limit(
             "experts over tensor-parallel ranks that all hold the same rows",
@@ -197,6 +199,9 @@ class MegatronExperts(MegatronPart):
             "shared_hidden": args.moe_shared_expert_intermediate_size or 0,
         }
 
+    def cost_sizes(self, args: Any) -> dict[str, Any]:
+        return {"ep": _expert_ranks(args)} if args.num_experts else {}
+
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
         if not args.num_experts or getattr(args, "hybrid_layer_pattern", None) is not None:
             return {}
@@ -239,7 +244,7 @@ class MegatronExperts(MegatronPart):
             )
 
     def refuse(self, args: Any) -> None:
-        blocks, replicas = lockstep_of(args), getattr(args, "data_parallel_size", None)
+        blocks, replicas = _lockstep(args), getattr(args, "data_parallel_size", None)
         if replicas is not None and replicas % blocks:
             raise ValueError(
                 f"--expert-model-parallel-size {args.expert_model_parallel_size}: with "
@@ -255,6 +260,45 @@ class MegatronExperts(MegatronPart):
             f"{'layers' if there else 'no layer'} of experts ({self.LETTER}), and --num-experts "
             f"{args.num_experts or 'is not given'}; expected both or neither"
         )
+
+    def replays(self, config: Any) -> bool:
+        return _experts(config)  # what routers recorded
+
+    def lockstep(self, args: Any) -> int:
+        """Of layers whose experts lie over several replicas: Megatron spreads them over the ranks
+        of a stage in order."""
+        return _lockstep(args)
+
+    def layer_groups(self, holder: Any) -> list[Any]:
+        from megatron.core import parallel_state as mpu
+
+        if not _experts(holder):
+            return []
+        groups = [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
+        return [*groups, mpu.get_expert_tensor_and_model_parallel_group()]
+
+    def trainer_groups(self, args: Any) -> list[Any]:
+        from megatron.core import parallel_state as mpu
+
+        if not _experts(args):
+            return []
+        return [
+            mpu.get_expert_data_parallel_group(),
+            mpu.get_expert_tensor_model_pipeline_parallel_group(),
+            mpu.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        ]
+
+    def meets_others(self, config: Any, replica: Sequence[int]) -> bool:
+        """Experts that are spread over replicas, or balanced over all of them."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state as mpu
+
+        if _experts(config):
+            group = mpu.get_expert_tensor_and_model_parallel_group()
+            if not set(dist.get_process_group_ranks(group)) <= set(replica):
+                return True
+        several = mpu.get_data_parallel_world_size() > 1
+        return several and "global_aux_loss" in balancing_types(config)
 
     def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
         if not args.num_experts:
@@ -284,7 +328,7 @@ class MegatronExperts(MegatronPart):
     def small_words(self, args: Any) -> list[str]:
         if not args.num_experts:
             return []
-        ranks, lockstep = args.expert_model_parallel_size, lockstep_of(args)
+        ranks, lockstep = args.expert_model_parallel_size, _lockstep(args)
         chosen = f"{args.num_experts} experts, {args.moe_router_topk} of a token"
         words = [f"{chosen}, over {ranks} ranks"]
         words += [f"{lockstep} replicas in lockstep"] * (lockstep > 1)
@@ -298,6 +342,42 @@ class MegatronExperts(MegatronPart):
             words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]
         return words
 
+    def splits(self, args: Any) -> bool:
+        """Not where products of experts are in groups, as a HybridModel's are."""
+        groups = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
+        return args.transformer_impl == "local" or not _experts(args) or not groups
+
+    def mend_plain(self, layer: Any, by_engine: bool) -> None:
+        from megatron_epp.mcore.model.experts.biases import mend_biases
+        from megatron_epp.mcore.model.local_layers import norm_as_engines
+
+        mend_biases(layer.mlp)
+        if by_engine:
+            norm_as_engines(layer)
+
+    def weigh_losses(self, scale: Any) -> None:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        MoEAuxLossAutoScaler.set_loss_scale(scale)
+
+    def finish_plain(self, model: Any, config: Any) -> None:
+        from megatron.core.distributed import finalize_model_grads as theirs
+
+        if config.moe_router_enable_expert_bias:
+            theirs._update_router_expert_bias([model], config)
+        if _experts(config):
+            theirs.reset_model_temporary_tensors(config, [model])
+
+    def local_layer(self, config: Any) -> Any:
+        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+        from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+        from megatron_epp.mcore.model.local_layers import feed_forward
+
+        experts = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts or 1)
+        return ModuleSpec(module=MoETransformerLayer, submodules=feed_forward(config, experts))
+
     def holds(self, module: Any) -> bool:
         from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -306,10 +386,15 @@ class MegatronExperts(MegatronPart):
     def prepare(self, config: Any) -> None:
         from megatron_epp.mcore.model.experts.router import prepare_log
 
-        if config.num_moe_experts:
+        if _experts(config):
             prepare_log(config)
 
     def install(self, place: LayerPlace) -> None:
         from megatron_epp.mcore.model.experts.router import install_in_experts
 
         install_in_experts(place.layer, place.index, place.dropped)
+
+    def changed(self, model: Any) -> list[Any]:
+        from megatron_epp.mcore.model.experts.router import routing_tensors
+
+        return routing_tensors(model)

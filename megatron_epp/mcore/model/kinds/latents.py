@@ -1,13 +1,17 @@
 """Multi-latent attention, in Megatron."""
 
+from collections.abc import Iterable
 from math import lcm
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_epp.cost.kinds.latents import LatentPart
-from megatron_epp.mcore.config import AUTO
+from megatron_epp.mcore.config import AUTO, EXPANDED, LATENTS
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
 from megatron_epp.mcore.model.limit import Limit, given, not_computed
+
+if TYPE_CHECKING:
+    from megatron_epp.cost.profile import LayerFigures
 
 LEAST_RANK = 8
 
@@ -22,6 +26,9 @@ class MegatronLatents(MegatronAttention):
 
     PRICED, NAME, LETTER = LatentPart, "latent attention", "+"
     ABSENT: ClassVar = {}
+    STACK = "mla_layer"
+    FLAGS: ClassVar = {"multi_latent_attention": False}
+    CHOICE, VALUES = "epp_mla_keeps", (EXPANDED, LATENTS)
     LIMITS = (
         Limit(
             "slices of multi-latent attention in loops (--multi-latent-attention)",
@@ -47,13 +54,18 @@ class MegatronLatents(MegatronAttention):
             "query_rank": args.q_lora_rank or 0,
             "rotary_size": args.qk_pos_emb_head_dim,
             "value_size": args.v_head_dim,
-            "carries_latents": getattr(args, "epp_mla_keeps", "latents") != "expanded",
+            "carries_latents": getattr(args, self.CHOICE, LATENTS) != EXPANDED,
         }
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
         if not getattr(args, "multi_latent_attention", False):
             return {}
         return {"kv_heads": args.num_attention_heads, "head_size": args.qk_head_dim}
+
+    def defaults(self, wanted: Any) -> dict[str, Any]:
+        """Of latents Megatron knows a fused rotary embedding for YaRN alone, which takes no rows of
+        other positions."""
+        return {"apply_rope_fusion": False} if wanted.multi_latent_attention else {}
 
     def words(self, args: Any) -> list[str]:
         if not args.multi_latent_attention:
@@ -136,6 +148,34 @@ class MegatronLatents(MegatronAttention):
         of_queries = "none" if args.q_lora_rank is None else args.q_lora_rank
         heads = f"heads of {args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
         return [f"latents of {args.kv_lora_rank}, of queries {of_queries}", heads]
+
+    def excluded(self, model: Any, attention: Any) -> dict[str, str]:
+        from megatron_epp.mcore.model.latent_attention import why_expanded
+
+        reason = why_expanded(model, attention)
+        return {} if reason is None else {LATENTS: reason}
+
+    def measured_with(self, figures: Iterable["LayerFigures"]) -> str:
+        return LATENTS if any(each.kv_replicated for each in figures) else EXPANDED
+
+    def settle(self, attention: Any, value: str) -> None:
+        attention.latents = value == LATENTS
+
+    def local_layer(self, config: Any) -> Any:
+        from megatron_epp.mcore.model.local_layers import attention_alone
+
+        return attention_alone(config, latents=True)
+
+    def mend_local(self, layer: Any, config: Any) -> None:
+        from megatron_epp.mcore.model.local_layers import mend_latents
+
+        mend_latents(layer, config)
+
+    def heads(self, config: Any, context: int) -> Any:
+        from megatron_epp.mcore.model.latent_attention import latent_heads
+
+        there = getattr(config, "multi_latent_attention", False)
+        return latent_heads(config, context) if there else None
 
     def holds(self, module: Any) -> bool:
         from megatron.core.transformer.multi_latent_attention import MultiLatentAttention

@@ -13,6 +13,15 @@ class MegatronMlp(MegatronPart):
     ABSENT: ClassVar = {"mlp": False}
     SLOT = "mlp"
     TIMED: ClassVar = {"mlp": "mlp", "layernorm": "pre_mlp_layernorm"}
+    STACK = "mlp_layer"
+
+    def local_layer(self, config: Any) -> Any:
+        from megatron.core.ssm.mlp_layer import MLPLayer
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from megatron_epp.mcore.model.local_layers import feed_forward
+
+        return ModuleSpec(module=MLPLayer, submodules=feed_forward(config))
 
     def holds(self, module: Any) -> bool:
         from megatron.core.transformer.mlp import MLP

@@ -4,9 +4,11 @@ A new kind of layer is a class here beside one of :mod:`megatron_epp.cost.kinds.
 Megatron's layers no class holds is refused.
 """
 
+from __future__ import annotations
+
 from argparse import Namespace
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.model.hybrid.pattern import (
     BORDER,
@@ -25,6 +27,11 @@ from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
 from megatron_epp.mcore.model.kinds.window import MegatronWindow
 from megatron_epp.mcore.model.limit import Limit
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_epp.layers.attention.layer_attention import Heads
+
 MEGATRON_PARTS: tuple[MegatronPart, ...] = (
     MegatronAttention(),
     MegatronLatents(),
@@ -32,6 +39,13 @@ MEGATRON_PARTS: tuple[MegatronPart, ...] = (
     MegatronExperts(),
     MegatronWindow(),
 )
+# Flags of what attends otherwise than attention over heads, with what they are without it.
+MIXER_FLAGS = {
+    name: plain
+    for part in MEGATRON_PARTS
+    if part.PRICED is None or part.PRICED.MIXER
+    for name, plain in part.FLAGS.items()
+}
 # Letters of a HybridModel's layers that --epp runs; of others, what they are: they carry a state
 # from token to token, or choose what they attend to.
 LETTERS = {part.LETTER: part.NAME for part in MEGATRON_PARTS if part.LETTER}
@@ -58,6 +72,21 @@ def part_sizes(args: Any, there: Collection[MegatronPart]) -> dict[str, Any]:
 def model_sizes(args: Any) -> dict[str, Any]:
     """Fields of the cost model's Model that the parts know of."""
     return {name: size for part in MEGATRON_PARTS for name, size in part.model_sizes(args).items()}
+
+
+def cost_sizes(args: Any) -> dict[str, Any]:
+    """Fields of Cost that the parts know of."""
+    return {name: size for part in MEGATRON_PARTS for name, size in part.cost_sizes(args).items()}
+
+
+def part_defaults(wanted: Any) -> dict[str, Any]:
+    """Megatron's flags that the parts imply with --epp."""
+    return {name: value for part in MEGATRON_PARTS for name, value in part.defaults(wanted).items()}
+
+
+def lockstep_of(args: Any) -> int:
+    """Replicas whose ranks hold one layer together, and run in lockstep; 1: each has all of it."""
+    return max(part.lockstep(args) for part in MEGATRON_PARTS)
 
 
 def letters_of_parts(args: Any) -> str:
@@ -109,6 +138,20 @@ def require_pattern(args: Namespace) -> None:
 # ------------------------------------------------------------------ Megatron's modules
 
 
+def heads_of(config: Any, context: int | None = None) -> Heads:
+    """Heads of a rank, sharded over tensor- and context-parallel ranks; ``context``: these, if
+    other than the configuration's."""
+    ranks = config.context_parallel_size if context is None else context
+    known = (part.heads(config, ranks) for part in reversed(MEGATRON_PARTS))
+    return next(heads for heads in known if heads is not None)
+
+
+def beyond_gpu_kernels(config: Any) -> str | None:
+    """Why kernels of GPUs cannot attend in a model of ``config``; None: they can."""
+    reasons = (part.beyond_gpu_kernels(config) for part in MEGATRON_PARTS)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 def layer_parts(layer: Any) -> tuple[MegatronPart, ...]:
     """The parts that a layer of Megatron's has. ValueError: one of them is of no kind here."""
     from megatron.core.transformer.identity_op import IdentityOp
@@ -135,3 +178,8 @@ def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
         for name, attribute in part.TIMED.items():
             found[name] = (*found.get(name, ()), getattr(layer, attribute))
     return found
+
+
+def changed_tensors(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """(tensor, copy) of what an iteration changes beside weights and gradients."""
+    return [(one, one.clone()) for part in MEGATRON_PARTS for one in part.changed(model)]

@@ -14,6 +14,7 @@ class MegatronAttention(MegatronPart):
     ABSENT: ClassVar = {"attention": False}
     SLOT = "self_attention"
     TIMED: ClassVar = {"layernorm": "input_layernorm"}
+    STACK = "attention_layer"
     LIMITS: tuple[Limit, ...] = (
         Limit(
             "other attention variants (--experimental-attention-variant)",
@@ -37,6 +38,21 @@ class MegatronAttention(MegatronPart):
     def model_sizes(self, args: Any) -> dict[str, Any]:
         groups = args.num_query_groups or args.num_attention_heads
         return {"kv_heads": groups, "head_size": args.kv_channels}
+
+    def local_layer(self, config: Any) -> Any:
+        from megatron_epp.mcore.model.local_layers import attention_alone
+
+        return attention_alone(config, latents=False)
+
+    def mend_local(self, layer: Any, config: Any) -> None:
+        from megatron_epp.mcore.model.local_layers import mend_heads
+
+        mend_heads(layer, config)
+
+    def heads(self, config: Any, context: int) -> Any:
+        from megatron_epp.mcore.model.elastic_attention import heads_of_rank
+
+        return heads_of_rank(config, context)
 
     def holds(self, module: Any) -> bool:
         from megatron.core.transformer.attention import Attention

@@ -1,7 +1,7 @@
 """A window of attention, in Megatron."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_epp.mcore.model.kinds.base import MegatronPart, mask_of_layers
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
@@ -27,10 +27,17 @@ def _flags_window(args: Any) -> bool:
     return not fits
 
 
+def _slices_softmax(model: Any) -> str | None:
+    kind = model.config.softmax_type
+    said = f"slices do not compute a softmax of type {kind} (softmax_type)"
+    return None if kind in ("vanilla", "learnable", "off-by-one") else said
+
+
 class MegatronWindow(MegatronPart):
-    """--window-size, --window-attn-skip-freq, of layers with attention."""
+    """--window-size, --window-attn-skip-freq, of layers with attention; sinks of --softmax-type."""
 
     LETTERS = MegatronAttention.LETTERS
+    FLAGS: ClassVar = {"window_size": None, "softmax_type": "vanilla"}
     LIMITS = (
         Limit(
             "windows that are not W inputs in front of each, fewer than the context "
@@ -38,6 +45,11 @@ class MegatronWindow(MegatronPart):
             "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
             _flags_window,
             slices=_slices_window,
+        ),
+        Limit(
+            "softmax of slices in loops other than vanilla, learnable, off-by-one (--softmax-type)",
+            "use one of these three",
+            slices=_slices_softmax,
         ),
     )
 
@@ -61,6 +73,15 @@ class MegatronWindow(MegatronPart):
         if not args.window_size or args.window_attn_skip_freq is None:
             return {}  # all layers of attention
         return {"window_attn_skip_freq": [int(there) for there in mask]}
+
+    def beyond_gpu_kernels(self, config: Any) -> str | None:
+        asked = ((getattr(config, name), plain) for name, plain in self.FLAGS.items())
+        if not any(value and value != plain for value, plain in asked):
+            return None
+        return (
+            "--window-size and --softmax-type: --epp attends with windows and sinks on hosts "
+            "without a GPU only; leave them out, or train without --epp"
+        )
 
     def words(self, args: Any) -> list[str]:
         return [f"window {args.window_size[0]}"] if args.window_size else []

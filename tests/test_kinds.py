@@ -1,0 +1,133 @@
+"""What kinds of layers there are is known to their registries alone: nobody else asks.
+
+A kind's own rooms are ``cost/kinds``, ``mcore/model/kinds``, and the modules that put it into
+Megatron's layers. Anybody else who imports one of them, or a class of Megatron's that only one kind
+has, or who reads a flag or a size that only one kind has, knows a kind: that is a method of
+``MegatronPart``, or of ``Part``, instead.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+
+from megatron_epp.cost.kinds.layer import LayerShape
+from tests.test_floors import PACKAGE, ROOT, imports
+
+OWN = (
+    "cost/kinds/",
+    "mcore/model/kinds/",
+    "mcore/model/experts/",
+    "mcore/model/elastic_attention.py",
+    "mcore/model/latent_attention.py",
+    "mcore/model/local_layers.py",
+)
+REGISTRIES = (
+    "cost.kinds.base",
+    "cost.kinds.layer",
+    "mcore.model.kinds.base",
+    "mcore.model.kinds.registry",
+)
+OF_MEGATRON = (
+    "megatron.core.transformer.moe",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.core.transformer.experimental_attention_variant",
+    "megatron.core.ssm",
+)
+# Flags, settings and sizes of one kind of layer, as args, configurations and LayerShape have them.
+FIELDS = re.compile(
+    r"num_experts|num_moe_experts|moe_\w+|active_experts|expert_hidden|shared_hidden"
+    r"|multi_latent_attention|(kv|q)_lora_rank|qk_head_dim|qk_pos_emb_head_dim|v_head_dim"
+    r"|epp_mla_keeps|kv_rank|query_rank|rotary_size|value_size|carries_latents"
+    r"|window_size|window_attn_skip_freq|softmax_type|mamba_\w+|linear_\w+_head_dim"
+)
+SIZES = {field.name for field in fields(LayerShape)}
+ALLOWED = {
+    "mcore/model/stage.py": "statistics of routers are one ledger for the stage and its iteration",
+    "mcore/certify/routing.py": "a certificate compares what routers leave beside gradients",
+}
+
+
+def own_rooms(name: str) -> bool:
+    """Whether ``name``, of a module, is that of a kind's own room, and of no registry."""
+    if any(name == each or name.startswith(f"{each}.") for each in OF_MEGATRON):
+        return True
+    within = name.removeprefix(f"{PACKAGE}.")
+    if within == name or any(within.startswith(each) for each in REGISTRIES):
+        return False
+    path = within.replace(".", "/")
+    return any(path.startswith(each.removesuffix(".py")) for each in OWN) and path + "/" not in OWN
+
+
+def known_kinds(path: str, source: str) -> Iterator[str]:
+    """Places where the module at ``path`` knows a kind of layer, unless it is in a kind's room."""
+    if path.startswith(OWN):
+        return
+    module = ".".join([PACKAGE, *path.removesuffix(".py").split("/")])
+    for line, name, _ in imports(source, module):
+        if own_rooms(name):
+            yield f"{path}:{line}: imports {name}"
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(attr=name):
+                pass
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=name), *_]):
+                pass
+            case _:
+                continue
+        of_shape = isinstance(node, ast.Attribute) and re.search(
+            r"(^|\.)shape$", ast.unparse(node.value)
+        )
+        if FIELDS.fullmatch(str(name)) or (of_shape and name in SIZES):
+            yield f"{path}:{node.lineno}: reads {name}"
+
+
+def test_nobody_else_knows_a_kind() -> None:
+    found = {}
+    for file in sorted(ROOT.rglob("*.py")):
+        path = str(file.relative_to(ROOT))
+        if lines := list(known_kinds(path, file.read_text())):
+            found[path] = lines
+    assert set(found) == set(ALLOWED), "\n".join(line for said in found.values() for line in said)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from megatron_epp.mcore.model.kinds.experts import MegatronExperts",
+        "def late():\n    from megatron_epp.mcore.model.experts import router",
+        "from megatron_epp.cost.kinds.latents import LatentPart",
+        "from megatron_epp.mcore.model.latent_attention import LatentLayer",
+        "from megatron.core.transformer.moe.moe_layer import MoELayer",
+        "def groups(args):\n    return [1] if args.num_experts else []",
+        "def size(config):\n    return getattr(config, 'multi_latent_attention', False)",
+        "def tail(layer):\n    return layer.shape.window",
+        "def tail(shape):\n    return shape.kv_rank if shape.rotary_size else 0",
+    ],
+)
+def test_the_guard_sees_it(source: str) -> None:
+    assert list(known_kinds("mcore/partition.py", source))
+    assert not list(known_kinds("mcore/model/kinds/toys.py", source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS",
+        "from megatron_epp.cost.kinds.layer import LayerShape",
+        "from megatron.core.transformer.identity_op import IdentityOp",
+        "def groups(args):\n    return args.num_layers",
+    ],
+)
+def test_the_guard_lets_pass(source: str) -> None:
+    assert not list(known_kinds("mcore/partition.py", source))
+
+
+def test_the_guard_knows_every_flag_of_a_kind() -> None:
+    from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
+
+    asked = {name for part in MEGATRON_PARTS for name in (*part.FLAGS, part.CHOICE) if name}
+    assert asked
+    assert {name for name in asked if not FIELDS.fullmatch(name)} == set()
