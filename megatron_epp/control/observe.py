@@ -85,7 +85,9 @@ class Observer:
         if isinstance(self.steps, PredictingSource) and failure is None and not plan.forward_only:
             block = step.block(groups.replica)
             predicted = self.monitor.busy(self.steps.cost, plan, records, block)
-        mine = StageReport.of(groups.replica, groups.stage, records, predicted, failure, host_bytes)
+        mine = StageReport.of(
+            groups.replica, groups.pipeline_rank, records, predicted, failure, host_bytes
+        )
         return gather_report(mine, groups.leads, groups.control)
 
     def after(self, iteration: int, done: Attempt, waited_seconds: float) -> None:

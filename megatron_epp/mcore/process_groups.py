@@ -46,7 +46,7 @@ def make_groups(device: torch.device) -> Groups:
         control=control,
         payload=payload,
         pipeline_ranks=tuple(dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())),
-        stage=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
         replica=mpu.get_data_parallel_rank(),
         replicas=mpu.get_data_parallel_world_size(),
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,

@@ -22,11 +22,11 @@ NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
 
 @dataclass(frozen=True, slots=True)
 class ReplacedFlags:
-    """``destinations``: of Megatron's parser; those that a version lacks are passed over. ``by``:
-    what does the job. ``neutral``: values to set where they are not the parser's defaults.
-    ``same``: whether ``args`` ask for what gives the same results."""
+    """``names``: destinations of Megatron's parser, blanks between; those that a version lacks are
+    passed over. ``by``: what does the job. ``neutral``: values to set where they are not the
+    parser's defaults. ``same``: whether ``args`` ask for what gives the same results."""
 
-    destinations: tuple[str, ...]
+    names: str
     by: str
     neutral: dict[str, Any] = field(default_factory=dict)
     same: Callable[[argparse.Namespace], bool] = lambda args: True
@@ -34,77 +34,43 @@ class ReplacedFlags:
 
 REPLACED = (
     ReplacedFlags(
-        (
-            "recompute_granularity",
-            "recompute_activations",
-            "recompute_method",
-            "recompute_num_layers",
-            "recompute_modules",
-            "moe_layer_recompute",
-            "distribute_saved_activations",
-        ),
+        "recompute_granularity recompute_activations recompute_method recompute_num_layers "
+        "recompute_modules moe_layer_recompute distribute_saved_activations",
         "every plan recomputes what memory asks for, per stage, chunk and layer: "
         "--epp-memory-budget-gib",
     ),
     ReplacedFlags(
-        (
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "microbatch_group_size_per_vp_stage",
-            "overlap_p2p_comm",
-            "overlap_p2p_comm_warmup_flush",
-            "overlap_param_gather_with_optimizer_step",
-        ),
+        "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+        "microbatch_group_size_per_vp_stage overlap_p2p_comm overlap_p2p_comm_warmup_flush "
+        "overlap_param_gather_with_optimizer_step",
         "one model chunk per stage; slices of long documents shrink the warm-up, and messages go "
         "while ops compute",
     ),
     ReplacedFlags(
-        (
-            "cuda_graph_impl",
-            "enable_cuda_graph",
-            "external_cuda_graph",
-            "cuda_graph_modules",
-            "cuda_graph_scope_deprecated",
-            "cuda_graph_warmup_steps",
-        ),
+        "cuda_graph_impl enable_cuda_graph external_cuda_graph cuda_graph_modules "
+        "cuda_graph_scope_deprecated cuda_graph_warmup_steps",
         "nothing is captured: chunks have new shapes in every iteration",
     ),
     ReplacedFlags(
-        (
-            "tp_comm_overlap",
-            "tp_comm_overlap_cfg",
-            "tp_comm_overlap_ag",
-            "tp_comm_overlap_rs",
-            "tp_comm_overlap_rs_dgrad",
-            "tp_comm_bulk_dgrad",
-            "tp_comm_bulk_wgrad",
-            "tp_comm_split_ag",
-            "tp_comm_split_rs",
-            "tp_comm_bootstrap_backend",
-        ),
+        "tp_comm_overlap tp_comm_overlap_cfg tp_comm_overlap_ag tp_comm_overlap_rs "
+        "tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_split_ag "
+        "tp_comm_split_rs tp_comm_bootstrap_backend",
         "tensor-parallel communication goes without buffers of one fixed shape",
     ),
     ReplacedFlags(
-        (
-            "cpu_offloading_num_layers",
-            "cpu_offloading_retain_pinned_cpu_buffers",
-            "fine_grained_activation_offloading",
-            "offload_modules",
-            "min_offloaded_tensor_size",
-            "delay_offload_until_cuda_graph",
-            "delta_offload_bytes_across_pp_ranks",
-            "activation_offload_fraction",
-            "fine_grained_offloading_max_inflight_offloads",
-        ),
+        "cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers "
+        "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size "
+        "delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks "
+        "activation_offload_fraction fine_grained_offloading_max_inflight_offloads",
         "plans recompute instead of offloading: --epp-memory-budget-gib",
     ),
     ReplacedFlags(
-        ("micro_batch_size", "eval_micro_batch_size"),
+        "micro_batch_size eval_micro_batch_size",
         "a plan says what is computed together; --global-batch-size counts documents",
         neutral={"micro_batch_size": 1},
     ),
     ReplacedFlags(
-        ("calculate_per_token_loss",),
+        "calculate_per_token_loss",
         "the loss is the mean over all tokens of the batch, which the mean of micro-batches of "
         "equally many tokens is, too",
         neutral={"calculate_per_token_loss": True},
@@ -112,37 +78,30 @@ REPLACED = (
         same=lambda args: not args.eod_mask_loss,
     ),
     ReplacedFlags(
-        ("defer_embedding_wgrad_compute", "wgrad_deferral_limit", "delay_wgrad_compute"),
+        "defer_embedding_wgrad_compute wgrad_deferral_limit delay_wgrad_compute",
         "the output layer's gradients come with its forward, others where a plan puts its W ops: "
         "--epp-levers",
     ),
     ReplacedFlags(
-        (
-            "moe_shared_expert_overlap",
-            "overlap_moe_expert_parallel_comm",
-            "overlap_dispatch_backward_with_experts_wgrad",
-        ),
+        "moe_shared_expert_overlap overlap_moe_expert_parallel_comm "
+        "overlap_dispatch_backward_with_experts_wgrad",
         "experts are exchanged and computed one after the other; chunks of other documents keep "
         "the other stages busy",
     ),
     ReplacedFlags(
-        ("cp_comm_type",),
+        "cp_comm_type",
         "context-parallel ranks exchange rows for heads",
     ),
     ReplacedFlags(
-        ("use_flash_attn",),
+        "use_flash_attn",
         "the attention of slices: --epp-attention",
     ),
     ReplacedFlags(
-        (
-            "reset_position_ids",
-            "reset_attention_mask",
-            "dataloader_inter_document_masking",
-        ),
+        "reset_position_ids reset_attention_mask dataloader_inter_document_masking",
         "positions start anew in every document, and each attends to itself alone",
     ),
     ReplacedFlags(
-        ("dataloader_type",),
+        "dataloader_type",
         "documents come in Megatron's order of samples, which single means, too",
         neutral={"dataloader_type": "external"},
         same=lambda args: args.dataloader_type == "single",
@@ -185,7 +144,7 @@ def take_out(
     typed = {word.split("=")[0] for word in words}
     taken = []
     for one in REPLACED:
-        known = [name for name in one.destinations if name in options]
+        known = [name for name in one.names.split() if name in options]
         neutral = {name: one.neutral.get(name, parser.get_default(name)) for name in known}
         harmless = {name: (parser.get_default(name), neutral[name], None) for name in known}
         asked = [name for name in known if getattr(args, name) not in harmless[name]]

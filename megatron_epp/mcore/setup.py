@@ -224,7 +224,7 @@ class Job:
             tie(model, device)
         if getattr(self.args, FUSED_LINEARS, False):
             fuse_weight_gradients(model)
-        self._current_op.stage = groups.stage
+        self._current_op.stage = groups.pipeline_rank
         self._claim_folders(groups)
         if self._reads_chats:
             self._chats = converted_chats(self.args, groups.control)
@@ -261,7 +261,7 @@ class Job:
         folders = [folder for _, folder in self._folders if folder]
         runner = StageRunner(
             ProgramRunner(device, self._current_op, groups),
-            groups.stage,
+            groups.pipeline_rank,
             groups.replica,
             share=place.share,
             meter=AllocatorMeter(every_op=config.epp_record is not None)

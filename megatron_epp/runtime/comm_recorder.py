@@ -10,25 +10,12 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 MESSAGES = {"send": "send", "recv": "receive"}
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
+COLLECTIVES = """
+    _allgather_base _reduce_scatter_base allgather allgather_coalesced
+    allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall alltoall_base barrier
+    broadcast gather monitored_barrier reduce reduce_scatter reduce_scatter_tensor_coalesced
+    scatter
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +53,7 @@ class Traffic:
         self._plain: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> "Traffic":
-        for name in (*COLLECTIVES, *MESSAGES):
+        for name in (*COLLECTIVES.split(), *MESSAGES):
             self._plain[name] = getattr(ProcessGroup, name)
             setattr(ProcessGroup, name, self._noting(name, self._plain[name]))
         return self

@@ -1,4 +1,4 @@
-"""Messages between stages: planned shapes, planned order, no handshake."""
+"""Messages between ranks of a pipeline: planned shapes, planned order, no handshake."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,17 +37,18 @@ def receive_now(tensor: Tensor, group: dist.ProcessGroup, source: int):
 
 def connect(
     groups: dict[Payload, dist.ProcessGroup],
-    stage: int,
-    stages: int,
+    rank: int,
+    size: int,
     device: torch.device,
     ranks: Sequence[int] | None = None,
 ):
-    """Send one number over every link of the pipeline, in an order in which nobody waits in vain.
+    """Send one number over every link of a pipeline of ``size`` ranks, of which this is number
+    ``rank``, in an order in which nobody waits in vain.
 
-    ``ranks``: every stage's rank in the groups; None where they hold this pipeline alone.
+    ``ranks``: theirs in the groups; None where they hold this pipeline alone.
 
     NCCL makes a communicator for two ranks when they first speak, and both wait in there for each
-    other. If they first spoke where receives are posted early, a stage that waits for the next
+    other. If they first spoke where receives are posted early, a rank that waits for the next
     one's gradients and the next one, waiting for its activations, would never meet. ValueError:
     groups in which messages of one link would wait for those of another.
     """
@@ -56,18 +57,18 @@ def connect(
             "torch.distributed was initialised with a device_id: all messages of a group then wait "
             "for one another, and pipelines that receive ahead stand still; initialise it without"
         )
-    for first in range(stages):
+    for first in range(size):
         for payload, group in groups.items():
             ends = (first, first + 1) if payload is not Payload.GRADIENT else (first + 1, first)
-            if first == stages - 1:
+            if first == size - 1:
                 if payload is not Payload.HEAD:
                     continue
-                ends = (first, 0)  # of H: from the last stage to the first, and down the pipeline
+                ends = (first, 0)  # of H: from the last rank to the first, and down the pipeline
             tensor = torch.zeros(1, device=device)
             source, target = ends if ranks is None else (ranks[ends[0]], ranks[ends[1]])
-            if stage == ends[0]:
+            if rank == ends[0]:
                 send_now(tensor, group, target)
-            elif stage == ends[1]:
+            elif rank == ends[1]:
                 receive_now(tensor, group, source)
 
 
@@ -79,7 +80,7 @@ class _Posted:
 
 
 class Links:
-    """One stage's ends of its links for one iteration.
+    """One rank's ends of its links for one iteration.
 
     Forward and backward traffic have a group each, so that neither waits behind the other.
     Messages of a link are posted, sent and received in one planned order, so they need no tag;
@@ -95,7 +96,7 @@ class Links:
         device: torch.device,
         ranks: Sequence[int] | None = None,
     ):
-        """``ranks``: every stage's rank in the groups; None where they hold this pipeline alone."""
+        """``ranks``: the pipeline's in the groups; None where they hold this pipeline alone."""
         self.groups, self.shape, self.dtype, self.device = groups, shape, dtype, device
         self.ranks = ranks
         self._place = {name: message_device(group, device) for name, group in groups.items()}
@@ -113,7 +114,7 @@ class Links:
             device=self._place[message.payload],
             pin_memory=self._staged(message) and self.device.type == "cuda",
         )
-        source = message.source if self.ranks is None else self.ranks[message.source]
+        source = self._rank(message.link[0])
         work = dist.irecv(tensor, group=self.groups[message.payload], group_src=source)
         assert work is not None, "only a rank of the group receives"
         self._posted.setdefault(message.link, deque()).append(_Posted(message, tensor, work))
@@ -140,12 +141,16 @@ class Links:
         tensor = tensor.contiguous()
         if self._staged(message):  # the host waits for what makes it, and for the copy
             tensor = torch.empty_like(tensor, device=self._place[message.payload]).copy_(tensor)
-        target = message.target if self.ranks is None else self.ranks[message.target]
+        target = self._rank(message.link[1])
         work = dist.isend(tensor, group=self.groups[message.payload], group_dst=target)
         assert work is not None, "only a rank of the group sends"
         self._sending.append((message, tensor, work))
         self.sent += 1
         self._let_go()
+
+    def _rank(self, place: int) -> int:
+        """The rank in the groups at ``place`` of the pipeline."""
+        return place if self.ranks is None else self.ranks[place]
 
     def _staged(self, message: Message) -> bool:
         """Whether ``message`` goes through the host's memory."""

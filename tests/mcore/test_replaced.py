@@ -94,7 +94,7 @@ def parsed(monkeypatch):
 
 
 def test_every_flag_of_the_table_is_tried() -> None:
-    assert {name for one in REPLACED for name in one.destinations} == set(TYPED)
+    assert {name for one in REPLACED for name in one.names.split()} == set(TYPED)
 
 
 def test_each_is_set_back_and_named_as_it_was_typed(parsed) -> None:

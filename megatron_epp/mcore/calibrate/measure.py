@@ -363,18 +363,18 @@ def _measure_exchange(
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
     """Round trips between the first two stages of every pipeline, through the groups of F and B."""
-    if groups.stages < 2:
+    if groups.pipeline_size < 2:
         return
     first, second = groups.pipeline_ranks[:2]  # of the world, as the payload groups span it
     for tokens in (16, 256, 1024, 2048):
         for repeat in range(REPEATS + 1):
             tensor = probe.message(tokens)
             dist.barrier(groups.control)
-            if groups.stage > 1:
+            if groups.pipeline_rank > 1:
                 continue
             began = probe.now()
             there, back = groups.payload[Payload.ACTIVATION], groups.payload[Payload.GRADIENT]
-            if groups.stage == 0:
+            if groups.pipeline_rank == 0:
                 send_now(tensor, there, second)
                 receive_now(tensor, back, second)
             else:

@@ -215,7 +215,7 @@ class Rank:
         the layer takes a block of the host's memory; of a chunk of a row or two, as empty ones in
         lockstep are, a layer of attention may save nothing that is.
         """
-        stage, plan = self.groups.stage, step.plans[self.groups.replica]
+        stage, plan = self.groups.pipeline_rank, step.plans[self.groups.replica]
         taken = self.schedule.ran.host_peak_bytes
         layers = most_offloaded(plan, stage, lambda chunk: self._input_bytes(chunk) >= LEAST_BYTES)
         asked = any(OFFLOAD in choice for choice in plan.recompute[stage])
@@ -233,7 +233,7 @@ class Rank:
 
     def _unplanned(self, step: Step, messages: list[MessageRecord]) -> list[str]:
         """How the messages differ from those of the plan."""
-        plan, stage = step.plans[self.groups.replica], self.groups.stage
+        plan, stage = step.plans[self.groups.replica], self.groups.pipeline_rank
         planned = self._planned(plan, lower(plan)[stage])
         problems = []
         # Sends follow the program; receives are posted ahead, in the order of their link.

@@ -145,7 +145,7 @@ class Pipelines:
         self, call: LoopCall, group: Any, stages: int, programs: ProgramRunner
     ) -> ModelPipeline:
         groups = programs.groups
-        stage = 0 if groups is None else groups.stage
+        stage = 0 if groups is None else groups.pipeline_rank
         (model,) = unwrap_model([call.one_model])
         decoder = getattr(model, "decoder", None)
         layers = len(getattr(decoder, "layers", ()) or ())
@@ -179,7 +179,7 @@ class Pipelines:
         programs = self._programs[1] if self._programs and self._programs[0] is group else None
         if programs is None:
             groups = make_replica_groups(device, self.settings.timeout)
-            current_op = CurrentOp(groups.stage)
+            current_op = CurrentOp(groups.pipeline_rank)
             costs = one_queue(device)
             if costs is not None and dist.get_rank() == 0:
                 logger.warning("%s", costs)

@@ -49,7 +49,9 @@ def meets_other_replicas(config: Any) -> bool:
 def speak_first(groups: Groups, device: torch.device, config: Any) -> None:
     """Let all groups of a call of the model of ``config`` speak once, in an order in which nobody
     waits in vain, before anything is received early. Collective over the world."""
-    connect(groups.payload, groups.stage, groups.stages, device, groups.pipeline_ranks)
+    connect(
+        groups.payload, groups.pipeline_rank, groups.pipeline_size, device, groups.pipeline_ranks
+    )
     of_replicas = mpu.get_data_parallel_group(with_context_parallel=True)
     for group in (*layer_groups(config), of_replicas):
         speak_once(group, device)
@@ -79,7 +81,7 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
         control=control,
         payload=payload,
         pipeline_ranks=tuple(pipeline),
-        stage=mpu.get_pipeline_model_parallel_rank(),
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
         replica=0,
         replicas=1,
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
