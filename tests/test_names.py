@@ -1,6 +1,6 @@
 """One name, one meaning, and a plain one: names are unique, classes are nouns, docstrings begin so.
 
-The guards let pass what stands in a list: with its reason, or until it is mended.
+What the guards let pass stands here, with its reason.
 """
 
 import ast
@@ -21,21 +21,6 @@ ENTRY_MODULES = {"command", "planner"}
 FIELD_TERMS = {"Timed": "a line of a .timed file"}
 IRREGULAR = "Ran Told Held Given Drawn Written Made Kept Meant Lent Taken Found Known Shown Split"
 ADJECTIVES = "Alone Small Plain Worst Local Again Adaptive Predicting"
-
-# To be mended: functions, and modules and constants of a folder at the top, that are there twice;
-# classes that are participles.
-FUNCTIONS = """
-    serve
-"""
-MODULES = """
-    mcore/flags
-"""
-CONSTANTS = """
-    mcore/EXPERTS
-"""
-PARTICIPLES = """
-    Drawn Failed InputRefused Judged Listed Plain Prepared Routed Scaled Small Untargeted Worst
-"""
 
 NOT_PLAIN = re.compile(r"(Of|What|Whose|Which|In the place of|Besides|Apart|Aside)\b")
 
@@ -135,21 +120,19 @@ def test_no_class_name_is_used_twice() -> None:
 
 
 def test_no_function_name_is_used_twice() -> None:
-    found = functions_twice(PACKAGE)
-    assert set(found) <= set(FUNCTIONS.split()), found
+    assert functions_twice(PACKAGE) == {}
 
 
 def test_no_module_name_is_used_twice_in_a_folder() -> None:
-    assert in_folders(modules_twice) <= set(MODULES.split())
+    assert in_folders(modules_twice) == set()
 
 
 def test_no_constant_is_defined_twice_in_a_folder() -> None:
-    assert in_folders(constants_twice) <= set(CONSTANTS.split())
+    assert in_folders(constants_twice) == set()
 
 
 def test_classes_are_nouns() -> None:
-    found = participles(PACKAGE)
-    assert set(found) <= set(PARTICIPLES.split()), found
+    assert participles(PACKAGE) == {}
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:

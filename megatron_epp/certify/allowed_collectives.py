@@ -18,7 +18,7 @@ DATA_GROUP = "DATA_PARALLEL_GROUP_WITH_CP"
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class AllowedCollective:
     """``group`` and ``callers`` are patterns for all of the group's description and of the
     function's dotted name.
     """
@@ -41,117 +41,117 @@ def callers_of(*names: str) -> str:
 
 
 SCHEDULE = (
-    Listed(
+    AllowedCollective(
         "plan text",
         "epp_control",
         callers_of("megatron_epp.runtime.consensus.broadcast_text"),
         "rank 0 plans, all ranks get its text or its refusal",
     ),
-    Listed(
+    AllowedCollective(
         "plan digest",
         "epp_control",
         callers_of("megatron_epp.runtime.consensus.agree", "megatron_epp.runtime.consensus.gather"),
         "no rank runs a plan that another does not run",
     ),
-    Listed(
+    AllowedCollective(
         "report",
         "epp_control",
         callers_of("megatron_epp.control.report.gather_report"),
         "seconds and bytes of all stages, for the log line, and whether one ran out of memory",
     ),
-    Listed(
+    AllowedCollective(
         "memory limit",
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP|EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
         callers_of("megatron_epp.runtime.stage_peers.Peers.any"),
         "after every op, with --epp-memory-limit-gib only: no rank of a stage gives up alone, nor "
         "one of several replicas in lockstep",
     ),
-    Listed(
+    AllowedCollective(
         "records",
         "epp_control",
         callers_of("megatron_epp.control.report.gather_records"),
         "every timed op, with --epp-record only",
     ),
-    Listed(
+    AllowedCollective(
         "gradient reduction",
         DATA_GROUP,
         callers_of(_BUCKETS + "start_grad_sync"),
         "over the replicas, once per bucket, after the stage's last backward has begun",
     ),
-    Listed(
+    AllowedCollective(
         "parameter gather",
         DATA_GROUP,
         callers_of(_BUCKETS + "start_param_sync"),
         "what the distributed optimizer updated in parts",
     ),
-    Listed(
+    AllowedCollective(
         "tied embeddings",
         "(POSITION_)?EMBEDDING_GROUP",
         callers_of(_FINALIZE + "_allreduce_embedding_grad"),
         "first and last stage hold a copy each",
     ),
-    Listed(
+    AllowedCollective(
         "norm gradients",
         "TENSOR_MODEL_PARALLEL_GROUP",
         callers_of(_FINALIZE + "_allreduce_non_tensor_model_parallel_grads"),
         "with sequence parallelism every rank normalises its own rows",
     ),
-    Listed(
+    AllowedCollective(
         "token count",
         f"PIPELINE_MODEL_PARALLEL_GROUP|{DATA_GROUP}",
         callers_of(_FINALIZE + "finalize_model_grads"),
         "the divisor of loss and gradients: from the last stage, over the replicas",
     ),
-    Listed(
+    AllowedCollective(
         "rows for heads",
         "CONTEXT_PARALLEL_GROUP",
         callers_of("megatron_epp.layers.attention.ulysses"),
         "around the attention of every layer run, recomputed ones again; as often in backward",
     ),
-    Listed(
+    AllowedCollective(
         "expert exchange",
         "EXPERT_(TENSOR_AND_MODEL|MODEL|TENSOR)_PARALLEL_GROUP",
         r"megatron\.core\.(tensor_parallel|transformer\.moe)\..*",
         "rows to their experts and back; once per layer run, recomputed ones again",
     ),
-    Listed(
+    AllowedCollective(
         "expert gradient reduction",
         "EXPERT_DATA_PARALLEL_GROUP.*",
         callers_of(_BUCKETS + "start_grad_sync"),
         "over the ranks that hold the same experts, as the gradient reduction",
     ),
-    Listed(
+    AllowedCollective(
         "expert parameter gather",
         "EXPERT_DATA_PARALLEL_GROUP.*",
         callers_of(_BUCKETS + "start_param_sync"),
         "what the distributed optimizer updated in parts",
     ),
-    Listed(
+    AllowedCollective(
         "tokens of documents per expert",
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
         callers_of("megatron_epp.layers.experts.router_stats.RouterStats"),
         "for auxiliary losses, all layers at once: when a chunk's backward meets documents anew",
     ),
-    Listed(
+    AllowedCollective(
         "expert bias",
         "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
         callers_of("megatron.core.transformer.moe.moe_utils.get_updated_expert_bias"),
         "tokens per expert over the whole batch, which move the biases",
     ),
-    Listed(
+    AllowedCollective(
         "tensor parallelism",
         "TENSOR_MODEL_PARALLEL_GROUP",
         r"(megatron\.core\.tensor_parallel|megatron_epp\.layers\.wgrad"
         r"|transformer_engine\.pytorch\.distributed)\..*",
         "inside layers, embedding and loss; once per layer run, recomputed ones again",
     ),
-    Listed(
+    AllowedCollective(
         "tied words",
         f"PIPELINE_MODEL_PARALLEL_GROUP|{DATA_GROUP}",
         callers_of("megatron_epp.mcore.model.vocabulary.tied"),
         "once per iteration: the embedding's words and their copies in the output layer's shards",
     ),
-    Listed(
+    AllowedCollective(
         "words of a stage",
         "TENSOR_MODEL_PARALLEL_GROUP",
         callers_of("megatron_epp.layers.vocabulary"),
@@ -160,6 +160,6 @@ SCHEDULE = (
 )
 
 
-def name_of(collective: Collective, listed: Iterable[Listed] = SCHEDULE) -> str | None:
+def name_of(collective: Collective, listed: Iterable[AllowedCollective] = SCHEDULE) -> str | None:
     """The collective's name on the list; None: it is not there."""
     return next((entry.name for entry in listed if entry.covers(collective)), None)

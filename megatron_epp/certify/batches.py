@@ -37,10 +37,10 @@ class Frame:
     vocabulary_parallel: bool = False
     ranks: int = 1
 
-    def draw(self, seed: int, number: int) -> "Drawn":
+    def draw(self, seed: int, number: int) -> "RandomBatch":
         return draw(seed, number, self)
 
-    def coverage(self, drawn: "Drawn", computed: Sequence[Any]) -> "StepCoverage":
+    def coverage(self, drawn: "RandomBatch", computed: Sequence[Any]) -> "StepCoverage":
         return StepCoverage.of(drawn)
 
 
@@ -52,7 +52,7 @@ def letters_drawn(executable: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RandomBatch:
     """A global batch of documents and the step that runs it.
 
     tokens[d]      L + 1 int64; the inputs are all but the last, the labels all but the first
@@ -74,7 +74,7 @@ class Drawn:
         return int(sum(mask.sum() for mask in self.loss_masks))
 
     @property
-    def untargeted(self) -> "Untargeted":
+    def untargeted(self) -> "UntargetedCounts":
         """Parts of the step without any target token; their gradients must be zero."""
         slices = chunks = replicas = 0
         for plan, deal in zip(self.step.plans, self.step.deals, strict=True):
@@ -92,11 +92,11 @@ class Drawn:
             )
             chunks += sum(bool(every) and not any(every) for every in has_target)
             replicas += not any(map(any, has_target))
-        return Untargeted(slices, chunks, replicas)
+        return UntargetedCounts(slices, chunks, replicas)
 
 
 @dataclass(frozen=True, slots=True)
-class Untargeted:
+class UntargetedCounts:
     """Slices of cut documents, chunks and replicas without any target."""
 
     slices: int = 0
@@ -104,7 +104,7 @@ class Untargeted:
     replicas: int = 0
 
 
-def draw(seed: int, number: int, frame: Frame) -> Drawn:
+def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     """Batch ``number``: the same on every process that asks for it."""
     random = Random(f"{seed} {number}")
     lengths = _lengths(number, random, frame.replicas)
@@ -118,7 +118,7 @@ def draw(seed: int, number: int, frame: Frame) -> Drawn:
         where = Random(f"{seed} {number} local")
         plans = tuple(with_local(plan, where, frame.ranks) for plan in plans)
     step = Step(deals, plans, frame.lockstep)
-    return Drawn(
+    return RandomBatch(
         tokens,
         _loss_masks(number, generator, step),
         step,
@@ -271,10 +271,10 @@ class StepCoverage:
     empty: int = 0
     local: int = 0
     mixed: int = 0
-    untargeted: Untargeted = field(default_factory=Untargeted)
+    untargeted: UntargetedCounts = field(default_factory=UntargetedCounts)
 
     @classmethod
-    def of(cls, drawn: Drawn) -> "StepCoverage":
+    def of(cls, drawn: RandomBatch) -> "StepCoverage":
         step = drawn.step
         kinds = [kind for plan in step.plans for kind in _chunk_kinds(plan)]
         letters = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]

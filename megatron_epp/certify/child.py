@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.certify.protocol import PLAIN, Backend, Failed, InputRefused, Role
+from megatron_epp.certify.protocol import PLAIN, Backend, InputRefusal, RequestFailure, Role
 
 
-def serve(requests: Connection, role: Role, backend: Backend) -> None:
+def answer_requests(requests: Connection, role: Role, backend: Backend) -> None:
     """Answer ``(method, arguments)`` with the method's result, until the pipe is closed."""
     _redirect(role.log)
     os.environ.update(OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -42,7 +42,7 @@ def serve(requests: Connection, role: Role, backend: Backend) -> None:
             except Exception as error:
                 reads_input = role.rank == PLAIN or server is None
                 if reads_input and backend.is_refusal(error):
-                    answer = InputRefused(str(error))
+                    answer = InputRefusal(str(error))
                 else:
                     answer = _failure(error, role)
             requests.send(answer)
@@ -63,9 +63,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _failure(error: Exception, role: Role) -> Failed:
+def _failure(error: Exception, role: Role) -> RequestFailure:
     traceback.print_exc()
     place = traceback.extract_tb(error.__traceback__)[-1]
     what = f"{type(error).__name__}: {error}".splitlines()[0]
     where = f"{os.path.basename(place.filename)}:{place.lineno}"
-    return Failed(f"{role.name}: {what} ({where})", traceback.format_exc())
+    return RequestFailure(f"{role.name}: {what} ({where})", traceback.format_exc())

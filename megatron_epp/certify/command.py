@@ -17,9 +17,9 @@ from megatron_epp.certify.protocol import (
     Backend,
     BatchSource,
     Coverage,
-    Failed,
-    InputRefused,
-    Prepared,
+    InputRefusal,
+    ModelSetup,
+    RequestFailure,
     Role,
 )
 from megatron_epp.certify.trial import Trial, read
@@ -29,7 +29,7 @@ BOUND = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class BatchVerdict:
     """One batch: what it made the executor do, and how far it is from the plain model.
 
     problems   what went otherwise than planned        routing   how routers differ (routed.py)
@@ -65,13 +65,13 @@ def main(backend: Backend, arguments: Sequence[str] | None = None) -> int:
 
 def certify(
     backend: Backend, trial: Trial, show: Callable[[str], None] = lambda line: None
-) -> list[Judged]:
+) -> list[BatchVerdict]:
     """Run the batches of ``trial`` by ``backend``, telling ``show`` line by line. It stops at the
     first batch in which a rank fails, unless that rank is alone and can go on.
 
     ValueError: flags that cannot be used. ChildLost: a process that died or stayed silent.
     """
-    judged: list[Judged] = []
+    judged: list[BatchVerdict] = []
     with ExitStack() as until_the_end:
         folder = until_the_end.enter_context(scratch_folder("certify"))
         if said := backend.choose_engine(trial):
@@ -91,36 +91,36 @@ def certify(
     return judged
 
 
-def _prepare(children: Children, turn: int, trial: Trial) -> Prepared:
+def _prepare(children: Children, turn: int, trial: Trial) -> ModelSetup:
     (prepared,) = _required(children.ask([PLAIN], "prepare", turn))
     _required(children.ask(range(trial.degrees.ranks), "prepare", prepared))
     return prepared
 
 
-def _required[T](answers: Mapping[int, T | InputRefused | Failed]) -> list[T]:
+def _required[T](answers: Mapping[int, T | InputRefusal | RequestFailure]) -> list[T]:
     """ValueError: a process refused the input. ChildLost: it failed."""
     made: list[T] = []
     for answer in answers.values():
-        if isinstance(answer, InputRefused):
+        if isinstance(answer, InputRefusal):
             raise ValueError(answer.reason)
-        if isinstance(answer, Failed):
+        if isinstance(answer, RequestFailure):
             raise ChildLost(f"{answer.reason}\n{answer.traceback}")
         made.append(answer)
     return made
 
 
-def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) -> Judged:
+def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) -> BatchVerdict:
     asked = trial.drawn_number(number)
     answers = children.ask(children.roles, "compute", asked)
     drawn = frame.draw(trial.seed, asked)
-    failures = [answer.reason for answer in answers.values() if isinstance(answer, Failed)]
+    failures = [answer.reason for answer in answers.values() if isinstance(answer, RequestFailure)]
     if failures:
-        return Judged(number, frame.coverage(drawn, ()), problems=tuple(failures))
+        return BatchVerdict(number, frame.coverage(drawn, ()), problems=tuple(failures))
     reference, computed = answers.pop(PLAIN), list(answers.values())
     worst = worst_gradient(
         (part for one in computed for part in one.gradients), reference.gradients
     )
-    return Judged(
+    return BatchVerdict(
         number,
         frame.coverage(drawn, computed),
         messages=sum(one.messages for one in computed) // 2,
@@ -143,7 +143,7 @@ def _line(cells: Mapping[str, object], parameter: str) -> str:
     return f"{'  '.join(padded)}  {parameter}".rstrip()
 
 
-def _cells(judged: Judged) -> dict[str, object]:
+def _cells(judged: BatchVerdict) -> dict[str, object]:
     return {
         "batch": judged.number,
         **judged.coverage.cells,
@@ -153,7 +153,7 @@ def _cells(judged: Judged) -> dict[str, object]:
     }
 
 
-def row(judged: Judged) -> str:
+def row(judged: BatchVerdict) -> str:
     """One line of the table; a batch that failed says why."""
     why = judged.problems + judged.routing
     return "\n        ".join([_line(_cells(judged), judged.parameter), *why])
@@ -161,11 +161,11 @@ def row(judged: Judged) -> str:
 
 def header(coverage: Coverage) -> str:
     """Names of the columns of such batches."""
-    names = _cells(Judged(0, coverage))
+    names = _cells(BatchVerdict(0, coverage))
     return _line(dict(zip(names, names, strict=True)), "worst parameter")
 
 
-def verdict(judged: Sequence[Judged]) -> str:
+def verdict(judged: Sequence[BatchVerdict]) -> str:
     """The last lines: what was run, and whether it is certified."""
     every = [batch.coverage for batch in judged]
     failed = [str(batch.number) for batch in judged if not batch.passed]

@@ -46,14 +46,14 @@ def whole(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
 
 
 @dataclass(frozen=True, slots=True)
-class Worst:
+class WorstGradient:
     """The largest error of all parameters, and whose it is."""
 
     error: float
     name: str
 
 
-def worst_gradient(parts: Iterable[Shard], reference: Mapping[str, numpy.ndarray]) -> Worst:
+def worst_gradient(parts: Iterable[Shard], reference: Mapping[str, numpy.ndarray]) -> WorstGradient:
     """max |difference| / max |reference| of each parameter, the largest of all.
 
     Every copy is judged: those of data-parallel replicas, and of tied embeddings on two stages. A
@@ -61,7 +61,7 @@ def worst_gradient(parts: Iterable[Shard], reference: Mapping[str, numpy.ndarray
     """
     largest = max(float(abs(tensor).max()) for tensor in reference.values())
     seen = {key: numpy.zeros(tensor.shape, dtype=bool) for key, tensor in reference.items()}
-    worst = Worst(0.0, "")
+    worst = WorstGradient(0.0, "")
     for part in parts:
         seen[part.key][part.where] = True
         expected = reference[part.key][part.where]
@@ -71,8 +71,8 @@ def worst_gradient(parts: Iterable[Shard], reference: Mapping[str, numpy.ndarray
         difference = float(abs(part.values - expected).max(initial=0.0))
         error = difference / scale if numpy.isfinite(difference) else numpy.inf
         if error >= worst.error:
-            worst = Worst(error, part.name)
+            worst = WorstGradient(error, part.name)
     for key, found in seen.items():
         if not found.all():
-            return Worst(numpy.inf, f"{key} (computed by no rank)")
+            return WorstGradient(numpy.inf, f"{key} (computed by no rank)")
     return worst

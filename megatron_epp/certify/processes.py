@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
-from megatron_epp.certify.child import serve
-from megatron_epp.certify.protocol import Backend, Failed, Role
+from megatron_epp.certify.child import answer_requests
+from megatron_epp.certify.protocol import Backend, RequestFailure, Role
 
 # After one rank has failed, how long the others may still answer: they wait for its messages.
 GRACE_SECONDS = 5.0
@@ -35,7 +35,9 @@ class Children:
         context = start_context(self.backend.preloaded, device)
         for rank, role in self.roles.items():
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, role, self.backend), daemon=True)
+            process = context.Process(
+                target=answer_requests, args=(theirs, role, self.backend), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes[rank], self._processes[rank] = ours, process
@@ -65,7 +67,7 @@ class Children:
                 [self._pipes[rank] for rank in waiting], max(0.0, deadline - time.monotonic())
             )
             if not ready:
-                if any(isinstance(answer, Failed) for answer in answers.values()):
+                if any(isinstance(answer, RequestFailure) for answer in answers.values()):
                     return answers
                 silent = ", ".join(self.roles[rank].name for rank in waiting)
                 first = f"{silent}: no answer to {method!r} in {self.patience_seconds:.0f} s"
@@ -73,7 +75,7 @@ class Children:
             for rank in waiting:
                 if self._pipes[rank] in ready:
                     answers[rank] = self._receive(rank)
-                    if isinstance(answers[rank], Failed):
+                    if isinstance(answers[rank], RequestFailure):
                         deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
 

@@ -72,14 +72,14 @@ class Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class InputRefused:
+class InputRefusal:
     """The user's input cannot be used."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RequestFailure:
     """The request ended in an exception: its last line, and all of it."""
 
     reason: str
@@ -123,7 +123,7 @@ class BatchSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class ModelSetup:
     """From the process with the plain model: what the ranks need to build theirs.
 
     ``args`` are Megatron's, pickled: the parent passes them on as they are.

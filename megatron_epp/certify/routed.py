@@ -8,7 +8,7 @@ import numpy
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutingRecord:
     """Routing of a model's part, or of the whole.
 
     counts   by the layer's number: tokens that chose each expert, [experts], which move its bias
@@ -20,7 +20,7 @@ class Routed:
 
 
 def differences(
-    parts: Sequence[Routed], reference: Routed, replicas: int, bound: float
+    parts: Sequence[RoutingRecord], reference: RoutingRecord, replicas: int, bound: float
 ) -> list[str]:
     """Return how the ranks' ``parts`` together differ from the plain model's, a line each.
 

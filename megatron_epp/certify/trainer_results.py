@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_epp.certify.protocol import RankResult, Reference
-from megatron_epp.certify.routed import Routed, differences
+from megatron_epp.certify.routed import RoutingRecord, differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class TrainerReference(Reference):
     loss: float
     tokens: int
     replicas: int
-    routed: Routed
+    routed: RoutingRecord
 
     def loss_error(self, computed: Sequence["TrainerResult"]) -> float:
         pairs = zip(*((one.training_loss, one.evaluation_loss) for one in computed), strict=True)
@@ -40,4 +40,4 @@ class TrainerResult(RankResult):
 
     training_loss: tuple[float, float]
     evaluation_loss: tuple[float, float]
-    routed: Routed
+    routed: RoutingRecord

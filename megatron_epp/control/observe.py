@@ -85,9 +85,8 @@ class Observer:
         if isinstance(self.steps, PredictingSource) and failure is None and not plan.forward_only:
             block = step.block(groups.replica)
             predicted = self.monitor.busy(self.steps.cost, plan, records, block)
-        mine = StageReport.of(
-            groups.replica, groups.pipeline_rank, records, predicted, failure, host_bytes
-        )
+        place = groups.replica, groups.pipeline_rank
+        mine = StageReport.of(*place, records, predicted, failure, host_bytes)
         return gather_report(mine, groups.leads, groups.control)
 
     def after(self, iteration: int, done: Attempt, waited_seconds: float) -> None:

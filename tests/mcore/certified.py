@@ -1,11 +1,11 @@
 """A certificate whose every batch must pass."""
 
-from megatron_epp.certify.command import Judged, verdict
+from megatron_epp.certify.command import BatchVerdict, verdict
 from megatron_epp.certify.trial import Trial
 from megatron_epp.mcore.certify.command import certify_training
 
 
-def certified(trial: Trial) -> tuple[list[str], list[Judged]]:
+def certified(trial: Trial) -> tuple[list[str], list[BatchVerdict]]:
     """Lines that ``trial`` prints, and its batches: all that it asks for, each of which passed."""
     lines: list[str] = []
     judged = certify_training(trial, lines.append)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from megatron_epp.certify.command import BOUND, Judged
+from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
 from megatron_epp.mcore.certify.command import certify_training
@@ -25,7 +25,7 @@ def first_seed(batches: int, fragile: Callable[[int, int], bool]) -> int:
 
 def judged_alone(
     model: str, ways: Sequence[str], seed: int, sabotage: Path
-) -> Mapping[str, Judged]:
+) -> Mapping[str, BatchVerdict]:
     """The certificate of one process whose batches are sabotaged, one after the other, in every
     way, in the order of the file."""
     assert stand_in_order(ways, sabotage)
@@ -33,7 +33,7 @@ def judged_alone(
     return dict(zip(ways, certify_training(trial), strict=True))
 
 
-def require_shown(batch: Judged, way: str) -> None:
+def require_shown(batch: BatchVerdict, way: str) -> None:
     """Wrong numbers, far beyond the bound, and no other complaint; none where nothing is broken."""
     if "nothing" in way:
         assert batch.passed, batch

@@ -14,7 +14,7 @@ from megatron_epp.certify import command as certify_module
 from megatron_epp.certify.command import verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.processes import ChildLost, Children
-from megatron_epp.certify.protocol import Prepared
+from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, certify_parser, read
 from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.mcore.certify.command import certify_training, main
@@ -241,7 +241,7 @@ def test_a_silent_rank_is_named_with_the_op_it_is_in(tmp_path, monkeypatch) -> N
     )
     prepare = certify_module._prepare
 
-    def impatient(children: Children, *details) -> Prepared:
+    def impatient(children: Children, *details) -> ModelSetup:
         prepared = prepare(children, *details)  # imports take their time
         children.patience_seconds = 3
         return prepared

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from megatron_epp.certify.batches import CONTEXT, LONGEST, Frame, StepCoverage, draw
-from megatron_epp.certify.command import Judged, row, verdict
+from megatron_epp.certify.command import BatchVerdict, row, verdict
 from megatron_epp.certify.compare import Shard, whole, worst_gradient
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
@@ -291,10 +291,10 @@ def test_noise_around_zero_is_measured_by_the_largest_gradient() -> None:
 # ------------------------------------------------------------------ what is printed
 
 
-def judged(**changes: object) -> Judged:
+def judged(**changes: object) -> BatchVerdict:
     coverage = StepCoverage.of(draw(7, 0, FRAME))
     fields = {"messages": 12, "loss_error": 0.0, "gradient_error": 2e-15, "parameter": "w"}
-    return Judged(0, coverage, **fields | changes)
+    return BatchVerdict(0, coverage, **fields | changes)
 
 
 def test_the_verdict_names_the_batches_that_failed() -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import (
-    Drawn,
     Frame,
+    RandomBatch,
     StepCoverage,
     draw,
     letters_drawn,
     most_offloaded,
 )
-from megatron_epp.certify.command import BOUND, Judged
+from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import Step, slices_of
@@ -46,7 +46,7 @@ ROUNDS = 2  # batches of each way to choose from
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
 
-def fragile(way: str, drawn: Drawn) -> bool:
+def fragile(way: str, drawn: RandomBatch) -> bool:
     """Whether the way must show: some document is cut; to append again, an earlier slice of it is
     recomputed; to lose a border's label, the label of such a slice's last row counts."""
     (plan,), (deal,) = drawn.step.plans, drawn.step.deals
@@ -69,7 +69,7 @@ def offloads_two(step: Step) -> bool:
     return most_offloaded(plan, 0, lambda chunk: chunk.tokens > 1) > 1
 
 
-def shows(way: str, drawn: Drawn) -> bool:
+def shows(way: str, drawn: RandomBatch) -> bool:
     if way in (*HOST, "reuse host memory"):
         return offloads_two(drawn.step)
     return way.startswith("nothing") or fragile(way, drawn)
@@ -93,7 +93,7 @@ def chosen() -> tuple[int, Mapping[str, int]]:
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     llama = tuple(f"{LLAMA} --num-layers 2".split())
     seed, found = chosen()
     trial = Trial(Degrees(1, 1, 1), (llama,), max(found.values()) + 1, seed, interfere=SABOTAGE)

@@ -11,7 +11,7 @@ import pytest
 from megatron_epp.certify.allowed_collectives import (
     DATA_GROUP,
     SCHEDULE,
-    Listed,
+    AllowedCollective,
     callers_of,
     name_of,
 )
@@ -27,7 +27,7 @@ TRAINING = "megatron.training.training."
 UTILS = "megatron.training.utils.common_utils."
 # What Megatron's trainer adds around the schedule in an iteration.
 TRAINER = (
-    Listed(
+    AllowedCollective(
         "gradient norm",
         "MODEL_PARALLEL_GROUP|INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
         callers_of(
@@ -37,7 +37,7 @@ TRAINER = (
         ),
         "clipping, zeros, gradients that are not finite: over the whole model",
     ),
-    Listed(
+    AllowedCollective(
         "optimizer's outcome",
         "MODEL_PARALLEL_GROUP",
         callers_of(
@@ -46,31 +46,31 @@ TRAINER = (
         ),
         "whether the step was taken, the norm and the zeros for the log",
     ),
-    Listed(
+    AllowedCollective(
         "loss for the log",
         DATA_GROUP,
         callers_of(TRAINING + "train_step", TRAINING + "evaluate"),
         "loss and tokens over the replicas",
     ),
-    Listed(
+    AllowedCollective(
         "tokens for the log",
         "default_pg",
         callers_of(TRAINING + "consume_seqlen_stats_in_iteration"),
         "true tokens and TFLOP/s of documents of many lengths",
     ),
-    Listed(
+    AllowedCollective(
         "re-run machine",
         "default_pg",
         callers_of("megatron.core.rerun_state_machine"),
         "whether a rank wants the iteration again (--rerun-mode)",
     ),
-    Listed(
+    AllowedCollective(
         "losses of routers for the log",
         "PIPELINE_MODEL_PARALLEL_GROUP|TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
         callers_of("megatron.core.transformer.moe.moe_logging.MoEMetricsTracker._sync_metrics"),
         "over the stages, and over the ranks that share documents",
     ),
-    Listed(
+    AllowedCollective(
         "timers",
         "default_pg",
         callers_of("megatron.core.timers", TRAINING + "print_datetime"),
@@ -193,7 +193,7 @@ def test_messages_are_the_planned_ones(folder) -> None:
 
 
 @pytest.mark.parametrize("entry", (*SCHEDULE, *TRAINER), ids=lambda entry: entry.name)
-def test_every_entry_has_a_reason(entry: Listed) -> None:
+def test_every_entry_has_a_reason(entry: AllowedCollective) -> None:
     assert entry.why and entry.why[-1] != "."
 
 

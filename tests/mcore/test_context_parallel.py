@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Drawn, Frame, StepCoverage, draw, letters_drawn
-from megatron_epp.certify.command import Judged
+from megatron_epp.certify.batches import Frame, RandomBatch, StepCoverage, draw, letters_drawn
+from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial, read
 from megatron_epp.ir import Plan
@@ -84,7 +84,7 @@ def fragile(plan: Plan) -> bool:
     return False
 
 
-def shows(way: str, drawn: Drawn) -> bool:
+def shows(way: str, drawn: RandomBatch) -> bool:
     if "nothing" in way:
         return ("local" in way) <= (StepCoverage.of(drawn).mixed > 0)
     return fragile(drawn.step.plans[0])
@@ -101,7 +101,7 @@ def seed() -> int:
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     """Two stages of two ranks each, which share the only key head; gradients in buckets."""
     flags = f"{LLAMA} --num-layers 4 --num-attention-heads 8 --num-query-groups 1".split()
     trial = Trial(

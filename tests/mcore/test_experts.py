@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_epp.certify.command import BOUND, Judged
+from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.mcore.certify.command import certify_training
@@ -95,7 +95,7 @@ WAYS = (
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     """Two ranks that share rows and experts: rows are padded, counts and rows are exchanged."""
     model = (
         QWEN3 + "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather "

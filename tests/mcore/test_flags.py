@@ -57,7 +57,7 @@ def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch
 )
 def test_patterns_and_sizes_that_cannot_be_are_one_line(flags: str, says: str) -> None:
     from megatron_epp.certify.degrees import Degrees
-    from megatron_epp.mcore.certify.flags import parsed, scaled
+    from megatron_epp.mcore.certify.model_flags import parsed, scaled
 
     words = f"--hidden-size 64 --num-attention-heads 4 --num-layers 4 {flags}".split()
     tensor = 2 if "tensor" in flags else 1

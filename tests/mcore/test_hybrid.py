@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import Judged
+from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.cost.kinds.base import CarryOver
@@ -99,7 +99,7 @@ def fragile(number: int, seed: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     """Without the bias that moves with every batch, sabotaged ones, too."""
     experts = EXPERTS.replace("--moe-router-enable-expert-bias ", "")
     ((*model,),) = words(f"{LLAMA} {experts}", "*-*E*-")

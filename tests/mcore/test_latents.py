@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import Judged
+from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
 from megatron_epp.ir import slices_of
@@ -116,7 +116,7 @@ def fragile(number: int, seed: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     model = f"{V3} --num-layers 2 --epp-mla-keeps latents"
     return judged_alone(model, WAYS, first_seed(len(WAYS), fragile), SABOTAGE)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, StepCoverage, draw, letters_drawn
-from megatron_epp.certify.command import BOUND, Judged, verdict
+from megatron_epp.certify.command import BOUND, BatchVerdict, verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import Step, check_skeletons
@@ -79,7 +79,7 @@ def seed() -> int:
 
 
 @pytest.fixture(scope="module")
-def four() -> tuple[list[str], dict[str, Judged]]:
+def four() -> tuple[list[str], dict[str, BatchVerdict]]:
     """Lines, and batches of four replicas, of which the first two are not touched."""
     lines: list[str] = []
     degrees = Degrees(pp=1, tp=1, dp=4)
@@ -87,7 +87,7 @@ def four() -> tuple[list[str], dict[str, Judged]]:
     return lines, dict(zip(WAYS, certify_training(trial, lines.append), strict=True))
 
 
-def require_proved(lines: list[str], judged: list[Judged]) -> None:
+def require_proved(lines: list[str], judged: list[BatchVerdict]) -> None:
     """Gradients, auxiliary losses, z-loss and the counts that move the bias, with any letters,
     split backwards, and chunks that only one replica has."""
     assert all(batch.passed for batch in judged), "\n".join(lines)

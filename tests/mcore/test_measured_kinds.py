@@ -77,7 +77,7 @@ class MadeUpLayers:
 def groups(tmp_path_factory):
     store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield SimpleNamespace(control=dist.group.WORLD, stages=1, stage=0)
+    yield SimpleNamespace(control=dist.group.WORLD, pipeline_size=1, pipeline_rank=0)
     dist.destroy_process_group()
 
 

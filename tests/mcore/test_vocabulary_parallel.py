@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_epp.certify.command import BOUND, Judged
+from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import PlanError
@@ -57,7 +57,7 @@ EVERY_DEGREE = {
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     """Of two replicas that reduce their gradients in buckets while ops run: a G, a B or a W may be
     the last."""
     degrees = Degrees(pp=2, tp=1, dp=2)
@@ -65,7 +65,7 @@ def judged() -> Mapping[str, Judged]:
     return dict(zip(WAYS, certify_training(trial), strict=True))
 
 
-def require_proved(judged: Sequence[Judged], degrees: Degrees) -> None:
+def require_proved(judged: Sequence[BatchVerdict], degrees: Degrees) -> None:
     for kind in ("split", "hybrid", "packed", "halved"):
         assert sum(getattr(batch.coverage, kind) for batch in judged) > 0
     for batch in judged:

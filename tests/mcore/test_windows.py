@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import Judged
+from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.trial import LLAMA
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
@@ -43,7 +43,7 @@ def chained(number: int, seed: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     seed = first_seed(len(WAYS), lambda number, seed: number == 0 or chained(number, seed))
     return judged_alone(GPT_OSS, WAYS, seed, SABOTAGE)
 

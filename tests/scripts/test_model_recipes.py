@@ -11,7 +11,7 @@ from megatron_epp.mcore.patching import cpu_host
 cpu_host.install_cpu_host()
 
 from megatron_epp.certify.degrees import Degrees  # noqa: E402
-from megatron_epp.mcore.certify.flags import parsed, scaled  # noqa: E402
+from megatron_epp.mcore.certify.model_flags import parsed, scaled  # noqa: E402
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "upstream" / "model_recipes.py"
 _spec = importlib.util.spec_from_file_location("model_recipes", SCRIPT)

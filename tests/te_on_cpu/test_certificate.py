@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import Judged
+from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
@@ -173,7 +173,7 @@ def fragile(number: int, seed: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     seed = first_seed(len(WAYS), fragile)
     return judged_alone(DENSE + ENGINE, WAYS, seed, SABOTAGE)
 

@@ -1,4 +1,4 @@
-"""What a job's flags leave open of its layers (MegatronPart.CHOICE): decided when it is built."""
+"""Choices that a job's flags leave open of its layers (MegatronPart.CHOICE), made when it is built."""
 
 import copy
 import dataclasses

@@ -34,9 +34,9 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
 
         return PlainLoop(role) if role.rank == PLAIN else LoopRank(role)
     if role.rank == PLAIN:
-        from megatron_epp.mcore.certify.reference import Plain
+        from megatron_epp.mcore.certify.reference import PlainModel
 
-        return Plain(role)
+        return PlainModel(role)
     from megatron_epp.mcore.certify.rank import Rank
 
     return Rank(role)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from megatron_epp.certify import command
-from megatron_epp.certify.command import Judged
+from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.trial import Trial
 from megatron_epp.mcore.certify.backend import MEGATRON
 
@@ -13,6 +13,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return command.main(MEGATRON, arguments)
 
 
-def certify_training(trial: Trial, show: Callable[[str], None] = lambda line: None) -> list[Judged]:
+def certify_training(
+    trial: Trial, show: Callable[[str], None] = lambda line: None
+) -> list[BatchVerdict]:
     """Run the batches of ``trial`` (certify/command.py)."""
     return command.certify(MEGATRON, trial, show)

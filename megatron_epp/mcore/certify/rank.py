@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.certify.allowed_collectives import SCHEDULE, Listed, name_of
-from megatron_epp.certify.batches import Drawn, most_offloaded
-from megatron_epp.certify.protocol import Prepared, RankResult, Role
+from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective, name_of
+from megatron_epp.certify.batches import RandomBatch, most_offloaded
+from megatron_epp.certify.protocol import ModelSetup, RankResult, Role
 from megatron_epp.certify.trainer_results import TrainerResult
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import (
@@ -60,7 +60,7 @@ class DrawnSteps:
     """Hands out the steps that were drawn with the documents."""
 
     def __init__(self) -> None:
-        self.drawn: Drawn | None = None
+        self.drawn: RandomBatch | None = None
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
         assert self.drawn is not None, "a batch is drawn before it is run"
@@ -74,7 +74,7 @@ class DrawnSteps:
 class InMemory:
     """Drawn documents, as the schedule and the feed ask for them: one global batch."""
 
-    def __init__(self, drawn: Drawn):
+    def __init__(self, drawn: RandomBatch):
         self.drawn = drawn
         self.documents = self
 
@@ -100,7 +100,7 @@ class Rank:
     collectives ``LISTED`` that it may issue and the ``RESULT`` of a batch.
     """
 
-    LISTED: ClassVar[Sequence[Listed]] = SCHEDULE
+    LISTED: ClassVar[Sequence[AllowedCollective]] = SCHEDULE
     RESULT: ClassVar[type[RankResult]] = TrainerResult
 
     def __init__(self, role: Role):
@@ -114,7 +114,7 @@ class Rank:
         if role.on_gpu:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
-    def prepare(self, prepared: Prepared) -> None:
+    def prepare(self, prepared: ModelSetup) -> None:
         seams.install(seams.EPP_SEAMS)
         self.args, self.frame = pickle.loads(prepared.args), prepared.frame
         self.args.rank = dist.get_rank()

@@ -9,12 +9,12 @@ from megatron.core.utils import get_model_config
 
 from megatron_epp.certify.batches import Frame, letters_drawn
 from megatron_epp.certify.compare import whole
-from megatron_epp.certify.protocol import Prepared, Reference, Role
+from megatron_epp.certify.protocol import ModelSetup, Reference, Role
 from megatron_epp.certify.trainer_results import TrainerReference
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import adapt, gradient
-from megatron_epp.mcore.certify.flags import describe, parsed, scaled
+from megatron_epp.mcore.certify.model_flags import describe, parsed, scaled
 from megatron_epp.mcore.certify.models import begin, join, plain_model
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
@@ -29,7 +29,7 @@ from megatron_epp.mcore.model.kinds.registry import (
 JITTER = 0.1
 
 
-class Plain:
+class PlainModel:
     """Nothing of ours is in its path but the CPU host: local layers, Megatron's own attention with
     a causal mask, gradients straight from autograd.
     """
@@ -44,7 +44,7 @@ class Plain:
         """The model flags whose turn it is."""
         return self.trial.models[turn % len(self.trial.models)]
 
-    def prepare(self, turn: int) -> Prepared:
+    def prepare(self, turn: int) -> ModelSetup:
         """Read the flags and build the model. ValueError: flags that cannot be used."""
         degrees, lora_rank = self.trial.degrees, self.trial.lora_rank
         raw = parsed(self.flags(turn))
@@ -75,7 +75,7 @@ class Plain:
             vocabulary_parallel=vocabulary_parallel(small.elastic),
             ranks=degrees.cp,
         )
-        return Prepared(
+        return ModelSetup(
             pickle.dumps(small.elastic),
             self.frame,
             weights,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-from megatron_epp.certify.routed import Routed
+from megatron_epp.certify.routed import RoutingRecord
 from megatron_epp.mcore.model.experts.router import moe_layers
 
 
@@ -39,7 +39,7 @@ class RoutingNotes:
             if layer.router.enable_expert_bias
         }
 
-    def taken(self) -> Routed:
+    def taken(self) -> RoutingRecord:
         """Routing noted since the last call."""
         tracker = get_moe_metrics_tracker()
         losses = {
@@ -49,4 +49,4 @@ class RoutingNotes:
         }
         tracker.clear()
         counts, self._counts = self._counts, {}
-        return Routed(counts, losses)
+        return RoutingRecord(counts, losses)

@@ -72,14 +72,14 @@ def _divides(query: int, key: int, cp: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Small:
+class SmallModel:
     """Layers of every stage, and the values by destination that make Megatron's ``args`` small."""
 
     layers: tuple[int, ...]
     values: dict[str, Any]
 
 
-def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | None) -> Small:
+def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | None) -> SmallModel:
     """The model of Megatron's parsed ``args``, scaled down. ValueError: one line."""
     pattern = pattern_of(args)
     if pattern is not None:
@@ -134,4 +134,4 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
             "E" * list(stage).count("E") + "t" * count + "L" * list(stage).count("L")
             for stage, count in zip(layout, counts, strict=True)
         )
-    return Small(tuple(counts), changed)
+    return SmallModel(tuple(counts), changed)

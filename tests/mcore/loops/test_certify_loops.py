@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.command import BOUND, Judged, verdict
+from megatron_epp.certify.command import BOUND, BatchVerdict, verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.mcore.certify.command import certify_training, main
@@ -116,7 +116,7 @@ def test_the_command_line() -> None:
 
 
 @pytest.fixture(scope="module")
-def sabotaged() -> Mapping[str, Judged]:
+def sabotaged() -> Mapping[str, BatchVerdict]:
     """One stage, in slices."""
     flags = models(f"{LLAMA} --num-layers 2")
     judged = certify_training(

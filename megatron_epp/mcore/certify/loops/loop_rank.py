@@ -10,7 +10,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron_epp.certify.allowed_collectives import SCHEDULE, Listed
+from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective
 from megatron_epp.certify.batches import letters_drawn
 from megatron_epp.certify.loops.loop_results import LoopResult
 from megatron_epp.certify.loops.micro_batches import (
@@ -19,7 +19,7 @@ from megatron_epp.certify.loops.micro_batches import (
     loop_forward_step,
     loop_loss,
 )
-from megatron_epp.certify.protocol import Prepared
+from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.ir import OFFLOAD, Kind, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.loops.context import attend_over_ranks, context_forward_step
@@ -35,19 +35,19 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 # The collectives that a call of a loop may issue: those of a schedule, over a replica.
 _OURS = (
-    Listed(
+    AllowedCollective(
         "call",
         CONTROL,
         r"megatron_epp\.mcore\.loops\.replica\.rank_status\.gather_statuses",
         "what every rank of the replica has read, before the ops; what became of it, behind them",
     ),
-    Listed(
+    AllowedCollective(
         "plan text",
         CONTROL,
         r"megatron_epp\.runtime\.consensus\.broadcast_text",
         "one rank plans, where no plan for such micro-batches is known",
     ),
-    Listed(
+    AllowedCollective(
         "loop's own context",
         "CONTEXT_PARALLEL_GROUP",
         r"megatron_epp\.mcore\.certify\.loops\.context\..*",
@@ -64,7 +64,7 @@ class LoopRank(Rank):
     LISTED: ClassVar = LOOP
     RESULT: ClassVar = LoopResult
 
-    def prepare(self, prepared: Prepared) -> None:
+    def prepare(self, prepared: ModelSetup) -> None:
         if (before := installed()) is not None:
             before.remove()
         super().prepare(prepared)

@@ -13,17 +13,17 @@ from megatron_epp.certify.loops.micro_batches import (
     loop_loss,
     zigzag,
 )
-from megatron_epp.certify.protocol import Prepared
+from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.certify.flags import parsed
-from megatron_epp.mcore.certify.reference import Plain
+from megatron_epp.mcore.certify.model_flags import parsed
+from megatron_epp.mcore.certify.reference import PlainModel
 from megatron_epp.mcore.model.kinds.registry import MIXER_FLAGS
 
 
-class PlainLoop(Plain):
+class PlainLoop(PlainModel):
     """Megatron's model in one process, the loop's losses, Megatron's scaling written out."""
 
-    def prepare(self, turn: int) -> Prepared:
+    def prepare(self, turn: int) -> ModelSetup:
         """As of the trainer; the arguments of the ranks' model are those of a loop."""
         raw, degrees = parsed(self.flags(turn)), self.trial.degrees
         if vocabulary_parallel(raw):
@@ -39,7 +39,7 @@ class PlainLoop(Plain):
         self.frame = LoopFrame(made.frame, per_token, self.trial.loop == "level1", multiple)
         loss = "all tokens" if per_token else "micro-batches"
         description = f"{made.description}, mean over {loss}"
-        return Prepared(pickle.dumps(args), self.frame, made.weights, description)
+        return ModelSetup(pickle.dumps(args), self.frame, made.weights, description)
 
     def compute(self, number: int) -> LoopReference:
         """Losses and gradients of batch ``number``."""

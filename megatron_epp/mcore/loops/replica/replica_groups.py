@@ -49,9 +49,8 @@ def meets_other_replicas(config: Any) -> bool:
 def speak_first(groups: Groups, device: torch.device, config: Any) -> None:
     """Let all groups of a call of the model of ``config`` speak once, in an order in which nobody
     waits in vain, before anything is received early. Collective over the world."""
-    connect(
-        groups.payload, groups.pipeline_rank, groups.pipeline_size, device, groups.pipeline_ranks
-    )
+    ranks = groups.pipeline_ranks
+    connect(groups.payload, groups.pipeline_rank, len(ranks), device, ranks)
     of_replicas = mpu.get_data_parallel_group(with_context_parallel=True)
     for group in (*layer_groups(config), of_replicas):
         speak_once(group, device)

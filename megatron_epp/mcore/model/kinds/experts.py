@@ -265,8 +265,8 @@ class MegatronExperts(MegatronPart):
         return _experts(config)  # what routers recorded
 
     def lockstep(self, args: Any) -> int:
-        """Of layers whose experts lie over several replicas: Megatron spreads them over the ranks
-        of a stage in order."""
+        """More than 1 where a layer's experts lie over several replicas: Megatron spreads them over
+        the ranks of a stage in order."""
         return _lockstep(args)
 
     def layer_groups(self, holder: Any) -> list[Any]:

@@ -63,8 +63,8 @@ class MegatronLatents(MegatronAttention):
         return {"kv_heads": args.num_attention_heads, "head_size": args.qk_head_dim}
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """Of latents Megatron knows a fused rotary embedding for YaRN alone, which takes no rows of
-        other positions."""
+        """No fused rotary embedding: Megatron's for latents is YaRN's, and takes no rows of other
+        positions."""
         return {"apply_rope_fusion": False} if wanted.multi_latent_attention else {}
 
     def words(self, args: Any) -> list[str]:

@@ -110,7 +110,7 @@ def parsed(flags: Sequence[str]) -> Namespace:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaledArgs:
     """Megatron's arguments of the small model: over the ranks, and in one process."""
 
     layers: tuple[int, ...]  # of every stage
@@ -118,7 +118,7 @@ class Scaled:
     plain: Namespace
 
 
-def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) -> Scaled:
+def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) -> ScaledArgs:
     """The small model of the user's flags. ValueError: one line."""
     if lora_rank and refusals.vocabulary_parallel(raw):
         raise ValueError(
@@ -132,7 +132,7 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) 
     plain = tiny.values | _NOT_PLAIN
     if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
         plain["hybrid_layer_pattern"] = letters_of_layers(pattern)
-    return Scaled(tiny.layers, elastic, _validated(raw, plain, 1))
+    return ScaledArgs(tiny.layers, elastic, _validated(raw, plain, 1))
 
 
 def _require_engine(raw: Namespace, lora_rank: int) -> None:
