@@ -366,7 +366,7 @@ def test_chats_without_their_flag_are_named(tmp_path: Path) -> None:
 # --- documents from Python
 
 
-class AllowedCollective:
+class Listed:
     """Items as of a variable-length dataset: two rows of padding behind each."""
 
     def __init__(self, lengths: list[int], **changes: object):
@@ -389,7 +389,7 @@ class AllowedCollective:
         return {key: value for key, value in {**item, **self.changes}.items() if value is not None}
 
 
-def from_items(items: AllowedCollective, overlong: str = "truncate", wanted: int | None = None):
+def from_items(items: Listed, overlong: str = "truncate", wanted: int | None = None):
     return ItemDocuments(items, 8, overlong, wanted, 200)
 
 
@@ -402,7 +402,7 @@ def from_items(items: AllowedCollective, overlong: str = "truncate", wanted: int
     ],
 )
 def test_items_are_documents_in_their_order(overlong, expected) -> None:
-    items = AllowedCollective([5, 0, 20, 2])
+    items = Listed([5, 0, 20, 2])
     documents = from_items(items, overlong, wanted=7)
     batches = GlobalBatches(documents, 7, 0)
     lengths = [inputs for _, _, inputs in expected]
@@ -411,7 +411,7 @@ def test_items_are_documents_in_their_order(overlong, expected) -> None:
     assert batches.peek() is None and len(documents) == 7
     for sample in range(7):
         item, start, length = expected[sample % len(expected)]
-        whole = AllowedCollective([5, 0, 20, 2])[item]
+        whole = Listed([5, 0, 20, 2])[item]
         rows = slice(start, start + length)
         assert documents.inputs(sample, 0, length).tolist() == whole["tokens"][rows].tolist()
         labels, mask = documents.targets(sample, 0, length)
@@ -433,7 +433,7 @@ def test_items_are_documents_in_their_order(overlong, expected) -> None:
 )
 def test_items_that_lie_are_named(changes, said) -> None:
     with pytest.raises(ValueError, match=rf"^item 0 of Listed: {said}"):
-        from_items(AllowedCollective([5], **changes)).targets(0, 0, 5)
+        from_items(Listed([5], **changes)).targets(0, 0, 5)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_items_that_lie_are_named(changes, said) -> None:
 )
 def test_lengths_that_are_none_are_refused(lengths, said) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        from_items(AllowedCollective(lengths))
+        from_items(Listed(lengths))
 
 
 # --- batches

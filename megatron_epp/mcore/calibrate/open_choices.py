@@ -1,4 +1,4 @@
-"""Choices that a job's flags leave open of its layers (MegatronPart.CHOICE), made when it is built."""
+"""Choices that flags leave open of layers (MegatronPart.CHOICE), made when the model is built."""
 
 import copy
 import dataclasses
