@@ -11,7 +11,7 @@ const element = (id) => document.getElementById(id);
 const GIB = 2 ** 30;
 
 const LEFT = 92, RIGHT = 16, AXIS = 24, GAP = 5, HEADING = 24;
-const INK = "#1f2933", QUIET = "#66727f", LINE = "#d5dae0", IDLE = "#eef0f3", HOT = "#c0392b";
+const { ink: INK, quiet: QUIET, line: LINE, idle: IDLE, hot: HOT, critical: CRITICAL, memory: MEMORY, fill: FILL } = data.colours;
 const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 const ranks = data.ranks.length, shared = ranks < data.stages.length;
 const end = Math.max(...data.runs.map((run) => run.seconds)) || 1;
@@ -186,7 +186,7 @@ function paintBars(row) {
         if (wide > label.length * size * 0.62 + 3) text(label, middle, row.y + row.height / 2 + size * 0.36, size, chunk.ink, "center");
       }
       if (bar.critical && element("critical").checked) {
-        context.fillStyle = "#111";
+        context.fillStyle = CRITICAL;
         context.fillRect(left, row.y + row.height + 0.5, Math.max(wide, 1), 2.5);
       }
       if (bar.chunk === found || (hovered && hovered.chunk === bar.chunk)) marked.push([bar, "#e53935", 2]);
@@ -219,9 +219,9 @@ function paintCurve(row) {
     context.lineTo(x(run.seconds), y(level));
     context.lineTo(x(run.seconds), bottom);
     context.closePath();
-    context.fillStyle = "#dfe5ee";
+    context.fillStyle = FILL;
     context.fill();
-    context.strokeStyle = "#8592a6";
+    context.strokeStyle = MEMORY;
     context.lineWidth = 1;
     context.stroke();
     if (budget) {
@@ -240,8 +240,7 @@ function paintArrows() {
   const bar = pinned || hovered;
   if (!bar || bar.op === undefined) return;
   const middle = (rank) => { const row = rows.find((r) => r.what === "bars" && r.run === bar.run && r.rank === rank); return row.y + row.height / 2; };
-  context.strokeStyle = "#111";
-  context.fillStyle = "#111";
+  context.strokeStyle = context.fillStyle = CRITICAL;
   context.lineWidth = 1.3;
   context.save();
   context.beginPath();

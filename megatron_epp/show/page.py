@@ -33,6 +33,19 @@ from megatron_epp.show.timeline import (
 )
 from megatron_epp.show.units import tokens_text
 
+# Colours of the page's style and script, by their names there.
+_COLOURS = {
+    "ink": colours.INK,
+    "tip": f"{colours.INK}f2",
+    "quiet": colours.QUIET_INK,
+    "line": colours.GRID,
+    "idle": colours.IDLE,
+    "hot": colours.BUDGET,
+    "critical": colours.CRITICAL,
+    "memory": colours.MEMORY,
+    "fill": colours.MEMORY_FILL,
+}
+
 
 def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
     """HTML text; further timelines are other runs of the same plan, such as the measured one."""
@@ -44,7 +57,8 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
     data = json.dumps(_data(runs, heading), separators=(",", ":"))
     return Template(parts["html"]).substitute(
         title=html.escape(heading),
-        style=parts["css"],
+        style=f":root {{ {' '.join(f'--{name}: {c};' for name, c in _COLOURS.items())} }}\n"
+        + parts["css"],
         script=parts["js"],
         data=data.replace("<", "\\u003c"),  # no text of ours may close the script element
     )
@@ -61,6 +75,7 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
     used = {r.op.kind for run in runs for r in (*run.records, *run.transfers)}
     return {
         "title": title,
+        "colours": _COLOURS,
         "unit": runs[0].unit,
         "summary": f"{runs[0].summary}, {len(plan.documents)} "
         f"documents, {tokens_text(plan.tokens)} tokens{offloaded_text(plan)}",
