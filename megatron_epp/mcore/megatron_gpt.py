@@ -43,6 +43,7 @@ from megatron.training.utils import (
 
 from megatron_epp.corpus.idx_file import examine
 from megatron_epp.mcore.config import OFF
+from megatron_epp.mcore.data.documents import dataset_fields
 
 # What a batch may hold; a dataset leaves out what it does not make.
 BATCH_TENSORS = (
@@ -292,34 +293,21 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     path = args.per_dataset_sequences_path
     fields: dict[str, Any] = {
-        # what to read
+        **dataset_fields(args, build_tokenizer(args)),
         "blend": blend,
         "blend_per_split": blend_per_split,
-        "split": args.split,
-        "multiple_validation_sets": args.multiple_validation_sets,
-        "full_validation": args.full_validation,
         "sequences_per_dataset": None if path is None else json.loads(Path(path).read_text()),
-        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
         # what a sample is
-        "tokenizer": build_tokenizer(args),
-        "random_seed": args.seed,
-        "sequence_length": args.seq_length,
         "reset_position_ids": args.reset_position_ids,
         "reset_attention_mask": args.reset_attention_mask,
-        "eod_mask_loss": args.eod_mask_loss,
         "create_attention_mask": args.create_attention_mask_in_dataloader,
         "inter_document_masking": args.dataloader_inter_document_masking,
-        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
         # where its tokens go
         "context_parallel_size": args.context_parallel_size,
         "data_parallel_size": args.data_parallel_size,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
         "hybrid_context_parallel": args.hybrid_context_parallel,
         # how files are read
-        "num_dataset_builder_threads": args.num_dataset_builder_threads,
-        "path_to_cache": args.data_cache_path,
-        "mmap_bin_files": args.mmap_bin_files,
-        "object_storage_cache_path": args.object_storage_cache_path,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
     }

@@ -292,28 +292,35 @@ def config_from_args(
         blend = _in_place_of(chats, blend)
         blend_per_split = blend_per_split and [_in_place_of(chats, one) for one in blend_per_split]
     return DocumentConfig(
-        random_seed=args.seed,
-        sequence_length=args.seq_length,
+        **dataset_fields(args, tokenizer),
         blend=blend,
         blend_per_split=blend_per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
-        path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
-        tokenizer=tokenizer,
         # Every document is alone with its positions and its attention, whatever these two say.
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         overlong=overlong,
         vocabulary_size=vocabulary_size,
     )
+
+
+def dataset_fields(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """Fields of Megatron's GPTDatasetConfig that its flags give to any dataset."""
+    return {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "split": args.split,
+        "multiple_validation_sets": args.multiple_validation_sets,
+        "full_validation": args.full_validation,
+        "mid_level_dataset_surplus": args.mid_level_dataset_surplus,
+        "num_dataset_builder_threads": args.num_dataset_builder_threads,
+        "path_to_cache": args.data_cache_path,
+        "mmap_bin_files": args.mmap_bin_files,
+        "object_storage_cache_path": args.object_storage_cache_path,
+        "tokenizer": tokenizer,
+        "eod_mask_loss": args.eod_mask_loss,
+        "allow_ambiguous_pad_tokens": args.allow_ambiguous_pad_tokens,
+    }
 
 
 def _in_place_of(chats: Mapping[str, str], blend: Blend | None) -> Blend | None:
