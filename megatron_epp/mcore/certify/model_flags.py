@@ -23,54 +23,31 @@ from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_default
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
+_OFF = """
+    bf16 fp16 accumulate_allreduce_grads_in_fp32 use_precision_aware_optimizer optimizer_cpu_offload
+    ddp_average_in_collective use_flash_attn cross_entropy_loss_fusion tp_comm_overlap
+    enable_cuda_graph external_cuda_graph mock_data async_save log_throughput profile
+    moe_permute_fusion gradient_accumulation_fusion moe_router_fusion
+"""  # fused cross entropy rounds its gradient to bf16 (fused_cross_entropy.py)
+_NONE = """
+    fp8 fp4 spec data_path rampup_batch_size iterations_to_skip dataloader_save save load
+    train_iters train_samples lr_decay_iters lr_decay_samples lr_warmup_fraction
+    recompute_granularity recompute_method recompute_num_layers moe_router_dtype
+"""  # routers' number format: float64
 _NOT_THE_MODEL: dict[str, Any] = {
+    **dict.fromkeys(_OFF.split(), False),
+    **dict.fromkeys(_NONE.split()),
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
-    "bf16": False,
-    "fp16": False,
-    "fp8": None,
-    "fp4": None,
-    "accumulate_allreduce_grads_in_fp32": False,
     "main_grads_dtype": torch.float32,
-    "use_precision_aware_optimizer": False,
-    "optimizer_cpu_offload": False,
-    "ddp_average_in_collective": False,
-    "use_flash_attn": False,
-    "cross_entropy_loss_fusion": False,  # rounds its gradient to bf16 (fused_cross_entropy.py)
-    "spec": None,
-    "tp_comm_overlap": False,
     "cuda_graph_impl": "none",
-    "enable_cuda_graph": False,
-    "external_cuda_graph": False,
     "calculate_per_token_loss": True,
     "dataloader_type": "external",
-    "mock_data": False,
-    "data_path": None,
     "micro_batch_size": 1,
-    "rampup_batch_size": None,
-    "iterations_to_skip": None,
-    "dataloader_save": None,
-    "save": None,
-    "load": None,
-    "async_save": False,
-    "train_iters": None,
-    "train_samples": None,
-    "lr_decay_iters": None,
-    "lr_decay_samples": None,
     "lr_warmup_iters": 0,
     "lr_warmup_samples": 0,
-    "lr_warmup_fraction": None,
     "skip_train": True,
     "eval_iters": 0,
-    "log_throughput": False,
-    "profile": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "moe_router_dtype": None,  # float64
-    "moe_permute_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "moe_router_fusion": False,
 }
 # What --overlap adds: gradients reduced in buckets while backward runs, sharded like the optimizer.
 OVERLAP: dict[str, Any] = {
