@@ -361,12 +361,15 @@ class MegatronExperts(MegatronPart):
         MoEAuxLossAutoScaler.set_loss_scale(scale)
 
     def finish_plain(self, model: Any, config: Any) -> None:
-        from megatron.core.distributed import finalize_model_grads as theirs
+        from megatron.core.distributed.finalize_model_grads import (
+            _update_router_expert_bias,
+            reset_model_temporary_tensors,
+        )
 
         if config.moe_router_enable_expert_bias:
-            theirs._update_router_expert_bias([model], config)
+            _update_router_expert_bias([model], config)
         if _experts(config):
-            theirs.reset_model_temporary_tensors(config, [model])
+            reset_model_temporary_tensors(config, [model])
 
     def local_layer(self, config: Any) -> Any:
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
