@@ -1,6 +1,6 @@
 """Compares gradients of parts of the model with the plain model's: largest error, and coverage."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy
@@ -53,26 +53,69 @@ class WorstGradient:
     name: str
 
 
-def worst_gradient(parts: Iterable[Shard], reference: Mapping[str, numpy.ndarray]) -> WorstGradient:
-    """max |difference| / max |reference| of each parameter, the largest of all.
+def worst_gradient(
+    parts: Iterable[Shard],
+    reference: Mapping[str, numpy.ndarray],
+    own: Mapping[str, numpy.ndarray] | None = None,
+) -> WorstGradient:
+    """max |difference| / max |reference| of each parameter, the largest of all; with ``own``, the
+    plain model's gradients in fewer digits, |difference| / |own - reference| in the 2-norm.
 
     Every copy is judged: those of data-parallel replicas, and of tied embeddings on two stages. A
     gradient that is not finite, or that no rank has computed, counts as infinitely wrong.
     """
-    largest = max(float(abs(tensor).max()) for tensor in reference.values())
+    error_of = _relative(reference) if own is None else _in_own_errors(reference, own)
     seen = {key: numpy.zeros(tensor.shape, dtype=bool) for key, tensor in reference.items()}
     worst = WorstGradient(0.0, "")
     for part in parts:
         seen[part.key][part.where] = True
-        expected = reference[part.key][part.where]
-        scale = float(abs(reference[part.key][part.layer]).max())
-        if scale < NOISE * largest:
-            scale = largest
-        difference = float(abs(part.values - expected).max(initial=0.0))
-        error = difference / scale if numpy.isfinite(difference) else numpy.inf
-        if error >= worst.error:
-            worst = WorstGradient(error, part.name)
+        error = error_of(part)
+        if not error < worst.error:  # nor where it is no number
+            worst = WorstGradient(error if numpy.isfinite(error) else numpy.inf, part.name)
     for key, found in seen.items():
         if not found.all():
             return WorstGradient(numpy.inf, f"{key} (computed by no rank)")
     return worst
+
+
+def _relative(reference: Mapping[str, numpy.ndarray]) -> Callable[[Shard], float]:
+    largest = max(float(abs(tensor).max()) for tensor in reference.values())
+
+    def error_of(part: Shard) -> float:
+        expected = reference[part.key][part.where]
+        scale = float(abs(reference[part.key][part.layer]).max())
+        if scale < NOISE * largest:
+            scale = largest
+        return float(abs(part.values - expected).max(initial=0.0)) / scale
+
+    return error_of
+
+
+def _in_own_errors(
+    reference: Mapping[str, numpy.ndarray], own: Mapping[str, numpy.ndarray]
+) -> Callable[[Shard], float]:
+    """Errors in those of the plain model. Of a bias of eight numbers they are a matter of luck: a
+    part's counts as no less than its share of the whole parameter's, and than what most parameters
+    have (relative, the median)."""
+    errors = {key: own[key] - tensor for key, tensor in reference.items()}
+    sizes = {key: float(numpy.linalg.norm(tensor)) for key, tensor in reference.items()}
+    usual = numpy.median(
+        [
+            float(numpy.linalg.norm(errors[key])) / size
+            for key, size in sizes.items()
+            if size > NOISE * max(sizes.values())
+        ]
+    )
+
+    def error_of(part: Shard) -> float:
+        expected = reference[part.key][part.where]
+        difference = float(numpy.linalg.norm(part.values - expected))
+        whole, mine = errors[part.key], errors[part.key][part.where]
+        share = (mine.size / whole.size) ** 0.5 * float(numpy.linalg.norm(whole))
+        theirs = max(float(numpy.linalg.norm(mine)), share)
+        unit = max(theirs, float(usual * numpy.linalg.norm(expected)))
+        if not difference:
+            return 0.0
+        return difference / unit if unit else numpy.inf
+
+    return error_of

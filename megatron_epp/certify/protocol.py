@@ -137,14 +137,20 @@ class ModelSetup:
 
 @dataclass(frozen=True, slots=True)
 class Reference(ABC):
-    """From the plain model: the gradient of every weight of the whole model by its key; buffers,
-    such as the experts' biases, as they are afterwards."""
+    """From the plain model.
+
+    gradients   of every weight of the whole model by its key; buffers, such as the experts'
+                biases, as they are afterwards
+    own         the same in the format that is certified; None: it is the plain model's
+    """
 
     gradients: Mapping[str, numpy.ndarray]
+    own: Mapping[str, numpy.ndarray] | None
 
     @abstractmethod
     def loss_error(self, computed: Sequence[Any]) -> float:
-        """The largest error of what ranks returned beside gradients."""
+        """The largest error of what ranks returned beside gradients: relative, or in those of the
+        plain model itself (``own``)."""
 
     def routing_differences(self, computed: Sequence[Any], bound: float) -> list[str]:
         """How routers differ, a line each."""

@@ -15,6 +15,7 @@ from megatron_epp.flag_fields import add_flags, flag, flag_of
 
 MOST_RANKS = 64
 LEVELS = ("level0", "level1")
+FLOAT64, BF16 = DTYPES = ("float64", "bf16")
 # A run without model flags certifies both kinds.
 LLAMA = (
     "--hidden-size 1024 --num-attention-heads 16 --group-query-attention "
@@ -71,9 +72,15 @@ class Trial:
     interfere: Path | None = None
     device: str = flag(
         "cpu",
-        "cuda: a GPU for each rank, messages over NCCL; the plain model stays on the CPU, and "
-        "attention is computed as it is written in books, in float64 (default: cpu)",
+        "cuda: a GPU for each rank, messages over NCCL; the plain model stays on the CPU, and in "
+        "float64 attention is computed as it is written in books (default: cpu)",
         choices=("cpu", "cuda"),
+    )
+    dtype: str = flag(
+        FLOAT64,
+        "bf16: in training's format, by kernels of its kind; errors are then told in those that "
+        "the plain model has in it itself, and two of them are allowed (default: float64)",
+        choices=DTYPES,
     )
     loop: str | None = flag(
         None,
@@ -94,6 +101,11 @@ class Trial:
                 f"{degrees}: {degrees.ranks} processes of this host; expected at most "
                 f"{MOST_RANKS}, as a small layout certifies what a large one runs"
             )
+        if self.lora_rank and self.dtype != FLOAT64:
+            raise ValueError(
+                f"--lora-rank {self.lora_rank}: adapters are certified in float64; leave out "
+                f"--dtype {self.dtype}"
+            )
         if self.loop is not None:
             self._require_loop(self.loop)
 
@@ -111,7 +123,8 @@ class Trial:
 
     @property
     def title(self) -> str:
-        return str(self.degrees) if self.loop is None else f"{self.degrees}, {self.loop}"
+        words = [str(self.degrees), self.loop or "", self.dtype if self.dtype != FLOAT64 else ""]
+        return ", ".join(word for word in words if word)
 
     @property
     def turns(self) -> int:
@@ -135,9 +148,9 @@ def certify_parser() -> argparse.ArgumentParser:
         prog="megatron_epp certify",
         description="Random documents are cut, packed, ordered and recomputed by arbitrary plans, "
         "run by the trainer's own executor, schedule and gradient reduction over gloo processes, "
-        "and compared in float64 with Megatron's model on whole documents in one process: the "
-        "loss, and every parameter's gradient. The user's model flags are taken with their "
-        "structure and scaled down.",
+        "and compared, in float64 if not told otherwise, with Megatron's model on whole documents "
+        "in one process: the loss, and every parameter's gradient. The user's model flags are "
+        "taken with their structure and scaled down.",
         epilog="All other flags are Megatron's and describe the model; without them a small Llama "
         "(untied, grouped queries) and a small GPT (tied, learned positions) are certified.",
         allow_abbrev=False,

@@ -15,11 +15,11 @@ import torch
 from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import write_whole
 from megatron_epp.control.planned_steps import PlannedSteps
+from megatron_epp.cost.analytic import STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.analytic import without_states
 from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, beside the checkpoint
 DEFAULT_HOST_BUDGET = "epp-default-host-budget.json"  # bytes, there, too
 CPU_SHARE = 0.8  # of the available memory, for chunks
+UNBROKEN = 0.97  # of a GPU's: the rest lies in pieces between blocks
 # Of the available memory, for what is offloaded: pinned memory cannot be swapped out, and data,
 # planner and checkpoints need theirs. Without a GPU it comes out of the memory of chunks' own host.
 HOST_SHARE, CPU_HOST_SHARE = 0.5, 0.15
@@ -149,7 +150,9 @@ def analytic(args: Any) -> Profile:
 
 def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:
     """The cost of this job's chunks; on a CPU the budget covers what chunks hold and no states."""
-    if not cpu_host.has_gpu():
+    if cpu_host.has_gpu():
+        profile = replace(profile, states=training_states(args))
+    else:
         profile = without_states(profile)
     budget = config.epp_memory_budget_gib
     budget_bytes = default_budget_bytes(args) if budget is None else budget * GIB
@@ -167,6 +170,24 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
     )
 
 
+def training_states(args: Any) -> States:
+    """Bytes per parameter that Megatron's ``args`` hold between iterations: the weight, its place
+    in a gradient bucket, and the optimizer's, of which a replica holds its part or the whole."""
+    weight = args.params_dtype.itemsize
+    gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
+    optimizer = 0.0 if weight == 4 else args.main_params_dtype.itemsize  # the weight in full
+    if args.optimizer == "sgd":
+        optimizer += 4 if args.sgd_momentum else 0
+    else:  # Adam's two; others keep no more
+        optimizer += args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    if args.optimizer_cpu_offload:
+        optimizer *= 1 - args.optimizer_offload_fraction
+    sharded = optimizer if args.use_distributed_optimizer else 0.0
+    return replace(
+        STATES, zero1_resident=weight + gradient + optimizer - sharded, zero1_sharded=sharded
+    )
+
+
 def device_name() -> str:
     """The planner's name of the device that this process trains on."""
     if not cpu_host.has_gpu():
@@ -180,9 +201,12 @@ def device_name() -> str:
 
 
 def default_budget_bytes(args: Any) -> float:
-    """On a GPU what its name's budget is; on a CPU a share of the memory, for a rank's chunks."""
+    """On a GPU what its name's budget is, or what context, communicators (all have spoken) and
+    other processes leave of it; on a CPU a share of the memory, for a rank's chunks."""
     if cpu_host.has_gpu():
-        return device(device_name()).budget_bytes
+        free, _ = torch.cuda.mem_get_info()
+        there = free + torch.cuda.memory_reserved()
+        return min(device(device_name()).budget_bytes, UNBROKEN * there)
     return CPU_SHARE * _available_bytes()
 
 

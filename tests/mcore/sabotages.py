@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import Trial
+from megatron_epp.certify.trial import FLOAT64, Trial
 from megatron_epp.mcore.certify.command import certify_training
 
 
@@ -24,12 +24,13 @@ def first_seed(batches: int, fragile: Callable[[int, int], bool]) -> int:
 
 
 def judged_alone(
-    model: str, ways: Sequence[str], seed: int, sabotage: Path
+    model: str, ways: Sequence[str], seed: int, sabotage: Path, dtype: str = FLOAT64
 ) -> Mapping[str, BatchVerdict]:
     """The certificate of one process whose batches are sabotaged, one after the other, in every
     way, in the order of the file."""
     assert stand_in_order(ways, sabotage)
-    trial = Trial(Degrees(1, 1, 1), (tuple(model.split()),), len(ways), seed, interfere=sabotage)
+    models = (tuple(model.split()),)
+    trial = Trial(Degrees(1, 1, 1), models, len(ways), seed, interfere=sabotage, dtype=dtype)
     return dict(zip(ways, certify_training(trial), strict=True))
 
 

@@ -288,6 +288,33 @@ def test_noise_around_zero_is_measured_by_the_largest_gradient() -> None:
     assert worst_gradient([*parts(), wrong], reference).error == pytest.approx(1e-6 / 8)
 
 
+def test_in_fewer_digits_errors_are_told_in_the_plain_models_own() -> None:
+    generator = numpy.random.default_rng(3)
+    right = {key: generator.standard_normal((2, 200)) for key in "abc"}
+    own, ours = (
+        {key: x + 1e-2 * generator.standard_normal(x.shape) for key, x in right.items()}
+        for _ in range(2)
+    )
+
+    def worst(values: dict, beside: dict) -> float:
+        places = [(key, layer) for key in values for layer in range(2)]
+        layers = [Shard(k, (2, 200), (n, slice(0, 200)), values[k][n]) for k, n in places]
+        return worst_gradient(layers, right, beside).error
+
+    assert worst(right, own) == 0
+    assert worst(ours, own) == pytest.approx(1, rel=0.2)
+    # Where the plain model had more luck than elsewhere, so need we not have.
+    lucky = {**own, "a": right["a"]}
+    assert worst(ours, lucky) == pytest.approx(1, rel=0.3)
+    assert worst({**ours, "b": 1.05 * ours["b"]}, own) > 4
+    assert worst({**ours, "b": numpy.nan * ours["b"]}, own) == numpy.inf
+    # What is exactly zero in both formats is so in ours.
+    right["a"][:] = own["a"][:] = ours["a"][:] = 0
+    assert worst(ours, own) == pytest.approx(1, rel=0.2)
+    ours["a"][0, 0] = 1e-30
+    assert worst(ours, own) == numpy.inf
+
+
 # ------------------------------------------------------------------ what is printed
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw, letters_drawn
-from megatron_epp.certify.command import BatchVerdict
+from megatron_epp.certify.command import OWN_BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import GPT, LLAMA, Trial
+from megatron_epp.certify.trial import BF16, GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
@@ -50,6 +50,7 @@ LATENTS = (
 )
 V3 = f"{LATENTS} --q-lora-rank 384 --rotary-scaling-factor 40 --mscale-all-dim 1.0"
 LITE = f"{LATENTS} --rope-type rope --apply-layernorm-1p"
+HYBRID = f"{DEEPSEEK} --hybrid-layer-pattern=*-*E*-".replace("--moe-layer-freq ([0]*1+[1]*1) ", "")
 GROUPED = " --moe-grouped-gemm"
 SPREAD = " --sequence-parallel --expert-model-parallel-size 2"
 PATTERN = " --hybrid-layer-pattern="
@@ -69,7 +70,7 @@ EVERY_DEGREE = {
             EXPERTS + GROUPED,
             V3,
             LITE,
-            f"{DEEPSEEK}{PATTERN}*-*E*-".replace("--moe-layer-freq ([0]*1+[1]*1) ", ""),
+            HYBRID,
         ),
         batches=14,
     ),
@@ -103,6 +104,25 @@ EVERY_DEGREE = {
     ),
     "slices of loops": Trial(
         Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level1"
+    ),
+    "in bf16": Trial(
+        Degrees(1, 1, 1),
+        models(DENSE, EXPERTS + GROUPED, DEEPSEEK, V3, HYBRID),
+        batches=10,
+        dtype=BF16,
+    ),
+    "in bf16, over two stages": Trial(
+        Degrees(2, 1, 1),
+        models(f"{LLAMA} --num-layers 4 --epp-vocab-parallel on", f"{V3} --num-layers 4"),
+        batches=4,
+        overlap=True,
+        dtype=BF16,
+    ),
+    "in bf16, slices of loops": Trial(
+        Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level1", dtype=BF16
+    ),
+    "in bf16, micro-batches of loops": Trial(
+        Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level0", dtype=BF16
     ),
 }
 
@@ -173,11 +193,26 @@ def fragile(number: int, seed: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, BatchVerdict]:
-    seed = first_seed(len(WAYS), fragile)
+def seed() -> int:
+    return first_seed(len(WAYS), fragile)
+
+
+@pytest.fixture(scope="module")
+def judged(seed) -> Mapping[str, BatchVerdict]:
     return judged_alone(DENSE + ENGINE, WAYS, seed, SABOTAGE)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_is_broken_shows(judged, way) -> None:
     require_shown(judged[way], way)
+
+
+def test_whatever_is_broken_shows_in_bf16(seed) -> None:
+    """But what is off by less than that format's own digits."""
+    judged = judged_alone(DENSE + ENGINE, WAYS, seed, SABOTAGE, BF16)
+    for way, batch in judged.items():
+        assert not batch.problems and batch.bound == OWN_BOUND, way
+        if "nothing" in way or way == "mistake what was saved":
+            assert batch.passed, batch
+        else:
+            assert batch.gradient_error > 2 * OWN_BOUND, batch

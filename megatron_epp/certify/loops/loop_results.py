@@ -14,10 +14,12 @@ class LoopReference(Reference):
 
     values[replica][number]   of the loss of each micro-batch
     sums[replica][number]     what a pass of forwards collects of it
+    units[replica][number]    what the errors of both are told in
     """
 
     values: tuple[tuple[float, ...], ...]
     sums: tuple[tuple[float, ...], ...]
+    units: tuple[tuple[tuple[float, float], ...], ...]
 
     def loss_error(self, computed: Sequence["LoopResult"]) -> float:
         """The largest error of what was returned of a micro-batch, in training and in a pass of
@@ -27,14 +29,14 @@ class LoopReference(Reference):
             if not one.values:
                 continue
             told.add(one.replica)
-            for found, wanted in (
-                (one.values, self.values[one.replica]),
-                (one.collected, self.sums[one.replica]),
+            of_values, of_sums = zip(*self.units[one.replica], strict=True)
+            for found, wanted, unit in (
+                (one.values, self.values[one.replica], of_values),
+                (one.collected, self.sums[one.replica], of_sums),
             ):
                 if len(found) != len(wanted):
                     return float("inf")
-                scale = max(1e-3, *map(abs, wanted))
-                errors = [abs(a - b) / scale for a, b in zip(found, wanted, strict=True)]
+                errors = [abs(a - b) / u for a, b, u in zip(found, wanted, unit, strict=True)]
                 worst = max(worst, *errors)
         return worst if told == set(range(len(self.values))) else float("inf")
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_epp.certify.protocol import PLAIN, Backend, Role
-from megatron_epp.certify.trial import Trial
+from megatron_epp.certify.trial import FLOAT64, Trial
 from megatron_epp.mcore.patching import engine_on_cpu
 
 
@@ -27,7 +27,8 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
         cuda_host.prepare(["--epp", "--pipeline-model-parallel-size", ranks])
     cpu_host.install_cpu_host()
     seams.install(seams.ALWAYS_SEAMS)
-    until_the_end.enter_context(cpu_host.double_precision())
+    if role.trial.dtype == FLOAT64:
+        until_the_end.enter_context(cpu_host.double_precision())
     if role.trial.loop is not None:
         from megatron_epp.mcore.certify.loops.loop_rank import LoopRank
         from megatron_epp.mcore.certify.loops.plain import PlainLoop

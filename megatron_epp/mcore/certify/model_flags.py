@@ -1,4 +1,4 @@
-"""The user's model flags, read by Megatron's parser and made small: in float64, on the CPU."""
+"""The user's model flags, read by Megatron's parser and made small, in a format of numbers."""
 
 import sys
 from argparse import Namespace
@@ -14,6 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import BF16, FLOAT64
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.config import FUSED_LINEARS, OFF, PLACING_FLAGS
@@ -49,6 +50,8 @@ _NOT_THE_MODEL: dict[str, Any] = {
     "skip_train": True,
     "eval_iters": 0,
 }
+# Of the above, what --dtype bf16 has as training has it.
+_IN_BF16: dict[str, Any] = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
 # What --overlap adds: gradients reduced in buckets while backward runs, sharded like the optimizer.
 OVERLAP: dict[str, Any] = {
     "use_distributed_optimizer": True,
@@ -93,10 +96,13 @@ class ScaledArgs:
     layers: tuple[int, ...]  # of every stage
     elastic: Namespace
     plain: Namespace
+    own: Namespace | None  # the plain one in the elastic one's format, where that is another
 
 
-def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) -> ScaledArgs:
-    """The small model of the user's flags. ValueError: one line."""
+def scaled(
+    raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0, dtype: str = FLOAT64
+) -> ScaledArgs:
+    """The small model of the user's flags; the elastic one in ``dtype``. ValueError: one line."""
     if lora_rank and refusals.vocabulary_parallel(raw):
         raise ValueError(
             "--lora-rank: adapters do not run with --epp-vocab-parallel on; leave one of them out"
@@ -104,12 +110,15 @@ def scaled(raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0) 
     _require_engine(raw, lora_rank)
     tiny = small(raw, degrees, _layout(raw))
     extra = OVERLAP if overlap else {}
-    elastic = _validated(raw, tiny.values | extra, degrees.ranks)
+    for part in MEGATRON_PARTS if dtype == BF16 else ():
+        tiny.values.update(part.without_ties(tiny.values))
+    elastic = _validated(raw, tiny.values | extra, degrees.ranks, dtype)
     refusals.refuse(elastic)
     plain = tiny.values | _NOT_PLAIN
     if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
         plain["hybrid_layer_pattern"] = letters_of_layers(pattern)
-    return ScaledArgs(tiny.layers, elastic, _validated(raw, plain, 1))
+    own = _validated(raw, plain, 1, dtype) if dtype != FLOAT64 else None
+    return ScaledArgs(tiny.layers, elastic, _validated(raw, plain, 1), own)
 
 
 def _require_engine(raw: Namespace, lora_rank: int) -> None:
@@ -162,21 +171,31 @@ def _layout(raw: Namespace) -> list[list[str]] | None:
     return [[letters.get(layer, "?") for layer in stage] for stage in stages]
 
 
-def _validated(raw: Namespace, changed: dict[str, Any], ranks: int) -> Namespace:
+def _validated(
+    raw: Namespace, changed: dict[str, Any], ranks: int, dtype: str = FLOAT64
+) -> Namespace:
     args = deepcopy(raw)
     by_engine = engine_on_cpu.is_started() and args.transformer_impl == "transformer_engine"
     known = {name: value for name, value in _NOT_THE_MODEL.items() if hasattr(args, name)}
     known |= {} if by_engine else _LOCAL
     known |= part_defaults(args)  # as training has them
+    known |= _IN_BF16 if dtype == BF16 else {}
     vars(args).update(known | cpu_host.cpu_defaults() | changed)
     args.rank, args.world_size = 0, ranks
     args.global_batch_size = None
     with refusals_as_value_errors():
         validate_args(args)
-    args.params_dtype = torch.float64
-    # Transformer Engine's linears add up their gradients themselves, as in training.
-    setattr(args, FUSED_LINEARS, args.transformer_impl == "transformer_engine")
+    if dtype == FLOAT64:
+        args.params_dtype = torch.float64
+    choose_layers(args, args.transformer_impl)
     return args
+
+
+def choose_layers(args: Namespace, implementation: str) -> None:
+    """Set whose layers they are; Transformer Engine's linears add up their gradients themselves,
+    as in training."""
+    args.transformer_impl = implementation
+    setattr(args, FUSED_LINEARS, implementation == "transformer_engine")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Builds the small model in this process, as Megatron's trainer builds it, in float64."""
+"""Builds the small model in this process, as Megatron's trainer builds it."""
 
 from argparse import Namespace
 from collections.abc import Callable

@@ -18,6 +18,7 @@ from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective
 from megatron_epp.certify.batches import RandomBatch, most_offloaded
 from megatron_epp.certify.protocol import ModelSetup, RankResult, Role
 from megatron_epp.certify.trainer_results import TrainerResult
+from megatron_epp.certify.trial import FLOAT64
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import (
     OFFLOAD,
@@ -111,7 +112,7 @@ class Rank:
         interference = role.interference()
         self.around = interference.get("around", lambda number: nullcontext())
         self.hooks = interference.get("HOOKS", setup.TrainerParts())
-        if role.on_gpu:
+        if role.on_gpu and role.trial.dtype == FLOAT64:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
     def prepare(self, prepared: ModelSetup) -> None:
@@ -271,12 +272,13 @@ class Rank:
     def _numbers(self, message: Message, plan: Plan) -> int:
         """Numbers that a message of training brings per row. Where the output layer lies over the
         stages a gradient brings a statistic along; H of stage 0 gets the hidden states, that of the
-        last the rows of the weight and two statistics, the others both."""
-        hidden = self.args.hidden_size
+        last the rows of the weight and two statistics, the others both. A statistic in float32
+        takes the places of two halves."""
+        hidden, place = self.args.hidden_size, max(1, 4 // self.args.params_dtype.itemsize)
         if not plan.vocabulary_parallel or message.payload is Payload.ACTIVATION:
             return hidden
         if message.payload is Payload.GRADIENT:
-            return hidden + 1
+            return hidden + place
         if message.target == 0:
             return hidden
-        return (2 if message.target == plan.stages - 1 else 3) * hidden + 2
+        return (2 if message.target == plan.stages - 1 else 3) * hidden + 2 * place

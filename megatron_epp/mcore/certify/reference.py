@@ -1,20 +1,24 @@
 """The plain model: Megatron's own, in one process, on every document alone."""
 
 import pickle
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
 import torch
 from megatron.core.utils import get_model_config
+from torch import Tensor, nn
 
-from megatron_epp.certify.batches import Frame, letters_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
 from megatron_epp.certify.compare import whole
 from megatron_epp.certify.protocol import ModelSetup, Reference, Role
 from megatron_epp.certify.trainer_results import TrainerReference
+from megatron_epp.certify.trial import FLOAT64
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.certify.adapters import adapt, gradient
-from megatron_epp.mcore.certify.model_flags import describe, parsed, scaled
+from megatron_epp.mcore.certify.adapters import adapt
+from megatron_epp.mcore.certify.model_flags import choose_layers, describe, parsed, scaled
 from megatron_epp.mcore.certify.models import begin, join, plain_model
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
@@ -24,21 +28,27 @@ from megatron_epp.mcore.model.kinds.registry import (
     letters_of_parts,
     lockstep_of,
 )
+from megatron_epp.mcore.patching import cpu_host
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
 JITTER = 0.1
 
+type Gradients = dict[str, numpy.ndarray]
+
 
 class PlainModel:
     """Nothing of ours is in its path but the CPU host: local layers, Megatron's own attention with
-    a causal mask, gradients straight from autograd.
+    a causal mask, gradients straight from autograd, in float64. What is certified in another
+    format is computed in it a second time, by a model with the same weights (``own``).
     """
 
     def __init__(self, role: Role):
         self.trial, self.seed = role.trial, role.trial.seed
         join(role.folder / "meeting of one", 0, 1, role.patience)
         self.model: Any = None
+        self.own: Any = None
         self.frame: Any = None  # a Frame, from prepare on
+        self._exactly = nullcontext if self.trial.dtype == FLOAT64 else cpu_host.double_precision
 
     def flags(self, turn: int) -> tuple[str, ...]:
         """The model flags whose turn it is."""
@@ -48,13 +58,16 @@ class PlainModel:
         """Read the flags and build the model. ValueError: flags that cannot be used."""
         degrees, lora_rank = self.trial.degrees, self.trial.lora_rank
         raw = parsed(self.flags(turn))
+        asked = raw.transformer_impl
         if self.trial.device != "cpu":
-            raw.transformer_impl = "local"  # kernels of GPUs know no float64
-        small = scaled(raw, degrees, self.trial.overlap, lora_rank)
-        args = small.plain
+            raw.transformer_impl = "local"  # in this process, which has no GPU
+        small = scaled(raw, degrees, self.trial.overlap, lora_rank, self.trial.dtype)
+        if self.trial.device != "cpu" and self.trial.dtype != FLOAT64:  # which its kernels know
+            choose_layers(small.elastic, asked)
+        args, by_engine = small.plain, small.elastic.transformer_impl != "local"
         begin(args, self.seed)
-        with refusals_as_value_errors():
-            self.model = plain_model(args, small.elastic.transformer_impl != "local")
+        with refusals_as_value_errors(), self._exactly():
+            self.model = plain_model(args, by_engine)
         if lora_rank:
             adapt(self.model, lora_rank)
         self.routing = RoutingNotes(self.model)
@@ -63,6 +76,10 @@ class PlainModel:
         scale = JITTER * args.init_method_std
         for key, tensor in sorted(weights.items()):
             weights[key] = tensor + scale * generator.standard_normal(tensor.shape)
+        if small.own is not None:
+            self.own = plain_model(small.own, by_engine).to(small.own.params_dtype)
+            fill(self.own, weights)
+            weights = whole(shards(self.own, lambda parameter: parameter.data))
         fill(self.model, weights)
         letters = letters_drawn(EXECUTABLE + letters_of_parts(args))
         self.frame = Frame(
@@ -85,38 +102,72 @@ class PlainModel:
     def compute(self, number: int) -> Reference:
         """Loss and gradients of batch ``number``."""
         drawn = self.frame.draw(self.seed, number)
-        documents = zip(drawn.tokens, drawn.loss_masks, strict=True)
-        losses = [
-            (self.token_losses(tokens_1T[:, :-1], tokens_1T[:, 1:]) * torch.from_numpy(mask)).sum()
-            for tokens_1T, mask in ((torch.from_numpy(one)[None], mask) for one, mask in documents)
-        ]
-        loss = torch.stack(losses).sum() / drawn.loss_tokens
         # Auxiliary losses are weighted by tokens, as the loss is, and divided with it.
         for part in MEGATRON_PARTS:
             part.weigh_losses(torch.tensor(1 / drawn.loss_tokens))
+        with self._exactly():
+            losses, gradients = self._of_documents(self.model, drawn)
+        routed, loss = self.routing.taken(), sum(float(one.sum()) for one in losses)
+        loss /= drawn.loss_tokens
+        own, unit = None, abs(loss)
+        if self.own is not None:
+            found, own = self._of_documents(self.own, drawn)
+            self.routing.taken()
+            # However the errors of tokens add up, their mean is at most this.
+            unit = off(found, losses) / drawn.loss_tokens**0.5
         return TrainerReference(
-            self.gradients(loss),
-            loss.item(),
-            drawn.loss_tokens,
-            self.trial.degrees.dp,
-            self.routing.taken(),
+            gradients, own, loss, unit, drawn.loss_tokens, self.trial.degrees.dp, routed
         )
 
-    def token_losses(self, tokens_1T: torch.Tensor, labels_1T: torch.Tensor) -> torch.Tensor:
-        """[T] of one document alone."""
-        length = tokens_1T.shape[1]
-        mask_11TT = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        losses_1T = self.model(tokens_1T, torch.arange(length)[None], mask_11TT, labels=labels_1T)
-        return losses_1T[0]
+    def _of_documents(self, model: Any, drawn: RandomBatch) -> tuple[list[Tensor], Gradients]:
+        """Weighted losses [T] of every document alone, and gradients of their mean."""
+        sums, losses = Sums(model), []
+        for one, mask in zip(drawn.tokens, drawn.loss_masks, strict=True):
+            tokens_1T = torch.from_numpy(one)[None]
+            losses_T = token_losses(model, tokens_1T[:, :-1], tokens_1T[:, 1:])
+            losses_T = losses_T * torch.from_numpy(mask)
+            sums.backward(losses_T.sum() / drawn.loss_tokens)
+            losses.append(losses_T.detach())
+        return losses, self.gradients(model, sums)
 
-    def gradients(self, loss: torch.Tensor) -> dict[str, numpy.ndarray]:
-        """Run the backward; the whole model's gradients by key, routers as Megatron's
-        finalize_model_grads leaves them."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        loss.backward()
-        self.routing.note_counts()
-        config = get_model_config(self.model)
+    def gradients(self, model: Any, sums: "Sums") -> Gradients:
+        """The whole model's gradients by key, routers as Megatron's finalize_model_grads leaves
+        them."""
+        if model is self.model:
+            self.routing.note_counts()
+        config = get_model_config(model)
         for part in MEGATRON_PARTS:
-            part.finish_plain(self.model, config)
-        return whole(shards(self.model, lambda one: gradient(one, "grad")))
+            part.finish_plain(model, config)
+        return whole(shards(model, sums.of))
+
+
+def token_losses(model: Any, tokens_1T: Tensor, labels_1T: Tensor) -> Tensor:
+    """[T] of one document alone."""
+    length = tokens_1T.shape[1]
+    mask_11TT = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    losses_1T = model(tokens_1T, torch.arange(length)[None], mask_11TT, labels=labels_1T)
+    return losses_1T[0]
+
+
+def off(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """The 2-norm of all differences."""
+    pairs = zip(found, expected, strict=True)
+    return float(torch.cat([(a.double() - b).flatten() for a, b in pairs]).norm())
+
+
+class Sums:
+    """Gradients of ``model`` added up in float64, whatever format each backward leaves them in."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._sums = {one: torch.zeros_like(one, dtype=torch.float64) for one in model.parameters()}
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                self._sums[parameter] += parameter.grad
+                parameter.grad = None
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        return self._sums[parameter]

@@ -34,7 +34,7 @@ class RoutingNotes:
     def note_counts(self) -> None:
         """As they are now."""
         self._counts = {
-            layer.layer_number: layer.router.local_tokens_per_expert.numpy().copy()
+            layer.layer_number: layer.router.local_tokens_per_expert.double().cpu().numpy()
             for _, layer in moe_layers(self.model)
             if layer.router.enable_expert_bias
         }
@@ -43,7 +43,7 @@ class RoutingNotes:
         """Routing noted since the last call."""
         tracker = get_moe_metrics_tracker()
         losses = {
-            name: entry.values.numpy().copy()
+            name: entry.values.cpu().numpy().copy()
             for name, entry in tracker.metrics.items()
             if entry.values.any()
         }

@@ -5,6 +5,7 @@ it carries weights from the plain model to the ranks, and gradients back.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,25 +32,38 @@ def _place(tensor: ShardedTensor) -> tuple[int | slice, ...]:
 
 
 def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
-    """``tensor_of`` every parameter (itself, or its gradient), cut as the parameter is cut."""
-    plain: dict[nn.Parameter, Tensor] = {p: p.data for p in model.parameters()}
-    try:
-        for parameter, data in plain.items():
-            other = tensor_of(parameter)
-            assert other.shape == data.shape, "a gradient has its parameter's shape"
-            parameter.data = other
+    """``tensor_of`` every parameter (itself, or its gradient), cut as the parameter is cut; in
+    float64, whatever it is in."""
+    with _in_place_of_parameters(model, tensor_of):
         return [
             Shard(
                 tensor.key,
                 tuple(tensor.global_shape),
                 _place(tensor),
-                tensor.data.detach().clone().cpu().numpy(),
+                tensor.data.detach().to("cpu", torch.float64, copy=True).numpy(),
             )
             for tensor in _sharded(model)
         ]
+
+
+@contextmanager
+def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Other parameters stand in the modules for a while: with data of another format in its place,
+    a parameter would lose the hooks that reduce its gradient."""
+    others: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in model.parameters():
+        other = tensor_of(parameter)
+        assert other.shape == parameter.shape, "a gradient has its parameter's shape"
+        others[parameter] = nn.Parameter(other, requires_grad=False)
+        vars(others[parameter]).update(vars(parameter))
+    held = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+    try:
+        for place, names in held:
+            place.update({n: others[p] for n, p in names.items() if p is not None})
+        yield
     finally:
-        for parameter, data in plain.items():
-            parameter.data = data
+        for place, names in held:
+            place.update(names)
 
 
 def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:

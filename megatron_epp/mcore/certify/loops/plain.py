@@ -1,13 +1,17 @@
 """The plain model on micro-batches: every document alone, and the loop's loss on the outputs."""
 
 import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_epp.certify.loops.loop_results import LoopReference
 from megatron_epp.certify.loops.micro_batches import (
     MULTIPLE,
+    DrawnMicroBatches,
     LoopFrame,
     MicroBatch,
     loop_loss,
@@ -16,7 +20,7 @@ from megatron_epp.certify.loops.micro_batches import (
 from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.model_flags import parsed
-from megatron_epp.mcore.certify.reference import PlainModel
+from megatron_epp.mcore.certify.reference import Gradients, PlainModel, Sums, off, token_losses
 from megatron_epp.mcore.model.kinds.registry import MIXER_FLAGS
 
 
@@ -44,17 +48,35 @@ class PlainLoop(PlainModel):
     def compute(self, number: int) -> LoopReference:
         """Losses and gradients of batch ``number``."""
         drawn = self.frame.draw(self.seed, number)
-        values: list[list[float]] = []
-        sums: list[list[float]] = []
+        with self._exactly():
+            run = self._run(self.model, drawn)
+        values, sums = (tuple(map(tuple, told)) for told in (run.values, run.sums))
+        own, units = None, []
+        if self.own is None:
+            for of_values, of_sums in zip(values, sums, strict=True):
+                scales = (max(1e-3, *map(abs, of_values)), max(1e-3, *map(abs, of_sums)))
+                units.append((scales,) * len(of_values))
+        else:
+            beside = self._run(self.own, drawn)
+            own = beside.gradients
+            units = [
+                self._units(*each)
+                for each in zip(run.outputs, beside.outputs, drawn.micro_batches, strict=True)
+            ]
+        return LoopReference(run.gradients, own, values, sums, tuple(units))
+
+    def _run(self, model: Any, drawn: DrawnMicroBatches) -> "LoopRun":
+        run, sums = LoopRun(), Sums(model)
         losses, tokens = [], 0
         for replica in drawn.micro_batches:
-            values.append([])
-            sums.append([])
+            run.values.append([])
+            run.sums.append([])
+            run.outputs.append([])
             for batch in replica:
                 samples = batch.get("side by side", batch)
-                outputs_BS = self._losses(samples)
+                outputs_BS = _losses(model, samples)
                 found = loop_loss(samples, outputs_BS)
-                sums[-1].append(loop_loss(samples, outputs_BS.detach(), non_loss_data=True))
+                run.sums[-1].append(loop_loss(samples, outputs_BS.detach(), non_loss_data=True))
                 loss = found[0]
                 if len(found) == 3:
                     tokens += int(found[1])
@@ -63,12 +85,30 @@ class PlainLoop(PlainModel):
                         loss = self._mean(batch, outputs_BS)
                     loss = loss / len(replica) / len(drawn.micro_batches)
                 losses.append(loss)
-                values[-1].append(found[-1]["value"])
-        total = torch.stack(losses).sum()
-        if self.frame.per_token:
-            total = total / tokens
-        told = tuple(map(tuple, values)), tuple(map(tuple, sums))
-        return LoopReference(self.gradients(total), *told)
+                run.values[-1].append(found[-1]["value"])
+                run.outputs[-1].append(outputs_BS.detach())
+        for loss in losses:
+            sums.backward(loss / tokens if self.frame.per_token else loss)
+        run.gradients = self.gradients(model, sums)
+        return run
+
+    def _units(
+        self, exact: Sequence[Tensor], own: Sequence[Tensor], batches: Sequence[MicroBatch]
+    ) -> tuple[tuple[float, float], ...]:
+        """Errors of the plain model in its own format, of every micro-batch's value and sum: at
+        most what they are where the errors of all tokens add up."""
+        made = []
+        for expected_BS, found_BS, batch in zip(exact, own, batches, strict=True):
+            samples, error = batch.get("side by side", batch), off([found_BS], [expected_BS])
+            leaf_BS = expected_BS.clone().requires_grad_()
+            loss_sum = (leaf_BS * samples["loss_mask"].to(leaf_BS.dtype)).sum()
+            slopes = (
+                torch.autograd.grad(told, leaf_BS)[0].norm()
+                for told in (loop_loss(samples, leaf_BS)[0], loss_sum)
+            )
+            of_value, of_sum = (error * float(slope) for slope in slopes)
+            made.append((of_value, of_sum))
+        return tuple(made)
 
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
         """Mean loss, as Megatron's schedules make it of a sum and a number of tokens; where every
@@ -87,16 +127,27 @@ class PlainLoop(PlainModel):
             means.append((outputs_BS * mine_BS).sum() / mine_BS.sum().clamp(min=1))
         return torch.stack(means).mean()
 
-    def _losses(self, batch: MicroBatch) -> torch.Tensor:
-        """[B, S] of every document alone, zeros on padding."""
-        samples, rows = batch["tokens"].shape
-        out_BS = torch.zeros(samples, rows)
-        for sample, length in enumerate(batch["lengths"]):
-            mine: Any = slice(sample, sample + 1), slice(0, length)
-            losses_T = self.token_losses(batch["tokens"][mine], batch["labels"][mine])
-            where = torch.full((length,), sample), torch.arange(length)
-            out_BS = torch.index_put(out_BS, where, losses_T)
-        return out_BS
+
+@dataclass
+class LoopRun:
+    """Results of one model: ``outputs`` [B, S] of its micro-batches, and as in LoopReference."""
+
+    values: list[list[float]] = field(default_factory=list)
+    sums: list[list[float]] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    gradients: Gradients = field(default_factory=dict)
+
+
+def _losses(model: Any, batch: MicroBatch) -> Tensor:
+    """[B, S] of every document alone, zeros on padding."""
+    samples, rows = batch["tokens"].shape
+    out_BS = torch.zeros(samples, rows)
+    for sample, length in enumerate(batch["lengths"]):
+        mine: Any = slice(sample, sample + 1), slice(0, length)
+        losses_T = token_losses(model, batch["tokens"][mine], batch["labels"][mine])
+        where = torch.full((length,), sample), torch.arange(length)
+        out_BS = torch.index_put(out_BS, where, losses_T)
+    return out_BS
 
 
 def _refuse_for_context(args: Any) -> None:

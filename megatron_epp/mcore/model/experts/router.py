@@ -116,8 +116,18 @@ def router_stats_for(
     routers = [layer.router for _, layer in moe_layers(model)]
     if not any("apply_z_loss" in vars(router) for router in routers):
         return None
+    for router in routers:
+        _count_in_full(router)
     layers, device = len(model.decoder.layers), routers[0].weight.device
     return RouterStats(balancing_of(model.config), plan.documents, layers, scale(device))
+
+
+def _count_in_full(router: Any) -> None:
+    """Counts of tokens went to bf16 with the model: from 257 on a chunk of one token would add
+    nothing, and what is counted depend on how documents are cut."""
+    counts = router.local_tokens_per_expert
+    if counts is not None and counts.dtype != torch.float32:
+        counts.data = counts.data.float()
 
 
 def balancing_of(config: Any) -> Balancing:

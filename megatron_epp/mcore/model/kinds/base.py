@@ -7,7 +7,7 @@ methods: flags are read, and refused, before it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -158,6 +158,11 @@ class MegatronPart:
 
     def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
         """Values by destination that make it small, for a certificate. ValueError: one line."""
+        return {}
+
+    def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes to values by destination of the ``small`` model with which no rounding decides
+        what it computes."""
         return {}
 
     def small_words(self, args: Any) -> list[str]:

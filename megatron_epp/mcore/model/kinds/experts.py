@@ -1,6 +1,6 @@
 """Experts in the place of the dense MLP, in Megatron."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from typing import Any, ClassVar
 
@@ -323,6 +323,13 @@ class MegatronExperts(MegatronPart):
             if getattr(args, name):
                 share = min(getattr(args, name) / args.hidden_size, 4.0)
                 changed[name] = max(1, round(share * hidden / (8 * tp))) * 8 * tp
+        return changed
+
+    def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
+        """Every token goes to every expert: of two that are about as good, rounding chooses."""
+        changed = {"moe_router_topk": small["num_experts"]} if small.get("num_experts") else {}
+        if groups := small.get("moe_router_num_groups"):
+            changed["moe_router_group_topk"] = groups
         return changed
 
     def small_words(self, args: Any) -> list[str]:
