@@ -3,10 +3,12 @@
 #
 #   bash scripts/ranges.sh [FOLDER]      # environments go there and stay (.ranges); a second run makes no new ones
 #
-#   oldest   Python 3.12 with the lowest numpy, numba, highspy and tqdm that pyproject.toml allows; pip may change none of them
-#   3.13     Python 3.13 with the newest; left out, and said so, where this machine has none
+#   oldest       Python 3.12 with the lowest numpy, numba, highspy and tqdm that pyproject.toml allows
+#   3.13         Python 3.13 with the newest; left out, and said so, where this machine has none
+#   numpy-1.26   Python 3.12 with numpy 1.26.4 alone, as frameworks' images have it: what pip then brings must go with it
 #
-# Each runs some of the planners' tests, golden plans byte for byte among them. Exit status: 0 all passed, 1 something failed.
+# pip may change nothing that is there; torch is nowhere. Each runs some of the planners' tests, golden plans byte for byte
+# among them (numpy-1.26 those alone). Exit status: 0 all passed, 1 something failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$PWD/.ranges
@@ -16,12 +18,9 @@ python=$PWD/.venv/bin/python
 [[ -z ${EPP_VENV:-} ]] || python=$EPP_VENV/bin/python
 export OMP_NUM_THREADS=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
-# From a copy: setuptools would leave its build folder here.
-copy=$(mktemp -d)
-trap 'rm -rf "$copy"' EXIT
-cp -r pyproject.toml README.md LICENSE NOTICE megatron_epp "$copy"
-(cd "$copy" && "$python" -c 'from setuptools.build_meta import build_wheel; build_wheel(".")' >/dev/null)
-wheel=$(echo "$copy"/*.whl)
+built=$(mktemp -d)
+trap 'rm -rf "$built"' EXIT
+wheel=$("$python" scripts/wheels.py "$built")
 
 lowest=$("$python" - <<'EOF'
 import re, tomllib
@@ -41,34 +40,43 @@ find_python313() { # prints the first that runs and can make environments
     return 1
 }
 
-# try NAME PYTHON PACKAGE...: its output goes to FOLDER/NAME.log
+# try NAME PYTHON TESTS PACKAGE...: its output goes to FOLDER/NAME.log
 try() {
-    local name=$1 base=$2 there before after
-    shift 2
+    local name=$1 base=$2 tests=$3 there before changed
+    shift 3
     there=$folder/$name
     [[ -x $there/bin/pytest ]] ||
         { rm -rf "$there" && "$base" -m venv "$there" && "$there/bin/pip" install -q "$@" pytest hypothesis; } || return 1
     "$there/bin/pip" uninstall -q -y megatron-epp 2>/dev/null
     before=$("$there/bin/pip" freeze)
     "$there/bin/pip" install -q "$wheel" || return 1
-    after=$("$there/bin/pip" freeze | grep -v '^megatron-epp ')
-    if [[ $before != "$after" ]]; then
-        printf 'installing the wheel changed packages that were there:\n%s\n' "$(diff <(echo "$before") <(echo "$after"))"
+    changed=$(comm -23 <(sort <<<"$before") <("$there/bin/pip" freeze | sort))
+    if [[ -n $changed ]]; then
+        printf 'installing the wheel changed packages that were there:\n%s\n' "$changed"
+        return 1
+    fi
+    "$there/bin/pip" check || return 1
+    if "$there/bin/python" -c 'import torch' 2>/dev/null; then
+        echo "torch is there: nothing here would show that planning needs it"
         return 1
     fi
     (cd "$there" && bin/megatron-epp --version) || return 1
-    NUMBA_CACHE_DIR=$there/numba "$there/bin/python" -m pytest -q -p no:cacheprovider \
-        tests/ir/test_text.py tests/sim/test_play.py tests/corpus tests/planner/test_virtual.py \
-        tests/planner/test_golden.py -k "not is_fast and (not golden_one or 0-)"
+    # shellcheck disable=SC2086  # a word is a file
+    NUMBA_CACHE_DIR=$there/numba "$there/bin/python" -m pytest -q -p no:cacheprovider $tests \
+        -k "not is_fast and (not golden_one or 0-)"
 }
 
-names=(oldest) failed=()
+golden=tests/planner/test_golden.py
+all="tests/ir/test_text.py tests/sim/test_play.py tests/corpus tests/planner/test_virtual.py $golden"
+names=(oldest numpy-1.26) failed=()
 # shellcheck disable=SC2086  # a line is a package
-try oldest "$python" $lowest >"$folder/oldest.log" 2>&1 &
+try oldest "$python" "$all" $lowest >"$folder/oldest.log" 2>&1 &
 jobs=($!)
+try numpy-1.26 "$python" "$golden" numpy==1.26.4 >"$folder/numpy-1.26.log" 2>&1 &
+jobs+=($!)
 if base=$(find_python313); then
     names+=(3.13)
-    try 3.13 "$base" numpy numba highspy tqdm >"$folder/3.13.log" 2>&1 &
+    try 3.13 "$base" "$all" numpy numba highspy tqdm >"$folder/3.13.log" 2>&1 &
     jobs+=($!)
 else
     echo "ranges: no Python 3.13 on this machine: left out"

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-import venv
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,10 @@ from packaging.requirements import Requirement
 import megatron_epp
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import wheels  # noqa: E402
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 VERSION = megatron_epp.__version__
 # What stands in a checkout and in no distribution: what git ignores, mostly.
@@ -27,23 +29,12 @@ NOT_COPIED = shutil.ignore_patterns(
 )
 
 
-def built(kind: str, source: Path, into: Path) -> Path:
-    """The ``kind`` (sdist, wheel) of ``source``, as ``python -m build --no-isolation`` makes it."""
-    program = f"from setuptools.build_meta import *; build_{kind}({str(into)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (found,) = into.iterdir()
-    return found
-
-
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
     shutil.copytree(ROOT, folder / "checkout", ignore=NOT_COPIED)
     (folder / "made").mkdir()
-    made = built("sdist", folder / "checkout", folder / "made")
+    made = wheels.built("sdist", folder / "checkout", folder / "made")
     with tarfile.open(made) as tar:
         tar.extractall(folder, filter="data")
     return folder / f"megatron_epp-{VERSION}"
@@ -51,7 +42,7 @@ def sdist(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory) -> Path:
-    return built("wheel", sdist, tmp_path_factory.mktemp("wheel"))
+    return wheels.built("wheel", sdist, tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_sdist_has_what_users_of_a_wheel_lack(sdist: Path) -> None:
@@ -98,32 +89,13 @@ def test_the_version_is_said_once_and_told_everywhere() -> None:
     assert re.search(rf"^## {VERSION}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
-def packages(*names: str) -> set[Path]:
-    """Folders and files at the top of site-packages that the distributions ``names`` own."""
-    return {
-        Path(found.locate_file(file.parts[0]))
-        for found in map(metadata.distribution, names)
-        for file in found.files or ()
-        if file.parts[0] != ".."
-    }
-
-
 @pytest.fixture(scope="module")
 def outside(wheel: Path, tmp_path_factory) -> Path:
     """A Python with the wheel, installed by pip, and of these tests' packages only those that
     planning needs; pip may fetch nothing."""
     folder = tmp_path_factory.mktemp("outside")
-    venv.create(folder / "env", with_pip=False, symlinks=True)
-    (site,) = (folder / "env" / "lib").glob("python3*/site-packages")
-    for path in packages("numpy", "numba", "llvmlite", "highspy", "tqdm"):
-        if path.exists() and path.name != "__pycache__":
-            (site / path.name).symlink_to(path)
-    python = folder / "env" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*pip, "install", "--no-index", wheel], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    lent = wheels.lend(("numpy", "numba", "llvmlite", "highspy", "tqdm"), folder / "lent")
+    wheels.pip(wheels.environment(folder / "env", lent), "install", "--no-index", wheel)
     return folder
 
 

@@ -7,6 +7,8 @@ import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import MagicMock
@@ -28,6 +30,26 @@ class Anything(types.ModuleType):
         made = MagicMock(name=name)
         setattr(self, name, made)
         return made
+
+
+class _Mocks(MetaPathFinder, Loader):
+    def __init__(self, packages: Sequence[str]):
+        self.packages = packages
+
+    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
+        mocked = name.split(".")[0] in self.packages
+        return ModuleSpec(name, self, is_package=True) if mocked else None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return Anything(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to execute."""
+
+
+def mock(*packages: str) -> None:
+    """Let these and all modules below them be mocks, wherever they are imported from now on."""
+    sys.meta_path.insert(0, _Mocks(packages))
 
 
 def found_in(
@@ -94,10 +116,50 @@ def stage_in_float64(rank: int, meeting: str, load: Callable[[], Any]) -> Iterat
         yield loaded, rl_loop.build_model(rank)
 
 
+def attention(
+    query: Any, key: Any, value: Any, *any: Any, packed_seq_params: Any, **others: Any
+) -> Any:
+    """Within documents one behind the other, [T, heads, D]: Megatron's wants a GPU for it."""
+    import torch
+
+    borders = packed_seq_params.cu_seqlens_q
+    place = torch.arange(len(query))
+    document = torch.bucketize(place, borders[1:], right=True)
+    mask = (place[:, None] >= place) & (document[:, None] == document)
+    q, k, v = (one.transpose(0, 1)[None] for one in (query, key, value))
+    made = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    return made[0].transpose(0, 1).flatten(1)
+
+
+def attend_within_documents(model: Any) -> None:
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.forward = attention
+
+
+def compare(rank: int, train: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+    """Call ``train``, which gives the tensors of each of its calls to the schedule, with Megatron's
+    schedule and with ours. For all stages to call; SystemExit: they differ."""
+    import megatron_epp
+
+    expected = train()
+    ran: list[Any] = []
+    megatron_epp.install_schedule(observe=ran.append)
+    ours = train()
+    errors = [
+        float((made[name] - wanted[name]).abs().max() / wanted[name].abs().max())
+        for made, wanted in zip(ours, expected, strict=True)
+        for name in wanted
+    ]
+    # The first shows that the framework's micro-batches are read rightly.
+    assert len(ran) == len(expected) - 1, f"{len(ran)} of {len(expected)} calls came by ours"
+    show_order(rank, errors, ran)
+    require_equal(rank, errors)
+
+
 def show_order(rank: int, errors: Sequence[float], ran: Sequence[Any]) -> None:
     """How far a stage's gradients are, and the order of its last call."""
     order = " ".join(map(str, ran[-1].plan.orders[rank]))
-    worst = f"{len(errors)} gradients, worst difference {max(errors):.1e}"
+    worst = f"{len(errors)} tensors, worst difference {max(errors):.1e}"
     print(f"stage {rank}: {worst}; ran {order}", flush=True)
 
 

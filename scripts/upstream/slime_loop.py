@@ -25,9 +25,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstr
 
 import rl_loop
 import torch
-from framework_runs import Anything, require_equal, run_stages, show_order, stage_in_float64
-
-import megatron_epp
+from framework_runs import (
+    Anything,
+    attend_within_documents,
+    compare,
+    run_stages,
+    stage_in_float64,
+)
 
 PACKAGE = "slime.backends.megatron_utils"
 MICRO_BATCHES, STEPS = 5, 4
@@ -92,20 +96,6 @@ def loss(args: Any, batch: Any, micro_batches: int, samples: int, logits_1TV: to
     return value, torch.tensor(1), {"keys": ["loss"], "values": value.detach()}
 
 
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *any: Any, packed_seq_params: Any,
-    **others: Any,
-) -> torch.Tensor:  # fmt: skip
-    """Within documents one behind the other, [T, heads, D]: Megatron's wants a GPU for it."""
-    borders = packed_seq_params.cu_seqlens_q
-    place = torch.arange(len(query))
-    document = torch.bucketize(place, borders[1:], right=True)
-    mask = (place[:, None] >= place) & (document[:, None] == document)
-    q, k, v = (one.transpose(0, 1)[None] for one in (query, key, value))
-    made = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    return made[0].transpose(0, 1).flatten(1)
-
-
 class Optimizer:
     """Keeps the gradients that the step hands over; moves nothing."""
 
@@ -135,21 +125,8 @@ def work(rank: int, meeting: str, checkout: Path) -> None:
     with stage_in_float64(rank, meeting, lambda: load(checkout)) as ((loop, data), model):
         loop.get_args, loop.loss_function = lambda: ARGS, loss
         model.zero_grad_buffer = lambda: model.zero_grad(set_to_none=True)
-        for layer in model.decoder.layers:
-            layer.self_attention.core_attention.forward = attention
-        expected = train(loop, data, model)
-        ran: list[Any] = []
-        megatron_epp.install_schedule(observe=ran.append)
-        ours = train(loop, data, model)
-    errors = [
-        float((made[name] - wanted[name]).abs().max() / wanted[name].abs().max())
-        for made, wanted in zip(ours, expected, strict=True)
-        for name in wanted
-    ]
-    # The first shows that slime's micro-batches are read rightly.
-    assert len(ran) == STEPS - 1, f"{len(ran)} of {STEPS} steps came by our schedule"
-    show_order(rank, errors, ran)
-    require_equal(rank, errors)
+        attend_within_documents(model)
+        compare(rank, lambda: train(loop, data, model))
 
 
 if __name__ == "__main__":

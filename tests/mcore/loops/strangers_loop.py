@@ -1,10 +1,11 @@
-# ruff: noqa: E402  (the host is prepared before the first import of Megatron)
 """Run by test_one_variable.py under torchrun: a loop that does not know of us, two stages.
 
     strangers_loop.py FOLDER
 
 It is shaped as slime's: a source that is read at an offset, lists of tokens that its forward step
-packs and pads, a wrapper that counts. Only MEGATRON_EPP in the environment asks for anything.
+packs and pads, a wrapper that counts. Only MEGATRON_EPP in the environment asks for anything. The
+model is that of examples/rl_loop.py, which is on the path, or a copy beside a copy of this
+(scripts/upstream/fresh_environments.py).
 """
 
 import json
@@ -17,9 +18,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-
+import megatron_epp
 from megatron_epp.mcore.patching import cpu_host
 
 with suppress(ValueError):  # of the trainer's seams, where Megatron is another than the pinned
@@ -126,6 +125,7 @@ def main() -> None:
             answers[name] = {"worst": worst, "losses equal": same}
     schedule = getattr(schedules.forward_backward_no_pipelining, "__megatron_epp__", None)
     answers["calls"] = schedule.schedule._calls if schedule else 0
+    answers["places"] = [megatron_epp.__file__, parallel_state.__file__]
     (folder / f"answers.{rank}").write_text(json.dumps(answers))
 
 

@@ -1,8 +1,5 @@
 """MEGATRON_EPP=1 and nothing else: torchrun, an installed package, a loop that knows nothing."""
 
-import json
-import os
-import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -11,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-WORKER = Path(__file__).with_name("strangers_loop.py")
+sys.path.insert(0, str(ROOT / "scripts" / "upstream"))
+
+import fresh_environments  # noqa: E402
 
 
 def installed(folder: Path) -> Path:
@@ -31,28 +30,11 @@ def installed(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[list[Mapping], list[str]]:
     folder = tmp_path_factory.mktemp("one variable")
-    variables = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{installed(folder)}",
-        "MEGATRON_EPP": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(WORKER), str(folder)]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
+    path = f"{ROOT}:{ROOT / 'examples'}:{installed(folder)}"
+    return fresh_environments.run(
+        *(sys.executable, fresh_environments.LOOP.parent, fresh_environments.TORCHRUN),
+        {"PYTHONPATH": path, "MEGATRON_EPP": "1"},
     )
-    assert done.returncode == 0, done.stdout
-    answers = [json.loads((folder / f"answers.{rank}").read_text()) for rank in range(2)]
-    ours = ("WARNING:megatron_epp", "megatron_epp", "Megatron's own schedule")
-    said = [line for line in done.stdout.splitlines() if line.startswith(ours)]
-    return answers, said
 
 
 @pytest.mark.parametrize("loop", ["as it says", "otherwise"])

@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+# ruff: noqa: E402  (the examples beside this are imported from their folders)
+"""ms-swift's own training step over Megatron, run by Megatron's schedule and by ours.
+
+    git clone --depth 1 https://github.com/modelscope/ms-swift
+    python -m pip install -r ms-swift/requirements/framework.txt
+    scripts/upstream/swift_loop.py --ms-swift ms-swift
+
+Imports swift of that checkout, with what it needs but for mcore_bridge, which wants a GPU's kernels
+and is mocks. Its PackingDataset packs samples of very different lengths, its template collates
+them, and train_step of its MegatronTrainer takes them through its forward step and its loss, in two
+processes with a stage each of a tiny GPT in float64, in Megatron's wrapper for replicas. The
+optimizer and, on a host without a GPU, the attention over packed documents are of our own. Nothing
+tells us rows: they are known by swift's rules. Prints the largest difference of a gradient, and
+fails above 1e-12. Nothing of ms-swift is copied into this project.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstream")]
+
+import rl_loop
+import torch
+from framework_runs import attend_within_documents, compare, mock, run_stages, stage_in_float64
+
+TRAINER = "swift/megatron/trainers/trainer.py"
+STEPS, SAMPLES, CONTEXT, MICRO_BATCHES = 4, 80, 260, 5
+# As far as the step asks ms-swift's arguments.
+ARGS = SimpleNamespace(
+    task_type="causal_lm", padding_free=True, model_type="qwen3", attention_backend="auto",
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=rl_loop.STAGES,
+    context_parallel_size=1, cp_partition_mode="zigzag", sequence_parallel=False, fp8_recipe=None,
+    micro_batch_size=1, global_batch_size=MICRO_BATCHES, num_microbatches=MICRO_BATCHES,
+    seq_length=CONTEXT, enable_dft_loss=False, enable_channel_loss=False,
+    dataloader_num_workers=0, dataloader_pin_memory=False,
+)  # fmt: skip
+
+
+def load(checkout: Path) -> SimpleNamespace:
+    """What is used of the checkout, which is imported."""
+    sys.path.insert(0, str(checkout))
+    mock("mcore_bridge")
+    from swift.dataset.packing import PackingDataset
+    from swift.megatron.trainers.trainer import MegatronTrainer
+    from swift.template import Template
+
+    return SimpleNamespace(Packing=PackingDataset, Trainer=MegatronTrainer, Template=Template)
+
+
+class Samples:
+    """Encoded samples, as ms-swift's datasets give them."""
+
+    def __init__(self) -> None:
+        random = Random(0)
+        self.lengths = [
+            max(4, min(CONTEXT, int(random.lognormvariate(3.8, 1.0)))) for _ in range(SAMPLES)
+        ]
+        self.tokens = [
+            [random.randrange(rl_loop.WORDS) for _ in range(length)] for length in self.lengths
+        ]
+
+    def __getitem__(self, which: int | str) -> Any:
+        if which == "lengths":
+            return self.lengths
+        assert isinstance(which, int)
+        tokens, length = self.tokens[which], self.lengths[which]
+        answers = [-100] * (length // 3) + tokens[length // 3 :]
+        return {"input_ids": [*tokens], "labels": answers, "length": length}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Optimizer:
+    """Keeps the gradients that the step hands over; moves nothing."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.gradients = model, [{}]
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> tuple[bool, float, int]:
+        named = self.model.named_parameters()
+        self.gradients.append({name: p.main_grad.clone() for name, p in named})  # type: ignore[attr-defined]
+        return True, 1.0, 0
+
+
+def trainer_around(its: SimpleNamespace, model: Any) -> Any:
+    """ms-swift's trainer, as its own constructor leaves it, as far as a step asks it."""
+    template = object.__new__(its.Template)
+    template.__dict__ |= {
+        "task_type": "causal_lm", "mode": "train", "max_length": CONTEXT, "use_megatron": True,
+        "padding_side": "right", "sequence_parallel_size": 1, "remove_unused_columns": True,
+        "processor": SimpleNamespace(pad_token_id=0),
+    }  # fmt: skip
+    trainer = object.__new__(its.Trainer)
+    trainer.args, trainer.template, trainer.enable_routing_replay = ARGS, template, False
+    trainer.wrapped_models = [model]
+    trainer.opt_param_scheduler = SimpleNamespace(step=lambda increment: None)
+    trainer.data_collator = trainer._get_data_collator()
+    return trainer
+
+
+def train(its: SimpleNamespace, trainer: Any) -> list[dict[str, torch.Tensor]]:
+    dataset = its.Packing(trainer.template, Samples())
+    packs: Iterator[list[int]] = iter([[number] for number in range(len(dataset))])
+    batches = iter(trainer._create_dataloader(dataset, packs))
+    trainer.optimizer = Optimizer(trainer.wrapped_models[0])
+    for _ in range(STEPS):
+        trainer.train_step(batches)
+    return trainer.optimizer.gradients[1:]
+
+
+def wrapped(model: Any) -> Any:
+    """As ms-swift's wrap_model: a module of one precision in the wrapper for replicas."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.transformer.module import MegatronModule
+
+    class InItsPrecision(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(model.config)
+            self.module = model
+
+        def set_input_tensor(self, tensor: torch.Tensor) -> None:
+            self.module.set_input_tensor(tensor)
+
+        def forward(self, *any: Any, **named: Any) -> torch.Tensor:
+            return self.module(*any, **named)
+
+    model.config.calculate_per_token_loss = True
+    model.config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    return DistributedDataParallel(model.config, settings, InItsPrecision())
+
+
+def work(rank: int, meeting: str, checkout: Path) -> None:
+    with stage_in_float64(rank, meeting, lambda: load(checkout)) as (its, model):
+        attend_within_documents(model)
+        trainer = trainer_around(its, wrapped(model))
+        compare(rank, lambda: train(its, trainer))
+
+
+if __name__ == "__main__":
+    sys.exit(run_stages(__doc__, "ms-swift", TRAINER, work))

@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Builds this checkout's wheel.
+
+    scripts/wheels.py FOLDER     # into an empty folder; prints its path
+
+And makes Pythons to install it into: parts of ranges.sh, of scripts/upstream and of the tests.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = "pyproject.toml", "README.md", "LICENSE", "NOTICE", "megatron_epp"
+
+
+def built(kind: str, source: Path, into: Path) -> Path:
+    """The ``kind`` (sdist, wheel) of ``source``, as ``python -m build --no-isolation`` makes it.
+    RuntimeError: what setuptools says against it."""
+    program = f"from setuptools.build_meta import *; build_{kind}({str(into)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    (found,) = into.iterdir()
+    return found
+
+
+def wheel_of_checkout(into: Path) -> Path:
+    """Built from a copy: setuptools would leave its build folder here."""
+    with tempfile.TemporaryDirectory() as copy:
+        for name in COPIED:
+            copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copied(ROOT / name, Path(copy, name))
+        return built("wheel", Path(copy), into)
+
+
+def lend(names: Iterable[str], folder: Path) -> Path:
+    """A new ``folder`` with links to this Python's distributions ``names``."""
+    folder.mkdir()
+    for path in {
+        Path(found.locate_file(file.parts[0]))
+        for found in map(metadata.distribution, names)
+        for file in found.files or ()
+        if file.parts[0] not in ("..", "__pycache__")
+    }:
+        if path.exists():
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def with_what_it_needs(name: str) -> set[str]:
+    """Distributions of this Python that ``name`` asks for, and theirs, and itself."""
+    found: set[str] = set()
+    waiting: list[tuple[str, frozenset[str]]] = [(name, frozenset())]
+    while waiting:
+        asker, extras = waiting.pop()
+        found.add(canonicalize_name(asker))
+        for line in metadata.distribution(asker).requires or ():
+            asked = Requirement(line)
+            wanted = asked.marker is None or any(
+                asked.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+            )
+            if wanted and (asked.extras or canonicalize_name(asked.name) not in found):
+                waiting.append((asked.name, frozenset(asked.extras)))
+    return found
+
+
+def environment(folder: Path, lent: Path) -> Path:
+    """The Python of a new environment. What is in ``lent`` stands behind its own packages, and
+    belongs to others: its pip changes nothing there."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = (folder / "lib").glob("python3*/site-packages")
+    (site / "lent.pth").write_text(f"{lent}\n")
+    return folder / "bin" / "python"
+
+
+def pip(python: Path, *words: str | Path) -> None:
+    """Run this Python's pip for ``python``. RuntimeError: what it says where it fails."""
+    command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    done = subprocess.run([*command, *words], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+
+
+if __name__ == "__main__":
+    print(wheel_of_checkout(Path(sys.argv[1])))
