@@ -5,20 +5,6 @@ written against the source that a release of the table has there (releases.py); 
 another one, ``check_seams`` stops the start and says which seam drifted, instead of letting a patch
 meet code that it was not made for.
 
-    name                     when      target
-    index builder            always    core.datasets.utils.compile_helpers
-    resumed optimizer        always    DistributedOptimizer.state_dict, .load_state_dict,
-                                       ._set_main_param_and_optimizer_states
-    no CUDA assertion        cpu host  training.training.initialize_megatron
-    random state             cpu host  core.tensor_parallel.random._set_cuda_rng_state
-    sequence-parallel norm   cpu host  core.transformer.torch_norm.WrappedTorchNorm.__new__
-                                       (zero-centred ones, too)
-    expert exchange          cpu host  token_dispatcher.maybe_move_tensor_to_cpu
-    fusion warm-up           epp       training.initialize._warmup_jit_function
-    column linear            epp       ColumnParallelLinear._forward_impl
-    row linear               epp       RowParallelLinear._forward_impl
-    schedule                 epp       training.training.get_forward_backward_func
-
 A Megatron-LM checkout that has the patches of ``patches/`` applied carries a marker in each patched
 function. Such a seam counts as in place and is left alone; the schedule is then registered instead.
 """
@@ -178,62 +164,43 @@ def _find(dotted: str) -> tuple[Any, str]:
     raise ValueError(f"seam target {dotted} does not exist: megatron-core {STABLE} was expected")
 
 
-# ------------------------------------------------------------------ the replacements
+# ------------------------------------------------------------------ the list
 
 
-def _index_builder_is_there(original: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(original)
-    def compile_helpers() -> None:
-        try:
-            import megatron.core.datasets.helpers_cpp  # noqa: F401
-        except ImportError:
-            original()
+def _seam(
+    name: str, target: str, when: When, reason: str, *relies_on: str
+) -> Callable[[Callable[..., Any]], Seam]:
+    """The seam whose target then calls the decorated function, with the original in front of what
+    the target is called with."""
 
-    return compile_helpers
+    def seam(body: Callable[..., Any]) -> Seam:
+        def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def replaced(*args: Any, **kwargs: Any) -> Any:
+                return body(original, *args, **kwargs)
 
+            return replaced
 
-def _without_cuda_assertion(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "allow_no_cuda": True})
+        return Seam(name, target, when, reason, replacement, relies_on)
 
-    return initialize_megatron
-
-
-def _random_state_of_the_cpu(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(new_state)
-
-    return set_rng_state
+    return seam
 
 
-def _norm_with_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        centred = config.layernorm_zero_centered_gamma
-        plain = copy.copy(config)
-        plain.sequence_parallel = plain.layernorm_zero_centered_gamma = False
-        norm = original(cls, plain, *args, **kwargs)
-        if centred:
-            norm = ZERO_CENTERED[type(norm)](norm.normalized_shape, eps=norm.eps)
-        # Each rank normalises its own part of the tokens, so finalize_model_grads must add up the
-        # weights' gradients over the tensor-parallel group; this attribute is how it finds them.
-        for parameter in norm.parameters() if config.sequence_parallel else ():
-            parameter.sequence_parallel = True
-        return norm
-
-    return new
+@_seam(
+    "index builder",
+    "megatron.core.datasets.utils.compile_helpers",
+    "always",
+    "it runs make, and exits on failure; the wheel has the built library but no Makefile",
+    "megatron.training.initialize._compile_dependencies",
+)
+def INDEX_BUILDER(original: Callable[[], None]) -> None:
+    try:
+        import megatron.core.datasets.helpers_cpp  # noqa: F401
+    except ImportError:
+        original()
 
 
-def _split_sizes_as_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        if torch.is_tensor(tensor) and as_numpy:
-            return tensor.cpu().numpy()
-        return original(tensor, as_numpy, record_stream)
-
-    return move
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
 
 
 def _torch_steps(optimizer: Any) -> bool:
@@ -249,173 +216,165 @@ def _torch_steps(optimizer: Any) -> bool:
     )
 
 
-def _state_dict_before_the_first_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        if not _torch_steps(self) or any(
-            "step" in state for state in self.optimizer.state.values()
-        ):
-            return original(self)
-        # The original reads the step off the parameters' states, of which there are none before the
-        # first step: when the template is built that a checkpoint is loaded into. One entry that
-        # belongs to no parameter answers it.
-        self.optimizer.state["no step yet"] = {"step": torch.tensor(0.0)}
-        try:
-            return original(self)
-        finally:
-            del self.optimizer.state["no step yet"]
-
-    return state_dict
-
-
-def _load_state_dict_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        original(self, state_dict)
-        if not _torch_steps(self):
-            return
-        # The original gives all parameters one tensor as their step, and torch's Adam adds one to
-        # it in place for each parameter: with n parameters every iteration would count as n.
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].detach().clone()
-
-    return load_state_dict
-
-
-def _set_shard_but_not_its_step(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        # load_state_dict has set the step from the parameter groups; what comes with the shard is
-        # the template's step of 0, or nothing at all. A value that is no tensor is passed over.
-        if _torch_steps(self):
-            tensors = {**tensors, "step": None}
-        # In float32 the shard is a view of the model's own parameter, a leaf of autograd, which
-        # nobody may write to while operations are recorded.
-        with torch.no_grad():
-            original(self, model_param, tensors)
-
-    return set_states
-
-
-def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def warm_up(tp_size: int | None = None) -> None:
-        pass
-
-    return warm_up
-
-
-def _multiply_as_told(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        # Set for one iteration, and only where its plan splits backwards
-        # (mcore/model/split_backward.py).
-        multiply = getattr(self, "epp_multiply", None)
-        if multiply is not None:
-            output = multiply(input, weight, *args, **kwargs)
-            if output is not NotImplemented:
-                return output
-        return original(self, input, weight, *args, **kwargs)
-
-    return _forward_impl
-
-
-# ------------------------------------------------------------------ the list
-
-INDEX_BUILDER = Seam(
-    name="index builder",
-    target="megatron.core.datasets.utils.compile_helpers",
-    when="always",
-    reason="it runs make, and exits on failure; the wheel has the built library but no Makefile",
-    replacement=_index_builder_is_there,
-    relies_on=("megatron.training.initialize._compile_dependencies",),
+@_seam(
+    "resumed optimizer, state",
+    f"{_OPTIMIZER}state_dict",
+    "always",
+    "with torch's Adam it asserts a step, which an optimizer about to be loaded has not",
 )
-OPTIMIZER_STATE = Seam(
-    name="resumed optimizer, state",
-    target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
-    when="always",
-    reason="with torch's Adam it asserts a step, which an optimizer about to be loaded has not",
-    replacement=_state_dict_before_the_first_step,
-)
-OPTIMIZER_LOAD = Seam(
-    name="resumed optimizer, load",
-    target="megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
-    when="always",
-    reason="with torch's Adam the steps of all parameters become one tensor, which runs ahead",
-    replacement=_load_state_dict_with_own_steps,
-)
-OPTIMIZER_SHARD = Seam(
-    name="resumed optimizer, shard",
-    target=(
-        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
-        "_set_main_param_and_optimizer_states"
-    ),
-    when="always",
-    reason="with torch's Adam it sets the step back to 0; in float32 it fails under autograd",
-    replacement=_set_shard_but_not_its_step,
-)
-NO_CUDA_ASSERTION = Seam(
-    name="no CUDA assertion",
-    target="megatron.training.training.initialize_megatron",
-    when="cpu host",
-    reason="pretrain() cannot pass allow_no_cuda, and is_available() stays False (cpu_host.py)",
-    replacement=_without_cuda_assertion,
-    relies_on=("megatron.training.training.pretrain",),
-)
-RANDOM_STATE = Seam(
-    name="random state",
-    target="megatron.core.tensor_parallel.random._set_cuda_rng_state",
-    when="cpu host",
-    reason="it queues the change until CUDA is initialised, which never happens",
-    replacement=_random_state_of_the_cpu,
-    relies_on=("megatron.core.tensor_parallel.random.CudaRNGStatesTracker",),
-)
-SEQUENCE_PARALLEL_NORM = Seam(
-    name="sequence-parallel norm",
-    target="megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-    when="cpu host",
-    reason=(
-        "torch's norms are refused with sequence parallelism, but here there are no others; and "
-        "have no zero-centred weights"
-    ),
-    replacement=_norm_with_sequence_parallelism,
-    relies_on=(
-        "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads",
-    ),
-)
-EXPERT_EXCHANGE = Seam(
-    name="expert exchange",
-    target="megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-    when="cpu host",
-    reason="split sizes become lists only if on a GPU, and all-to-all takes no tensor",
-    replacement=_split_sizes_as_lists,
-)
-FUSION_WARM_UP = Seam(
-    name="fusion warm-up",
-    target="megatron.training.initialize._warmup_jit_function",
-    when="epp",
-    reason="it allocates activations of --seq-length tokens, which no chunk need ever reach",
-    replacement=_no_warm_up,
-    relies_on=("megatron.training.initialize.set_jit_fusion_options",),
-)
+def OPTIMIZER_STATE(original: Callable[..., Any], self: Any) -> Any:
+    if not _torch_steps(self) or any("step" in state for state in self.optimizer.state.values()):
+        return original(self)
+    # The original reads the step off the parameters' states, of which there are none before the
+    # first step: when the template is built that a checkpoint is loaded into. One entry that
+    # belongs to no parameter answers it.
+    self.optimizer.state["no step yet"] = {"step": torch.tensor(0.0)}
+    try:
+        return original(self)
+    finally:
+        del self.optimizer.state["no step yet"]
 
-COLUMN_LINEAR = Seam(
-    name="column linear",
-    target="megatron.core.tensor_parallel.layers.ColumnParallelLinear._forward_impl",
-    when="epp",
-    reason="its own deferred weight gradients do nothing (backward_dw is pass): W needs its inputs",
-    replacement=_multiply_as_told,
-    relies_on=("megatron.core.tensor_parallel.layers.ColumnParallelLinear.forward",),
+
+@_seam(
+    "resumed optimizer, load",
+    f"{_OPTIMIZER}load_state_dict",
+    "always",
+    "with torch's Adam the steps of all parameters become one tensor, which runs ahead",
 )
-ROW_LINEAR = Seam(
-    name="row linear",
-    target="megatron.core.tensor_parallel.layers.RowParallelLinear._forward_impl",
-    when="epp",
-    reason="as the column linear's",
-    replacement=_multiply_as_told,
-    relies_on=("megatron.core.tensor_parallel.layers.RowParallelLinear.forward",),
+def OPTIMIZER_LOAD(original: Callable[..., Any], self: Any, state_dict: Any) -> None:
+    original(self, state_dict)
+    if not _torch_steps(self):
+        return
+    # The original gives all parameters one tensor as their step, and torch's Adam adds one to
+    # it in place for each parameter: with n parameters every iteration would count as n.
+    for state in self.optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"].detach().clone()
+
+
+@_seam(
+    "resumed optimizer, shard",
+    f"{_OPTIMIZER}_set_main_param_and_optimizer_states",
+    "always",
+    "with torch's Adam it sets the step back to 0; in float32 it fails under autograd",
 )
+def OPTIMIZER_SHARD(
+    original: Callable[..., None], self: Any, model_param: Any, tensors: dict[str, Any]
+) -> None:
+    # load_state_dict has set the step from the parameter groups; what comes with the shard is
+    # the template's step of 0, or nothing at all. A value that is no tensor is passed over.
+    if _torch_steps(self):
+        tensors = {**tensors, "step": None}
+    # In float32 the shard is a view of the model's own parameter, a leaf of autograd, which
+    # nobody may write to while operations are recorded.
+    with torch.no_grad():
+        original(self, model_param, tensors)
+
+
+@_seam(
+    "no CUDA assertion",
+    "megatron.training.training.initialize_megatron",
+    "cpu host",
+    "pretrain() cannot pass allow_no_cuda, and is_available() stays False (cpu_host.py)",
+    "megatron.training.training.pretrain",
+)
+def NO_CUDA_ASSERTION(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+
+@_seam(
+    "random state",
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state",
+    "cpu host",
+    "it queues the change until CUDA is initialised, which never happens",
+    "megatron.core.tensor_parallel.random.CudaRNGStatesTracker",
+)
+def RANDOM_STATE(
+    original: Callable[..., None],
+    new_state: torch.Tensor,
+    device: int = -1,
+    graph_safe: bool = False,
+) -> None:
+    torch.set_rng_state(new_state)
+
+
+@_seam(
+    "sequence-parallel norm",
+    "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+    "cpu host",
+    "torch's norms are refused with sequence parallelism, but here there are no others; and have "
+    "no zero-centred weights",
+    "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads",
+)
+def SEQUENCE_PARALLEL_NORM(
+    original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any
+) -> torch.nn.Module:
+    centred = config.layernorm_zero_centered_gamma
+    plain = copy.copy(config)
+    plain.sequence_parallel = plain.layernorm_zero_centered_gamma = False
+    norm = original(cls, plain, *args, **kwargs)
+    if centred:
+        norm = ZERO_CENTERED[type(norm)](norm.normalized_shape, eps=norm.eps)
+    # Each rank normalises its own part of the tokens, so finalize_model_grads must add up the
+    # weights' gradients over the tensor-parallel group; this attribute is how it finds them.
+    for parameter in norm.parameters() if config.sequence_parallel else ():
+        parameter.sequence_parallel = True
+    return norm
+
+
+@_seam(
+    "expert exchange",
+    "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+    "cpu host",
+    "split sizes become lists only if on a GPU, and all-to-all takes no tensor",
+)
+def EXPERT_EXCHANGE(
+    original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
+) -> Any:
+    if torch.is_tensor(tensor) and as_numpy:
+        return tensor.cpu().numpy()
+    return original(tensor, as_numpy, record_stream)
+
+
+@_seam(
+    "fusion warm-up",
+    "megatron.training.initialize._warmup_jit_function",
+    "epp",
+    "it allocates activations of --seq-length tokens, which no chunk need ever reach",
+    "megatron.training.initialize.set_jit_fusion_options",
+)
+def FUSION_WARM_UP(original: Callable[..., None], tp_size: int | None = None) -> None:
+    pass
+
+
+def _multiply_as_told(
+    original: Callable[..., Any], self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any
+) -> Any:
+    # Set for one iteration, and only where its plan splits backwards
+    # (mcore/model/split_backward.py).
+    multiply = getattr(self, "epp_multiply", None)
+    if multiply is not None:
+        output = multiply(input, weight, *args, **kwargs)
+        if output is not NotImplemented:
+            return output
+    return original(self, input, weight, *args, **kwargs)
+
+
+_LINEARS = "megatron.core.tensor_parallel.layers."
+COLUMN_LINEAR = _seam(
+    "column linear",
+    f"{_LINEARS}ColumnParallelLinear._forward_impl",
+    "epp",
+    "its own deferred weight gradients do nothing (backward_dw is pass): W needs its inputs",
+    f"{_LINEARS}ColumnParallelLinear.forward",
+)(_multiply_as_told)
+ROW_LINEAR = _seam(
+    "row linear",
+    f"{_LINEARS}RowParallelLinear._forward_impl",
+    "epp",
+    "as the column linear's",
+    f"{_LINEARS}RowParallelLinear.forward",
+)(_multiply_as_told)
 
 
 def schedule_seam(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Seam:
