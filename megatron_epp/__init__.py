@@ -9,9 +9,9 @@ __version__ = "0.1.0"  # pyproject.toml and CITATION.cff's test read it here
 def add_arguments(parser: Any) -> Any:
     """Add the ``--epp`` flags to Megatron's parser: an ``extra_args_provider`` for scripts of your
     own."""
-    from megatron_epp.mcore.config import add_arguments
+    from megatron_epp.mcore.flags import with_our_flags
 
-    return add_arguments(parser)
+    return with_our_flags(parser)
 
 
 def install(

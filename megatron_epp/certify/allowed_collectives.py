@@ -111,7 +111,8 @@ SCHEDULE = (
     AllowedCollective(
         "expert exchange",
         "EXPERT_(TENSOR_AND_MODEL|MODEL|TENSOR)_PARALLEL_GROUP",
-        r"megatron\.core\.(tensor_parallel|transformer\.moe)\..*",
+        r"megatron\.core\.(tensor_parallel|transformer\.moe)\..*"
+        r"|megatron_epp\.mcore\.patching\.unequal_rows\..*",
         "rows to their experts and back; once per layer run, recomputed ones again",
     ),
     AllowedCollective(
@@ -131,6 +132,12 @@ SCHEDULE = (
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
         callers_of("megatron_epp.layers.experts.router_stats.RouterStats"),
         "for auxiliary losses, all layers at once: when a chunk's backward meets documents anew",
+    ),
+    AllowedCollective(
+        "logits of whole documents",
+        "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+        callers_of("megatron_epp.layers.experts.sinkhorn.balanced_weights"),
+        "to choose experts by sinkhorn; once per layer run, recomputed ones again",
     ),
     AllowedCollective(
         "expert bias",

@@ -26,6 +26,7 @@ class Frame:
     lockstep         replicas of a block, which share the experts of a layer
     vocabulary_parallel      whether the output layer lies over the stages: with ops H and G
     ranks            context-parallel ones of a stage, to which documents may be local
+    whole            whether documents stay whole, on all ranks
     """
 
     vocabulary: int
@@ -36,6 +37,7 @@ class Frame:
     lockstep: int = 1
     vocabulary_parallel: bool = False
     ranks: int = 1
+    whole: bool = False
 
     def draw(self, seed: int, number: int) -> "RandomBatch":
         return draw(seed, number, self)
@@ -114,7 +116,8 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     share = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
     deals = _deals(len(lengths), frame.replicas, random)
     plans = _plans(lengths, deals, frame, random, share)
-    if frame.ranks > 1 and number % 3:  # of every third batch all documents are spread
+    local = frame.ranks > 1 and not frame.whole
+    if local and number % 3:  # of every third batch all documents are spread
         where = Random(f"{seed} {number} local")
         plans = tuple(with_local(plan, where, frame.ranks) for plan in plans)
     step = Step(deals, plans, frame.lockstep)
@@ -147,6 +150,7 @@ def _plans(
                 replica=replica,
                 replicas=frame.replicas,
                 vocabulary_parallel=frame.vocabulary_parallel,
+                whole=frame.whole,
             )
             for replica, each in enumerate(dealt)
         )
@@ -161,6 +165,7 @@ def _plans(
             letters=frame.letters,
             first=first,
             replicas=frame.replicas,
+            whole=frame.whole,
         )
     )
 

@@ -9,18 +9,22 @@ from megatron_epp.certify.routed import RoutingRecord, differences
 
 @dataclass(frozen=True, slots=True)
 class TrainerReference(Reference):
-    """Loss per token, of ``tokens``, over ``replicas``; what its routers left. ``unit``: what the
-    loss's error is told in."""
+    """Loss per token, of ``tokens``, in training and in evaluation, over ``replicas``; what its
+    routers left. ``unit``: what the loss's error is told in."""
 
     loss: float
+    evaluation_loss: float
     unit: float
     tokens: int
     replicas: int
     routed: RoutingRecord
 
     def loss_error(self, computed: Sequence["TrainerResult"]) -> float:
-        pairs = zip(*((one.training_loss, one.evaluation_loss) for one in computed), strict=True)
-        return max(abs(self._loss(parts) - self.loss) / self.unit for parts in pairs)
+        pairs = (
+            (self.loss, [one.training_loss for one in computed]),
+            (self.evaluation_loss, [one.evaluation_loss for one in computed]),
+        )
+        return max(abs(self._loss(parts) - loss) / self.unit for loss, parts in pairs)
 
     def _loss(self, parts: Sequence[tuple[float, float]]) -> float:
         """Per token over all replicas; infinite if they counted other tokens than there are."""

@@ -145,6 +145,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         multiple=arguments.multiple,
         open_layers=not arguments.layers,
         lockstep=lockstep,
+        whole=arguments.whole,
     )
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)

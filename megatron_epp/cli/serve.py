@@ -136,7 +136,7 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
     if forward_only:
         step = evaluation_step(lengths, cost, options, replicas)
         return {"step": str(step), "predicted": None, "lower_bound_seconds": None}
-    planner_of(planner)  # refuses what no pipeline can run
+    planner_of(planner, options.whole)  # refuses what this job's pipelines cannot run
     made = outcome(0, lengths, cost, options, planner, replicas)
     facts = made.facts()
     return {

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from megatron_epp.control.step_source import SourcedStep, StepSource
-from megatron_epp.ir import PlanError, Step, check, check_ranks, check_skeletons
+from megatron_epp.ir import Plan, PlanError, Step, check, check_ranks, check_skeletons
 from megatron_epp.runtime.consensus import agree
 from megatron_epp.runtime.executor import CurrentOp, require_executable
 from megatron_epp.runtime.groups import Groups
@@ -18,6 +18,7 @@ class AcceptedSteps:
 
     layers           of every stage of this job
     ranks            context-parallel ranks of a stage
+    whole            whether the model trains on whole documents only, each spread over all ranks
     waited_seconds   how long training waited for the latest
     """
 
@@ -28,9 +29,10 @@ class AcceptedSteps:
         layers: tuple[int, ...],
         current_op: CurrentOp,
         ranks: int = 1,
+        whole: bool = False,
     ):
         self.steps, self.groups, self.layers, self.current_op = steps, groups, layers, current_op
-        self.ranks = ranks
+        self.ranks, self.whole = ranks, whole
         self.waited_seconds = 0.0
 
     def step(
@@ -52,7 +54,7 @@ class AcceptedSteps:
             raise
         groups = self.groups
         place = groups.replica, groups.replicas, groups.lockstep
-        accept(made, lengths, forward_only, self.layers, *place, self.ranks)
+        accept(made, lengths, forward_only, self.layers, *place, self.ranks, self.whole)
         if following is not None:
             self.steps.look_ahead(iteration + 1, following)
         self.waited_seconds = time.perf_counter() - began
@@ -68,13 +70,14 @@ def accept(
     replicas: int,
     lockstep: int = 1,
     ranks: int = 1,
+    whole: bool = False,
 ) -> None:
     """Raise a PlanError unless ``replica`` of this job can run the step on these documents.
 
-    ``ranks``: context-parallel ones of a stage. ``lockstep``: replicas that share the experts of a
-    layer. Whether theirs have one skeleton every
-    rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared its
-    text, so all refuse it, or none.
+    ``ranks``: context-parallel ones of a stage. ``whole``: whether training takes whole documents
+    only. ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton
+    every rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared
+    its text, so all refuse it, or none.
     """
     step, source = made.step, made.source
     if len(step.plans) != replicas:
@@ -106,8 +109,21 @@ def accept(
             require_executable(one)
             check(one)
             check_ranks(one, ranks)
+            if whole and not forward_only:
+                _require_whole(one)
     except PlanError as error:
         raise PlanError(f"{source} cannot be run: {error}") from error
+
+
+def _require_whole(plan: Plan) -> None:
+    """Raise a PlanError where a span is no whole document on all ranks."""
+    for number, chunk in enumerate(plan.chunks):
+        for span in chunk.spans:
+            if span.local or span.tokens != plan.documents[span.document]:
+                raise PlanError(
+                    f"chunk {number} has {span}, and this model's routers compare all tokens of a "
+                    "document (sinkhorn): expected whole documents, local to no rank"
+                )
 
 
 def _difference(planned: Sequence[int], given: Sequence[int]) -> str:

@@ -76,6 +76,7 @@ class PlannerProcess:
             *("--levers", ",".join(sorted(options.levers - idle)) or "none"),
             *("--effort", str(options.effort), "--multiple", str(options.multiple)),
             *(("--lockstep", str(options.lockstep)) if options.lockstep > 1 else ()),
+            *(("--whole",) if options.whole else ()),
         ]
         if math.isfinite(cost.host_budget_bytes):
             self._command += ["--host-memory-gib", repr(cost.host_budget_bytes / GIB)]

@@ -35,16 +35,17 @@ def arbitrary_plan(
     replicas: int = 1,
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
+    whole: bool = False,
 ) -> Plan:
     """A plan for documents of ``lengths`` inputs on stages of ``layers``.
 
     ``split_backward`` is the share of backwards that become I and W; ``letters`` are the recompute
     choices to draw from; ``vocabulary_parallel``: with H and G; ``place``: the rank of every stage,
-    default stage i on rank i. Long documents are cut into up to
-    five slices, the rest is packed, some of it beside a slice. The orders are one random walk of
+    default stage i on rank i. Long documents are cut into up to five slices, unless they are to
+    stay ``whole``, the rest is packed, some of it beside a slice. The orders are one random walk of
     all stages through what is ready.
     """
-    chunks = arbitrary_chunks(lengths, random)
+    chunks = arbitrary_chunks(lengths, random, whole=whole)
     bare = Plan(
         documents=tuple(lengths),
         layers=tuple(layers),
@@ -80,6 +81,7 @@ def arbitrary_block(
     first: int = 0,
     replicas: int | None = None,
     vocabulary_parallel: bool = False,
+    whole: bool = False,
 ) -> tuple[Plan, ...]:
     """Plans for the replicas of a block, which run in lockstep: one skeleton, drawn as
     :func:`arbitrary_plan` draws, contents each replica's own.
@@ -89,7 +91,7 @@ def arbitrary_block(
 
     lengths   of every replica's documents; first: the number of the first of them, of ``replicas``
     """
-    drawn = [_in_order(arbitrary_chunks(each, random)) for each in lengths]
+    drawn = [_in_order(arbitrary_chunks(each, random, whole=whole)) for each in lengths]
     count = max(map(len, drawn)) + random.randint(0, 1)
     names = random.sample(range(count), count)
     replicas = len(lengths) if replicas is None else replicas
@@ -165,19 +167,22 @@ def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
     return ordered
 
 
-def arbitrary_chunks(lengths: Sequence[int], random: Random, first: int = 0) -> tuple[Chunk, ...]:
-    """Documents of ``lengths``, counted from ``first`` on, cut and packed."""
+def arbitrary_chunks(
+    lengths: Sequence[int], random: Random, first: int = 0, whole: bool = False
+) -> tuple[Chunk, ...]:
+    """Documents of ``lengths``, counted from ``first`` on, packed, and cut unless ``whole``."""
     made: list[list[Span]] = []
-    whole = []
+    uncut = []
     for document, length in enumerate(lengths, first):
-        pieces = random.randint(2, 5) if length >= 8 and random.random() < 0.5 else 1
+        cuts_it = not whole and length >= 8 and random.random() < 0.5
+        pieces = random.randint(2, 5) if cuts_it else 1
         cuts = sorted(random.sample(range(1, length), min(pieces, length) - 1))
         borders = [0, *cuts, length]
         if len(borders) == 2:
-            whole.append(Span(document, 0, length))
+            uncut.append(Span(document, 0, length))
             continue
         made += ([Span(document, *border)] for border in pairwise(borders))
-    for span in whole:
+    for span in uncut:
         places = [chunk for chunk in made if len(chunk) < 4]
         chunk = random.choice(places) if places and random.random() < 0.7 else None
         if chunk is None:

@@ -16,7 +16,8 @@ from functools import wraps
 from types import FunctionType
 from typing import Any, NoReturn
 
-from megatron_epp.mcore import config
+from megatron_epp.mcore import config, replaced
+from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.patching import cpu_host
 
 
@@ -58,7 +59,7 @@ def read_flags() -> Namespace:
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
     """Add --epp's flags and this host's defaults to Megatron's parser; it raises, never exits."""
-    config.add_arguments(parser)
+    with_our_flags(parser)
     # Megatron divides by --eval-interval even where nothing is evaluated (training.py:4481).
     parser.set_defaults(eval_interval=1000)
     if cpu_host.is_cpu_host():
@@ -70,6 +71,12 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         if isinstance(action.type, FunctionType):
             action.type = _naming_its_flag(action.type)
     return parser
+
+
+def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise is taken
+    out, too."""
+    return replaced.watch(config.add_arguments(parser), replaced_by_parts())
 
 
 def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:

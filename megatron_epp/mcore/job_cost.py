@@ -25,7 +25,7 @@ from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.config import Config
 from megatron_epp.mcore.model.early_head import block_tokens, early_head
-from megatron_epp.mcore.model.kinds.registry import cost_sizes
+from megatron_epp.mcore.model.kinds.registry import cost_sizes, whole_documents
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.runtime.consensus import broadcast_text
@@ -54,13 +54,15 @@ def make_planning(
     """The job's planner, within budgets that are rank 0's on every rank. Collective."""
     from megatron_epp.planner import Options, planner_of
 
-    planner_of(config.epp_planner)  # refuses what no pipeline can run
+    whole = whole_documents(args)
+    planner_of(config.epp_planner, whole)  # refuses what this job's pipelines cannot run
     options = Options(
         context=args.seq_length,
         levers=training_levers(config.epp_levers, args),
         effort=config.epp_effort,
         multiple=multiple,
         lockstep=groups.lockstep,
+        whole=whole,
     )
     named = {word.strip() for word in config.epp_levers.split(",")}
     if "local" in named and (args.context_parallel_size == 1 or groups.lockstep > 1):
@@ -124,10 +126,14 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
 
 def unusable_levers(args: Any) -> dict[str, str]:
     """Levers that plans of this job's layers must do without, each with the reason: fused gradient
-    accumulation of Megatron's linears has no W (mcore/model/split_backward.py)."""
+    accumulation of Megatron's linears has no W (mcore/model/split_backward.py); a document that
+    routers see all of is spread over all ranks."""
+    unusable = {}
     if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
-        return {"wsplit": "fused gradient accumulation runs no I and W"}
-    return {}
+        unusable["wsplit"] = "fused gradient accumulation runs no I and W"
+    if whole_documents(args):
+        unusable["local"] = "sinkhorn compares a document's tokens over all ranks"
+    return unusable
 
 
 # ------------------------------------------------------------------ cost

@@ -24,12 +24,14 @@ NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
 class ReplacedFlags:
     """``names``: destinations of Megatron's parser, blanks between; those that a version lacks are
     passed over. ``by``: what does the job. ``neutral``: values to set where they are not the
-    parser's defaults. ``same``: whether ``args`` ask for what gives the same results."""
+    parser's defaults. ``same``: whether ``args`` ask for what gives the same results.
+    ``default_too``: whether the parser's own defaults are taken out."""
 
     names: str
     by: str
     neutral: dict[str, Any] = field(default_factory=dict)
     same: Callable[[argparse.Namespace], bool] = lambda args: True
+    default_too: bool = False
 
 
 REPLACED = (
@@ -109,8 +111,10 @@ REPLACED = (
 )
 
 
-def watch(parser: argparse.ArgumentParser) -> None:
-    """Have ``parser`` take these flags out where --epp is among what it parses.
+def watch(
+    parser: argparse.ArgumentParser, rows: Sequence[ReplacedFlags] = REPLACED
+) -> argparse.ArgumentParser:
+    """Have ``parser`` take these flags out where --epp is among what it parses; the parser.
 
     It also learns to be told --no-calculate-per-token-loss, as frameworks around Megatron are.
     """
@@ -128,25 +132,30 @@ def watch(parser: argparse.ArgumentParser) -> None:
     def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
         args = plain(words, namespace)
         if args.epp:
-            take_out(args, parser, sys.argv[1:] if words is None else words)
+            take_out(args, parser, sys.argv[1:] if words is None else words, rows)
         return args
 
     parser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+    return parser
 
 
 def take_out(
-    args: argparse.Namespace, parser: argparse.ArgumentParser, words: Sequence[str]
+    args: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    words: Sequence[str],
+    rows: Sequence[ReplacedFlags],
 ) -> None:
     """Set these flags of ``args`` back; what was taken is noted there. ``words``: as typed."""
     options: dict[str, list[str]] = {}
     for action in parser._actions:
         options.setdefault(action.dest, []).extend(action.option_strings)
     typed = {word.split("=")[0] for word in words}
-    taken = []
-    for one in REPLACED:
+    taken = [*getattr(args, TAKEN, ())]
+    for one in rows:
         known = [name for name in one.names.split() if name in options]
         neutral = {name: one.neutral.get(name, parser.get_default(name)) for name in known}
-        harmless = {name: (parser.get_default(name), neutral[name], None) for name in known}
+        default = {name: () if one.default_too else (parser.get_default(name),) for name in known}
+        harmless = {name: (*default[name], neutral[name], None) for name in known}
         asked = [name for name in known if getattr(args, name) not in harmless[name]]
         if not asked or not one.same(args):
             continue

@@ -41,7 +41,7 @@ from megatron_epp.mcore.model.attention import Attention, attention_for, this_de
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.model.kinds.registry import heads_of
+from megatron_epp.mcore.model.kinds.registry import heads_of, whole_documents
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
@@ -284,7 +284,12 @@ class Job:
         )
         self._schedule = ElasticSchedule(
             AcceptedSteps(
-                steps, groups, place.layers, self._current_op, args.context_parallel_size
+                steps,
+                groups,
+                place.layers,
+                self._current_op,
+                args.context_parallel_size,
+                whole_documents(args),
             ),
             runner,
             Retry(steps, groups),

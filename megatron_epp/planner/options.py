@@ -43,6 +43,7 @@ class Options:
     open_layers   whether stages may get other numbers of layers than the cost says (lever uneven)
     lockstep      replicas of a block, which share the experts of a layer and have one skeleton
                   (ir.program.skeleton); 1: every replica is planned for itself
+    whole         whether no document may be cut, as where routers compare all tokens of one
     """
 
     context: int = 0
@@ -51,6 +52,7 @@ class Options:
     multiple: int = 1
     open_layers: bool = False
     lockstep: int = 1
+    whole: bool = False
 
     def __post_init__(self):
         for name in ("context", "effort"):

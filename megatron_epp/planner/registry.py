@@ -83,6 +83,8 @@ _DRAFTS: Mapping[str, DraftFunction] = {
 BLOCKS: Mapping[str, BlockFunction] = {name: _block(name, draft) for name, draft in _DRAFTS.items()}
 # and plan(lengths, cost, options) for one.
 PIPELINES: Mapping[str, PlanFunction] = {name: _alone(block) for name, block in BLOCKS.items()}
+# Of these, those that can leave every document whole.
+WHOLE = ("epp", "packing")
 # Methods without a pipeline, for comparison.
 GROUPS: Mapping[str, GroupFunction] = {
     "flexsp": _timed(flexsp.plan),
@@ -99,9 +101,14 @@ PLANNERS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedReplica |
 }
 
 
-def planner_of(name: str) -> PlanFunction:
+def planner_of(name: str, whole: bool = False) -> PlanFunction:
     """The planner called ``name``; a ValueError with the near matches where there is none, or
-    where it makes no pipeline plan."""
+    where it makes no pipeline plan, or none with ``whole`` documents where that is asked."""
+    if whole and name in PIPELINES and name not in WHOLE:
+        raise ValueError(
+            f"planner {name!r} cuts documents, which must stay whole here; expected one of "
+            f"{', '.join(WHOLE)}"
+        )
     if name in PIPELINES:
         return PIPELINES[name]
     if name in GROUPS or name in SIMULATED:

@@ -81,7 +81,7 @@ def plan_step(
     balanced over the blocks, and within a block dealt so that chunks at one position are alike.
     """
     began = time.perf_counter()
-    plan = _unit_planner(planner)
+    plan = _unit_planner(planner, options.whole)
     lengths = tuple(lengths)
     _require_blocks(replicas, options)
     if replicas > WHOLE_EFFORT and options.effort > 1:
@@ -109,10 +109,10 @@ def _require_blocks(replicas: int, options: Options) -> None:
         )
 
 
-def _unit_planner(planner: str) -> BlockFunction:
+def _unit_planner(planner: str, whole: bool) -> BlockFunction:
     """The function that plans the documents of one unit: of a replica, or of a block in lockstep,
     for which it may look as hard as for each of its replicas."""
-    planner_of(planner)  # refuses what makes no pipeline plan
+    planner_of(planner, whole)  # refuses what makes no such plan
 
     def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)

@@ -428,6 +428,11 @@ def test_flops_by_hand() -> None:
     experts = 8 * 3 * 2048 * 768 + 2048 * 128  # and the router
     assert qwen.flops_per_token == 2 * (attention + experts + 2 * 2048)
     assert qwen.flops_per_pair == 4 * 32 * 128
+    narrow = dataclasses.replace(qwen, shape=dataclasses.replace(qwen.shape, expert_latent=512))
+    routed = 8 * 3 * 512 * 768 + 2048 * 128 + 2 * 2048 * 512  # both projections
+    assert narrow.flops_per_token == 2 * (attention + routed + 2 * 2048)
+    assert narrow.expert_exchanged == 8 * 512 and qwen.expert_exchanged == 8 * 2048
+    assert qwen.saved - narrow.saved == 8 * (2048 - 512) - 512
     deepseek = model("deepseek-v3").shapes["experts"]
     queries = 7168 * 1536 + 1536 + 1536 * 128 * 192
     latents = 7168 * (512 + 64) + 512
@@ -535,6 +540,7 @@ def test_a_model_of_several_kinds_of_ones_own(tmp_path) -> None:
         ({"kinds": {"far": {"experts": 4, "active_experts": 5}}}, "kinds: far: active_experts 5: "),
         ({"kinds": {"far": {"experts": 4, "active_experts": 2}}}, "kinds: far: expert_hidden 0: "),
         ({"kinds": {"far": {"expert_hidden": 4}}}, "kinds: far: expert_hidden 4: expected experts"),
+        ({"kinds": {"far": {"expert_latent": 4}}}, "kinds: far: expert_latent 4: expected experts"),
         ({"kinds": {"far": {"rotary_size": 4}}}, "kinds: far: rotary_size 4: expected kv_rank bes"),
         ({"kinds": {"far": {"attention": False, "window": 4}}}, "kinds: far: attention false: win"),
         ({"kinds": {"far": {"mlp": False, "ffn_hidden": 4}}}, "kinds: far: mlp false: experts and"),

@@ -43,6 +43,7 @@ DEEPSEEK = (
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-3 "
     "--moe-shared-expert-intermediate-size 704 --moe-router-num-groups 8 "
     "--moe-router-group-topk 3 --moe-router-topk-scaling-factor 2.5 --moe-layer-freq ([0]*1+[1]*3) "
+    "--moe-latent-size 256 "
 )
 GPT_OSS = (
     f"{LLAMA} --num-layers 4 --window-size 127,0 --window-attn-skip-freq 2 --softmax-type "
@@ -62,7 +63,7 @@ def test_random_plans_compute_what_the_plain_model_computes() -> None:
     for said, line in zip(
         (
             "8 experts, 4 of a token, over 2 ranks, softmax, aux_loss, z-loss",
-            "sigmoid, shared experts, 4 groups, expert bias, seq_aux_loss, layers deee",
+            "shared experts, latents of 16, 4 groups, expert bias, seq_aux_loss, layers deee",
             "learnable sinks, windows of 7 in front in layers wfwf",
         ),
         described,
@@ -285,6 +286,7 @@ def given(**changes) -> Namespace:
         moe_router_group_topk=None,
         moe_ffn_hidden_size=768,
         moe_shared_expert_intermediate_size=None,
+        moe_latent_size=None,
         hidden_size=2048,
         moe_layer_freq=1,
         window_size=None,
@@ -299,6 +301,8 @@ def given(**changes) -> Namespace:
 def test_experts_are_scaled_down_with_their_structure() -> None:
     made = MegatronExperts().small(given(), 64, 1, 8)
     assert made == {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 24}
+    latents = given(moe_latent_size=512)
+    assert MegatronExperts().small(latents, 64, 1, 8) == {**made, "moe_latent_size": 16}
     groups = given(num_experts=256, moe_router_num_groups=8, moe_router_group_topk=4)
     grouped = MegatronExperts().small(groups, 64, 1, 8)
     assert grouped["moe_router_num_groups"] == 4 and grouped["moe_router_group_topk"] == 2

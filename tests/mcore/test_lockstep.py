@@ -25,6 +25,10 @@ MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-
 # Latent attention, a dense first layer, shared experts.
 DEEPSEEK = f"{V3} {OF_DEEPSEEK} --num-layers 4 "
 SHORT = MODEL.replace("--num-layers 4", "--num-layers 2")
+# As Megatron has it by default: gathered, and split over the tensor-parallel ranks.
+BY_DEFAULT = SHORT.replace("--moe-token-dispatcher-type alltoall", "--sequence-parallel").replace(
+    "--expert-tensor-parallel-size 1", ""
+)
 
 
 def spread(model: str, ranks: int) -> tuple[tuple[str, ...], ...]:
@@ -42,6 +46,9 @@ TRIALS = {
     "two replicas, two stages": Trial(Degrees(pp=2, tp=1, dp=2), IN_TURN, batches=6, overlap=True),
     "two replicas of two context ranks": Trial(
         Degrees(pp=1, tp=1, dp=2, cp=2), spread(SHORT, 4), batches=2
+    ),
+    "two replicas of two tensor ranks": Trial(
+        Degrees(pp=1, tp=2, dp=2), spread(BY_DEFAULT, 2), batches=2
     ),
 }
 # Of the four replicas, batch by batch; nobody is to wait for the last one.

@@ -112,10 +112,6 @@ class Wanted:
             "leave it out, or give an --expert-model-parallel-size that divides",
         ),
         (
-            EXPERTS | {"expert_tensor_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"},
-            "give --expert-tensor-parallel-size 1, and spread whole experts",
-        ),
-        (
             EXPERTS
             | {
                 "tensor_model_parallel_size": 2,
@@ -136,7 +132,6 @@ class Wanted:
         (EXPERTS | {"moe_enable_routing_replay": True}, "routing replay"),
         (EXPERTS | {"moe_token_dispatcher_type": "flex"}, "alltoall or allgather"),
         (EXPERTS | {"moe_shared_expert_overlap": True}, "overlap"),
-        (EXPERTS | {"moe_latent_size": 64}, "latents"),
         (EXPERTS | {"moe_use_upcycling": True}, "upcycle once without --epp"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
         ({"mla_down_proj_fusion": True}, "one product for both latents"),

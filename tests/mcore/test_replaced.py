@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.mcore import replaced
+from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.replaced import REPLACED, TAKEN
 from tests.mcore.runs import Run, flags, train, write_corpus
 
+ROWS = (*REPLACED, *replaced_by_parts())
 # Every flag of the table, as a user types it.
 TYPED = {
     "recompute_granularity": "--recompute-granularity full",
@@ -63,6 +65,17 @@ TYPED = {
     "overlap_dispatch_backward_with_experts_wgrad": (
         "--overlap-dispatch-backward-with-experts-wgrad"
     ),
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type flex",
+    "moe_enable_deepep": "--moe-enable-deepep",
+    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend hybridep",
+    "moe_flex_dispatcher_num_sms": "--moe-flex-dispatcher-num-sms 16",
+    "moe_deepep_num_sms": "--moe-deepep-num-sms 20",
+    "moe_hybridep_num_sms": "--moe-hybridep-num-sms 24",
+    "moe_hybridep_num_sms_preprocessing": "--moe-hybridep-num-sms-preprocessing 32",
+    "moe_hybridep_num_blocks_permute": "--moe-hybridep-num-blocks-permute 8",
+    "moe_hybridep_num_blocks_unpermute": "--moe-hybridep-num-blocks-unpermute 8",
+    "moe_permute_fusion_into_hybridep": "--moe-permute-fusion-into-hybridep",
+    "moe_hybridep_pad_uneven_dispatch_inputs": "--moe-hybridep-pad-uneven-dispatch-inputs",
     "cp_comm_type": "--cp-comm-type a2a",
     "use_flash_attn": "--use-flash-attn",
     "reset_position_ids": "--reset-position-ids",
@@ -94,7 +107,7 @@ def parsed(monkeypatch):
 
 
 def test_every_flag_of_the_table_is_tried() -> None:
-    assert {name for one in REPLACED for name in one.names.split()} == set(TYPED)
+    assert {name for one in ROWS for name in one.names.split()} == set(TYPED)
 
 
 def test_each_is_set_back_and_named_as_it_was_typed(parsed) -> None:
@@ -104,13 +117,37 @@ def test_each_is_set_back_and_named_as_it_was_typed(parsed) -> None:
     args = parsed("--epp", *words)
     assert {name: getattr(args, name) for name in TYPED} == {
         name: getattr(plain, name) for name in TYPED
-    }
+    } | {"moe_token_dispatcher_type": "alltoall"}
     said = replaced.warning(args)
     assert said is not None and "\n" not in said
     assert [typed for typed in TYPED.values() if typed not in said] == []
-    assert [one.by for one in REPLACED if one.by not in said] == []
+    assert [one.by for one in ROWS if one.by not in said] == []
     # Checkpoints hold the arguments: nothing but words is among them.
     assert all(type(line) is str for line in getattr(args, TAKEN))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "taken"),
+    [
+        ("--expert-model-parallel-size 2", True),
+        # Inside a replica gathering is as good.
+        ("--context-parallel-size 2 --expert-model-parallel-size 2", False),
+        # Matrices of experts are split as others' are.
+        ("--tensor-model-parallel-size 2 --expert-model-parallel-size 2", True),
+        (
+            "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1",
+            False,
+        ),
+    ],
+)
+def test_replicas_do_not_gather_rows_which_is_megatrons_default(parsed, degrees, taken) -> None:
+    experts = "--num-experts 4"
+    args = parsed("--epp", *experts.split(), *degrees.split())
+    assert args.moe_token_dispatcher_type == ("alltoall" if taken else "allgather")
+    said = replaced.warning(args)
+    assert (said is not None and "--moe-token-dispatcher-type allgather (" in said) == taken
+    assert parsed("--epp", *degrees.split()).moe_token_dispatcher_type == "allgather"
 
 
 def test_without_epp_they_are_megatrons(parsed) -> None:

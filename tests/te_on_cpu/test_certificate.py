@@ -80,7 +80,7 @@ EVERY_DEGREE = {
             f"{DENSE} --sequence-parallel",
             f"{GPT} --num-layers 2",
             EXPERTS + GROUPED + SPREAD,
-            DEEPSEEK + SPREAD,
+            DEEPSEEK + SPREAD + " --moe-latent-size 256",
             BIASED + SPREAD,
             f"{V3} --sequence-parallel",
             LITE,

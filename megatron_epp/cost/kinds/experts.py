@@ -15,15 +15,18 @@ class ExpertSizes(MlpSizes):
     active_experts    of them that a token goes to
     expert_hidden     of each
     shared_hidden     of an expert that every token goes to besides; 0: none
+    expert_latent     channels that a token's hidden state is projected to for experts, and back
+                      from behind them; 0: they take the hidden state
     """
 
     experts: int = 0
     active_experts: int = 0
     expert_hidden: int = 0
     shared_hidden: int = 0
+    expert_latent: int = 0
 
     def require(self) -> None:
-        for name in ("active_experts", "expert_hidden", "shared_hidden"):
+        for name in ("active_experts", "expert_hidden", "shared_hidden", "expert_latent"):
             if getattr(self, name) and not self.experts:
                 raise ValueError(f"{name} {getattr(self, name)}: expected experts beside it")
         if self.experts and not 1 <= self.active_experts <= self.experts:
@@ -38,7 +41,8 @@ class ExpertSizes(MlpSizes):
 
 
 class ExpertPart(MlpPart):
-    """A router, experts, and a shared expert where there is one.
+    """A router, experts, a shared expert where there is one, and where experts take latents two
+    linears around them.
 
     Assumed: tokens go to all alike, and a chunk's constant is twice a dense layer's, for the
     router, the exchanges and the wait that they end with.
@@ -56,11 +60,17 @@ class ExpertPart(MlpPart):
 
     @property
     def parameters(self) -> int:
-        return super().parameters + self.model.hidden * self.shape.experts  # the router's
+        router_and_projections = self.shape.experts + 2 * self.shape.expert_latent
+        return super().parameters + self.model.hidden * router_and_projections
+
+    @property
+    def _width(self) -> int:
+        """Channels of what goes to an expert, and comes back."""
+        return self.shape.expert_latent or self.model.hidden
 
     @property
     def _one_expert(self) -> int:
-        return self.model.hidden * self.shape.expert_hidden * self.matrices
+        return self._width * self.shape.expert_hidden * self.matrices
 
     @property
     def expert_parameters(self) -> int:
@@ -72,15 +82,18 @@ class ExpertPart(MlpPart):
 
     @property
     def _inside(self) -> int:
-        """The experts' inputs and insides, and the router's outputs, beside the shared one's."""
-        each = self.model.hidden + self.shape.expert_hidden * self.matrices
-        return super()._inside + self.shape.active_experts * each + self.shape.experts
+        """The experts' inputs and insides, the router's outputs, and the latent that comes back,
+        beside the shared one's."""
+        each = self._width + self.shape.expert_hidden * self.matrices
+        once = self.shape.experts + self.shape.expert_latent
+        return super()._inside + self.shape.active_experts * each + once
 
     @property
     def weight_inputs(self) -> int:
-        inputs_and_gradients = 2 * self.model.hidden + self.shape.expert_hidden * self.matrices
+        inputs_and_gradients = 2 * self._width + self.shape.expert_hidden * self.matrices
         active = self.shape.active_experts * inputs_and_gradients
-        return super().weight_inputs + active + self.shape.experts
+        once = self.shape.experts + 2 * self.shape.expert_latent
+        return super().weight_inputs + active + once
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
@@ -89,4 +102,4 @@ class ExpertPart(MlpPart):
 
     @property
     def expert_exchanged(self) -> int:
-        return self.shape.active_experts * self.model.hidden
+        return self.shape.active_experts * self._width

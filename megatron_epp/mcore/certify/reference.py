@@ -27,6 +27,7 @@ from megatron_epp.mcore.model.kinds.registry import (
     MEGATRON_PARTS,
     letters_of_parts,
     lockstep_of,
+    whole_documents,
 )
 from megatron_epp.mcore.patching import cpu_host
 
@@ -91,6 +92,7 @@ class PlainModel:
             lockstep=lockstep_of(small.elastic),
             vocabulary_parallel=vocabulary_parallel(small.elastic),
             ranks=degrees.cp,
+            whole=whole_documents(small.elastic),
         )
         return ModelSetup(
             pickle.dumps(small.elastic),
@@ -109,6 +111,8 @@ class PlainModel:
             losses, gradients = self._of_documents(self.model, drawn)
         routed, loss = self.routing.taken(), sum(float(one.sum()) for one in losses)
         loss /= drawn.loss_tokens
+        # Routers that compare all tokens of a document choose otherwise in evaluation.
+        evaluation_loss = self._evaluated(drawn) if self.frame.whole else loss
         own, unit = None, abs(loss)
         if self.own is not None:
             found, own = self._of_documents(self.own, drawn)
@@ -116,8 +120,27 @@ class PlainModel:
             # However the errors of tokens add up, their mean is at most this.
             unit = off(found, losses) / drawn.loss_tokens**0.5
         return TrainerReference(
-            gradients, own, loss, unit, drawn.loss_tokens, self.trial.degrees.dp, routed
+            gradients,
+            own,
+            loss,
+            evaluation_loss,
+            unit,
+            drawn.loss_tokens,
+            self.trial.degrees.dp,
+            routed,
         )
+
+    def _evaluated(self, drawn: RandomBatch) -> float:
+        """Loss per token of forwards alone."""
+        total = 0.0
+        self.model.eval()
+        with self._exactly(), torch.no_grad():
+            for one, mask in zip(drawn.tokens, drawn.loss_masks, strict=True):
+                tokens_1T = torch.from_numpy(one)[None]
+                losses_T = token_losses(self.model, tokens_1T[:, :-1], tokens_1T[:, 1:])
+                total += float((losses_T * torch.from_numpy(mask)).sum())
+        self.model.train()
+        return total / drawn.loss_tokens
 
     def _of_documents(self, model: Any, drawn: RandomBatch) -> tuple[list[Tensor], Gradients]:
         """Weighted losses [T] of every document alone, and gradients of their mean."""

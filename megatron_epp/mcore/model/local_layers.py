@@ -5,6 +5,7 @@ Engine's, or would refuse when they are built.
     latent attention       local attention does not know that V may have another size than Q and K
     norms of queries that have no latent    exist inside of Transformer Engine's linear alone
     norms of Q and K without weights (--qk-l2-norm)    are not passed on by Megatron's trainer
+    experts on latents     their projections are Transformer Engine's (experts/latent_experts.py)
     layers of a HybridModel    are of Transformer Engine's modules alone
 
 Checkpoints have the keys that Transformer Engine's layers give them.

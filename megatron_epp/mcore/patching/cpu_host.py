@@ -9,6 +9,7 @@ all of them go through a handful of names in torch, so the stand-ins sit there a
     torch.cuda.current_device()                         torch.device("cpu"), as every factory takes
     streams, events, synchronize, memory counters       do nothing, or count nothing
     torch.cuda's generator                              is the CPU's generator
+    gloo's gather and reduce-scatter of lists           take tensors of unlike sizes
 
 ``torch.cuda.is_available()`` stays False: torch itself asks it, and the true answer is the right
 one there. The few places in Megatron that need a replacement of their own are seams with
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 
 from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
 
 # What compiled GPU packages Megatron would import if it found them. On a host without a GPU they
 # cannot run, and a Transformer Engine whose torch extension is missing even breaks `import
@@ -93,6 +95,7 @@ def install_cpu_host() -> bool:
     _replace_factories()
     _replace_tensor_methods()
     _replace_cuda_module()
+    take_unequal_rows()
     _keep_random_state_in_data_loaders()
     setattr(torch.cuda, _MARK, True)
     if engine_on_cpu.is_wanted():

@@ -51,8 +51,9 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     A PlanError where the batch as a whole fits no plan.
     """
     candidates = _searched(batch, cost, options)
-    candidates.append(infinipipe.draft(batch, cost, options))
-    for module in HINDSIGHT:
+    if not options.whole:
+        candidates.append(infinipipe.draft(batch, cost, options))
+    for module in (packing,) if options.whole else HINDSIGHT:
         fitting = [made.seconds for made in candidates if made.over_bytes <= 0]
         other = module.draft(batch, cost, options, min(fitting, default=np.inf))
         if other is not None:

@@ -64,6 +64,8 @@ class Search(Player):
         super().__init__(batch, cost, options, room_bytes, host)
         self.rates = rates_of(cost)
         self.most = most_tokens(cost)
+        if options.whole:  # where the longest does not fit, no plan will
+            self.most = max(self.most, int(batch.lengths[0]))
         self.local = LOCAL if "local" in options.levers else 0.0
         self.known: dict[ChunkingParams, Candidate] = {}
         self.shared: PreparedChunkings = {} if shared is None else shared
@@ -91,7 +93,8 @@ class Search(Player):
 
     def run(self) -> Candidate:
         """The best plan of our own; it may not fit."""
-        found = self._grid() if "bins" in self.levers else self._alg1()
+        binned = "bins" in self.levers or self.options.whole
+        found = self._grid() if binned else self._alg1()
         best, start = self._best_of_many(found), None
         while offload.without_offload(best.prepared.counts) and best is not start:
             start = best
@@ -210,7 +213,8 @@ class Search(Player):
         # From the middle outwards, so that a small effort sees the likely ones.
         for factor in sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY))):
             for params in self._seeds(max(1.0, ideal * factor)):
-                self.try_params(params)
+                uncut = dataclasses.replace(params, cut=UNCUT)
+                self.try_params(uncut if self.options.whole else params)
             if self.effort.left < whole * (1 - GRID_SHARE):
                 break
         if self._best()[1].prepared.counts:

@@ -1,6 +1,6 @@
 """Megatron's routers in chunks: they choose experts as ever, and leave the rest to the ledger.
 
-Three methods of a router are replaced on the instance, so weights, checkpoints and the choice of
+Four methods of a router are replaced on the instance, so weights, checkpoints and the choice of
 experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
 
     apply_z_loss          first, with the logits: every loss, of documents and not of what runs
@@ -8,6 +8,7 @@ experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
     is_aux_loss_enabled   never again
     _apply_expert_bias    counts the tokens that move the bias: without padding, once per chunk
                           (Megatron's counts padding, and fails where it is given a mask)
+    sinkhorn_load_balancing     balances every document alone (layers/experts/sinkhorn.py)
 
 Outside of an iteration, as in calibration and evaluation, a router adds no loss and counts nothing.
 """
@@ -25,6 +26,7 @@ from torch import Tensor
 from megatron_epp.ir import Plan
 from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
 from megatron_epp.layers.experts.router_stats import Balancing, RouterStats
+from megatron_epp.layers.experts.sinkhorn import balanced_weights
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.data.chunk_params import state_of
@@ -45,7 +47,7 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 
 
 class ChunkRouter:
-    """Replacements of three methods of ``router``, of layer ``index`` of the stage."""
+    """Replacements of four methods of ``router``, of layer ``index`` of the stage."""
 
     def __init__(self, router: Any, index: int, current_chunk: CurrentChunk):
         self.router, self.index, self.current_chunk = router, index, current_chunk
@@ -53,6 +55,8 @@ class ChunkRouter:
         router.apply_z_loss = self.losses
         router.is_aux_loss_enabled = lambda: False
         router._apply_expert_bias = self.count
+        self._sinkhorn = router.sinkhorn_load_balancing
+        router.sinkhorn_load_balancing = self.sinkhorn
 
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """In place of ``apply_z_loss(logits [t, E])``."""
@@ -73,6 +77,22 @@ class ChunkRouter:
         valid_t = router_stats.valid(state, routing_map_tE.device)
         router.local_tokens_per_expert += (routing_map_tE & valid_t[:, None]).sum(dim=0)
 
+    def sinkhorn(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
+        """In place of ``sinkhorn_load_balancing(logits [t, E])``: scores of the chosen experts,
+        [t, E], and which they are. In evaluation Megatron's own chooses for each token alone."""
+        router_stats, state = self._router_stats()
+        if router_stats is None:
+            return self._sinkhorn(logits_tE)
+        with torch.no_grad():
+            weights_tE = balanced_weights(logits_tE, state, router_stats.balancing)
+            chosen_tK = weights_tE.topk(self.router.topk, dim=1).indices
+        chosen_tE = torch.zeros_like(logits_tE, dtype=torch.bool).scatter(1, chosen_tK, True)
+        if self.router.topk == 1:
+            scores_tE = torch.sigmoid(logits_tE)
+        else:
+            scores_tE = torch.softmax(logits_tE, dim=-1, dtype=torch.float32).type_as(logits_tE)
+        return scores_tE * chosen_tE, chosen_tE
+
     def _scored(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
         router = self.router
         return compute_routing_scores_for_aux_loss(
@@ -89,13 +109,17 @@ class ChunkRouter:
 def install_in_experts(layer: Any, index: int, dropped: DroppedOutputs) -> None:
     """Make the experts of Megatron's ``layer`` compute chunks. ``dropped``: what it drops.
 
-    What a recomputed norm gives goes to the shared experts first, then to the router.
+    What a recomputed norm gives goes to the shared experts first, then to the router, then to the
+    projection to latents.
     """
     experts, current_chunk = layer.mlp, CurrentChunk()
     wrap_norm(layer.pre_mlp_layernorm, dropped)
     if experts.shared_experts is not None:
         wrap_consumer(experts.shared_experts, dropped, last=False)
-    wrap_consumer(experts.router, dropped)
+    latents = getattr(experts, "fc1_latent_proj", None)
+    wrap_consumer(experts.router, dropped, last=latents is None)
+    if latents is not None:
+        wrap_consumer(latents, dropped)
     mend_biases(experts)
     wrap_activations(experts, dropped)
     ChunkRouter(experts.router, index, current_chunk)

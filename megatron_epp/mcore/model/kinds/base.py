@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron_epp.cost.kinds.base import Part
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
 from megatron_epp.mcore.model.limit import Limit
+from megatron_epp.mcore.replaced import ReplacedFlags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +57,7 @@ class MegatronPart:
     CHOICE    field of args that may be left open until the model is built (AUTO); none: there is
               none; ``VALUES``: what it can be
     LIMITS    what it does not run
+    REPLACED  flags whose job is done otherwise
     """
 
     PRICED: type[Part] | None = None
@@ -70,6 +72,7 @@ class MegatronPart:
     CHOICE: str = ""
     VALUES: tuple[str, ...] = ()
     LIMITS: tuple[Limit, ...] = ()
+    REPLACED: tuple[ReplacedFlags, ...] = ()
 
     # -------------------------------------------------------------- flags
 
@@ -109,6 +112,10 @@ class MegatronPart:
 
     def refuse(self, args: Any) -> None:
         """Raise a ValueError where --epp cannot run what LIMITS do not name."""
+
+    def wants_whole(self, args: Any) -> bool:
+        """Whether training must not cut documents: it compares all tokens of one."""
+        return False
 
     def unfit_pattern(self, args: Any, letters: str) -> str | None:
         """Why layers of these ``letters`` are no model of ``args``; None: they may be."""

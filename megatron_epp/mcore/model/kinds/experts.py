@@ -8,11 +8,13 @@ from megatron_epp.cost.kinds.experts import ExpertPart
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart, mask_of_layers
 from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
 from megatron_epp.mcore.model.limit import Limit, given, not_computed, settings
+from megatron_epp.mcore.replaced import ReplacedFlags
 
 SMALL_EXPERTS = 8
 MOST_CHOSEN = 4
 MOST_GROUPS = 4
-_PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", "none"})
+_SINKHORN = "sinkhorn"
+_PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", _SINKHORN, "none"})
 
 
 def _lockstep(args: Any) -> int:
@@ -30,11 +32,21 @@ def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 
 def _expert_ranks(args: Any) -> int:
-    return int(args.expert_model_parallel_size * args.expert_tensor_parallel_size)
+    """Ranks that hold a layer's experts; Megatron splits their matrices as others, where nothing
+    else is said."""
+    split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    return int(args.expert_model_parallel_size * split)
 
 
 def _dense_ranks(args: Any) -> int:
     return int(args.tensor_model_parallel_size * args.context_parallel_size)
+
+
+def _exchanges_alike(args: Any) -> bool:
+    """Whether the exchange that ``args`` name gives what alltoall gives, and no chunks go by it:
+    gathering wants as many rows of each rank, which replicas do not have."""
+    exchange = getattr(args, "moe_token_dispatcher_type", None)
+    return exchange == "flex" or (exchange == "allgather" and _lockstep(args) > 1)
 
 
 def balancing_types(holder: Any) -> list[str]:
@@ -48,8 +60,8 @@ class MegatronExperts(MegatronPart):
 
     Scaled down are experts (to 8, or twice what a token chooses), experts of a token (to 4) and
     widths. Kept: groups of experts and how many a token may reach, experts per rank of expert
-    parallelism at least two where the model has them, shared experts, how an expert's width and the
-    shared experts' compare with the hidden size.
+    parallelism at least two where the model has them, shared experts, how an expert's width, the
+    shared experts' and the latents' compare with the hidden size.
     """
 
     PRICED, NAME, LETTER, SLOT = ExpertPart, "experts", "E", "mlp"
@@ -82,13 +94,6 @@ class MegatronExperts(MegatronPart):
             lambda args: _lockstep(args) > 1 and args.moe_token_dispatcher_type == "allgather",
         ),
         Limit(
-            "experts spread over replicas whose matrices are split, too "
-            "(--expert-tensor-parallel-size above 1, by default the tensor ranks)",
-            "give --expert-tensor-parallel-size 1, and spread whole experts by "
-            "--expert-model-parallel-size",
-            lambda args: _lockstep(args) > 1 and args.expert_tensor_parallel_size > 1,
-        ),
-        Limit(
             "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
             "leave it out, or give an --expert-model-parallel-size that divides "
             "--tensor-model-parallel-size times --context-parallel-size",
@@ -113,8 +118,8 @@ class MegatronExperts(MegatronPart):
         ),
         Limit(
             "balancing that depends on what is computed together (--moe-router-load-balancing-type "
-            "global_aux_loss, sinkhorn, quantile_balancing)",
-            "give aux_loss or seq_aux_loss, which are per document here, or none and "
+            "global_aux_loss, quantile_balancing)",
+            "give aux_loss, seq_aux_loss or sinkhorn, which are per document here, or none and "
             "--moe-router-enable-expert-bias",
             _if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT),
         ),
@@ -170,14 +175,24 @@ class MegatronExperts(MegatronPart):
             calls=settings(moe_paged_stash="a paged stash of experts' activations"),
         ),
         Limit(
-            "experts on latents (--moe-latent-size)",
-            "leave it out: experts then take the hidden states",
-            given("moe_latent_size"),
-        ),
-        Limit(
             "a dense model made one of experts at start (--moe-use-upcycling)",
             "upcycle once without --epp, and load the checkpoint that it saves",
             given("moe_use_upcycling"),
+        ),
+    )
+
+    REPLACED = (
+        ReplacedFlags(
+            "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend "
+            "moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms "
+            "moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute "
+            "moe_hybridep_num_blocks_unpermute moe_permute_fusion_into_hybridep "
+            "moe_hybridep_pad_uneven_dispatch_inputs",
+            "tokens go to their experts and back by alltoall, with as many rows from each rank as "
+            "its chunk has",
+            neutral={"moe_token_dispatcher_type": "alltoall"},
+            same=_exchanges_alike,
+            default_too=True,
         ),
     )
 
@@ -197,6 +212,7 @@ class MegatronExperts(MegatronPart):
             "active_experts": args.moe_router_topk,
             "expert_hidden": args.moe_ffn_hidden_size or args.ffn_hidden_size,
             "shared_hidden": args.moe_shared_expert_intermediate_size or 0,
+            "expert_latent": args.moe_latent_size or 0,
         }
 
     def cost_sizes(self, args: Any) -> dict[str, Any]:
@@ -214,6 +230,8 @@ class MegatronExperts(MegatronPart):
         words = [f"{args.moe_router_topk} of {args.num_experts} experts of {hidden}"]
         if args.moe_shared_expert_intermediate_size:
             words.append(f"shared {args.moe_shared_expert_intermediate_size}")
+        if args.moe_latent_size:
+            words.append(f"on latents of {args.moe_latent_size}")
         if args.expert_model_parallel_size > 1:
             words.append(f"ep {args.expert_model_parallel_size}")
         if args.expert_tensor_parallel_size > 1:
@@ -251,6 +269,9 @@ class MegatronExperts(MegatronPart):
                 f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} experts are "
                 f"spread over {blocks} replicas; expected that to divide the {replicas} of the job"
             )
+
+    def wants_whole(self, args: Any) -> bool:
+        return _experts(args) and _SINKHORN in balancing_types(args)
 
     def unfit_pattern(self, args: Any, letters: str) -> str | None:
         there = self.LETTER in letters
@@ -319,7 +340,11 @@ class MegatronExperts(MegatronPart):
             step, least = ranks, 2 * chosen
         experts = -(-max(least, SMALL_EXPERTS) // step) * step
         changed |= {"num_experts": min(experts, args.num_experts), "moe_router_topk": chosen}
-        for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        for name in (
+            "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
+            "moe_latent_size",
+        ):
             if getattr(args, name):
                 share = min(getattr(args, name) / args.hidden_size, 4.0)
                 changed[name] = max(1, round(share * hidden / (8 * tp))) * 8 * tp
@@ -341,6 +366,7 @@ class MegatronExperts(MegatronPart):
         words += [f"{lockstep} replicas in lockstep"] * (lockstep > 1)
         words += [args.moe_router_score_function]
         words += ["shared experts"] * bool(args.moe_shared_expert_intermediate_size)
+        words += [f"latents of {args.moe_latent_size}"] * bool(args.moe_latent_size)
         words += [f"{args.moe_router_num_groups} groups"] * bool(args.moe_router_num_groups)
         words += ["expert bias"] * args.moe_router_enable_expert_bias
         words += [" and ".join(balancing_types(args))]
@@ -377,6 +403,12 @@ class MegatronExperts(MegatronPart):
             _update_router_expert_bias([model], config)
         if _experts(config):
             reset_model_temporary_tensors(config, [model])
+
+    def mend_local(self, layer: Any, config: Any) -> None:
+        if getattr(config, "moe_latent_size", None):
+            from megatron_epp.mcore.model.experts.latent_experts import mend_experts
+
+            layer.mlp = mend_experts(layer.mlp)
 
     def local_layer(self, config: Any) -> Any:
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec

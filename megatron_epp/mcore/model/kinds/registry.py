@@ -26,6 +26,7 @@ from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
 from megatron_epp.mcore.model.kinds.window import MegatronWindow
 from megatron_epp.mcore.model.limit import Limit
+from megatron_epp.mcore.replaced import ReplacedFlags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +80,11 @@ def cost_sizes(args: Any) -> dict[str, Any]:
     return {name: size for part in MEGATRON_PARTS for name, size in part.cost_sizes(args).items()}
 
 
+def replaced_by_parts() -> tuple[ReplacedFlags, ...]:
+    """Megatron's flags whose job the parts do otherwise with --epp."""
+    return tuple(row for part in MEGATRON_PARTS for row in part.REPLACED)
+
+
 def part_defaults(wanted: Any) -> dict[str, Any]:
     """Megatron's flags that the parts imply with --epp."""
     return {name: value for part in MEGATRON_PARTS for name, value in part.defaults(wanted).items()}
@@ -93,6 +99,11 @@ def letters_of_parts(args: Any) -> str:
     """Recompute letters of the model that only layers with some part have."""
     there = (part.PRICED for part in MEGATRON_PARTS if any(part.layers(args)))
     return "".join(priced.LETTERS for priced in there if priced is not None)
+
+
+def whole_documents(args: Any) -> bool:
+    """Whether the model trains on whole documents only."""
+    return any(part.wants_whole(args) for part in MEGATRON_PARTS)
 
 
 def _limit_of_letter(letter: str, what: str) -> Limit:

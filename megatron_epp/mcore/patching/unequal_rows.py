@@ -1,0 +1,61 @@
+"""Gathering and summing rows of which every rank has another number, over gloo.
+
+NCCL takes lists of tensors of unlike sizes, as experts whose matrices are split exchange
+(core/tensor_parallel/mappings.py, with split sizes); gloo takes one size only, and sums none. Its
+all-to-all takes any, so both go by that.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def take_unequal_rows() -> None:
+    """Make torch.distributed do it."""
+    dist.all_gather = _gathering(dist.all_gather)
+    dist.reduce_scatter = _summing(dist.reduce_scatter)
+
+
+def _gathering(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def all_gather(
+        tensor_list: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        sizes = [len(part) if part.dim() else 1 for part in tensor_list]
+        if async_op or len(set(sizes)) == 1:
+            return plain(tensor_list, tensor, group, async_op)
+        ranks = len(sizes)
+        made = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
+        sent = torch.cat([tensor] * ranks)
+        dist.all_to_all_single(made, sent, sizes, [len(tensor)] * ranks, group)
+        for part, found in zip(tensor_list, made.split(sizes), strict=True):
+            part.copy_(found)
+        return None
+
+    return all_gather
+
+
+def _summing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def reduce_scatter(
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or op != dist.ReduceOp.SUM:
+            return plain(output, input_list, op, group, async_op)
+        sizes, rows = [len(part) for part in input_list], len(output)
+        found = output.new_empty((len(sizes) * rows, *output.shape[1:]))
+        dist.all_to_all_single(
+            found, torch.cat(list(input_list)), [rows] * len(sizes), sizes, group
+        )
+        output.copy_(found.view(len(sizes), *output.shape).sum(0))
+        return None
+
+    return reduce_scatter

@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""Counts which of Megatron-LM's functional test configurations --epp accepts, and why not others.
+
+    scripts/upstream/functional_configurations.py --megatron CHECKOUT [--installed] [--all]
+
+Every ``model_config.yaml`` of the families below that trains is read as Megatron's own script makes
+a command line of it, with --epp behind it, as the ranks of a node of 8 GPUs see it (more where its
+degrees need more). Then our own reading of flags judges it: Megatron's parser and checks, the
+model's configuration, our refusals. Nothing is trained, and no file that a flag names is opened.
+Megatron's own sources are those of CHECKOUT, whose flags are asked for; --installed: those of this
+environment. Prints a table by family and one of reasons, the first of each configuration; with
+--all every configuration. Takes two minutes of a core. Always status 0, or 2: no checkout.
+"""
+
+import argparse
+import logging
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+FAMILIES = {
+    "gpt": "dense", "moe": "experts", "mixtral": "mixtral", "hybrid": "hybrid",
+    "nemotron": "nemotron",
+}  # fmt: skip
+CASES = "tests/functional_tests/test_cases"
+RANKS_OF_A_NODE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """``values``: of MODEL_ARGS, by flag."""
+
+    family: str
+    name: str
+    values: Mapping[str, Any]
+
+    @property
+    def words(self) -> list[str]:
+        """As tests/functional_tests/shell_test_utils/_run_training.sh puts them together."""
+        found: list[str] = []
+        for flag, value in self.values.items():
+            text = " ".join(str(value).split())
+            if value is True or text == "true":
+                found.append(flag)
+            elif isinstance(value, list):
+                found += [flag, *map(str, value)]
+            elif text.startswith("[") and text.endswith("]"):
+                found += [flag, *text[1:-1].split()]
+            else:
+                found += [flag, text]
+        return found
+
+    @property
+    def ranks(self) -> int:
+        def degree(name: str, default: int = 1) -> int:
+            return int(self.values.get(f"--{name}-parallel-size", default))
+
+        tp, pp = degree("tensor-model"), degree("pipeline-model")
+        experts = 1
+        if "--num-experts" in self.values:
+            experts = degree("expert-model") * degree("expert-tensor", tp)
+        least = pp * math.lcm(tp * degree("context"), experts)
+        return -(-RANKS_OF_A_NODE // least) * least
+
+
+def configurations(checkout: Path) -> Iterator[Configuration]:
+    """Those that train. ValueError: the checkout has none."""
+    import yaml
+
+    files = sorted((checkout / CASES).glob("*/*/model_config.yaml"))
+    if not files:
+        raise ValueError(f"{checkout / CASES}: no */*/model_config.yaml there")
+    for path in files:
+        family, name = path.parts[-3:-1]
+        read = yaml.safe_load(path.read_text())
+        values = read.get("MODEL_ARGS")
+        if family in FAMILIES and values and read.get("MODE") != "inference":
+            yield Configuration(FAMILIES[family], name, values)
+
+
+def verdict(one: Configuration) -> str:
+    """Why --epp does not run it; empty: it does. In a process of its own."""
+    from megatron.training import arguments
+
+    from megatron_epp.mcore import flags, job_exit
+    from megatron_epp.mcore.capabilities import refusals
+    from megatron_epp.mcore.config import Config
+    from megatron_epp.mcore.model.layer_spec import described
+    from megatron_epp.mcore.patching import cpu_host
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(one.ranks))
+    sys.argv = ["pretrain", *one.words, "--epp"]
+    logging.disable()
+    nothing = open(os.devnull, "w")  # noqa: SIM115
+    with (
+        redirect_stdout(nothing),
+        redirect_stderr(nothing),
+        # Flags of hosts with GPUs; no tokenizer, writer or checkpoint is opened.
+        patch.object(cpu_host, "is_cpu_host", lambda: False),
+        patch.object(arguments, "set_global_variables", lambda args: None),
+        patch("megatron.training.checkpointing.load_args_from_checkpoint", lambda *a, **k: None),
+    ):
+        try:
+            args = flags.read_flags()
+            with flags.refusals_as_value_errors():
+                described(args)
+            Config.of(args)
+            refusals.refuse(args)
+        except Exception as refusal:
+            said = " ".join(str(refusal).split()) or repr(refusal)
+            return said if job_exit.is_users_mistake(refusal) else f"fails: {said}"
+    return ""
+
+
+def reason(said: str) -> str:
+    """The feature that a line refuses, without values and remedies."""
+    said = said.removeprefix("--epp does not run ")
+    return said.split(": ")[0] if said.startswith("unrecognized") else said.split("; ")[0][:110]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megatron", type=Path, required=True, help="a Megatron-LM checkout")
+    parser.add_argument("--installed", action="store_true", help="by the installed Megatron")
+    parser.add_argument("--all", action="store_true", help="print every configuration")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
+    given = parser.parse_args()
+    try:
+        every = list(configurations(given.megatron.resolve()))
+    except (OSError, ValueError) as refusal:
+        print(f"functional_configurations: {refusal}", file=sys.stderr)
+        return 2
+    if not given.installed:
+        sys.path.insert(0, str(given.megatron.resolve()))
+    # Megatron asks which Transformer Engine there is; its layers are not built.
+    os.environ.setdefault("EPP_TE_ON_CPU", "h100")
+    from headline import heading, host, write
+
+    from megatron_epp.mcore.patching import cpu_host
+    from megatron_epp.show.table import markdown, plain
+
+    cpu_host.install_cpu_host()
+    with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        said = pool.map(verdict, every, chunksize=1)
+    if given.all:
+        for one, line in zip(every, said, strict=True):
+            print(f"{one.family} {one.name}: {line or 'accepted'}")
+    families = list(dict.fromkeys(FAMILIES.values()))
+    accepted = Counter(one.family for one, line in zip(every, said, strict=True) if not line)
+    there = Counter(one.family for one in every)
+    table = [[family, str(accepted[family]), str(there[family])] for family in families]
+    table.append(["all", str(accepted.total()), str(there.total())])
+    refused = Counter(
+        (reason(line), one.family) for one, line in zip(every, said, strict=True) if line
+    )
+    reasons = Counter(what for what, _ in refused.elements())
+    why = [
+        [what, *(str(refused[what, family] or "") for family in families), str(count)]
+        for what, count in reasons.most_common()
+    ]
+    headers = ("family", "accepted", "of"), ("refused by", *families, "all")
+    print(plain(headers[0], table), plain(headers[1], why), sep="\n\n")
+    made = f"{markdown(headers[0], table)}\n\n{markdown(headers[1], why)}\n"
+    write(given.output, heading(host()) + made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

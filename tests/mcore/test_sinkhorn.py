@@ -1,0 +1,119 @@
+"""Experts chosen by sinkhorn under ``--epp``: certified, broken on purpose, never cut, trained."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.certify.batches import Frame, draw
+from megatron_epp.certify.command import BOUND, Judged
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import LLAMA, Trial
+from megatron_epp.control.accept import accept
+from megatron_epp.control.step_source import SourcedStep
+from megatron_epp.ir import Plan, PlanError, Step
+from megatron_epp.mcore.certify.command import certify_training
+from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.sabotages import stand_in_order
+
+SABOTAGE = Path(__file__).with_name("sabotage_sinkhorn.py")
+# Matrices of experts are split over the tensor-parallel ranks, as Megatron does by default.
+MODEL = (
+    f"{LLAMA} --num-layers 2 --sequence-parallel --num-experts 8 --moe-router-topk 2 "
+    "--moe-ffn-hidden-size 384 --moe-router-load-balancing-type sinkhorn"
+)
+WAYS = (
+    "nothing",
+    "balance the chunk",
+    "nothing again",
+    "balance rows of a rank",
+    "weigh padding",
+    "balance in evaluation",
+)
+FRAME = Frame(61, (2,), replicas=1, letters="k", splits=True, whole=True)
+
+
+def fits(seed: int) -> bool:
+    """Whether every batch can be broken in its way: chunks with several documents of several
+    tokens, and one whose tokens the two ranks cannot share evenly."""
+    chunks = [draw(seed, number, FRAME).step.plans[0].chunks for number in range(len(WAYS))]
+    several = all(
+        any(sum(span.tokens > 4 for span in chunk.spans) > 1 for chunk in each) for each in chunks
+    )
+    return several and any(chunk.tokens % 2 and chunk.tokens > 20 for chunk in chunks[4])
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, Judged]:
+    seed = next(seed for seed in range(1000) if fits(seed))
+    degrees = Degrees(pp=1, tp=2, dp=1)
+    trial = Trial(degrees, (tuple(MODEL.split()),), len(WAYS), seed, interfere=SABOTAGE)
+    return dict(zip(WAYS, certify_training(trial), strict=True))
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    assert stand_in_order(WAYS, SABOTAGE)
+
+
+@pytest.mark.parametrize("way", ["nothing", "nothing again"])
+def test_random_plans_compute_what_the_plain_model_computes(judged, way) -> None:
+    batch = judged[way]
+    assert batch.passed, batch
+    assert batch.coverage.packed and not batch.coverage.cut and batch.coverage.selective
+    assert batch.collectives["logits of whole documents"] > 0
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "nothing" not in way])
+def test_what_is_broken_shows(judged, way) -> None:
+    batch = judged[way]
+    assert not batch.problems and not batch.passed
+    assert batch.loss_error > 1e4 * BOUND, batch
+    assert (batch.gradient_error <= BOUND) == (way == "balance in evaluation"), batch
+
+
+def test_a_plan_that_cuts_is_refused() -> None:
+    text = (
+        "plan v1\ndocuments 5 3\nlayers 1\nchunk 0: 0[0:2]\nchunk 1: 0[2:5] 1[0:3]\n"
+        "recompute 0: 1k 1k\nstage 0: F0 F1 B1 B0\n"
+    )
+    step = Step.parse(str(Plan.parse(text)))
+    made, job = SourcedStep(step, str(step)), {"layers": (1,), "replica": 0, "replicas": 1}
+    accept(made, [5, 3], False, **job)
+    with pytest.raises(PlanError, match=r"chunk 0 has 0\[0:2\], and .+ expected whole documents"):
+        accept(made, [5, 3], False, whole=True, **job)
+
+
+# ------------------------------------------------------------------ inside the trainer
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", [60, 7, 9, 30, 5, 12] * 8)
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 1,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_load_balancing_type": "sinkhorn",
+}
+
+
+def test_training_cuts_no_document(corpus, tmp_path) -> None:
+    changes = {**EXPERTS, "epp_record": tmp_path, "epp_plan_ahead": True, "train_iters": 2}
+    run = train(flags(corpus, epp=True, **changes))
+    assert run.status == 0, run.output
+    assert len(run.losses) == 2
+    for path in sorted(tmp_path.glob("*.step")):
+        for plan in Step.parse(path.read_text()).plans:
+            spans = [span for chunk in plan.chunks for span in chunk.spans]
+            assert len(spans) == len(plan.documents)
+
+
+def test_a_planner_that_cuts_is_refused(corpus) -> None:
+    run = train(flags(corpus, epp=True, epp_planner="seq1f1b", **EXPERTS))
+    assert run.status and set(run.statuses) <= {2, -15}, run.output
+    (line,) = run.errors
+    assert line.endswith(
+        "planner 'seq1f1b' cuts documents, which must stay whole here; expected one of epp, packing"
+    )
