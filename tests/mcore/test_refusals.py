@@ -122,7 +122,10 @@ class Wanted:
             "--disable-bias-linear, as Megatron asks",
         ),
         (EXPERTS | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
-        (EXPERTS | {"moe_router_load_balancing_type": "sinkhorn"}, "aux_loss or seq_aux_loss"),
+        (
+            EXPERTS | {"moe_router_load_balancing_type": "quantile_balancing"},
+            "give aux_loss, seq_aux_loss or sinkhorn",
+        ),
         (
             EXPERTS | {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
             "per document",

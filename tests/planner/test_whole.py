@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.ir import PlanError, check_skeletons, slices_of
+from megatron_epp.ir import check_skeletons, slices_of
 from megatron_epp.planner import PIPELINES, TRAINING_LEVERS, Options, plan_step
 from megatron_epp.planner.registry import WHOLE
 from tests.planner.cases import machine
@@ -32,10 +32,3 @@ def test_planners_that_cut_are_refused() -> None:
     for planner in PIPELINES.keys() - WHOLE:
         with pytest.raises(ValueError, match=f"^planner '{planner}' cuts documents, which must"):
             plan_step(LENGTHS, machine(), Options(whole=True), planner)
-
-
-def test_a_document_that_fits_in_slices_alone_is_one_line() -> None:
-    room = 4.5
-    assert plan_step(LENGTHS, machine(pp=2, room_gib=room), Options(effort=1)).planned[0].fits
-    with pytest.raises(PlanError, match=r"^no plan fits: .+ mostly for document 0 of 30000 tokens"):
-        plan_step(LENGTHS, machine(pp=2, room_gib=room), Options(effort=1, whole=True))
