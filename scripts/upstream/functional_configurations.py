@@ -16,6 +16,7 @@ import argparse
 import logging
 import math
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,15 +36,19 @@ FAMILIES = {
 }  # fmt: skip
 CASES = "tests/functional_tests/test_cases"
 RANKS_OF_A_NODE = 8
+WORDS = 128 * 400  # of a tokenizer that is not there
+# What starts such a test says, where that is no path.
+LAUNCHER = {"REPEAT": "1", "TOKENIZER_TYPE": "GPTSentencePieceTokenizer"}
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """``values``: of MODEL_ARGS, by flag."""
+    """``values``: of MODEL_ARGS, by flag; ``variables``: of its environment."""
 
     family: str
     name: str
     values: Mapping[str, Any]
+    variables: Mapping[str, Any]
 
     @property
     def words(self) -> list[str]:
@@ -54,12 +59,12 @@ class Configuration:
             if value is True or text == "true":
                 found.append(flag)
             elif isinstance(value, list):
-                found += [flag, *map(str, value)]
+                found += [flag, *" ".join(map(str, value)).split()]
             elif text.startswith("[") and text.endswith("]"):
                 found += [flag, *text[1:-1].split()]
             else:
                 found += [flag, text]
-        return found
+        return [re.sub(r"\$\{(\w+)\}", lambda name: LAUNCHER.get(name[1], ""), x) for x in found]
 
     @property
     def ranks(self) -> int:
@@ -86,7 +91,7 @@ def configurations(checkout: Path) -> Iterator[Configuration]:
         read = yaml.safe_load(path.read_text())
         values = read.get("MODEL_ARGS")
         if family in FAMILIES and values and read.get("MODE") != "inference":
-            yield Configuration(FAMILIES[family], name, values)
+            yield Configuration(FAMILIES[family], name, values, read.get("ENV_VARS") or {})
 
 
 def verdict(one: Configuration) -> str:
@@ -99,6 +104,7 @@ def verdict(one: Configuration) -> str:
     from megatron_epp.mcore.model.layer_spec import described
     from megatron_epp.mcore.patching import cpu_host
 
+    os.environ.update({name: str(value) for name, value in one.variables.items()})
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(one.ranks))
     sys.argv = ["pretrain", *one.words, "--epp"]
     logging.disable()
@@ -108,7 +114,7 @@ def verdict(one: Configuration) -> str:
         redirect_stderr(nothing),
         # Flags of hosts with GPUs; no tokenizer, writer or checkpoint is opened.
         patch.object(cpu_host, "is_cpu_host", lambda: False),
-        patch.object(arguments, "set_global_variables", lambda args: None),
+        patch.object(arguments, "set_global_variables", _as_with_tokenizer),
         patch("megatron.training.checkpointing.load_args_from_checkpoint", lambda *a, **k: None),
     ):
         try:
@@ -121,6 +127,10 @@ def verdict(one: Configuration) -> str:
             said = " ".join(str(refusal).split()) or repr(refusal)
             return said if job_exit.is_users_mistake(refusal) else f"fails: {said}"
     return ""
+
+
+def _as_with_tokenizer(args: argparse.Namespace) -> None:
+    args.padded_vocab_size = args.padded_vocab_size or WORDS
 
 
 def reason(said: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, draw
-from megatron_epp.certify.command import BOUND, Judged
+from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.control.accept import accept
@@ -44,7 +44,7 @@ def fits(seed: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def judged() -> Mapping[str, Judged]:
+def judged() -> Mapping[str, BatchVerdict]:
     seed = next(seed for seed in range(1000) if fits(seed))
     degrees = Degrees(pp=1, tp=2, dp=1)
     trial = Trial(degrees, (tuple(MODEL.split()),), len(WAYS), seed, interfere=SABOTAGE)
