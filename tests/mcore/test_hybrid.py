@@ -257,6 +257,7 @@ def shaped(pattern: str, **others) -> Namespace:
         moe_router_topk=2,
         moe_ffn_hidden_size=48,
         moe_shared_expert_intermediate_size=None,
+        moe_latent_size=None,
         moe_layer_freq=1,
         window_size=None,
         window_attn_skip_freq=None,

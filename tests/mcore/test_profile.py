@@ -39,7 +39,7 @@ def args(**changes) -> SimpleNamespace:
         "pipeline_model_parallel_size": 2, "overlap_grad_reduce": False,
         "align_grad_reduce": True, "params_dtype": "torch.float32", "num_layers": 2,
         "num_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None,
-        "moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1,
+        "moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1, "moe_latent_size": None,
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
         "moe_token_dispatcher_type": "alltoall", "window_size": None,
         "window_attn_skip_freq": None, "multi_latent_attention": False,
