@@ -5,20 +5,28 @@
     git clone --depth 1 https://github.com/verl-project/verl
     scripts/upstream/example_flags.py --framework verl --checkout verl
 
-Scripts, flags of its parsers, keys of its configuration, functions: read from its sources, which
-are not imported. Prints what is not there; fails where something is missing.
+Scripts, flags of its parsers, keys of its configuration, functions: read from its sources. Where
+what its own parser needs is installed (verl: hydra-core; slime: Megatron's training package;
+ms-swift: its requirements), that parses them, too: all that the example starts, and all that `tune`
+may say. Prints what is not there; fails where something is missing.
 """
 
+import argparse
 import ast
+import os
 import re
+import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from framework_runs import found_in
+from framework_runs import found_in, mock
 
 from megatron_epp.planner.tuning.framework_settings import StockSettings, settings_of
 from megatron_epp.planner.tuning.layouts import Layout
@@ -105,6 +113,102 @@ LOOKED_UP: dict[str, Callable[[Path], Iterator[str]]] = {
 }  # fmt: skip
 
 
+# ------------------------------------------------------------------ by their own parsers
+
+
+def verl_parses(checkout: Path) -> Iterator[str]:
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    words = started(
+        "verl_grpo.sh", "uv", *settings_of("verl", JOB), VERL=str(checkout), ACTOR_PP="4"
+    )
+    overrides = words[words.index("verl.trainer.main_ppo") + 1 :]
+    with initialize_config_dir(str(checkout / "verl/trainer/config"), version_base=None):
+        try:
+            compose("ppo_trainer", overrides=overrides)
+        except HydraException as refusal:
+            yield str(refusal)
+
+
+def slime_parses(checkout: Path) -> Iterator[str]:
+    sys.path.insert(0, str(checkout))
+    import megatron_epp
+
+    megatron_epp.prepare_host()
+    mock("wandb", "httpx", "sglang", "sglang_router")
+    from megatron.training.arguments import add_megatron_arguments
+    from slime.utils.arguments import get_slime_extra_args_provider
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = get_slime_extra_args_provider()(add_megatron_arguments(parser))
+    # Its script kills processes when it starts, so it is not started.
+    said = shlex.split(" ".join(settings_of("slime", JOB)))
+    yield from unknown_to(parser, [*said, "--rollout-batch-size", "8"])
+
+
+def swift_parses(checkout: Path) -> Iterator[str]:
+    sys.path.insert(0, str(checkout))
+    import megatron_epp
+
+    megatron_epp.prepare_host()
+    mock("mcore_bridge")
+    from swift.megatron.arguments import MegatronSftArguments
+    from swift.utils.utils import _patch_get_type_hints
+    from transformers import HfArgumentParser
+
+    with _patch_get_type_hints():
+        parser = HfArgumentParser([MegatronSftArguments])
+    said = shlex.split(" ".join(settings_of("ms-swift", JOB)))
+    yield from unknown_to(parser, started("swift_sft.sh", "megatron", *said)[1:])  # behind sft
+
+
+PARSED: dict[str, Callable[[Path], Iterator[str]]] = {
+    "verl": verl_parses, "slime": slime_parses, "ms-swift": swift_parses,
+}  # fmt: skip
+
+
+def unknown_to(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[str]:
+    parser.exit_on_error = False
+    try:
+        yield from (f"{word}: its parser knows none" for word in parser.parse_known_args(words)[1])
+    except argparse.ArgumentError as refusal:
+        yield str(refusal)
+
+
+def started(example: str, program: str, *words: str, **variables: str) -> list[str]:
+    """The arguments with which an example starts ``program``, in whose place one is found that
+    writes them down."""
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in = Path(folder, program)
+        stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$MEGATRON_EPP" "$@"\n')
+        stand_in.chmod(0o755)
+        path = f"{folder}:{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", EXAMPLES / example, *words],
+            env=os.environ | variables | {"PATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    asked, *found = done.stdout.split("\0")[:-1]
+    assert asked == "1", f"{example}: MEGATRON_EPP is {asked!r} where {program} starts"
+    return found
+
+
+def looked_up_and_parsed(name: str, checkout: Path) -> Iterator[str]:
+    yield from LOOKED_UP[name](checkout)
+    if name not in PARSED:
+        return
+    try:
+        wrong = [*PARSED[name](checkout)]
+    except ImportError as lacking:
+        print(f"{name}: looked up alone, its own parser cannot be imported: {lacking}")
+        return
+    print(f"{name}: its own parser refuses {len(wrong)} of what the examples name")
+    yield from wrong
+
+
 def megatrons() -> set[str]:
     """Fields of Megatron's own configuration, as it is installed here; read, not imported."""
     (place,) = {
@@ -127,7 +231,8 @@ def _named(file: Path, pattern: str) -> str:
 
 
 def main() -> int:
-    framework, missing = found_in(__doc__, LOOKED_UP)
+    known = {name: partial(looked_up_and_parsed, name) for name in LOOKED_UP}
+    framework, missing = found_in(__doc__, known)
     for line in missing:
         print(line)
     print(f"{framework}: {len(missing)} of what the examples name is not there")
