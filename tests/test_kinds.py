@@ -46,7 +46,6 @@ FIELDS = re.compile(
 SIZES = {field.name for field in fields(LayerShape)}
 ALLOWED = {
     "mcore/model/stage.py": "statistics of routers are one ledger for the stage and its iteration",
-    "planner/calls/call_cost.py": "guesses for loops' models, whose configurations may lack all",
     "mcore/certify/routing.py": "a certificate compares what routers leave beside gradients",
 }
 

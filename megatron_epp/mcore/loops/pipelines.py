@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -152,7 +153,8 @@ class Pipelines:
         words = getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0
         control = None if groups is None else groups.control
         try:
-            seconds = StageSeconds(guessed_rates(call.config, layers, words))
+            active = prod(part.active(call.config) for part in MEGATRON_PARTS)
+            seconds = StageSeconds(guessed_rates(call.config, layers, words, active))
             mine = (stage, layers, seconds.guess, self._split_refused(call.one_model))
         except Exception as error:  # the others wait for a word
             told = RankStatus(error=f"{type(error).__name__}: {error}")

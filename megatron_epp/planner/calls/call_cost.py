@@ -81,10 +81,11 @@ class ActivationBudget:
         )
 
 
-def guessed_rates(config: Any, layers: int, vocabulary: int) -> np.ndarray:
+def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) -> np.ndarray:
     """[kinds, 3] seconds per token, pair and op of a stage of ``layers`` layers, with an output
-    layer of ``vocabulary`` words (0: none): right up to a factor, the same for all chunks."""
-    cost = Cost(_profile(config, vocabulary), (max(1, layers),), (math.inf,))
+    layer of ``vocabulary`` words (0: none): right up to a factor, the same for all chunks.
+    ``active``: feed-forward modules of a layer that a token goes through."""
+    cost = Cost(_profile(config, vocabulary, active), (max(1, layers),), (math.inf,))
     forward, backward = (cost.seconds_per(kind)[0] for kind in (Kind.FORWARD, Kind.BACKWARD))
     forward[2] = OP_TOKENS * forward[0]
     backward[2] = 2 * forward[2]
@@ -92,16 +93,15 @@ def guessed_rates(config: Any, layers: int, vocabulary: int) -> np.ndarray:
     return np.stack([forward, backward, half, half])  # in the order of ir.KIND_CODE
 
 
-def _profile(config: Any, vocabulary: int) -> Profile:
-    """Figures of the model that Megatron's ``config`` describes, as far as it does; experts that a
-    token goes to count as one dense MLP."""
+def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
+    """Figures of the model that Megatron's ``config`` describes, as far as it does; the ``active``
+    modules count as one dense MLP."""
 
     def known(name: str, default: int) -> int:
         return getattr(config, name, None) or default
 
     hidden = known("hidden_size", _UNKNOWN_HIDDEN)
     heads = known("num_attention_heads", 1)
-    active = known("moe_router_topk", 1) if known("num_moe_experts", 0) else 1
     model = Model(
         name="loop",
         layers=known("num_layers", 1),

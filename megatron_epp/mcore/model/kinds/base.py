@@ -124,6 +124,10 @@ class MegatronPart:
     def read_pattern(self, args: Any, letters: str) -> None:
         """Set in ``args`` what Megatron takes from the pattern."""
 
+    def active(self, config: Any) -> int:
+        """How many such modules of a layer a token goes through."""
+        return 1
+
     def replays(self, config: Any) -> bool:
         """Whether what it records in forwards is replayed by others in their order."""
         return False

@@ -282,6 +282,9 @@ class MegatronExperts(MegatronPart):
             f"{args.num_experts or 'is not given'}; expected both or neither"
         )
 
+    def active(self, config: Any) -> int:
+        return (getattr(config, "moe_router_topk", None) or 1) if _experts(config) else 1
+
     def replays(self, config: Any) -> bool:
         return _experts(config)  # what routers recorded
 
