@@ -47,11 +47,12 @@ from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
 # megatron.core` (core/tensor_parallel/random.py catches ModuleNotFoundError only).
 BLOCKED_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "flash_attn")
 
-_FACTORIES = """
+_FACTORY_NAMES = """
     arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace
     ones ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor
     tensor tril_indices triu_indices zeros zeros_like
 """
+_FACTORIES = tuple(_FACTORY_NAMES.split())
 _METHOD_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 _MARK = "_megatron_epp_cpu_host"
 
@@ -269,7 +270,7 @@ def _replace_factories() -> None:
     # entered too, so that scripts compile.
     _device_constructors()
     builtins = _get_builtin_table()
-    for name in _FACTORIES.split():
+    for name in _FACTORIES:
         plain = getattr(torch, name)
         ours = _on_cpu(plain)
         if id(plain) in builtins:
