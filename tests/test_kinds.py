@@ -23,6 +23,7 @@ OWN = (
     "mcore/model/elastic_attention.py",
     "mcore/model/latent_attention.py",
     "mcore/model/local_layers.py",
+    "mcore/model/states/",
 )
 REGISTRIES = (
     "cost.kinds.base",

@@ -332,7 +332,7 @@ def _recompute_seconds(
     def of_module(name: str) -> tuple[float, float]:
         again = layer.recomputed(name)
         parameters = sum(each.parameters for each in again)
-        tokens = linear * (parameters / layer.active_parameters)
+        tokens = linear * (2 * parameters / layer.flops_per_token)
         if any(each.light for each in again):
             tokens += linear * NORM_SHARE
         return tokens, attention if any(each.pairs for each in again) else 0.0

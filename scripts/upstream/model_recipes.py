@@ -80,6 +80,31 @@ _GPT_OSS = f"""{_ALL}
     --quick-geglu --glu-linear-offset 1.0 --softmax-type learnable --window-attn-skip-freq 2
     --enable-gpt-oss --activation-func-clamp-value 7.0 --window-size 127,0
 """
+_NEMOTRON = """
+    --save-interval 100000 --micro-batch-size 1 --bf16 --use-mcore-models --trust-remote-code
+    --tokenizer-type HuggingFaceTokenizer --disable-bias-linear
+    --untie-embeddings-and-output-weights --normalization RMSNorm --squared-relu
+    --group-query-attention --export-model-type MambaModel
+"""
+_NEMOTRON_H = f"""{_NEMOTRON}
+    --num-query-groups 8 --mamba-num-groups 8
+"""
+_NEMOTRON_H_SMALL = f"""{_NEMOTRON_H}
+    --no-masked-softmax-fusion --use-rotary-position-embeddings --no-rope-fusion
+    --no-position-embedding --num-attention-heads 32 --mamba-head-dim 64 --mamba-state-dim 128
+    --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-
+    --seq-length 4096 --max-position-embeddings 8192 --make-vocab-size-divisible-by 1
+    --rotary-percent 0.5
+"""
+_NEMOTRON_3 = f"""{_NEMOTRON}
+    --is-hybrid-model --enable-experimental --moe-permute-fusion
+    --use-fused-weighted-squared-relu --cross-entropy-loss-fusion
+    --cross-entropy-fusion-impl native --moe-router-score-function sigmoid --moe-grouped-gemm
+    --moe-aux-loss-coeff 1e-4 --moe-router-enable-expert-bias --moe-router-dtype fp32
+    --moe-router-load-balancing-type seq_aux_loss --attention-backend flash
+    --disable-gloo-process-groups --mamba-head-dim 64 --position-embedding-type none
+    --num-query-groups 2 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +236,79 @@ RECIPES = {
         "--hidden-size 3072 --ffn-hidden-size 9216 --num-attention-heads 24 "
         "--group-query-attention --num-query-groups 8 --seq-length 4096 "
         "--max-position-embeddings 4096 --make-vocab-size-divisible-by 1 --rotary-base 10000",
+    ),
+    "nemotron-h-4b": Recipe(
+        f"{MODELOPT}/nvidia/Nemotron-H-4B-Instruct.sh",
+        f"{_NEMOTRON_H_SMALL} --hidden-size 3072 --ffn-hidden-size 12288 --kv-channels 128 "
+        "--mamba-num-heads 112 --rotary-base 10000",
+    ),
+    "nemotron-h-8b": Recipe(
+        f"{MODELOPT}/nvidia/Nemotron-H-8B-Base-8K.sh",
+        f"{_NEMOTRON_H_SMALL} --hidden-size 4096 --ffn-hidden-size 21504 --mamba-num-heads 128 "
+        "--rotary-base 500000",
+    ),
+    "nemotron-h-47b": Recipe(
+        f"{MODELOPT}/nvidia/Nemotron-H-47B-Reasoning-128K.sh",
+        f"{_NEMOTRON_H} --is-hybrid-model --attention-backend flash --position-embedding-type none "
+        "--num-layers 98 --hidden-size 8192 --ffn-hidden-size 30720 --num-attention-heads 64 "
+        "--kv-channels 128 --mamba-head-dim 64 --mamba-num-heads 256 --mamba-state-dim 256 "
+        "--hybrid-override-pattern "
+        + 8 * "M-"
+        + "M*-"
+        + 9 * "M-"
+        + "M*-"
+        + 4 * "M-"
+        + "M*-"
+        + 4 * "M-"
+        + "M*-"
+        + 7 * "M-"
+        + "--MM---M-M*-M-M-M-M-M- --seq-length 8192 --max-position-embeddings 8192",
+    ),
+    "nemotron-h-56b": Recipe(
+        f"{MODELOPT}/nvidia/Nemotron-H-56B-Base-8K.sh, on a tensor rank instead of 8",
+        f"{_NEMOTRON} --is-hybrid-model --attention-backend flash --position-embedding-type none "
+        "--num-query-groups 8 --init-method-std 0.0099 --num-layers 118 --hidden-size 8192 "
+        "--ffn-hidden-size 32768 --num-attention-heads 64 --kv-channels 128 --mamba-state-dim 256 "
+        f"--hybrid-override-pattern M-M-M-M*-{9 * 'M-M-M-M-M*-'}M-M-M-M-M- "
+        "--tiktoken-pattern v2 --exit-duration-in-mins 230 --seq-length 8192 "
+        "--max-position-embeddings 8192",
+    ),
+    "nemotron-nano-9b-v2": Recipe(
+        f"{MODELOPT}/nvidia/NVIDIA-Nemotron-Nano-9B-v2.sh",
+        f"{_NEMOTRON_H} --is-hybrid-model --no-masked-softmax-fusion --no-rope-fusion "
+        "--position-embedding-type none --num-layers 56 --hidden-size 4480 "
+        "--ffn-hidden-size 15680 --num-attention-heads 40 --kv-channels 128 --mamba-head-dim 80 "
+        "--mamba-num-heads 128 --mamba-state-dim 128 --hybrid-override-pattern "
+        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M- --seq-length 4096 "
+        "--max-position-embeddings 131072 --make-vocab-size-divisible-by 1 "
+        "--padded-vocab-size 131072",
+    ),
+    "nemotron-3-nano": Recipe(
+        f"{MODELOPT}/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.sh",
+        f"{_NEMOTRON_3} --moe-token-dispatcher-type allgather --num-experts 128 "
+        "--moe-router-topk 6 --moe-router-topk-scaling-factor 2.5 "
+        "--moe-shared-expert-intermediate-size 3712 --mamba-num-heads 64 --hybrid-override-pattern "
+        f"{5 * 'MEMEM*E'}MEMEMEM*EMEMEMEME --init-method-std 0.0173 --num-layers 52 "
+        "--hidden-size 2688 --num-attention-heads 32 --ffn-hidden-size 1856",
+    ),
+    "nemotron-3-super": Recipe(
+        f"{MODELOPT}/nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16.sh",
+        f"{_NEMOTRON_3} --moe-token-dispatcher-type allgather --num-experts 512 "
+        "--moe-router-topk 22 --moe-router-topk-scaling-factor 5.0 --moe-latent-size 1024 "
+        "--moe-shared-expert-intermediate-size 5376 --mamba-num-heads 128 "
+        "--hybrid-override-pattern MEMEMEM*EMEMEMEM*EMEMEMEM*E"
+        f"{4 * 'MEMEMEMEM*E'}MEMEMEM*EMEMEMEME --init-method-std 0.014 --num-layers 88 "
+        "--hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 2688 "
+        "--attention-dropout 0.0 --hidden-dropout 0.0",
+    ),
+    "nemotron-3-ultra": Recipe(
+        f"{MODELOPT}/nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16.sh",
+        f"{_NEMOTRON_3} --moe-token-dispatcher-type alltoall --num-experts 512 "
+        "--moe-router-topk 22 --moe-router-topk-scaling-factor 5.0 --moe-latent-size 2048 "
+        "--moe-shared-expert-intermediate-size 10240 --mamba-num-heads 256 "
+        "--hybrid-override-pattern MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*E"
+        "MEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME --init-method-std 0.0099 "
+        "--num-layers 108 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 5120",
     ),
 }
 

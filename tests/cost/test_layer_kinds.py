@@ -402,10 +402,12 @@ def test_exchanges_and_states_by_expert_degree() -> None:
 PUBLISHED = {
     "llama3-8b": 8.03, "llama3-70b": 70.6, "qwen3-8b": 8.2, "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.0, "deepseek-v3": 671.0, "gpt-oss-20b": 20.9,
-    "gpt-oss-120b": 116.8, "gemma3-27b": 27.0,
+    "gpt-oss-120b": 116.8, "gemma3-27b": 27.0, "nemotron-h-8b": 8.1, "nemotron-3-nano": 31.6,
+    "qwen3-next-80b": 79.7,
 }  # fmt: skip
 # Of which a token meets, embedding and output layer as the makers count them.
-ACTIVE = {"qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22.0, "deepseek-v3": 37.0, "gpt-oss-120b": 5.1}
+ACTIVE = {"qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22.0, "deepseek-v3": 37.0, "gpt-oss-120b": 5.1,
+          "nemotron-3-nano": 3.6}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -419,6 +421,23 @@ def test_a_token_meets_the_published_number_of_parameters(name: str) -> None:
     met = sum(known.shapes[kind].active_parameters for kind in known.layer_kinds)
     ends = known.vocabulary_parameters * (1 if name.startswith("gpt-oss") else 2)
     assert (met + ends) / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)
+
+
+def test_layers_with_a_state_by_hand() -> None:
+    """A projection to values, gates, keys and time steps, one back, taps and norms; the scan's
+    pairs within a block of 128, and its state."""
+    mamba = model("nemotron-h-8b").shapes["mamba"]
+    products = 4096 * (2 * 8192 + 2 * 1024 + 128) + 8192 * 4096
+    vectors = 4 * (8192 + 2 * 1024) + 8192 + 4096
+    assert mamba.parameters == products + vectors
+    scan = 128 * (1024 + 8192) + 4 * 8192 * 128
+    assert mamba.flops_per_token == 2 * mamba.parameters + scan and mamba.flops_per_pair == 0
+    found = profile(MODELS["nemotron-h-8b"], DEVICES["h100-80g"]).kinds["mamba"]
+    assert found.border_bytes == 4 * 2**20 + 60 * 2**10  # float32 state, bf16 rows
+    assert found.kv_bytes_per_token == 0
+    assert found.layer_seconds[Kind.FORWARD].per_pair == 0
+    delta = model("qwen3-next-80b").shapes["delta"].parts[0]
+    assert delta.carried.state * 4 == 2 * 2**20 and delta.carried.tail * 2 == 48 * 2**10
 
 
 def test_flops_by_hand() -> None:

@@ -181,6 +181,8 @@ SHAPES = (
     LayerShape(experts=8, active_experts=2, expert_hidden=64),
     LayerShape(attention=False),
     LayerShape(mlp=False),
+    LayerShape(attention=False, mamba_heads=8, state_groups=2, state_keys=16, state_values=4),
+    LayerShape(attention=False, delta_heads=8, state_groups=2, state_keys=16, state_values=4),
     SUM,
 )
 

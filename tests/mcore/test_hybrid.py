@@ -224,7 +224,7 @@ def test_patterns_that_cannot_be_are_one_line(wanted, says) -> None:
     ("pattern", "program", "says"),
     [
         ("*-?", PROGRAM, "'?' stands for no layer"),
-        ("M*-", PROGRAM, "--epp does not run Mamba layers (M in --hybrid-layer-pattern): use"),
+        ("D*-", PROGRAM, "attention (*) and latent attention (D) in one model"),
         ("*-", None, "run megatron_epp.pretrain_hybrid with these flags"),
         (None, PROGRAM, "--hybrid-layer-pattern is missing: pretrain_hybrid trains"),
     ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from megatron_epp.cost.catalogue.named import pick
 from megatron_epp.cost.kinds.base import require_flags, require_sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
-from megatron_epp.cost.layer_kinds import parse_kinds
+from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds
 from megatron_epp.cost.profile import LAYER_KIND, kind_name
 
 
@@ -142,6 +142,71 @@ def _deepseek_v3() -> Model:
                  pattern="3*dense 58*experts")  # fmt: skip
 
 
+def _of_letters(letters: str, **kinds: str) -> str:
+    """The pattern of layers that each are of one letter's kind, as a HybridModel's is written;
+    ``a`` stands for ``*``, ``m`` for ``-``."""
+    return format_kinds([kinds[letter] for letter in letters.replace("*", "a").replace("-", "m")])
+
+
+def _mamba(heads: int) -> LayerShape:
+    """Mamba alone, as in all of Nemotron's."""
+    return LayerShape(
+        attention=False,
+        mlp=False,
+        mamba_heads=heads,
+        state_groups=8,
+        state_keys=128,
+        state_values=64,
+    )
+
+
+def _nemotron_h_8b() -> Model:
+    kinds = {
+        "mamba": _mamba(128),
+        "mlp": LayerShape(attention=False),
+        "attention": LayerShape(mlp=False),
+    }
+    letters = "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
+    return Model("nemotron-h-8b", 52, 4096, 21504, 32, 8, 128, 131_072, kinds=kinds,
+                 pattern=_of_letters(letters, M="mamba", m="mlp", a="attention"))  # fmt: skip
+
+
+def _nemotron_3(
+    name: str, hidden: int, letters: str, mamba_heads: int, experts: LayerShape
+) -> Model:
+    kinds = {
+        "mamba": _mamba(mamba_heads),
+        "experts": experts,
+        "attention": LayerShape(mlp=False),
+    }
+    return Model(name, len(letters), hidden, experts.expert_hidden, 32, 2, 128, 131_072,
+                 kinds=kinds,
+                 pattern=_of_letters(letters, M="mamba", E="experts", a="attention"))  # fmt: skip
+
+
+def _nemotron_3_nano() -> Model:
+    letters = 5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
+    experts = LayerShape(
+        attention=False, experts=128, active_experts=6, expert_hidden=1856, shared_hidden=3712
+    )
+    return _nemotron_3("nemotron-3-nano", 2688, letters, 64, experts)
+
+
+def _qwen3_next_80b() -> Model:
+    mixture = LayerShape(experts=512, active_experts=10, expert_hidden=512, shared_hidden=512)
+    delta = dataclasses.replace(
+        mixture,
+        attention=False,
+        delta_heads=32,
+        state_groups=16,
+        state_keys=128,
+        state_values=128,
+    )
+    return Model("qwen3-next-80b", 48, 2048, 5120, 16, 2, 256, 151_936, gated=True,
+                 kinds={"delta": delta, "attention": mixture},
+                 pattern="12*(3*delta attention)")  # fmt: skip
+
+
 def _gemma3_27b() -> Model:
     """Text alone: five layers that see 1,024 keys, then one that sees all."""
     kinds = {"window": LayerShape(window=1024), "full": LayerShape()}
@@ -150,9 +215,10 @@ def _gemma3_27b() -> Model:
 
 
 # Sources: the papers named above for gpt-*; for the others the makers' public configurations and
-# reports. Llama 3 (Meta, 2024), Qwen3 (Alibaba, 2025), DeepSeek-V3 (2024; its multi-token
-# prediction left out), gpt-oss (OpenAI's model card, 2025), Gemma 3 (Google, 2025). Biases, sinks,
-# norms of Q and K and Gemma's two further norms are left out: below 0.1% of the parameters.
+# reports. Llama 3 (Meta, 2024), Qwen3 (Alibaba, 2025), DeepSeek-V3 (2024), gpt-oss (OpenAI's model
+# card, 2025), Gemma 3 (Google, 2025), Nemotron-H and Nemotron 3 (NVIDIA, 2025), Qwen3-Next
+# (Alibaba, 2025). Left out: heads for further tokens; and, up to 0.1% of the parameters, biases,
+# sinks, norms of Q and K, Qwen3-Next's gates of attention and Gemma's two further norms.
 MODELS: Mapping[str, Model] = {
     model.name: model
     for model in (
@@ -169,6 +235,9 @@ MODELS: Mapping[str, Model] = {
         _gpt_oss("gpt-oss-20b", 24, 32),
         _gpt_oss("gpt-oss-120b", 36, 128),
         _gemma3_27b(),
+        _nemotron_h_8b(),
+        _nemotron_3_nano(),
+        _qwen3_next_80b(),
     )
 }
 

@@ -145,6 +145,11 @@ class Part:
         return 0
 
     @property
+    def scan_flops(self) -> float:
+        """Forward flops for a token beside those of products with its weights."""
+        return 0.0
+
+    @property
     def flops_per_pair(self) -> float:
         """Forward flops for one query and one key."""
         return 0.0

@@ -22,14 +22,22 @@ from megatron_epp.cost.kinds.base import (
 from megatron_epp.cost.kinds.experts import ExpertPart, ExpertSizes
 from megatron_epp.cost.kinds.latents import LatentPart, LatentSizes
 from megatron_epp.cost.kinds.mlp import MlpPart
+from megatron_epp.cost.kinds.states import DeltaPart, MambaPart, StateSizes
 from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import SELECTIVE
 
-PARTS: tuple[type[Part], ...] = (AttentionPart, LatentPart, MlpPart, ExpertPart)
+PARTS: tuple[type[Part], ...] = (
+    AttentionPart,
+    LatentPart,
+    MambaPart,
+    DeltaPart,
+    MlpPart,
+    ExpertPart,
+)
 
 
 @dataclass(frozen=True)
-class LayerShape(WindowSizes, LatentSizes, ExpertSizes):
+class LayerShape(StateSizes, WindowSizes, LatentSizes, ExpertSizes):
     """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
     that stands before a token and a dense MLP; fields: those of its bases."""
 
@@ -122,8 +130,8 @@ class Layer:
 
     @property
     def flops_per_token(self) -> float:
-        """Forward flops of the linears."""
-        return 2.0 * self.active_parameters
+        """Forward flops of the linears, and of scans."""
+        return 2.0 * self.active_parameters + sum(part.scan_flops for part in self.parts)
 
     @property
     def flops_per_pair(self) -> float:

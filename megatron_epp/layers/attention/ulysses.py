@@ -45,10 +45,17 @@ class Ulysses:
 
     def to_heads(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor) -> tuple[Tensor, ...]:
         """q [T, H/N, D], k and v [T, max(1, G/N), D] of all rows."""
-        ranks, groups = self.group.size(), k_tGD.shape[1]
-        if groups < ranks:
-            k_tGD, v_tGD = (x.repeat_interleave(ranks // groups, dim=1) for x in (k_tGD, v_tGD))
-        return _ToHeads.apply(self.group, q_tHD, k_tGD, v_tGD)
+        return self.each_to_heads((q_tHD, k_tGD, v_tGD))
+
+    def each_to_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors of some rows [t, H, D] each as [T, H/N, D]; those of fewer heads than ranks have
+        copies of theirs."""
+        ranks = self.group.size()
+        shared = (
+            x if x.shape[1] >= ranks else x.repeat_interleave(ranks // x.shape[1], dim=1)
+            for x in tensors
+        )
+        return _ToHeads.apply(self.group, *shared)
 
     def to_rows(self, out_THD: Tensor) -> Tensor:
         """The attention's output of some heads [T, H/N, D] as that of some rows [t, H, D]."""

@@ -46,7 +46,9 @@ def wrap_layer(
             return forward(hidden_states=hidden_states, **others)
         choice = state.recompute[index]
         if choice == FULL:
-            hidden = checkpoint(lambda x: forward(hidden_states=x, **others)[0], hidden_states)
+            hidden = checkpoint(
+                lambda x: hidden_of(forward(hidden_states=x, **others)), hidden_states
+            )
             return hidden, None
         offloaded: AbstractContextManager[None] = nullcontext()
         if state is not None and choice == OFFLOAD:
@@ -55,6 +57,11 @@ def wrap_layer(
             return forward(hidden_states=hidden_states, **others)
 
     return wrapped
+
+
+def hidden_of(output: Any) -> Tensor:
+    """A layer's hidden states, which some give beside a context."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):

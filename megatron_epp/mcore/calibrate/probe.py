@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
@@ -177,12 +178,13 @@ class Probe:
         def forward() -> Tensor:
             x = hidden
             for layer in self.model.decoder.layers[self.at : self.at + len(letters)]:
-                x, _ = layer(
+                made = layer(
                     hidden_states=x,
                     attention_mask=None,
                     rotary_pos_emb=rotary,
                     packed_seq_params=params,
                 )
+                x = hidden_of(made)
             return x
 
         return self._pass(forward, store, weigh, split)
@@ -277,7 +279,7 @@ class Probe:
         """Leave in ``store`` what a later slice's backward leaves for one that is not the last."""
         for layer, document, key_CGD in store:
             kept = store.context(layer, document, len(key_CGD))
-            store.add_gradient(layer, document, *map(torch.zeros_like, kept))
+            store.add_window_gradient(layer, document, 0, *map(torch.zeros_like, kept))
 
     def _chunk(self, shape: Shape, letters: str) -> tuple[Store, ChunkParams]:
         """A chunk in the middle of its iteration: the K and V before it are kept, and gradients
@@ -289,7 +291,9 @@ class Probe:
             kept = _kept_shapes(self.model.decoder.layers[layer], shape.context)
             if shape.context and kept:
                 key, value = map(self._normal, kept)
-                store.append(layer, 0, 0, key, value)
+                # A state is one row at each border: here, and behind the slice.
+                rows = None if len(key) > 1 else len(key) + shape.cut
+                store.append(layer, 0, 0, key, value, rows)
         rows = self.share.padded(shape.tokens)
         letters = KEEP * self.at + letters
         if shape.local:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,19 @@ def plain_model(args: Namespace, by_engine: bool) -> Any:
     model = description.get_builder_cls()(description).build_model(
         ProcessGroupCollection.use_mpu_process_groups()
     )
+    _make_double(args, [model])
     for layer in model.decoder.layers:
         for part in layer_parts(layer):
             part.mend_plain(layer, by_engine)
     return model
+
+
+def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
+    """``models``; in float64 also what Megatron makes in float32 whatever the model's dtype."""
+    if args.params_dtype == torch.float64:
+        for parameter in (parameter for model in models for parameter in model.parameters()):
+            parameter.data = parameter.data.double()
+    return models
 
 
 def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: int = 0) -> Any:
@@ -74,6 +84,7 @@ def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: in
     """
     description = described(args)
     mend_layer_spec(description)
+    description.pre_wrap_hooks.append(partial(_make_double, args))
     if lora_rank:
         description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])
     install(description)

@@ -88,6 +88,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         if not getattr(args, name):
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} is missing among the model flags; expected at least {flag} 1")
+    args = Namespace(**{**vars(args), "context_parallel_size": degrees.cp})
     tp = degrees.tp
     stages = stage_layers(args, degrees.pp, layout)
     counts = fewer(stages) if pattern is None else [min(count, HALF_LAYERS) for count in stages]

@@ -36,7 +36,9 @@ def mend_layer_spec(description: Any) -> None:
 
     def spec(description: Any, vp_stage: int | None = None) -> Any:
         if wanted is None:
-            made = default_layer_spec(description, vp_stage)
+            blocks = (part.local_block(config, vp_stage) for part in MEGATRON_PARTS)
+            made = next((block for block in blocks if block is not None), None)
+            made = default_layer_spec(description, vp_stage) if made is None else made
         else:
             made = copy.deepcopy(wanted if isinstance(wanted, ModuleSpec) else wanted(description))
         # Layers of one kind are one description; of several kinds, a list of them, by reference.

@@ -29,7 +29,8 @@ _NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 # ------------------------------------------------------------------ layers of a HybridModel
 
 
-def _whole(config: Any, latents: bool = False) -> TransformerLayerSubmodules:
+def local_submodules(config: Any, latents: bool = False) -> TransformerLayerSubmodules:
+    """Submodules of a layer of attention and an MLP."""
     return get_gpt_layer_local_submodules(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=latents,
@@ -40,7 +41,7 @@ def _whole(config: Any, latents: bool = False) -> TransformerLayerSubmodules:
 
 def attention_alone(config: Any, latents: bool) -> ModuleSpec:
     """Description of a layer of attention."""
-    whole = _whole(config, latents)
+    whole = local_submodules(config, latents)
     submodules = TransformerLayerSubmodules(
         input_layernorm=whole.input_layernorm,
         self_attention=whole.self_attention,
@@ -52,7 +53,7 @@ def attention_alone(config: Any, latents: bool) -> ModuleSpec:
 
 def feed_forward(config: Any, experts: Any = None) -> TransformerLayerSubmodules:
     """Submodules of a layer of an MLP, or of ``experts``, whose norm has a name of its own."""
-    whole = _whole(config)
+    whole = local_submodules(config)
     return TransformerLayerSubmodules(
         pre_mlp_layernorm=whole.pre_mlp_layernorm,
         mlp=experts or whole.mlp,

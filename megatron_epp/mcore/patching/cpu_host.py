@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 from megatron_epp.mcore.patching import engine_on_cpu
+from megatron_epp.mcore.patching.cpu_kernels import install_cpu_kernels
 from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
 
 # What compiled GPU packages Megatron would import if it found them. On a host without a GPU they
@@ -101,6 +102,7 @@ def install_cpu_host() -> bool:
     setattr(torch.cuda, _MARK, True)
     if engine_on_cpu.is_wanted():
         engine_on_cpu.start_reference()
+    install_cpu_kernels()
     _quieten()
 
     from megatron_epp.mcore.patching import seams  # imports megatron, so only now

@@ -200,6 +200,11 @@ class MegatronPart:
         """Description of such a layer of a HybridModel, of Megatron's local modules."""
         raise NotImplementedError
 
+    def local_block(self, config: Any, vp_stage: int | None) -> Any:
+        """Description of a stage's layers of a GPTModel, of Megatron's local modules; None: it has
+        its own."""
+        return None
+
     def mend_local(self, layer: Any, config: Any) -> None:
         """Give ``layer``, the submodules that describe one of Megatron's, what local ones lack."""
 

@@ -24,6 +24,7 @@ from megatron_epp.mcore.model.kinds.experts import MegatronExperts
 from megatron_epp.mcore.model.kinds.latents import MegatronLatents
 from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
+from megatron_epp.mcore.model.kinds.states import MegatronDelta, MegatronMamba
 from megatron_epp.mcore.model.kinds.window import MegatronWindow
 from megatron_epp.mcore.model.limit import Limit
 from megatron_epp.mcore.replaced import ReplacedFlags
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 MEGATRON_PARTS: tuple[MegatronPart, ...] = (
     MegatronAttention(),
     MegatronLatents(),
+    MegatronMamba(),
+    MegatronDelta(),
     MegatronMlp(),
     MegatronExperts(),
     MegatronWindow(),
@@ -47,12 +50,10 @@ MIXER_FLAGS = {
     if part.PRICED is None or part.PRICED.MIXER
     for name, plain in part.FLAGS.items()
 }
-# Letters of a HybridModel's layers that --epp runs; of others, what they are: they carry a state
-# from token to token, or choose what they attend to.
+# Letters of a HybridModel's layers that --epp runs; of others, what they are: they choose what they
+# attend to.
 LETTERS = {part.LETTER: part.NAME for part in MEGATRON_PARTS if part.LETTER}
 UNSUPPORTED_LETTERS = {
-    "M": "Mamba layers",
-    "G": "gated delta net layers",
     "D": "layers of DeepSeek's sparse attention",
 }
 # Attributes of Megatron's layers that hold what computes.

@@ -4,11 +4,12 @@ from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.attention import AttentionPart
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart
+from megatron_epp.mcore.model.kinds.states import DELTA, MegatronDelta
 from megatron_epp.mcore.model.limit import Limit, given, not_computed
 
 
 class MegatronAttention(MegatronPart):
-    """Attention: in all layers but the MLPs and experts of a HybridModel."""
+    """Attention: in all layers but the MLPs, experts and layers with a state of a HybridModel."""
 
     PRICED, NAME, LETTER, LETTERS = AttentionPart, "attention", "*", "*+"
     ABSENT: ClassVar = {"attention": False}
@@ -19,7 +20,7 @@ class MegatronAttention(MegatronPart):
         Limit(
             "other attention variants (--experimental-attention-variant)",
             "use plain softmax attention, or run without --epp",
-            given("experimental_attention_variant"),
+            given("experimental_attention_variant", harmless=(DELTA,)),
             slices=not_computed(experimental_attention_variant="an attention variant"),
         ),
         Limit(
@@ -34,6 +35,11 @@ class MegatronAttention(MegatronPart):
             slices=not_computed(attention_dropout="dropout in attention"),
         ),
     )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        """But those that have a gated delta net in its place."""
+        others = MegatronDelta().layers(args)
+        return tuple(a and not b for a, b in zip(super().layers(args), others, strict=True))
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
         groups = args.num_query_groups or args.num_attention_heads

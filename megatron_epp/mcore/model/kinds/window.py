@@ -54,7 +54,7 @@ class MegatronWindow(MegatronPart):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        attention = super().layers(args)
+        attention = MegatronAttention().layers(args)
         if not getattr(args, "window_size", None):
             return (False,) * args.num_layers
         skip = args.window_attn_skip_freq

@@ -1,0 +1,57 @@
+"""Rows for heads around a scan, where a chunk's rows lie over context-parallel ranks.
+
+A state goes through all rows of a document, so the rows are exchanged for heads, as attention's
+are (layers/attention/ulysses.py), which are independent. Of documents that a rank computes alone it
+has every head, and nothing is exchanged (layers/attention/local.py).
+
+t rows of this rank, s of them exchanged, T = N s with those of all N ranks; C channels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.attention.local import spread_rows
+from megatron_epp.layers.attention.ulysses import Ulysses
+from megatron_epp.layers.chunk_state import ChunkState
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Channels of a projection that are ``heads`` of ``size`` each, one head behind the other."""
+
+    heads: int
+    size: int
+
+    @property
+    def channels(self) -> int:
+        return self.heads * self.size
+
+
+# (rows [T, C], their state, whether they are of this rank's share of heads) -> outputs [T, H, P]
+Scan = Callable[[Tensor, ChunkState, bool], Tensor]
+
+
+def scan_by_heads(
+    rows_tC: Tensor,
+    sections: Sequence[Section],
+    state: ChunkState,
+    ulysses: Ulysses | None,
+    scan: Scan,
+) -> Tensor:
+    """Outputs [t, H, P] of this rank's rows by ``scan``, from the channels of ``sections``."""
+    if ulysses is None:
+        return scan(rows_tC, state, False)
+    spread, made = spread_rows(state, ulysses), []
+    if spread:
+        of_section = rows_tC[:spread].split([one.channels for one in sections], 1)
+        parts = [
+            x.unflatten(1, (one.heads, -1)) for x, one in zip(of_section, sections, strict=True)
+        ]
+        mine_TC = torch.cat([x.flatten(1) for x in ulysses.each_to_heads(parts)], 1)
+        made.append(ulysses.to_rows(scan(mine_TC, state, True)))
+    if state.local is not None and len(rows_tC) > spread:
+        made.append(scan(rows_tC[spread:], state.local, False))
+    return torch.cat(made) if len(made) > 1 else made[0]

@@ -1,0 +1,269 @@
+"""States over the borders between slices: which rows one call of a kernel takes, what it begins
+with, what it leaves.
+
+    rows of a chunk     [slice of 0 . . .|doc 1 .|doc 2|padding]
+    calls               [+ + slice of 0 . . .|doc 1 .|doc 2|padding]     one, where a slice is first
+                         rows in front of a border, for the convolution
+
+A kernel that knows where sequences end takes many of them in one call, but one state only: into the
+first of them, and out of the last. So a slice behind a border begins a call, and a slice in front
+of one ends it. At every border the store keeps a row: the state, and the W - 1 rows in front of it
+that a convolution of W taps sees. Their gradients go back the same way.
+
+A call that would be too long for a kernel's numbers of elements is made of several, whose states go
+from one to the next through autograd.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_epp.layers.attention.varlen import on_device
+from megatron_epp.layers.chunk_state import ChunkState, Rows
+
+# What a kernel counts elements of one tensor with is 32 bits wide; sizes of heads, blocks and
+# strides multiply what is addressed, so calls stay well below.
+MOST_ELEMENTS = 2**30
+BLOCK_ROWS = 128  # rows of a kernel's own blocks, as large as they come
+WITHIN = -1  # the border between two calls of one slice
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Rows [start, stop) of a chunk that one call of a kernel takes: sequences of ``lengths``.
+
+    before   border, of those of ``document``, whose state the first sequence begins with; None: it
+             begins its document
+    after    border at which the last one leaves its state; None: it ends its document
+    """
+
+    start: int
+    stop: int
+    lengths: tuple[int, ...]
+    document: int
+    before: int | None = None
+    after: int | None = None
+
+
+def calls_of(state: ChunkState, channels: int) -> tuple[Call, ...]:
+    """The calls for all rows of a chunk, of which each has so many ``channels``; once a chunk."""
+    most = most_rows(channels)
+    return state.once(f"calls of {most} rows", lambda: tuple(_calls(state, most)))
+
+
+def most_rows(channels: int) -> int:
+    """Rows of so many ``channels`` that one call may have."""
+    return max(1, MOST_ELEMENTS // channels // BLOCK_ROWS) * BLOCK_ROWS
+
+
+def _calls(state: ChunkState, most: int) -> Iterator[Call]:
+    made: Call | None = None
+    for row in _pieces(state, most):
+        joins = (
+            made is not None
+            and made.after is None
+            and row.before is None
+            and row.stop - made.start <= most
+        )
+        if made is not None and joins:
+            lengths = *made.lengths, *row.lengths
+            document = made.document if row.document < 0 else row.document
+            made = replace(made, stop=row.stop, lengths=lengths, document=document, after=row.after)
+            continue
+        if made is not None:
+            yield made
+        made = row
+    assert made is not None, "a chunk has rows, if of padding alone"
+    yield made
+
+
+def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
+    """A call for each span and for the padding, and several for one of more than ``most`` rows."""
+    for rows in state.rows:
+        before, after = _borders(state, rows)
+        for start in range(rows.start, rows.stop, most):
+            stop = min(start + most, rows.stop)
+            begins = before if start == rows.start else WITHIN
+            ends = after if stop == rows.stop else WITHIN
+            document = rows.span.document if rows.cut else -1
+            yield Call(start, stop, (stop - start,), document, begins, ends)
+    if state.tokens > state.used:
+        yield Call(state.used, state.tokens, (state.tokens - state.used,), -1)
+
+
+def _borders(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
+    """Borders, of those of its document, at which the span of ``rows`` begins and ends."""
+    if not rows.cut:
+        return None, None
+    start, stop = rows.span.start, rows.span.stop
+    borders = state.store.borders.get(rows.span.document)
+    if borders is None:  # in calibration, which knows one slice alone
+        borders = (start, stop) if start else (stop,)
+    return borders.index(start) if start else None, None if rows.last else borders.index(stop)
+
+
+class CarriedStates:
+    """States and rows in front of borders, in one pass of a chunk through layer ``layer`` of the
+    stage: a layer asks for them call by call, in order.
+
+    ``taps`` of its convolution. A layer asks for the rows first (:meth:`front`), gives those that
+    the next call would see (:meth:`behind`), and hands in the state with the outputs
+    (:meth:`leave`).
+    """
+
+    def __init__(self, state: ChunkState, layer: int, taps: int, channels: int):
+        self.state, self.layer, self.taps = state, layer, taps
+        self.calls, self.most = calls_of(state, channels), most_rows(channels)
+        self._taken: dict[int, tuple[Tensor, Tensor]] = {}
+        self._tails: dict[int, Tensor] = {}
+        self._within: tuple[Tensor, Tensor] | None = None
+
+    def front(self, number: int, rows_LC: Tensor) -> Tensor | None:
+        """The W - 1 rows [W-1, C] in front of call ``number``, which computes ``rows``; None where
+        a document begins."""
+        call = self.calls[number]
+        if call.before is None:
+            return None
+        if call.before == WITHIN:
+            return self._tails[number - 1]
+        self._taken[number] = _Take.apply(rows_LC, self.state, self.layer, call)
+        return self._taken[number][1]
+
+    def initial(self, number: int) -> Tensor | None:
+        """The state that call ``number`` begins with, once its front was asked for."""
+        call = self.calls[number]
+        if call.before is None:
+            return None
+        if call.before == WITHIN:
+            assert self._within is not None, "calls come in order"
+            return self._within[0]
+        return self._taken.pop(number)[0]
+
+    def behind(self, number: int, rows_LC: Tensor) -> None:
+        """``rows`` of call ``number``, those in front of it included, as its convolution saw
+        them."""
+        if self.calls[number].after is None:
+            return
+        wanted = self.taps - 1
+        if len(rows_LC) < wanted:  # a document that is shorter
+            nothing = rows_LC.new_zeros(wanted - len(rows_LC), rows_LC.shape[1])
+            rows_LC = torch.cat((nothing, rows_LC))
+        self._tails[number] = rows_LC[len(rows_LC) - wanted :]
+
+    def leave(self, number: int, outputs: Tensor, final: Tensor | None) -> Tensor:
+        """``outputs`` of call ``number``, with ``final``, the state behind its last row, kept where
+        a border follows: what uses the outputs is what sends gradients back to it."""
+        call = self.calls[number]
+        if call.after is None:
+            return outputs
+        assert final is not None, "a call in front of a border gives its state"
+        tail = self._tails[number]
+        if call.after == WITHIN:
+            self._within = final, tail
+            return outputs
+        return _Leave.apply(outputs, final, tail, self.state, self.layer, call)
+
+    def wants_final(self, number: int) -> bool:
+        return self.calls[number].after is not None
+
+    def borders(self, number: int, front: int, device: torch.device) -> Tensor:
+        """Where the sequences of call ``number`` begin and the last one ends, ``front`` rows in
+        front of a border counted: int64, the same tensor for every layer of the chunk."""
+
+        def make() -> Tensor:
+            return torch.tensor(list(accumulate(self.lengths(number, front), initial=0)))
+
+        return self._once("borders", number, front, device, make)
+
+    def sequences(self, number: int, front: int, device: torch.device) -> Tensor | None:
+        """[1, L] of which sequence each row of call ``number`` is, int32; None: there is one."""
+        if len(self.calls[number].lengths) == 1:
+            return None
+
+        def make() -> Tensor:
+            lengths = torch.tensor(self.lengths(number, front))
+            return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
+
+        return self._once("sequences", number, front, device, make)
+
+    def lengths(self, number: int, front: int) -> tuple[int, ...]:
+        """Rows of the sequences of call ``number``, with ``front`` of them in front of a border."""
+        first, *others = self.calls[number].lengths
+        return first + front, *others
+
+    def _once(
+        self, what: str, number: int, front: int, device: torch.device, make: Callable[[], Tensor]
+    ) -> Tensor:
+        """``make()`` of the chunk's first layer that asks, on the device."""
+        name = f"{what} of call {number} of {self.most} rows, behind {front}"
+        return self.state.once(name, lambda: on_device(make(), device))
+
+
+class _Take(torch.autograd.Function):
+    """State and rows at the border that a call begins at, from the store; their gradients go
+    there. ``rows``, those of the call, tie it into the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, state: ChunkState, layer: int, call: Call
+    ) -> tuple[Tensor, ...]:
+        ctx.store, ctx.place, border = state.store, (layer, call.document), call.before
+        assert border is not None, "asked behind a border"
+        ctx.border = border
+        kept = state.store.context(layer, call.document, border + 1, border)
+        last = border == len(state.store.borders.get(call.document, ())) - 1
+        if last and not state.training:
+            state.store.release(layer, call.document)
+        return tuple(_own(part[0]) for part in kept)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor):
+        ctx.store.add_window_gradient(*ctx.place, ctx.border, *(one[None] for one in gradients))
+        return None, None, None, None
+
+
+def _own(row: Tensor) -> Tensor:
+    """The memory of ``row`` as no view: what is written beside it in the buffer, where borders
+    behind this one are kept, is no change of it to autograd."""
+    memory = row.untyped_storage()
+    return row.new_empty(0).set_(memory, row.storage_offset(), row.size(), row.stride())
+
+
+class _Leave(torch.autograd.Function):
+    """``outputs`` as they are, the state behind them into the store; in backward it finds what the
+    next slice left there for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs: Tensor,
+        final: Tensor,
+        tail: Tensor,
+        state: ChunkState,
+        layer: int,
+        call: Call,
+    ) -> Tensor:
+        ctx.store, ctx.place, border = state.store, (layer, call.document), call.after
+        assert border is not None, "asked in front of a border"
+        ctx.border = border
+        rows = len(state.store.borders.get(call.document, ())) or border + 1
+        state.store.append(layer, call.document, border, final[None], tail[None], rows)
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        store, border = ctx.store, ctx.border
+        found = store.gradient(*ctx.place, border, border + 1)
+        of_final, of_tail = (part[0].clone() for part in found)
+        if border == 0:
+            store.release(*ctx.place)
+        return gradient, of_final, of_tail, None, None, None
+
+
+def of_all_calls(parts: Sequence[Tensor]) -> Tensor:
+    """Outputs of all calls, of all rows."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))

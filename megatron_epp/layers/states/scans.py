@@ -1,0 +1,116 @@
+"""Scans of layers with a state, on hosts without a GPU: what GPU kernels compute, by torch.
+
+Each works in blocks of rows: within a block all rows meet all earlier ones as in attention, and a
+state goes from block to block. Sequences that lie one behind the other are scanned one by one.
+
+L rows of a sequence in c blocks of Q, H heads of which R share a group, G groups (H = G R), P
+channels of a head's values, N (of the delta rule K) channels of its keys.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SCAN_ROWS = 64
+
+
+def causal_conv(x_LC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+    """Each channel's own convolution [L, C] over a row and those before it, zeros before the first;
+    W taps, the last one the row's own."""
+    rows, taps = len(x_LC), weight_CW.shape[1]
+    padded = F.pad(x_LC, (0, 0, taps - 1, 0))
+    made = sum(padded[tap : tap + rows] * weight_CW[:, tap] for tap in range(taps))
+    assert isinstance(made, Tensor), "at least one tap"
+    return made if bias_C is None else made + bias_C
+
+
+def selective_scan(
+    x_LHP: Tensor,
+    dt_LH: Tensor,
+    A_H: Tensor,
+    B_LGN: Tensor,
+    C_LGN: Tensor,
+    state_HPN: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's scan: state = exp(dt A) state + dt x B', output = state C; [L, H, P] and the state
+    behind the last row [H, P, N].
+
+    Source: Dao and Gu, Transformers are SSMs (2024), listing 1.
+    """
+    rows, heads, groups = len(x_LHP), x_LHP.shape[1], B_LGN.shape[1]
+    x, dt, B, C = (_blocks(part) for part in (x_LHP, dt_LH, B_LGN, C_LGN))
+    x = x.unflatten(2, (groups, -1))  # [c, Q, G, R, P]
+    dt = dt.unflatten(2, (groups, -1))  # [c, Q, G, R]
+    decayed = (dt * A_H.unflatten(0, (groups, -1))).cumsum(1)
+    within = _decay(decayed.movedim(1, -1))  # [c, G, R, Q, Q]
+    scores = torch.einsum("cign,cjgn->cgij", C, B)
+    weights = scores[:, :, None] * within * dt.movedim(1, -1)[..., None, :]
+    y = torch.einsum("cgrij,cjgrp->cigrp", weights, x)
+    left = (decayed[:, -1:] - decayed).exp() * dt  # of a row at its block's end
+    added = torch.einsum("cjgr,cjgrp,cjgn->cgrpn", left, x, B)
+    state = added.new_zeros(added.shape[1:])
+    if state_HPN is not None:
+        state = state_HPN.to(added.dtype).unflatten(0, (groups, -1))
+    before = []
+    for of_block, its_decay in zip(added, decayed[:, -1].exp(), strict=True):
+        before.append(state)
+        state = its_decay[..., None, None] * state + of_block
+    y = y + torch.einsum("cign,cgrpn,cigr->cigrp", C, torch.stack(before), decayed.exp())
+    return y.flatten(0, 1)[:rows].flatten(1, 2).reshape(rows, heads, -1), state.flatten(0, 1)
+
+
+def gated_delta_rule(
+    q_LHK: Tensor,
+    k_LHK: Tensor,
+    v_LHP: Tensor,
+    g_LH: Tensor,
+    beta_LH: Tensor,
+    scale: float,
+    state_HKP: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule: S = exp(g) S, then S = S + k beta (v - k'S)', output = scale q'S;
+    [L, H, P] and the state behind the last row [H, K, P].
+
+    Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), eq. 10; a block's rows by one
+    triangular system, as in section 3.3.
+    """
+    rows = len(q_LHK)
+    q, k, v = (_blocks(part).transpose(1, 2) for part in (q_LHK, k_LHK, v_LHP))  # [c, H, Q, .]
+    beta = _blocks(beta_LH).transpose(1, 2)[..., None]
+    decayed = _blocks(g_LH).transpose(1, 2).cumsum(2)  # [c, H, Q]
+    within = _decay(decayed)
+    system = (beta * (k @ k.mT) * within).tril(-1)
+    system = system + torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+    known = torch.cat((beta * v, beta * decayed.exp()[..., None] * k), -1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
+    scores = (q @ k.mT) * within
+    left = (decayed[..., -1:] - decayed).exp()[..., None] * k
+    state = k.new_zeros(*k.shape[1:2], k.shape[-1], v.shape[-1])
+    if state_HKP is not None:
+        state = state_HKP.to(k.dtype)
+    outputs = []
+    for block in range(len(q)):
+        changed = values[block] - keys[block] @ state
+        seen = (q[block] * decayed[block].exp()[..., None]) @ state
+        outputs.append(seen + scores[block] @ changed)
+        end = decayed[block, :, -1].exp()[:, None, None]
+        state = end * state + left[block].mT @ changed
+    o = scale * torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:rows]
+    return o, state
+
+
+def _blocks(x: Tensor) -> Tensor:
+    """[L, ...] as [c, Q, ...], with rows of zeros behind the last: they leave a state as it is."""
+    rows = len(x)
+    size = min(SCAN_ROWS, max(1, rows))
+    padding = -rows % size
+    padded = torch.cat((x, x.new_zeros(padding, *x.shape[1:]))) if padding else x
+    return padded.unflatten(0, (-1, size))
+
+
+def _decay(sums: Tensor) -> Tensor:
+    """[..., Q] sums of logarithms -> [..., Q, Q]: what is left at row i of row j; 0 for later j."""
+    rows = sums.shape[-1]
+    later = torch.ones(rows, rows, dtype=torch.bool, device=sums.device).triu(1)
+    return (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()

@@ -1,0 +1,243 @@
+"""Stand-ins for packages of GPU kernels that Megatron's layers with a state import.
+
+On a host without a GPU mamba_ssm, causal_conv1d and flash-linear-attention cannot run, and without
+them Megatron's classes are not even built. So modules of their names, with what Megatron takes from
+them, compute the same by torch (layers/states/scans.py): Megatron's own classes run as they are. Of
+arguments of the kernels those that Megatron or this package give are known; others are refused by
+Python.
+
+Backward runs a kernel's forward again, as mamba_ssm's fused kernel does: what a layer keeps is
+then about what it keeps on a GPU.
+"""
+
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_epp.layers.recompute.outputs import recomputable_all
+from megatron_epp.layers.states.scans import causal_conv, gated_delta_rule, selective_scan
+
+# What Megatron asks for at least, and does not find another way to compute behind.
+_VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0", "fla": "0.4.1"}
+
+
+def install_cpu_kernels() -> None:
+    """Put the stand-ins where Megatron imports the packages from; before it is imported."""
+    if getattr(sys.modules.get("mamba_ssm"), "__file__", None) == __file__:
+        return
+    for name, contents in _MODULES.items():
+        module = sys.modules[name] = ModuleType(name, __doc__)
+        module.__file__ = __file__
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        for attribute, value in contents.items():
+            setattr(module, attribute, value)
+        if name in _VERSIONS:
+            module.__dict__["__version__"] = _VERSIONS[name]
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+
+
+class RMSNorm(torch.nn.Module):
+    """mamba_ssm.ops.triton.layernorm_gated's: over groups of ``group_size`` channels."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        super().__init__()
+        self.eps, self.group_size = eps, group_size or hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.float().unflatten(-1, (-1, self.group_size))
+        normed = F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    return_final_states: bool = False,
+    activation: str = "silu",
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+    state_dtype: torch.dtype | None = None,
+) -> Any:
+    """mamba_ssm.ops.triton.ssd_combined's: [B, L, H P], and the states behind [B, H, P, N].
+
+    As there, initial states are the first sequence's, and final ones the last one's.
+    """
+    assert activation == "silu"
+    heads, convolved = len(dt_bias), len(conv1d_weight)
+    inner = zxbcdt.shape[-1] - convolved - heads
+    size = headdim or inner // heads
+    numbers = [None] * len(zxbcdt) if seq_idx is None else seq_idx.tolist()
+
+    def sequence(
+        rows: Tensor,
+        of_conv: tuple[Tensor, Tensor | None],
+        of_scan: Sequence[Tensor],
+        initial: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        dt_bias, A, D = of_scan
+        z, seen, dt = rows.split((inner, convolved, heads), -1)
+        seen = F.silu(causal_conv(seen, *of_conv)).float()
+        x, B, C = seen.split((inner, *[(convolved - inner) // 2] * 2), -1)
+        x, B, C = x.unflatten(1, (heads, size)), *(y.unflatten(1, (ngroups, -1)) for y in (B, C))
+        y, final = selective_scan(x, F.softplus(dt.float() + dt_bias), A, B, C, initial)
+        y = y + x * (D if D.dim() > 1 else D[:, None])
+        return (y.flatten(1) * F.silu(z.float())).to(rows.dtype), final
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        (rows, weight), rest = inputs[:2], list(inputs[2:])
+        bias = None if conv1d_bias is None else rest.pop(0)
+        initial = None if initial_states is None else rest.pop()
+        outputs, finals = [], []
+        for batch, of_rows in enumerate(numbers):
+            made, state = [], None if initial is None else initial[batch]
+            for start, stop in _runs(of_rows, rows.shape[1]):
+                y, final = sequence(rows[batch, start:stop], (weight, bias), rest, state)
+                made.append(y)
+                state = None
+            outputs.append(torch.cat(made))
+            finals.append(final)
+        return torch.stack(outputs), torch.stack(finals)
+
+    tensors = (zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, initial_states)
+    (y, final), _ = recomputable_all(run, [x for x in tensors if x is not None])
+    return (y, final) if return_final_states else y
+
+
+def _runs(numbers: Sequence[int] | None, rows: int) -> list[tuple[int, int]]:
+    """[start, stop) of rows with one number each; None: all of them."""
+    if numbers is None:
+        return [(0, rows)]
+    starts = [row for row in range(rows) if row == 0 or numbers[row] != numbers[row - 1]]
+    return list(zip(starts, [*starts[1:], rows], strict=True))
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """fla.modules.convolution's, of [B, T, C], without its state."""
+    assert activation in (None, "silu", "swish") and initial_state is None
+    assert not output_final_state
+
+    def run(*inputs: Tensor) -> tuple[Tensor]:
+        rows, weight = inputs[:2]
+        bias = inputs[2] if len(inputs) > 2 else None
+        made = _by_sequence(cu_seqlens, lambda x: causal_conv(x, weight, bias), rows)
+        return (made if activation is None else F.silu(made),)
+
+    (y,), _ = recomputable_all(run, [one for one in (x, weight, bias) if one is not None])
+    return y, None
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """fla.modules.l2norm's, over the last dimension."""
+    whole = x.float()
+    return (whole * (whole.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """fla.ops.gated_delta_rule's: [B, T, H, P], and a state [N, H, K, P] behind each sequence."""
+    assert not use_qk_l2norm_in_kernel
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    borders = _sequences(cu_seqlens, q.shape[1])
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        parts = inputs[:5]
+        outputs: list[Tensor] = []
+        finals: list[Tensor] = []
+        for batch in range(len(parts[0])):
+            of_batch = []
+            for start, stop in borders:
+                q, k, v, g, beta = (part[batch, start:stop].float() for part in parts)
+                state = inputs[5][len(finals)] if len(inputs) > 5 else None
+                y, final = gated_delta_rule(q, k, v, g, beta, scale, state)
+                of_batch.append(y)
+                finals.append(final)
+            outputs.append(torch.cat(of_batch))
+        return torch.stack(outputs).to(parts[0].dtype), torch.stack(finals)
+
+    tensors = (q, k, v, g, beta, initial_state)
+    (y, final), _ = recomputable_all(run, [x for x in tensors if x is not None])
+    return y, final if output_final_state else None
+
+
+def _sequences(cu_seqlens: Tensor | None, rows: int) -> list[tuple[int, int]]:
+    ends = [0, rows] if cu_seqlens is None else cu_seqlens.tolist()
+    return list(pairwise(ends))
+
+
+def _by_sequence(
+    cu_seqlens: Tensor | None, function: Callable[[Tensor], Tensor], x_BTC: Tensor
+) -> Tensor:
+    """``function`` of each sequence of each batch alone."""
+    borders = _sequences(cu_seqlens, x_BTC.shape[1])
+    return torch.stack(
+        [torch.cat([function(rows[start:stop]) for start, stop in borders]) for rows in x_BTC]
+    )
+
+
+def _not_for_training(*inputs: Any, **others: Any) -> Any:
+    raise NotImplementedError("this host has no GPU: a kernel that only inference calls")
+
+
+_MODULES: dict[str, dict[str, Any]] = {
+    "mamba_ssm": {},
+    "mamba_ssm.ops": {},
+    "mamba_ssm.ops.triton": {},
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm},
+    "mamba_ssm.ops.triton.ssd_combined": {
+        "mamba_chunk_scan_combined": _not_for_training,
+        "mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+    },
+    "causal_conv1d": {"causal_conv1d_fn": _not_for_training},
+    "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": _not_for_training},
+    "fla": {},
+    "fla.modules": {},
+    "fla.modules.convolution": {"causal_conv1d": causal_conv1d},
+    "fla.modules.l2norm": {"l2norm": l2norm},
+    "fla.ops": {},
+    "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+}
