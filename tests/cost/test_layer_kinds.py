@@ -403,7 +403,7 @@ PUBLISHED = {
     "llama3-8b": 8.03, "llama3-70b": 70.6, "qwen3-8b": 8.2, "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.0, "deepseek-v3": 671.0, "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8, "gemma3-27b": 27.0, "nemotron-h-8b": 8.1, "nemotron-3-nano": 31.6,
-    "qwen3-next-80b": 79.7,
+    "nemotron-3-super": 120.6, "qwen3-next-80b": 79.7,
 }  # fmt: skip
 # Of which a token meets, embedding and output layer as the makers count them.
 ACTIVE = {"qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22.0, "deepseek-v3": 37.0, "gpt-oss-120b": 5.1,

@@ -19,7 +19,7 @@ PROFILE = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
 def test_the_promised_names() -> None:
     dense = {"gpt-7b", "gpt-13b", "gpt-30b", "llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b"}
     experts = {"qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}
-    states = {"nemotron-h-8b", "nemotron-3-nano", "qwen3-next-80b"}
+    states = {"nemotron-h-8b", "nemotron-3-nano", "nemotron-3-super", "qwen3-next-80b"}
     assert set(MODELS) == {*dense, *experts, *states, "gemma3-27b"}
     assert set(DEVICES) == {"a100-40g", "a100-80g", "h100-80g", "h200-141g", "cpu"}
 

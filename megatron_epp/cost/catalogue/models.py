@@ -172,15 +172,14 @@ def _nemotron_h_8b() -> Model:
 
 
 def _nemotron_3(
-    name: str, hidden: int, letters: str, mamba_heads: int, experts: LayerShape
+    name: str, hidden: int, letters: str, mamba_heads: int, ffn: int, experts: LayerShape
 ) -> Model:
     kinds = {
         "mamba": _mamba(mamba_heads),
         "experts": experts,
         "attention": LayerShape(mlp=False),
     }
-    return Model(name, len(letters), hidden, experts.expert_hidden, 32, 2, 128, 131_072,
-                 kinds=kinds,
+    return Model(name, len(letters), hidden, ffn, 32, 2, 128, 131_072, kinds=kinds,
                  pattern=_of_letters(letters, M="mamba", E="experts", a="attention"))  # fmt: skip
 
 
@@ -189,7 +188,20 @@ def _nemotron_3_nano() -> Model:
     experts = LayerShape(
         attention=False, experts=128, active_experts=6, expert_hidden=1856, shared_hidden=3712
     )
-    return _nemotron_3("nemotron-3-nano", 2688, letters, 64, experts)
+    return _nemotron_3("nemotron-3-nano", 2688, letters, 64, 1856, experts)
+
+
+def _nemotron_3_super() -> Model:
+    letters = "MEMEMEM*E" + 2 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
+    experts = LayerShape(
+        attention=False,
+        experts=512,
+        active_experts=22,
+        expert_hidden=2688,
+        expert_latent=1024,
+        shared_hidden=5376,
+    )
+    return _nemotron_3("nemotron-3-super", 4096, letters, 128, 2688, experts)
 
 
 def _qwen3_next_80b() -> Model:
@@ -237,6 +249,7 @@ MODELS: Mapping[str, Model] = {
         _gemma3_27b(),
         _nemotron_h_8b(),
         _nemotron_3_nano(),
+        _nemotron_3_super(),
         _qwen3_next_80b(),
     )
 }
