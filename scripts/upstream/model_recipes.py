@@ -84,7 +84,7 @@ _NEMOTRON = """
     --save-interval 100000 --micro-batch-size 1 --bf16 --use-mcore-models --trust-remote-code
     --tokenizer-type HuggingFaceTokenizer --disable-bias-linear
     --untie-embeddings-and-output-weights --normalization RMSNorm --squared-relu
-    --group-query-attention --export-model-type MambaModel
+    --group-query-attention
 """
 _NEMOTRON_H = f"""{_NEMOTRON}
     --num-query-groups 8 --mamba-num-groups 8

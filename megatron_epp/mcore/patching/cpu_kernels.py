@@ -30,7 +30,8 @@ _VERSIONS = {"mamba_ssm": "2.3.0", "causal_conv1d": "1.6.0", "fla": "0.4.1"}
 
 def install_cpu_kernels() -> None:
     """Put the stand-ins where Megatron imports the packages from; before it is imported."""
-    if getattr(sys.modules.get("mamba_ssm"), "__file__", None) == __file__:
+    first = sys.modules.get(next(iter(_MODULES)))
+    if getattr(first, "__file__", None) == __file__:
         return
     for name, contents in _MODULES.items():
         module = sys.modules[name] = ModuleType(name, __doc__)
