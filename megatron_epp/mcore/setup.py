@@ -41,7 +41,7 @@ from megatron_epp.mcore.model.attention import Attention, attention_for, this_de
 from megatron_epp.mcore.model.early_head import early_head
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
 from megatron_epp.mcore.model.forward import chunk_forward_step
-from megatron_epp.mcore.model.kinds.registry import heads_of, whole_documents
+from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see, whole_documents
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
@@ -213,7 +213,9 @@ class Job:
         device = this_device()
         attention = self.hooks.attention_for(self.config.epp_attention, model.config, device)
         heads, whole = heads_of(model.config), heads_of(model.config, context=1)
-        warm_up(attention, heads, whole, self.args.seq_length, device)
+        for before, sinks in layers_see(model.config):
+            seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
+            warm_up(seeing, heads, whole, self.args.seq_length, device)
         groups = make_groups(device)
         layers = _layers_of_stages(model, groups)
         settle_choices(self.args, model, attention, layers, groups, self.hooks.choose)

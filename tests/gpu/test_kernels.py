@@ -13,6 +13,8 @@ HEADS = {
     "small": (4, 2, 64),
     "odd": (6, 3, 96),
 }
+# What layers see: inputs in front of each, and sinks.
+SEEN = {"windows": (128, False), "sinks": (None, True), "windows and sinks": (128, True)}
 
 
 # Of a slice and its context; the reference holds a head's scores.
@@ -44,6 +46,37 @@ def test_the_self_test_passes(name, kind, dtype, request) -> None:
     require_right(
         kernel, heads, groups, size, size**-0.5, getattr(torch, dtype), this_device()
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEEN)
+@pytest.mark.parametrize("name", ["torch", "te"])
+def test_the_self_test_passes_with(name, kind, request) -> None:
+    import torch
+
+    from megatron_epp.layers.attention.selftest import require_right
+    from megatron_epp.mcore.model.attention import this_device
+
+    if name == "te":
+        request.getfixturevalue("engine")
+    heads, groups, size = HEADS["small"]
+    kernel = kernel_of(name, heads, groups, size).of_layers(*SEEN[kind])
+    require_right(
+        kernel, heads, groups, size, size**-0.5, torch.bfloat16, this_device(), 0, *SEEN[kind]
+    )  # fmt: skip
+
+
+def test_latents_heads_are_taken_as_they_are(engine) -> None:
+    """Queries and keys of 192 channels, values of 128; FlashAttention 2 has one size."""
+    import torch
+
+    from megatron_epp.layers.attention.selftest import require_right
+    from megatron_epp.mcore.model.attention import _KERNELS, Heads, this_device
+
+    heads = Heads(4, 4, 192, 192**-0.5, torch.bfloat16, 128)
+    kernel = _KERNELS["te"](heads)
+    require_right(kernel, 4, 4, 192, heads.scale, heads.dtype, this_device(), 128)
+    with pytest.raises(ValueError, match="heads of 192, of values 128: expected one size"):
+        _KERNELS["torch"](heads)
 
 
 @pytest.mark.parametrize("name", ["torch", "te"])

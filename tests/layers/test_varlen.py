@@ -87,6 +87,12 @@ def test_torchs_kernels_take_what_they_are_given() -> None:
         assert out.shape == q.shape and kept[1].shape == (HEADS, 100)
         assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
         assert kernel.forward(call, False)[1] is None
+        sinks = torch.empty(HEADS, device=device)
+        kernel, call = kernel.of_layers(7, True), Operands(q, k, v, cu_seqlens, sinks)
+        out, kept = kernel.forward(call, True)
+        gradients = kernel.backward(out, call, kept)
+        assert out.shape == q.shape and kept[1].shape == (HEADS, 100)
+        assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape, (HEADS,)]
 
 
 class _Saving(torch.autograd.Function):
@@ -282,11 +288,48 @@ class OneSize(PlainKernel):
         return super()._attend(q_THD, k_SGD, v_SGD, cu_seqlens)
 
 
+class OffByOne(PlainKernel):
+    """A window that counts the query's own key."""
+
+    name = "off by one"
+
+    def __init__(self, scale, before=None):
+        super().__init__(scale, None if before is None else before - 1)
+
+    def of_layers(self, before, sinks):
+        return OffByOne(self.scale, before)
+
+
+class Sinkless(PlainKernel):
+    name = "sinkless"
+
+    def _attend(self, q_THD, k_SGD, v_SGD, cu_seqlens, sinks_H=None):
+        sinks_H = None if sinks_H is None else sinks_H - 100
+        return super()._attend(q_THD, k_SGD, v_SGD, cu_seqlens, sinks_H)
+
+
+@pytest.mark.parametrize(("before", "sinks"), [(100, False), (None, True), (5, True)])
+def test_the_self_test_tries_windows_and_sinks(before, sinks) -> None:
+    def try_it(kernel) -> None:
+        require_right(
+            kernel.of_layers(before, sinks), HEADS, GROUPS, HEAD_SIZE, SCALE, torch.float32,
+            torch.device("cpu"), 0, before, sinks,
+        )  # fmt: skip
+
+    try_it(PlainKernel(SCALE))
+    if before is not None:
+        with pytest.raises(ValueError, match="off by one, a document in windows: the output"):
+            try_it(OffByOne(SCALE))
+    if sinks:
+        with pytest.raises(ValueError, match="back end sinkless, a document.*: the output is off"):
+            try_it(Sinkless(SCALE))
+
+
 @pytest.mark.parametrize("sizes", [(16, 8), (8, 16), (12, 12)])
 def test_kernels_of_one_size_take_others(sizes) -> None:
     """A size that is a multiple of 8, here 16."""
     size, value = sizes
-    kernel, cpu = PaddedKernel(OneSize(SCALE), 16), torch.device("cpu")
+    kernel, cpu = PaddedKernel(OneSize(SCALE), 16, 16), torch.device("cpu")
     for judge in (PlainKernel(SCALE), kernel):
         require_right(judge, HEADS, GROUPS, size, SCALE, torch.float32, cpu, value)
     with pytest.raises(AssertionError):

@@ -11,7 +11,9 @@ from megatron_epp.ir import Kind
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.layers.attention import window
 from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.tails import Tails
+from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.runtime.kv_store import Store
 from tests.layers.runner import (
@@ -27,6 +29,11 @@ from tests.layers.runner import (
 )
 
 HEADS, GROUPS = 4, 2
+# Of CPUs, and what is around a kernel of GPUs.
+ATTENTIONS = {
+    "parts": PartsAttention(SCALE),
+    "one call a slice": VarlenAttention(PlainKernel(SCALE)),
+}
 
 
 def sinks() -> Tensor:
@@ -62,33 +69,39 @@ def naive(given: Documents, before: int | None, sinks_H: Tensor | None):
 class Seeing(Runner):
     """``before`` and ``sinks_H`` of the layer; the store keeps tails."""
 
-    def __init__(self, plan, given, multiple=1, before=None, sinks_H=None, known=True):
+    def __init__(
+        self, plan, given, multiple=1, before=None, sinks_H=None, known=True, of="parts"
+    ):
         super().__init__(plan, given, multiple)
-        self.store = store_for(plan, self.slices, stores_last_slice=False)
+        attention = ATTENTIONS[of]
+        self.store = store_for(plan, self.slices, attention.stores_last_slice)
         if not known:
             self.store.borders.clear()
         self.sinks_H = None if sinks_H is None else sinks_H.clone().requires_grad_()
-        self.attend = PartsAttention(SCALE).of_layer(before, lambda: self.sinks_H)
+        self.attend = attention.of_layer(before, lambda: self.sinks_H)
 
     def attention(self, state, inputs) -> Tensor:
         return self.attend(*inputs, state, LAYER, False)[0]
 
 
-def require_exact(plan, given: Documents, before, sinks_H=None, multiple=1, known=True) -> Seeing:
-    runner = Seeing(plan, given, multiple, before, sinks_H, known)
+def require_exact(
+    plan, given: Documents, before, sinks_H=None, multiple=1, known=True, of="parts"
+) -> Seeing:
+    runner = Seeing(plan, given, multiple, before, sinks_H, known, of)
     expected, _ = naive(given, before, sinks_H)
     found = errors(runner.run(), expected)
     assert max(found.values()) < 1e-13, (found, str(plan))
     return runner
 
 
+@pytest.mark.parametrize("of", ATTENTIONS)
 @pytest.mark.parametrize("before", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("kind", ROWS)
-def test_every_kind_of_row(kind, before) -> None:
+def test_every_kind_of_row(kind, before, of) -> None:
     """Windows shorter than every slice, and longer than the longest document."""
     given = documents(ROWS[kind].documents, HEADS, GROUPS, torch.float64)
     for multiple in (1, 8):
-        require_exact(ROWS[kind], given, before, sinks(), multiple)
+        require_exact(ROWS[kind], given, before, sinks(), multiple, of=of)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -98,7 +111,9 @@ def test_arbitrary_plans_with_recompute(seed) -> None:
     plan = arbitrary_plan(lengths, (1,), random)
     given = documents(lengths, HEADS, GROUPS, torch.float64, seed)
     before = random.choice((1, 2, 5, 9, 40))
-    require_exact(plan, given, before, random.choice((None, sinks())), known=seed % 3 > 0)
+    of_layer = before, random.choice((None, sinks()))
+    for of in ATTENTIONS:
+        require_exact(plan, given, *of_layer, known=seed % 3 > 0, of=of)
 
 
 def test_gradients_flow_through_chains_of_slices_shorter_than_the_window() -> None:
@@ -117,11 +132,12 @@ def test_tiles(monkeypatch) -> None:
             require_exact(plan, given, before)
 
 
-def test_the_gradient_of_the_sinks() -> None:
+@pytest.mark.parametrize("of", ATTENTIONS)
+def test_the_gradient_of_the_sinks(of) -> None:
     given = documents((23, 6), HEADS, GROUPS, torch.float64)
     plan = plan_of((23, 6), ["0[0:8]", "0[8:9] 1[0:6]", "0[9:23]"], "F0 F1 F2 B2 B1 B0")
     for before in (None, 4):
-        runner = Seeing(plan, given, 8, before, sinks())
+        runner = Seeing(plan, given, 8, before, sinks(), of=of)
         total = torch.zeros(HEADS, dtype=torch.float64)
         state_of = {}
         for op in plan.orders[0]:
@@ -139,16 +155,20 @@ def test_the_gradient_of_the_sinks() -> None:
 # ------------------------------------------------------------------ what is kept
 
 
-def test_only_tails_are_kept() -> None:
+@pytest.mark.parametrize("of", ATTENTIONS)
+def test_only_tails_are_kept(of) -> None:
     plan = plan_of(
         (40,), ["0[0:20]", "0[20:22]", "0[22:30]", "0[30:40]"], "F0 F1 F2 F3 B3 B2 B1 B0"
     )
     given = documents((40,), HEADS, GROUPS, torch.float64)
-    runner = require_exact(plan, given, 4)
+    runner = require_exact(plan, given, 4, of=of)
     row = given[0][1][0].nbytes
     # Of each slice but the last at most 4 rows: K, V, and as much for their gradients.
     assert runner.store.peak_bytes == (4 + 2 + 4) * row * 4
-    assert require_exact(plan, given, None).store.peak_bytes == 30 * row * 4
+    assert not runner.attend.stores_last_slice
+    without = require_exact(plan, given, None, of=of)
+    last = 10 * row * 2 if without.attend.stores_last_slice else 0
+    assert without.store.peak_bytes == 30 * row * 4 + last
 
 
 @pytest.mark.parametrize("seed", range(20))

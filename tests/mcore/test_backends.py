@@ -41,7 +41,9 @@ def config(**changes) -> SimpleNamespace:
         "tensor_model_parallel_size": 2,
         "context_parallel_size": 1,
         "params_dtype": torch.bfloat16,
+        "num_layers": 4,
         "window_size": None,
+        "window_attn_skip_freq": None,
         "softmax_type": "vanilla",
     }
     return SimpleNamespace(**fields | changes)
@@ -86,8 +88,13 @@ def test_a_cpu_has_torchs_kernels() -> None:
 
 
 class Fake:
-    def __init__(self, name: str):
-        self.name = name
+    """A kernel for heads of (queries and keys, values)."""
+
+    def __init__(self, name: str, sizes: tuple[int, int], layers: tuple = ()):
+        self.name, self.sizes, self.layers = name, sizes, layers
+
+    def of_layers(self, before, sinks):
+        return Fake(self.name, self.sizes, (before, sinks))
 
 
 @pytest.fixture
@@ -99,12 +106,14 @@ def kernels(monkeypatch) -> dict[str, str]:
         def make(heads):
             if wrong.get(name) == "absent":
                 raise ModuleNotFoundError(f"No module named {name!r}")
-            return Fake(name)
+            if wrong.get(name) == "one size" and heads.size != heads.value:
+                raise ValueError(f"heads of {heads.size} and {heads.value}")
+            return Fake(name, (heads.size, heads.value))
 
         return make
 
     def judge(kernel, *heads) -> None:
-        if kernel.name in wrong:
+        if wrong.get(kernel.name, "one size") != "one size":
             raise ValueError(f"{wrong[kernel.name]}\nand more")
 
     monkeypatch.setattr(attention, "_KERNELS", {name: absent(name) for name in ("te", "torch")})
@@ -121,6 +130,43 @@ def test_auto_takes_the_first_that_computes_rightly(kernels, caplog) -> None:
     assert caplog.messages == ["attention by torch kernels, as te: the output is off"]
     kernels["te"] = "absent"
     assert attention_for("auto", config(), GPU).name == "torch"
+
+
+def test_heads_of_two_sizes_are_padded_where_no_kernel_takes_them(kernels, caplog) -> None:
+    latent = config(
+        multi_latent_attention=True,
+        qk_head_dim=128,
+        qk_pos_emb_head_dim=60,
+        v_head_dim=128,
+        rotary_scaling_factor=40,
+        mscale_all_dim=1.0,
+    )
+    chosen = attention_for("auto", latent, GPU).kernel
+    assert (chosen.size, chosen.value) == chosen.kernel.sizes == (192, 128)  # multiples of 8
+    latent.qk_pos_emb_head_dim = 64
+    assert attention_for("auto", latent, GPU).kernel.sizes == (192, 128)  # as they are
+    assert not caplog.records
+    kernels["te"] = "one size"
+    chosen = attention_for("auto", latent, GPU).kernel
+    assert (chosen.size, chosen.value) == chosen.kernel.sizes == (192, 192)
+    said = "attention by te (heads padded to 192) kernels, as te: heads of 192 and 128"
+    assert caplog.messages == [said]
+
+
+def test_kernels_are_tried_on_every_kind_of_layers(kernels, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(
+        attention,
+        "require_right",
+        lambda kernel, *given: asked.append((kernel.layers, given[-2:])),
+    )
+    attention_for("te", config(), GPU)
+    windows = config(window_size=(16, 0), window_attn_skip_freq=2, softmax_type="learnable")
+    attention_for("te", windows, GPU)
+    attention_for("te", config(window_size=(16, 0)), GPU)
+    kinds = [(None, False)], [(None, True), (16, True)], [(16, False)]
+    assert [given for _, given in asked] == [kind for each in kinds for kind in each]
+    assert [layers for layers, _ in asked] == [(), (None, True), (16, True), (16, False)]
 
 
 def test_an_assertion_of_a_kernel_is_a_reason_like_others(kernels, monkeypatch, caplog) -> None:

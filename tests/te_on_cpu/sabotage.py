@@ -16,6 +16,34 @@ from megatron_epp.mcore.model.elastic_layers import PositionedRotary
 from megatron_epp.runtime.kv_store import Store
 
 
+def see_one_less_behind_a_border() -> AbstractContextManager:
+    """A slice's queries see a window that counts their own key."""
+    plain = TransformerEngineKernel._run
+
+    def run(self, inputs, cu_seqlens):
+        window = self._attend.window_size
+        if window is not None and window[0] > 0 and cu_seqlens.most_keys > cu_seqlens.most_queries:
+            self._attend.window_size = (window[0] - 1, 0)
+        try:
+            return plain(self, inputs, cu_seqlens)
+        finally:
+            self._attend.window_size = window
+
+    return patch.object(TransformerEngineKernel, "_run", run)
+
+
+def forget_the_sinks_of_slices() -> AbstractContextManager:
+    """Softmax over the keys alone, where there is a context."""
+    plain = TransformerEngineKernel._run
+
+    def run(self, inputs, cu_seqlens):
+        if cu_seqlens.most_keys > cu_seqlens.most_queries:
+            inputs = [*inputs[:3], inputs[3] * 0 - 1e9]
+        return plain(self, inputs, cu_seqlens)
+
+    return patch.object(TransformerEngineKernel, "_run", run)
+
+
 def align_at_the_top_left() -> AbstractContextManager:
     """A slice's queries see the beginning of its context."""
     plain = TransformerEngineKernel._run
@@ -88,6 +116,8 @@ def mistake_what_was_saved() -> AbstractContextManager:
 
 WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
     nullcontext,
+    see_one_less_behind_a_border,
+    forget_the_sinks_of_slices,
     align_at_the_top_left,
     drop_returned_gradients,
     turn_by_the_row,

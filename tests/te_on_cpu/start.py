@@ -111,8 +111,8 @@ def _allow_modules() -> None:
 
 
 def _widen() -> None:
-    """float64 in the tables of formats, where it is handed on as it is, and for bf16 where the
-    kernels of attention are chosen."""
+    """float64 in the tables of formats, where it is handed on as it is, for bf16 where the kernels
+    of attention are chosen, and for float32 where these have sinks."""
     constants: Any = importlib.import_module(f"{PACKAGE}.pytorch.constants")
     constants.TE_DType[_WIDE] = constants.TE_DType_To_Torch[_WIDE] = _WIDE
     attention = f"{PACKAGE}.pytorch.attention.dot_product_attention"
@@ -140,3 +140,31 @@ def _widen() -> None:
             del backends.all
 
     backends.FusedAttention.forward = attend
+    module: Any = importlib.import_module(f"{attention}.dot_product_attention")
+    whole = module.DotProductAttention.forward
+
+    @functools.wraps(whole)
+    def call(self: Any, query_layer: torch.Tensor, *args: Any, **others: Any) -> Any:
+        sinks = vars(self).get("softmax_offset")
+        if sinks is None or query_layer.dtype != _WIDE:
+            return whole(self, query_layer, *args, **others)
+        self.softmax_offset = _Unrounded(sinks)
+        try:
+            return whole(self, query_layer, *args, **others)
+        finally:
+            self.softmax_offset = sinks
+
+    module.DotProductAttention.forward = call
+
+
+class _Unrounded:
+    """A tensor that stays in its format."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def reshape(self, *shape: int) -> "_Unrounded":
+        return _Unrounded(self._tensor.reshape(*shape))
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._tensor

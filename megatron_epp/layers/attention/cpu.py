@@ -12,10 +12,7 @@ Nothing else is computed: no document sees another, no masked-out part of the co
 A slice's context part (no mask) and its own part (causal) are computed apart and merged by their
 log-sum-exp; their gradients follow from the merged one. In a layer with a window (window.py) only
 the tail of the context is seen, and kept (tails.py).
-
-A *sink* is a logit of every head beside those of the keys, that no value belongs to: it takes a
-part of the softmax. It needs no kernel, either: with lse' = log(exp(lse) + exp(sink)) the output
-is exp(lse - lse') times what it would be, and all gradients follow from lse' as they do from lse.
+Sinks take their part of the softmax afterwards (merge.py).
 """
 
 from collections.abc import Callable
@@ -26,8 +23,8 @@ import torch
 from torch import Tensor
 
 from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
-from megatron_epp.layers.attention.merge import merged
-from megatron_epp.layers.attention.tails import Tails
+from megatron_epp.layers.attention.merge import merged, sinks_gradient, with_sinks
+from megatron_epp.layers.attention.tails import SliceTails
 from megatron_epp.layers.attention.window import attend_window, attend_window_backward
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
@@ -100,11 +97,7 @@ class ChunkAttention(torch.autograd.Function):
             if rows.cut and not rows.last and before is None:
                 store.append(layer, rows.span.document, rows.span.start, k_TGD[mine], v_TGD[mine])
             elif rows.cut and not rows.last:
-                tails = seeing.tails(state, rows)
-                place, count = tails.kept(rows.span.start, rows.span.stop)
-                tail = slice(rows.stop - count, rows.stop)
-                document = rows.span.document
-                store.append(layer, document, place, k_TGD[tail], v_TGD[tail], tails.capacity)
+                seeing.tails(state, layer, rows).keep(k_TGD, v_TGD)
             elif rows.cut and not state.training:
                 store.release(layer, rows.span.document)
         ctx.state, ctx.layer, ctx.seeing = state, layer, seeing
@@ -171,10 +164,9 @@ class ChunkAttention(torch.autograd.Function):
             gradient[used:] = 0
         dsinks_H = None
         if seeing.sinks_H is not None and ctx.needs_input_grad[8]:
-            # The sink's part of every row's softmax; it adds nothing to the output.
-            shares_TH = (seeing.sinks_H - lse_TH[:used]).exp()
-            gains_TH = (grad_THD[:used] * out_THD[:used]).sum(-1)
-            dsinks_H = -(shares_TH * gains_TH).sum(0).to(seeing.sinks_H.dtype)
+            lse_HT = lse_TH[:used].transpose(0, 1)
+            rows_THD = grad_THD[:used], out_THD[:used]
+            dsinks_H = sinks_gradient(*rows_THD, lse_HT, seeing.sinks_H).to(seeing.sinks_H.dtype)
         return dq_THD, dk_TGD, dv_TGD, None, None, None, None, None, dsinks_H
 
 
@@ -192,16 +184,9 @@ class _Seeing:
     before: int | None
     sinks_H: Tensor | None
 
-    def tails(self, state: ChunkState, rows: Rows) -> Tails:
+    def tails(self, state: ChunkState, layer: int, rows: Rows) -> SliceTails:
         assert self.before is not None, "a layer without a window keeps all rows"
-        return Tails(self.before, state.store.borders.get(rows.span.document))
-
-    def context(self, state: ChunkState, layer: int, rows: Rows) -> tuple[Tensor, Tensor] | None:
-        """K and V in the store that the slice's window reaches."""
-        if rows.span.start == 0:
-            return None
-        first, end = self.tails(state, rows).seen(rows.span.start)
-        return state.store.context(layer, rows.span.document, end, first)
+        return SliceTails(state.store, layer, rows, self.before)
 
 
 def _window(
@@ -209,7 +194,7 @@ def _window(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a span in a layer with a window."""
     assert seeing.before is not None
-    context = seeing.context(state, layer, rows)
+    context = seeing.tails(state, layer, rows).context()
     if context is None and len(q) <= seeing.before + 1:
         return attend(q, k, v, True, seeing.scale)  # all of it within one window
     context = (k[:0], v[:0]) if context is None else context
@@ -231,25 +216,18 @@ def _window_backward(
     """Gradients of a span's q, k and v; its context's go to the store, and what later slices left
     there for the span's tail comes from it."""
     assert seeing.before is not None
-    store, span, scale = state.store, rows.span, seeing.scale
-    context = seeing.context(state, layer, rows)
+    tails, scale = seeing.tails(state, layer, rows), seeing.scale
+    context, front = tails.context(), None
     if context is None and len(q) <= seeing.before + 1:
         dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, True, scale)
     else:
         seen = (k[:0], v[:0]) if context is None else context
-        dq, dk, dv, *front = attend_window_backward(
+        dq, dk, dv, *of_context = attend_window_backward(
             grad, q, k, v, seen, out, lse_HT, seeing.before, scale
         )
-    if rows.cut and not rows.last:
-        place, count = seeing.tails(state, rows).kept(span.start, span.stop)
-        dk_later, dv_later = store.gradient(layer, span.document, place, place + count)
-        dk[-count:] += dk_later
-        dv[-count:] += dv_later
-    if context is not None:
-        first, _ = seeing.tails(state, rows).seen(span.start)
-        store.add_window_gradient(layer, span.document, first, *front)
-    elif rows.cut:
-        store.release(layer, span.document)
+        front = None if context is None else (of_context[0], of_context[1])
+    if rows.cut:
+        tails.hand_over((dk, dv), front)
     return dq, dk, dv
 
 
@@ -271,9 +249,7 @@ def _attend_rows(
                 context = state.store.context(layer, rows.span.document, rows.span.start)
                 out, lse = merged(out, lse, *attend(q, *context, False, seeing.scale))
         if seeing.sinks_H is not None:
-            total_HT = torch.logaddexp(lse, seeing.sinks_H.to(lse.dtype)[:, None])
-            out = (out * (lse - total_HT).exp().transpose(0, 1)[..., None]).to(out.dtype)
-            lse = total_HT
+            out, lse = with_sinks(out, lse, seeing.sinks_H)
         out_THD[mine] = out
         lse_TH[mine] = lse.transpose(0, 1)
     out_THD[state.used :] = 0  # padding

@@ -1,7 +1,9 @@
 """Attention by torch's own CUDA kernels: FlashAttention 2, for GPUs without Transformer Engine.
 
 What torch.nn.attention.varlen calls, without the copies that its autograd would keep. Causal
-attention with fewer queries than keys is aligned at the bottom right there (FlashAttention 2.1).
+attention with fewer queries than keys is aligned at the bottom right there (FlashAttention 2.1),
+and so are windows. Sinks take their part of the softmax afterwards (merge.py): the operator gives
+the log-sum-exp, and its backward reads what it is given.
 """
 
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_epp.layers.attention.merge import sinks_gradient, with_sinks
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 
 MOST_HEAD_SIZE = 256
@@ -22,28 +25,39 @@ class FlashKernel:
 
     name = "torch"
 
-    def __init__(self, scale: float):
-        self.scale = scale
+    def __init__(self, scale: float, before: int | None = None):
+        self.scale, self.before = scale, before
+        self._window: dict[str, int] = (
+            {} if before is None else {"window_size_left": before, "window_size_right": 0}
+        )
+
+    def of_layers(self, before: int | None, sinks: bool) -> "FlashKernel":
+        return FlashKernel(self.scale, before)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-            *call.tensors,
+            call.q_THD,
+            call.k_SGD,
+            call.v_SGD,
             *_lengths(call.cu_seqlens),
             0.0,  # dropout
             True,  # causal
             False,  # no debug mask
             scale=self.scale,
+            **self._window,
         )
+        if call.sinks_H is not None:
+            out_THD, lse_HT = with_sinks(out_THD, lse_HT, call.sinks_H)
         # Detached: the output becomes the result of an autograd function that holds ``kept``.
         return out_THD, (out_THD.detach(), lse_HT) if backward else None
 
-    def backward(
-        self, grad_THD: Tensor, call: Operands, kept: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
         device = grad_THD.device
-        return torch.ops.aten._flash_attention_backward(
+        gradients = torch.ops.aten._flash_attention_backward(
             grad_THD,
-            *call.tensors,
+            call.q_THD,
+            call.k_SGD,
+            call.v_SGD,
             *kept,
             *_lengths(call.cu_seqlens),
             0.0,
@@ -51,7 +65,11 @@ class FlashKernel:
             torch.zeros(2, dtype=torch.uint64, device=device),  # random state of the dropout
             torch.empty(0, device=device),
             scale=self.scale,
+            **self._window,
         )
+        if call.sinks_H is None:
+            return gradients
+        return *gradients, sinks_gradient(grad_THD, *kept, call.sinks_H)
 
 
 def _lengths(cu_seqlens: CuSeqlens) -> tuple[Tensor, Tensor, int, int]:

@@ -1,13 +1,14 @@
 """Kernels of GPUs for heads whose values have another size than their queries and keys, or a size
 that is no multiple of 8.
 
-FlashAttention 2 knows one size. So values get channels of zeros on their way into the kernel, and
-the output and their gradients lose them on the way out; in the store they lie as they are. (Queries
-and keys that are the shorter ones get them instead: zeros add nothing to a score.)
+FlashAttention 2 knows one size, and all want multiples of 8. So values get channels of zeros on
+their way into the kernel, and the output and their gradients lose them on the way out; in the store
+they lie as they are. Queries and keys get them in the same way: zeros add nothing to a score.
 
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, V that of values.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,27 +18,28 @@ from megatron_epp.layers.attention.varlen import Kernel, Operands
 
 
 class PaddedKernel:
-    """``kernel``, which is made for heads of ``size``: the larger one, or more."""
+    """``kernel``, which is made for queries and keys of ``size``, and values of ``value``: at least
+    as many channels as there are."""
 
-    def __init__(self, kernel: Kernel, size: int):
-        self.kernel, self.size = kernel, size
+    def __init__(self, kernel: Kernel, size: int, value: int):
+        self.kernel, self.size, self.value = kernel, size, value
         self.name = kernel.name
+
+    def of_layers(self, before: int | None, sinks: bool) -> "PaddedKernel":
+        return PaddedKernel(self.kernel.of_layers(before, sinks), self.size, self.value)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         out_THD, kept = self.kernel.forward(self._padded(call), backward)
         return _cut(out_THD, call.v_SGD), kept
 
-    def backward(
-        self, grad_THV: Tensor, call: Operands, kept: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        padded = self._padded(call)
-        grad_THD = _wider(grad_THV, self.size)
-        dq, dk, dv = self.kernel.backward(grad_THD, padded, kept)
-        return _cut(dq, call.q_THD), _cut(dk, call.k_SGD), _cut(dv, call.v_SGD)
+    def backward(self, grad_THV: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
+        grad = _wider(grad_THV, self.value)
+        dq, dk, dv, *others = self.kernel.backward(grad, self._padded(call), kept)
+        return _cut(dq, call.q_THD), _cut(dk, call.k_SGD), _cut(dv, call.v_SGD), *others
 
     def _padded(self, call: Operands) -> Operands:
-        q_THD, k_SGD, v_SGD = (_wider(x, self.size) for x in call.tensors)
-        return Operands(q_THD, k_SGD, v_SGD, call.cu_seqlens)
+        q_THD, k_SGD = (_wider(x, self.size) for x in (call.q_THD, call.k_SGD))
+        return replace(call, q_THD=q_THD, k_SGD=k_SGD, v_SGD=_wider(call.v_SGD, self.value))
 
 
 def _wider(x_THD: Tensor, size: int) -> Tensor:

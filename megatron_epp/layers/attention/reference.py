@@ -17,23 +17,31 @@ class PlainKernel:
 
     name = "plain"
 
-    def __init__(self, scale: float):
-        self.scale = scale
+    def __init__(self, scale: float, before: int | None = None):
+        self.scale, self.before = scale, before
+
+    def of_layers(self, before: int | None, sinks: bool) -> "PlainKernel":
+        return type(self)(self.scale, before)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         with torch.no_grad():
-            return self._attend(*call.tensors, call.cu_seqlens), None
+            q, k, v, *sinks = call.tensors
+            return self._attend(q, k, v, call.cu_seqlens, *sinks), None
 
-    def backward(
-        self, grad_THD: Tensor, call: Operands, kept: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (x.detach().requires_grad_() for x in call.tensors)
+    def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
+        tensors = [x.detach().requires_grad_() for x in call.tensors]
         with torch.enable_grad():
-            out_THD = self._attend(q, k, v, call.cu_seqlens)
-        dq, dk, dv = torch.autograd.grad(out_THD, (q, k, v), grad_THD)
-        return dq, dk, dv
+            out_THD = self._attend(*tensors[:3], call.cu_seqlens, *tensors[3:])
+        return torch.autograd.grad(out_THD, tensors, grad_THD)
 
-    def _attend(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
+    def _attend(
+        self,
+        q_THD: Tensor,
+        k_SGD: Tensor,
+        v_SGD: Tensor,
+        cu_seqlens: CuSeqlens,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         repeat = q_THD.shape[1] // k_SGD.shape[1]
         outputs, query, key = [], 0, 0
         for queries, keys in cu_seqlens.lengths:
@@ -41,12 +49,25 @@ class PlainKernel:
             k, v = (x[key : key + keys].repeat_interleave(repeat, 1) for x in (k_SGD, v_SGD))
             hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
             hidden = hidden.triu(keys - queries + 1)
-            heads = [self._head(q[:, h], k[:, h], v[:, h], hidden) for h in range(q.shape[1])]
+            if self.before is not None:
+                hidden |= torch.ones_like(hidden).tril(keys - queries - self.before - 1)
+            heads = [
+                self._head(
+                    q[:, h], k[:, h], v[:, h], hidden, None if sinks_H is None else sinks_H[h]
+                )
+                for h in range(q.shape[1])
+            ]
             outputs.append(torch.stack(heads, 1))
             query, key = query + queries, key + keys
         return torch.cat(outputs)
 
-    def _head(self, q_TD: Tensor, k_SD: Tensor, v_SD: Tensor, hidden_TS: Tensor) -> Tensor:
+    def _head(
+        self, q_TD: Tensor, k_SD: Tensor, v_SD: Tensor, hidden_TS: Tensor, sink: Tensor | None
+    ) -> Tensor:
         scores_TS = (q_TD @ k_SD.T).masked_fill(hidden_TS, -torch.inf) * self.scale
         dtype = torch.promote_types(scores_TS.dtype, torch.float32)
-        return scores_TS.softmax(-1, dtype=dtype).to(v_SD.dtype) @ v_SD
+        if sink is not None:  # a key more, without a value
+            sink_T1 = sink.to(dtype).expand(len(scores_TS), 1)
+            scores_TS = torch.cat((scores_TS.to(dtype), sink_T1), 1)
+        shares_TS = scores_TS.softmax(-1, dtype=dtype)[:, : len(k_SD)]
+        return shares_TS.to(v_SD.dtype) @ v_SD

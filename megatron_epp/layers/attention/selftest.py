@@ -20,7 +20,16 @@ CALLS: dict[str, tuple[tuple[int, int], ...]] = {
     "a slice behind its context": ((96, 352),),
     "a slice of few tokens": ((5, 300),),
 }
-NAMES = ("output", "gradient of the queries", "gradient of the keys", "gradient of the values")
+# Behind a document of so many tokens the reference would hold too much: wider windows are tried in
+# slices alone.
+MOST_WINDOW = 1024
+NAMES = (
+    "output",
+    "gradient of the queries",
+    "gradient of the keys",
+    "gradient of the values",
+    "gradient of the sinks",
+)
 ALLOWANCE = 2.0  # times the error of plain attention in the same number format
 
 
@@ -33,21 +42,39 @@ def require_right(
     dtype: torch.dtype,
     device: torch.device,
     value_size: int = 0,
+    before: int | None = None,
+    sinks: bool = False,
 ) -> None:
     """Raise a ValueError that names ``kernel`` and what it gets wrong, if anything.
 
-    ``value_size``: of values; 0: ``head_size``.
+    ``value_size``: of values; 0: ``head_size``. ``before``, ``sinks``: of the layers that it is
+    for, which see so many inputs in front of each (None: all), with or without sinks.
     """
     sizes = head_size, value_size or head_size
-    for what, lengths in CALLS.items():
-        ours, plain = errors(kernel, lengths, heads, groups, sizes, scale, dtype, device)
-        for name, mine, theirs in zip(NAMES, ours, plain, strict=True):
+    for what, lengths in _calls(before).items():
+        ours, plain = errors(
+            kernel, lengths, heads, groups, sizes, scale, dtype, device, before, sinks
+        )
+        for name, mine, theirs in zip(NAMES, ours, plain, strict=False):
             if not mine <= ALLOWANCE * theirs:  # nan is wrong, too
                 raise ValueError(
                     f"attention back end {kernel.name}, {what}: the {name} is off by {mine:.2g} "
                     f"of its size, plain attention in {str(dtype).removeprefix('torch.')} by "
                     f"{theirs:.2g}; expected at most {ALLOWANCE:g} times that"
                 )
+
+
+def _calls(before: int | None) -> dict[str, tuple[tuple[int, int], ...]]:
+    """In windows: documents that reach out of them, and slices with as much context as they see."""
+    if before is None:
+        return CALLS
+    long = min(before, MOST_WINDOW) + 64
+    return {
+        "a document in windows": ((long, long),),
+        "documents in windows side by side": ((long, long), (1, 1), (50, 50)),
+        "a slice behind the end of its context": ((96, before + 96),),
+        "a slice of few tokens behind the end of its context": ((5, before + 5),),
+    }
 
 
 def errors(
@@ -59,10 +86,12 @@ def errors(
     scale: float,
     dtype: torch.dtype,
     device: torch.device,
+    before: int | None = None,
+    sinks: bool = False,
 ) -> tuple[list[float], list[float]]:
-    """(of ``kernel``, of plain attention in ``dtype``): of the output and of the gradients of q, k
-    and v, the root-mean-square distance to float64 over the size of the right answer. ``sizes``: of
-    heads of q and k, and of v.
+    """(of ``kernel``, of plain attention in ``dtype``): of the output and of the gradients of q, k,
+    v and the sinks, the root-mean-square distance to float64 over the size of the right answer.
+    ``sizes``: of heads of q and k, and of v.
     """
     size, value = sizes
     queries, keys = zip(*lengths, strict=True)
@@ -75,12 +104,18 @@ def errors(
 
     q, grad = draw(sum(queries), heads, size), draw(sum(queries), heads, value)
     k, v = draw(sum(keys), groups, size), draw(sum(keys), groups, value)
+    offsets = draw(1, heads, 1).flatten() if sinks else None
+
+    def call(to: torch.dtype) -> Operands:
+        of_sinks = None if offsets is None else offsets.to(to)
+        return Operands(q.to(to), k.to(to), v.to(to), cu_seqlens, of_sinks)
+
     right, ours, plain = (
-        _run(judge, grad.to(to), Operands(q.to(to), k.to(to), v.to(to), cu_seqlens))
+        _run(judge, grad.to(to), call(to))
         for judge, to in (
-            (PlainKernel(scale), torch.float64),
+            (PlainKernel(scale, before), torch.float64),
             (kernel, dtype),
-            (PlainKernel(scale), dtype),
+            (PlainKernel(scale, before), dtype),
         )
     )
     return _distances(ours, right), _distances(plain, right)

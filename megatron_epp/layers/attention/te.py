@@ -8,6 +8,8 @@ What must be right for slices, and is easily wrong without a word (read in versi
   from pointers and offsets, and a view into the middle of a buffer is refused or misread.
 - Its own context parallelism refuses this mask; here it is off, rows are exchanged for heads around
   the whole attention (layers/attention/ulysses.py).
+- A window is aligned like the mask. Where it has sinks, they are a parameter of its module: here
+  every call brings its layer's own.
 
 Its autograd saves q, k and v. They are kept already, in the store or by ours, so a hook lets go of
 them and hands them back when backward runs. What else it saves goes through the hooks around.
@@ -35,14 +37,19 @@ class TransformerEngineKernel:
         self,
         heads: int,
         groups: int,
-        head_size: int,
+        head_size: int | tuple[int, int],
         scale: float,
         around: Callable[[], AbstractContextManager] = nullcontext,
+        before: int | None = None,
+        sinks: bool = False,
     ):
-        """``heads`` query heads and ``groups`` key heads of one call; ``around`` every call, a
-        context in which the module chooses its kernels. ImportError, OSError: no Transformer
-        Engine here."""
+        """``heads`` query heads and ``groups`` key heads of one call; ``head_size``: of all, or of
+        keys and of values; ``around`` every call, a context in which the module chooses its
+        kernels; ``before`` and ``sinks``: of layers (``of_layers``). ImportError, OSError: no
+        Transformer Engine here. TypeError: it is too old for sinks."""
         self._around = around
+        self._made = heads, groups, head_size, scale, around
+        self._of_layers: dict[tuple[int | None, bool], TransformerEngineKernel] = {}
         import transformer_engine.pytorch as te
 
         try:
@@ -53,6 +60,8 @@ class TransformerEngineKernel:
             self._chosen = lambda: module._attention_backends
         except (ImportError, AttributeError):  # another version keeps it elsewhere
             self._chosen = dict
+        others: dict[str, Any] = {} if before is None else {"window_size": (before, 0)}
+        others |= {"softmax_type": "learnable"} if sinks else {}
         self._attend = te.DotProductAttention(
             num_attention_heads=heads,
             kv_channels=head_size,
@@ -61,22 +70,30 @@ class TransformerEngineKernel:
             qkv_format="thd",
             attn_mask_type=MASK,
             softmax_scale=scale,
+            **others,
         )
+        if sinks:
+            del self._attend.softmax_offset
+
+    def of_layers(self, before: int | None, sinks: bool) -> "TransformerEngineKernel":
+        """One for all layers that are alike."""
+        like = before, sinks
+        if like not in self._of_layers:
+            self._of_layers[like] = TransformerEngineKernel(*self._made, *like)
+        return self._of_layers[like]
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         inputs = _at_start(call)
         if not backward:
             with torch.no_grad():
-                return self._run(inputs, call.cu_seqlens).view_as(call.q_THD), None
+                return _by_heads(self._run(inputs, call.cu_seqlens), call), None
         sources = _Sources(inputs)
         hooks = torch.autograd.graph.saved_tensors_hooks(sources.pack, sources.unpack)
         with torch.enable_grad(), hooks:
             output = self._run(sources.now, call.cu_seqlens)
-        return output.detach().view_as(call.q_THD), _Run(output, sources)
+        return _by_heads(output.detach(), call), _Run(output, sources)
 
-    def backward(
-        self, grad_THD: Tensor, call: Operands, kept: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
         return kept.gradients(grad_THD, _at_start(call))
 
     def _run(self, inputs: list[Tensor], cu_seqlens: CuSeqlens) -> Tensor:
@@ -84,14 +101,21 @@ class TransformerEngineKernel:
 
         RuntimeError: it chose to hold all scores of a call, of a size that no memory holds.
         """
+        q, k, v, *sinks = inputs
+        if sinks:
+            self._attend.softmax_offset = sinks[0]
         with self._around():
             output = self._attend(
-                *inputs,
+                q,
+                k,
+                v,
                 cu_seqlens_q=cu_seqlens.queries,
                 cu_seqlens_kv=cu_seqlens.keys,
                 max_seqlen_q=cu_seqlens.most_queries,
                 max_seqlen_kv=cu_seqlens.most_keys,
             )
+        if sinks:
+            self._attend.softmax_offset = None
         if self._chosen().get("use_unfused_attention"):
             raise RuntimeError(
                 "Transformer Engine finds no fused attention for these calls "
@@ -100,8 +124,13 @@ class TransformerEngineKernel:
         return output
 
 
+def _by_heads(output: Tensor, call: Operands) -> Tensor:
+    """[T, H, D], with the size of heads of values."""
+    return output.view(*call.q_THD.shape[:2], call.v_SGD.shape[2])
+
+
 def _at_start(call: Operands) -> list[Tensor]:
-    """q, k and v, each at the beginning of its storage: copied where it is not."""
+    """The operands, each at the beginning of its storage: copied where it is not."""
     return [x if x.storage_offset() == 0 else x.clone() for x in call.tensors]
 
 
@@ -153,7 +182,7 @@ class _Run:
         sources.now = []
 
     def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Gradients of q, k and v; once."""
+        """Gradients of q, k, v and the sinks; once."""
         output, self._output = self._output, None
         assert output is not None, "a call's backward ran twice"
         self._sources.now = inputs

@@ -16,6 +16,9 @@ A slice's K and V are written behind its context in the store, so the kernel rea
 nothing is concatenated. That goes for the last slice, too, to whose K and V nobody attends later:
 the store's buffers have room for whole documents (``stores_last_slice``).
 
+In a layer with a window the store has tails (tails.py): a slice's call has the one in front of it
+and the slice's own rows, copied side by side. Both ends of a window are aligned like the mask.
+
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, P context.
 """
 
@@ -28,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_epp.layers.attention.tails import SliceTails
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
@@ -69,32 +73,40 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Operands of one call: queries [T, H, D], keys and values [S, G, D], all contiguous."""
+    """Operands of one call: queries [T, H, D], keys and values [S, G, D], all contiguous; logits of
+    the heads' sinks [H], in a layer that has them."""
 
     q_THD: Tensor
     k_SGD: Tensor
     v_SGD: Tensor
     cu_seqlens: CuSeqlens
+    sinks_H: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_THD, self.k_SGD, self.v_SGD
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that have gradients: q, k, v and the sinks."""
+        qkv = self.q_THD, self.k_SGD, self.v_SGD
+        return qkv if self.sinks_H is None else (*qkv, self.sinks_H)
 
 
 class Kernel(Protocol):
     """Attention of one call; the mask is causal at the bottom right.
 
     ``forward`` gives the output [T, H, D] and, for a backward to come, what the kernel needs of it
-    beyond the operands, which ``backward`` is given again; it gives the gradients of q, k and v.
+    beyond the operands, which ``backward`` is given again; it gives the gradients of q, k, v and,
+    where there are any, of the sinks.
     """
 
     name: str
 
+    def of_layers(self, before: int | None, sinks: bool) -> "Kernel":
+        """The same of layers in which queries see ``before`` inputs in front of them (None: all),
+        with or without sinks. ValueError, ImportError: there is none."""
+        ...
+
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]: ...
 
-    def backward(
-        self, grad_THD: Tensor, call: Operands, kept: Any
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +125,15 @@ class Piece:
         return builtins.slice(self.start, self.stop)
 
 
-def pieces_of(state: ChunkState, device: torch.device) -> tuple[Piece, ...]:
-    """The calls that ``state``'s chunk takes; made for its first layer, used by all."""
-    return state.once("pieces", lambda: tuple(_pieces(state.rows, device)))
+def pieces_of(
+    state: ChunkState, device: torch.device, before: int | None = None
+) -> tuple[Piece, ...]:
+    """The calls that ``state``'s chunk takes in layers whose queries see ``before`` inputs in front
+    of them (None: all); made for the first such layer, used by all."""
+    return state.once(f"pieces {before}", lambda: tuple(_pieces(state.rows, device, before)))
 
 
-def _pieces(rows: Sequence[Rows], device: torch.device):
+def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None):
     whole: list[Rows] = []
 
     def side_by_side():
@@ -131,7 +146,8 @@ def _pieces(rows: Sequence[Rows], device: torch.device):
     for r in rows:
         if r.cut:
             yield from side_by_side()
-            cu_seqlens = CuSeqlens.of([r.span.tokens], [r.span.stop], device)
+            seen = r.span.start if before is None else min(before, r.span.start)
+            cu_seqlens = CuSeqlens.of([r.span.tokens], [seen + r.span.tokens], device)
             yield Piece(r.start, r.stop, r, cu_seqlens)
         else:
             whole.append(r)
@@ -139,21 +155,41 @@ def _pieces(rows: Sequence[Rows], device: torch.device):
 
 
 class VarlenAttention:
-    """Attention of chunks by ``kernel``; ``whole``: the kernel for all heads, if it is another."""
+    """Attention of chunks by ``kernel``; ``whole``: the kernel for all heads, if it is another.
 
-    stores_last_slice = True
+    ``before`` and ``sinks``: of the kernel's layers (``of_layer``).
+    """
+
+    stores_last_slice = True  # of layers without a window
     latents = False
 
-    def __init__(self, kernel: Kernel, whole: Kernel | None = None):
+    def __init__(
+        self,
+        kernel: Kernel,
+        whole: Kernel | None = None,
+        before: int | None = None,
+        sinks: Callable[[], Tensor | None] = lambda: None,
+    ):
         self.kernel, self._whole = kernel, whole
+        self.before, self.sinks = before, sinks
         self.name = kernel.name
+        self.stores_last_slice = before is None
 
     @property
     def whole(self) -> "VarlenAttention":
-        return self if self._whole is None else VarlenAttention(self._whole)
+        if self._whole is None:
+            return self
+        return VarlenAttention(self._whole, None, self.before, self.sinks)
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "VarlenAttention":
-        raise ValueError("attention kernels of GPUs know neither windows nor sinks")
+        """The same of a layer in which queries see ``before`` inputs in front of them (None: all),
+        with ``sinks``: the logits of its heads' sinks, [H], or None."""
+        with_sinks = sinks() is not None
+        if before is None and not with_sinks:
+            return self
+        kernel = self.kernel.of_layers(before, with_sinks)
+        whole = None if self._whole is None else self._whole.of_layers(before, with_sinks)
+        return VarlenAttention(kernel, whole, before, sinks)
 
     def __call__(
         self,
@@ -167,10 +203,18 @@ class VarlenAttention:
         """The output [T, H, D]; where it is to be dropped, also the handle that recomputes it."""
         recompute = AttentionRecompute() if drop else None
         backward = torch.is_grad_enabled()
-        kernel = self.kernel
+        seeing = _Seeing(self.kernel, self.before)
         return _Attend.apply(
-            q_THD, k_TGD, v_TGD, state, layer, kernel, backward, recompute
+            q_THD, k_TGD, v_TGD, self.sinks(), state, layer, seeing, backward, recompute
         ), recompute
+
+
+@dataclass(frozen=True, slots=True)
+class _Seeing:
+    """View of a layer's queries: ``before`` inputs in front of each, or all, by its kernel."""
+
+    kernel: Kernel
+    before: int | None
 
 
 class _Attend(torch.autograd.Function):
@@ -180,22 +224,27 @@ class _Attend(torch.autograd.Function):
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
+        sinks_H: Tensor | None,
         state: ChunkState,
         layer: int,
-        kernel: Kernel,
+        seeing: _Seeing,
         backward: bool,
         recompute: AttentionRecompute | None,
     ) -> Tensor:
         # A view of the fused QKV projection's output would keep all of that alive.
         q_THD, k_TGD, v_TGD = q_THD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
         store = state.store
-        pieces = pieces_of(state, q_THD.device)
+        pieces = pieces_of(state, q_THD.device, seeing.before)
+        sinks_H = None if sinks_H is None else sinks_H.detach()
+        call = _Call(seeing, state, layer, pieces, sinks_H)
         for piece in pieces:
-            if piece.slice is not None:
-                span = piece.slice.span
-                mine = piece.mine
+            if piece.slice is None:
+                continue
+            if seeing.before is None:
+                span, mine = piece.slice.span, piece.mine
                 store.append(layer, span.document, span.start, k_TGD[mine], v_TGD[mine])
-        call = _Call(kernel, state, layer, pieces)
+            else:
+                call.tails(piece.slice).keep(k_TGD, v_TGD)
         out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, backward and recompute is None)
         if not state.training:
             for piece in pieces:
@@ -206,7 +255,8 @@ class _Attend(torch.autograd.Function):
         ctx.kept = [_each_tensor(hooks.pack, needed) for needed in kept]
         if recompute is not None:
             recompute.of(ctx, _recomputed)
-        stored = bool(pieces) and all(piece.slice is not None for piece in pieces)
+        slices = bool(pieces) and all(piece.slice is not None for piece in pieces)
+        stored = slices and seeing.before is None
         ctx.save_for_backward(q_THD, *(() if stored else (k_TGD, v_TGD)))
         return out_THD
 
@@ -232,10 +282,15 @@ def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
 class _Call:
     """One layer's attention of one chunk; ``kept`` has an entry per piece."""
 
-    kernel: Kernel
+    seeing: _Seeing
     state: ChunkState
     layer: int
     pieces: tuple[Piece, ...]
+    sinks_H: Tensor | None
+
+    def tails(self, rows: Rows) -> SliceTails:
+        assert self.seeing.before is not None, "a layer without a window keeps all rows"
+        return SliceTails(self.state.store, self.layer, rows, self.seeing.before)
 
     def inputs(self, ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         q_THD, *others = ctx.saved_tensors
@@ -244,9 +299,9 @@ class _Call:
     def forward(
         self, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None, backward: bool
     ) -> tuple[Tensor, list[Any]]:
-        outputs, kept = [], []
+        outputs, kept, kernel = [], [], self.seeing.kernel
         for piece in self.pieces:
-            out, needed = self.kernel.forward(self._operands(piece, q_THD, k_TGD, v_TGD), backward)
+            out, needed = kernel.forward(self._operands(piece, q_THD, k_TGD, v_TGD), backward)
             outputs.append(out)
             kept.append(needed)
         return self._joined(outputs, q_THD), kept
@@ -258,38 +313,58 @@ class _Call:
         k_TGD: Tensor | None,
         v_TGD: Tensor | None,
         kept: list[Any],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of q, k, v and of the sinks."""
         made: list[tuple[Tensor, ...]] = []
+        sinks_H, dsinks_H = self.sinks_H, None
+        if sinks_H is not None:  # of all pieces, rounded once
+            wide = torch.promote_types(sinks_H.dtype, torch.float32)
+            dsinks_H = torch.zeros_like(sinks_H, dtype=wide)
         for index, piece in enumerate(self.pieces):
             call = self._operands(piece, q_THD, k_TGD, v_TGD)
-            dq, dk, dv = self.kernel.backward(grad_THD[piece.mine], call, kept[index])
+            dq, dk, dv, *others = self.seeing.kernel.backward(
+                grad_THD[piece.mine], call, kept[index]
+            )
             kept[index] = None  # freed before the next piece makes its gradients
+            if dsinks_H is not None:
+                dsinks_H += others[0]
             if piece.slice is not None:
                 dk, dv = self._of_slice(piece.slice, dk, dv)
             made.append((dq, dk, dv))
         if k_TGD is not None and v_TGD is not None and not made:  # an empty chunk
-            return torch.zeros_like(q_THD), torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
+            nothing = torch.zeros_like
+            empty = nothing(q_THD), nothing(k_TGD), nothing(v_TGD)
+            return *empty, None if sinks_H is None else nothing(sinks_H)
         dq_THD, dk_TGD, dv_TGD = (
             self._joined(parts, q_THD) for parts in zip(*made, strict=True)
         )  # fmt: skip
-        return dq_THD, dk_TGD, dv_TGD
+        of_sinks = None if sinks_H is None or dsinks_H is None else dsinks_H.to(sinks_H.dtype)
+        return dq_THD, dk_TGD, dv_TGD, of_sinks
 
     def _operands(
         self, piece: Piece, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None
     ) -> Operands:
         """Operands of the piece's call; a slice's begin with the keys and values of its context."""
-        if piece.slice is None:
-            assert k_TGD is not None and v_TGD is not None, "whole documents lie in no store"
-            keys = k_TGD[piece.mine], v_TGD[piece.mine]
-        else:
+        if piece.slice is not None and self.seeing.before is None:
             span = piece.slice.span
             keys = self.state.store.context(self.layer, span.document, span.stop)
-        return Operands(q_THD[piece.mine], *keys, piece.cu_seqlens)
+        else:
+            assert k_TGD is not None and v_TGD is not None, "they lie in no store"
+            keys = k_TGD[piece.mine], v_TGD[piece.mine]
+            front = None if piece.slice is None else self.tails(piece.slice).context()
+            if front is not None:
+                keys = torch.cat((front[0], keys[0])), torch.cat((front[1], keys[1]))
+        return Operands(q_THD[piece.mine], *keys, piece.cu_seqlens, self.sinks_H)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
         """Leave the context's gradients in the store; the slice's own, with what later slices
         left there for it."""
         store, span = self.state.store, rows.span
+        if self.seeing.before is not None:
+            own = dk_SGD[-span.tokens :], dv_SGD[-span.tokens :]
+            front = dk_SGD[: -span.tokens], dv_SGD[: -span.tokens]
+            self.tails(rows).hand_over(own, front if span.start else None)
+            return own
         behind = span.start
         own = dk_SGD[behind:], dv_SGD[behind:]
         if not rows.last:

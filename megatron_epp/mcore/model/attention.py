@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
-from megatron_epp.mcore.model.kinds.registry import beyond_gpu_kernels, heads_of
+from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 AUTO_BACKEND, TE, TORCH = "auto", "te", "torch"
 _UNFUSED = "NVTE_UNFUSED_ATTN"  # read by Transformer Engine whenever it chooses anew
 SIZES = 8  # what sizes of heads are multiples of, in kernels of GPUs
+# Transformer Engine refuses by assertions in a dozen places; an old one has fewer arguments.
+_REFUSALS = (AssertionError, ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def this_device() -> torch.device:
@@ -41,8 +43,6 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     """
     heads, whole = heads_of(config), heads_of(config, context=1)
     by_gpu_kernels = device.type == "cuda" or cpu_host.has_gpu_kernels()
-    if by_gpu_kernels and (reason := beyond_gpu_kernels(config)) is not None:
-        raise ValueError(reason)
     if not by_gpu_kernels:
         if wanted == TE:
             raise ValueError(
@@ -58,45 +58,65 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
             f"--epp on a GPU trains in {str(heads.dtype).removeprefix('torch.')} here, which its "
             "attention kernels do not know; give --bf16 or --fp16"
         )
-    reasons = []
-    for name in (TE, TORCH) if wanted == AUTO_BACKEND else (wanted,):
+    reasons, seen = [], layers_see(config)
+    names = (TE, TORCH) if wanted == AUTO_BACKEND else (wanted,)
+    for name, sizes in ((name, sizes) for name in names for sizes in _sizes(heads)):
+        shown = name if sizes == _sizes(heads)[0] else f"{name} (heads padded to {sizes[0]})"
         try:
-            kernel = _right_kernel(name, heads, device)
-            of_whole = kernel if whole == heads else _right_kernel(name, whole, device)
-        except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
-            # Transformer Engine refuses by assertions in a dozen places.
-            reasons.append(f"{name}: {str(error).splitlines()[0] if str(error) else repr(error)}")
+            kernel = _right_kernel(name, heads, sizes, seen, device)
+            of_whole = (
+                kernel if whole == heads else _right_kernel(name, whole, sizes, seen, device)
+            )
+        except _REFUSALS as error:
+            reasons.append(f"{shown}: {str(error).splitlines()[0] if str(error) else repr(error)}")
             continue
         if reasons:
-            logger.warning("attention by %s kernels, as %s", name, "; ".join(reasons))
+            logger.warning("attention by %s kernels, as %s", shown, "; ".join(reasons))
         return VarlenAttention(kernel, of_whole)
     raise ValueError(
         f"--epp-attention {wanted}: no attention can be used on this device ({'; '.join(reasons)})"
     )
 
 
-def _right_kernel(name: str, heads: Heads, device: torch.device) -> Kernel:
-    """A kernel that has been tried on the device."""
-    kernel = _kernel(name, heads)
-    require_right(
-        kernel,
-        heads.query,
-        heads.key,
-        heads.size,
-        heads.scale,
-        heads.dtype,
-        device,
-        heads.value,
-    )
+def _right_kernel(
+    name: str,
+    heads: Heads,
+    sizes: tuple[int, int],
+    seen: Sequence[tuple[int | None, bool]],
+    device: torch.device,
+) -> Kernel:
+    """A kernel that has been tried on the device, of every kind of layers."""
+    kernel = _kernel(name, heads, sizes)
+    for before, sinks in seen:
+        require_right(
+            kernel.of_layers(before, sinks) if before is not None or sinks else kernel,
+            heads.query,
+            heads.key,
+            heads.size,
+            heads.scale,
+            heads.dtype,
+            device,
+            heads.value,
+            before,
+            sinks,
+        )
     return kernel
 
 
-def _kernel(name: str, heads: Heads) -> Kernel:
-    """Kernels that know one size of heads get the larger one, a multiple of 8."""
-    size = -(-max(heads.size, heads.value) // SIZES) * SIZES
-    if heads.size == heads.value == size:
-        return _KERNELS[name](heads)
-    return PaddedKernel(_KERNELS[name](replace(heads, size=size, value=0)), size)
+def _sizes(heads: Heads) -> list[tuple[int, int]]:
+    """Sizes of queries' and keys' heads and of values' that kernels may take, the fewest channels
+    first: multiples of 8, then the larger one for all."""
+    size, value = (-(-each // SIZES) * SIZES for each in (heads.size, heads.value))
+    most = max(size, value)
+    return [(size, value)] if size == value else [(size, value), (most, most)]
+
+
+def _kernel(name: str, heads: Heads, sizes: tuple[int, int]) -> Kernel:
+    size, value = sizes
+    kernel = _KERNELS[name](replace(heads, size=size, value=value))
+    if (heads.size, heads.value) == sizes:
+        return kernel
+    return PaddedKernel(kernel, size, value)
 
 
 @contextmanager
@@ -116,7 +136,15 @@ def _no_scores() -> Iterator[None]:
             os.environ[_UNFUSED] = before
 
 
+def _engine(heads: Heads) -> Kernel:
+    # As older versions take it, where there is one size.
+    sizes = heads.size if heads.size == heads.value else (heads.size, heads.value)
+    return TransformerEngineKernel(heads.query, heads.key, sizes, heads.scale, _no_scores)
+
+
 def _torch(heads: Heads) -> Kernel:
+    if heads.value != heads.size:
+        raise ValueError(f"heads of {heads.size}, of values {heads.value}: expected one size")
     if heads.size > MOST_HEAD_SIZE or heads.size % 8:
         raise ValueError(
             f"heads of {heads.size}: expected a multiple of 8 up to {MOST_HEAD_SIZE}"
@@ -125,6 +153,6 @@ def _torch(heads: Heads) -> Kernel:
 
 
 _KERNELS: dict[str, Callable[[Heads], Kernel]] = {
-    TE: lambda of: TransformerEngineKernel(of.query, of.key, of.size, of.scale, _no_scores),
+    TE: _engine,
     TORCH: _torch,
 }

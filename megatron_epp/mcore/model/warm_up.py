@@ -64,11 +64,11 @@ def _bucket(tokens: int) -> int:
     return next(size for size in _doubled(FIRST) if size >= tokens)
 
 
-def calls(context: int, alone: bool) -> Iterator[WarmUpCall]:
+def calls(context: int, alone: bool, before: int | None = None) -> Iterator[WarmUpCall]:
     """One for every graph that documents of up to ``context`` inputs may need: whole documents
     first, packed into chunks that are longer than any of them, too; with ``alone`` also those that
-    one rank computes, which are never cut; then slices, from short contexts to long ones; then
-    packs of very many documents."""
+    one rank computes, which are never cut; then slices, from short contexts to long ones, of which
+    a window shows the ``before`` inputs in front; then packs of very many documents."""
     sizes = buckets(context)
     whole = [WarmUpCall(size, size) for size in sizes]
     for size in buckets(PACKS_TO):
@@ -78,7 +78,9 @@ def calls(context: int, alone: bool) -> Iterator[WarmUpCall]:
     if alone:
         yield from (replace(call, alone=True) for call in whole)
     for keys in sizes:
-        yield from (WarmUpCall(queries, keys) for queries in sizes if queries < keys)
+        for queries in sizes:
+            if queries < keys and (before is None or keys <= _bucket(queries + before)):
+                yield WarmUpCall(queries, keys)
     for count in PACKED[1:]:
         for size in buckets(PACKS_TO):
             if count <= size <= count * context:
@@ -92,12 +94,13 @@ def warm_up(
 
     ``heads`` of this rank, and the ``whole`` of its tensor-parallel rank's. Nothing happens where
     kernels have no graphs of their own. The device's random state is afterwards what it was:
-    Transformer Engine draws with every call, dropout or not.
+    Transformer Engine draws with every call, dropout or not. Windows and sinks: ``attention``'s
+    (``of_layer``).
     """
     if not isinstance(attention, VarlenAttention) or attention.name != "te":
         return 0
     began, done, random = time.monotonic(), 0, torch.cuda.get_rng_state()
-    wanted = list(calls(context, alone=whole != heads))
+    wanted = list(calls(context, whole != heads, attention.before))
     try:
         for call in wanted:
             if time.monotonic() - began > SECONDS:
@@ -126,7 +129,8 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
     cu_seqlens = CuSeqlens.of(queries, keys, device)
     q, k = zeros(call.queries, heads.query), zeros(call.keys, heads.key)
     v = zeros(call.keys, heads.key, heads.value)
-    operands = Operands(q, k, v, cu_seqlens)
+    sinks = None if attention.sinks() is None else zeros(1, heads.query, 1).flatten()
+    operands = Operands(q, k, v, cu_seqlens, sinks)
     _, kept = attention.kernel.forward(operands, True)
     attention.kernel.backward(zeros(call.queries, heads.query, heads.value), operands, kept)
     if device.type == "cuda":

@@ -212,9 +212,10 @@ class MegatronPart:
         """Heads that a rank attends with, one of ``context``; None: it does not say."""
         return None
 
-    def beyond_gpu_kernels(self, config: Any) -> str | None:
-        """Why kernels of GPUs cannot attend in a model of ``config``; None: they can."""
-        return None
+    def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
+        """What queries of layers of a model of ``config`` see, one of each kind: so many inputs in
+        front of each (None: all), and whether sinks. None of them: it has no say."""
+        return ()
 
     def holds(self, module: Any) -> bool:
         """Whether ``module``, in its slot, is of this kind."""

@@ -7,7 +7,7 @@ Megatron's layers no class holds is refused.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.model.hybrid.pattern import (
@@ -158,10 +158,10 @@ def heads_of(config: Any, context: int | None = None) -> Heads:
     return next(heads for heads in known if heads is not None)
 
 
-def beyond_gpu_kernels(config: Any) -> str | None:
-    """Why kernels of GPUs cannot attend in a model of ``config``; None: they can."""
-    reasons = (part.beyond_gpu_kernels(config) for part in MEGATRON_PARTS)
-    return next((reason for reason in reasons if reason is not None), None)
+def layers_see(config: Any) -> Sequence[tuple[int | None, bool]]:
+    """What queries of the layers of a model of ``config`` see, one of each kind: so many inputs in
+    front of each (None: all), and whether sinks."""
+    return next(filter(None, (part.layers_see(config) for part in MEGATRON_PARTS)))
 
 
 def layer_parts(layer: Any) -> tuple[MegatronPart, ...]:

@@ -74,14 +74,16 @@ class MegatronWindow(MegatronPart):
             return {}  # all layers of attention
         return {"window_attn_skip_freq": [int(there) for there in mask]}
 
-    def beyond_gpu_kernels(self, config: Any) -> str | None:
-        asked = ((getattr(config, name), plain) for name, plain in self.FLAGS.items())
-        if not any(value and value != plain for value, plain in asked):
-            return None
-        return (
-            "--window-size and --softmax-type: --epp attends with windows and sinks on hosts "
-            "without a GPU only; leave them out, or train without --epp"
-        )
+    def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
+        from megatron.core.transformer.utils import is_layer_window_attention
+
+        window, skip = config.window_size, config.window_attn_skip_freq
+        windowed = {
+            is_layer_window_attention(window, skip, number)
+            for number in range(1, config.num_layers + 1)
+        }
+        sinks = config.softmax_type != "vanilla"
+        return [(window[0] if there else None, sinks) for there in sorted(windowed)]
 
     def words(self, args: Any) -> list[str]:
         return [f"window {args.window_size[0]}"] if args.window_size else []
