@@ -321,7 +321,7 @@ def test_the_self_test_tries_windows_and_sinks(before, sinks) -> None:
         with pytest.raises(ValueError, match="off by one, a document in windows: the output"):
             try_it(OffByOne(SCALE))
     if sinks:
-        with pytest.raises(ValueError, match="back end sinkless, a document.*: the output is off"):
+        with pytest.raises(ValueError, match=r"back end sinkless, a document.*: the output"):
             try_it(Sinkless(SCALE))
 
 

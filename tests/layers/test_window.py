@@ -69,9 +69,7 @@ def naive(given: Documents, before: int | None, sinks_H: Tensor | None):
 class Seeing(Runner):
     """``before`` and ``sinks_H`` of the layer; the store keeps tails."""
 
-    def __init__(
-        self, plan, given, multiple=1, before=None, sinks_H=None, known=True, of="parts"
-    ):
+    def __init__(self, plan, given, multiple=1, before=None, sinks_H=None, known=True, of="parts"):
         super().__init__(plan, given, multiple)
         attention = ATTENTIONS[of]
         self.store = store_for(plan, self.slices, attention.stores_last_slice)

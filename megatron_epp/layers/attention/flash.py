@@ -69,7 +69,8 @@ class FlashKernel:
         )
         if call.sinks_H is None:
             return gradients
-        return *gradients, sinks_gradient(grad_THD, *kept, call.sinks_H)
+        out_THD, lse_HT = kept
+        return *gradients, sinks_gradient(grad_THD, out_THD, lse_HT, call.sinks_H)
 
 
 def _lengths(cu_seqlens: CuSeqlens) -> tuple[Tensor, Tensor, int, int]:

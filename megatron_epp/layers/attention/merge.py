@@ -29,11 +29,10 @@ def with_sinks(out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor
     return (out_THD * left_TH1).to(out_THD.dtype), total_HT
 
 
-def sinks_gradient(
-    grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor
-) -> Tensor:
-    """[H], as wide as ``lse_HT``: a sink adds nothing to the output, so its gradient is its part of every row's softmax
-    times what the row would lose. ``lse_HT`` and the output: with the sinks."""
+def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> Tensor:
+    """[H], as wide as ``lse_HT``. A sink adds nothing to the output, so its gradient is its part of
+    every row's softmax times what the row would lose. ``lse_HT`` and the output: with the sinks.
+    """
     shares_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp_()
     gains_TH = torch.einsum("thd,thd->th", grad_THD.to(lse_HT.dtype), out_THD.to(lse_HT.dtype))
     return -(shares_HT * gains_TH.transpose(0, 1)).sum(1)

@@ -31,7 +31,8 @@ class PlainKernel:
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
         tensors = [x.detach().requires_grad_() for x in call.tensors]
         with torch.enable_grad():
-            out_THD = self._attend(*tensors[:3], call.cu_seqlens, *tensors[3:])
+            q, k, v, *sinks = tensors
+            out_THD = self._attend(q, k, v, call.cu_seqlens, *sinks)
         return torch.autograd.grad(out_THD, tensors, grad_THD)
 
     def _attend(

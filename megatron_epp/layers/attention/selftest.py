@@ -23,14 +23,18 @@ CALLS: dict[str, tuple[tuple[int, int], ...]] = {
 # Behind a document of so many tokens the reference would hold too much: wider windows are tried in
 # slices alone.
 MOST_WINDOW = 1024
+OF_SINKS = "gradient of the sinks"
 NAMES = (
     "output",
     "gradient of the queries",
     "gradient of the keys",
     "gradient of the values",
-    "gradient of the sinks",
+    OF_SINKS,
 )
 ALLOWANCE = 2.0  # times the error of plain attention in the same number format
+# A sink has one number for a gradient, in which the roundings of all rows' outputs meet: whether
+# plain attention's is nearer than so many of the format's steps is luck.
+LUCK = 2.0
 
 
 def require_right(
@@ -56,6 +60,8 @@ def require_right(
             kernel, lengths, heads, groups, sizes, scale, dtype, device, before, sinks
         )
         for name, mine, theirs in zip(NAMES, ours, plain, strict=False):
+            if name == OF_SINKS:
+                theirs = max(theirs, LUCK * torch.finfo(dtype).eps)
             if not mine <= ALLOWANCE * theirs:  # nan is wrong, too
                 raise ValueError(
                     f"attention back end {kernel.name}, {what}: the {name} is off by {mine:.2g} "

@@ -64,9 +64,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
         shown = name if sizes == _sizes(heads)[0] else f"{name} (heads padded to {sizes[0]})"
         try:
             kernel = _right_kernel(name, heads, sizes, seen, device)
-            of_whole = (
-                kernel if whole == heads else _right_kernel(name, whole, sizes, seen, device)
-            )
+            of_whole = kernel if whole == heads else _right_kernel(name, whole, sizes, seen, device)
         except _REFUSALS as error:
             reasons.append(f"{shown}: {str(error).splitlines()[0] if str(error) else repr(error)}")
             continue
