@@ -31,7 +31,7 @@ class Attention(Protocol):
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "Attention":
         """The attention of a layer with a window (queries see ``before`` inputs in front of them)
-        or with sinks (logits of its heads, [H]). ValueError: its kernels know neither."""
+        or with sinks (logits of its heads, [H]). ValueError, ImportError: its kernels lack them."""
         ...
 
 
