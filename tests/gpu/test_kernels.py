@@ -69,8 +69,8 @@ def test_latents_heads_are_taken_as_they_are(engine) -> None:
     """Queries and keys of 192 channels, values of 128; FlashAttention 2 has one size."""
     import torch
 
-    from megatron_epp.layers.attention.selftest import require_right
     from megatron_epp.layers.attention.layer_attention import Heads
+    from megatron_epp.layers.attention.selftest import require_right
     from megatron_epp.mcore.model.attention import _KERNELS, this_device
 
     heads = Heads(4, 4, 192, 192**-0.5, torch.bfloat16, 128)
