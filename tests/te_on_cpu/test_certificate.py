@@ -219,7 +219,7 @@ def test_whatever_is_broken_shows(judged, way) -> None:
 
 def test_whatever_is_broken_shows_in_bf16(seed) -> None:
     """But what is off by less than that format's own digits."""
-    judged = judged_alone(DENSE + ENGINE, WAYS, seed, SABOTAGE, BF16)
+    judged = judged_alone(GPT_OSS + ENGINE, WAYS, seed, SABOTAGE, BF16)
     for way, batch in judged.items():
         assert not batch.problems and batch.bound == OWN_BOUND, way
         if "nothing" in way or way == "mistake what was saved":
