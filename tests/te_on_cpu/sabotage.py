@@ -38,7 +38,7 @@ def forget_the_sinks_of_slices() -> AbstractContextManager:
 
     def run(self, inputs, cu_seqlens):
         if cu_seqlens.most_keys > cu_seqlens.most_queries:
-            inputs = [*inputs[:3], inputs[3] * 0 - 1e9]
+            inputs = [*inputs[:3], *(sinks * 0 - 1e9 for sinks in inputs[3:])]
         return plain(self, inputs, cu_seqlens)
 
     return patch.object(TransformerEngineKernel, "_run", run)

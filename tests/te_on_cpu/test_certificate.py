@@ -181,6 +181,7 @@ WAYS = (
     "mistake what was saved",
     "nothing again",
 )
+OF_WINDOWS = ("see one less behind a border", "forget the sinks of slices")
 FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True)
 
 
@@ -218,11 +219,11 @@ def test_whatever_is_broken_shows(judged, way) -> None:
 
 
 def test_whatever_is_broken_shows_in_bf16(seed) -> None:
-    """But what is off by less than that format's own digits."""
-    judged = judged_alone(GPT_OSS + ENGINE, WAYS, seed, SABOTAGE, BF16)
+    """But what is off by less than that format's own digits, or of what this model has not."""
+    judged = judged_alone(DENSE + ENGINE, WAYS, seed, SABOTAGE, BF16)
     for way, batch in judged.items():
         assert not batch.problems and batch.bound == OWN_BOUND, way
-        if "nothing" in way or way == "mistake what was saved":
+        if "nothing" in way or way in ("mistake what was saved", *OF_WINDOWS):
             assert batch.passed, batch
         else:
             assert batch.gradient_error > 2 * OWN_BOUND, batch
