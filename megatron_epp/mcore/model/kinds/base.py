@@ -213,7 +213,7 @@ class MegatronPart:
         return None
 
     def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
-        """What queries of layers of a model of ``config`` see, one of each kind: so many inputs in
+        """Views of queries in layers of a model of ``config``, one of each kind: so many inputs in
         front of each (None: all), and whether sinks. None of them: it has no say."""
         return ()
 

@@ -159,7 +159,7 @@ def heads_of(config: Any, context: int | None = None) -> Heads:
 
 
 def layers_see(config: Any) -> Sequence[tuple[int | None, bool]]:
-    """What queries of the layers of a model of ``config`` see, one of each kind: so many inputs in
+    """Views of queries in the layers of a model of ``config``, of each kind one: so many inputs in
     front of each (None: all), and whether sinks."""
     return next(filter(None, (part.layers_see(config) for part in MEGATRON_PARTS)))
 
