@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Attention's first calls: what a kernel of a new size costs once, and every call after it.
 
-scripts/gpu/first_calls.py [--heads 32 --groups 8 --size 128]
+scripts/gpu/first_calls.py [--heads 32 --groups 8 --size 128] [--longest TOKENS]
 """
 
 import argparse
@@ -24,10 +24,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, value in (("heads", 32), ("groups", 8), ("size", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--longest", type=int, help="contexts longer than that are left out")
     wanted = parser.parse_args()
+    shapes = [one for one in SHAPES if wanted.longest is None or one[2] <= wanted.longest]
 
     import torch
 
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_where_wanted()
     from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
     from megatron_epp.mcore.model.attention import attention_for
 
@@ -56,7 +61,7 @@ def main() -> None:
             print(f"{name}: {error}")
             continue
         once = 0.0
-        for documents, queries, keys in SHAPES:
+        for documents, queries, keys in shapes:
             cu_seqlens = CuSeqlens.of([queries] * documents, [keys] * documents, device)
             rows, all_keys = documents * queries, documents * keys
             call = Operands(
@@ -80,7 +85,7 @@ def main() -> None:
                 f"then {1e3 * later:.3f} ms",
                 flush=True,
             )
-        print(f"{name}: first calls cost {once:.1f} s more than later ones, {len(SHAPES)} shapes")
+        print(f"{name}: first calls cost {once:.1f} s more than later ones, {len(shapes)} shapes")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,34 @@
 #!/usr/bin/env bash
 # Everything that only GPUs can tell, in the order in which one thing rests on another; one page of results.
 #
-#   bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list] [STEP...]
+#   bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list]
+#       [--dry-run] [--page FILE] [STEP...]
 #
-# First whether the numbers are right, then what everything turns on (SMs that messages hold, whole iterations), then the rest.
+# First whether the numbers are right, on one GPU and over several, then what everything turns on (SMs that messages hold,
+# whole iterations), then whether predictions are right, what a host does, and levers, which are off by default.
 # No step takes more than eight minutes. One for which there is no time left is "not reached", unless it would be the first.
 # --state: a .tar.gz of logs, states and the page, taken up at the start and written anew after every step, for a host that
 #   forgets: bring it back, and the day goes on. The corpus is made again.
 # Each step has a bound of its own and a log in FOLDER (outputs/gpu-day); FOLDER/README.md is the page, written anew after
-# every step. A step that fails or runs out of time hides nothing that comes after it. A second run skips what was ok, so the
+# every step, and written to --page besides. A step that fails or runs out of time hides nothing that comes after it. A second run skips what was ok, so the
 # minutes (60) may come in pieces: what did not fit is "not reached". For 1, 2 or 8 GPUs: what needs more than there are is
 # "skipped" by name. --bound: the most for any step. STEP: only these, ok or not.
 #   python=... the interpreter (.venv/bin/python, else python3), with PYTHONPATH as it is: the project's environment need not exist.
+# --dry-run: every step in a small size without a GPU, over a reference of Transformer Engine's kernels and ranks of this host
+#   (tests/te_on_cpu): what fails then is ours. No figure of it is a measurement. docs/gpu_day.md is such a page.
 # Exit status: 0 all ok or skipped, 1 something failed, ran out of time or was not reached, 2 a wrong flag.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 
 fail() { printf 'gpu_day: %s\n' "$1" >&2; exit 2; }
 
-minutes=60 bound=480 results=outputs/gpu-day state= gpus= list=false only=()
+minutes=60 bound=480 results= state= gpus= page= list=false dry=false only=()
 while (($#)); do
     case $1 in
-        --minutes | --bound | --results | --state | --gpus) (($# > 1)) || fail "$1 needs a value"; declare "${1#--}=$2"; shift ;;
+        --minutes | --bound | --results | --state | --gpus | --page) (($# > 1)) || fail "$1 needs a value"; declare "${1#--}=$2"; shift ;;
         --list) list=true ;;
-        -*) fail "unknown flag $1; usage: bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list] [STEP...]" ;;
+        --dry-run) dry=true ;;
+        -*) fail "unknown flag $1; usage: bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list] [--dry-run] [--page FILE] [STEP...]" ;;
         *) only+=("$1") ;;
     esac
     shift
@@ -31,6 +36,11 @@ done
 [[ $minutes =~ ^[0-9]+$ ]] || fail "--minutes $minutes: expected a whole number"
 [[ $bound =~ ^[0-9]+$ ]] || fail "--bound $bound: expected a whole number"
 most=$bound archive=$state
+results=${results:-outputs/gpu-day$($dry && echo -dry-run)}
+if $dry; then
+    export EPP_TE_ON_CPU=${EPP_TE_ON_CPU:-h100} CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+    gpus=${gpus:-4}
+fi
 if [[ -z ${python:-} ]]; then
     python=python3
     [[ -x .venv/bin/python ]] && python=.venv/bin/python
@@ -42,34 +52,46 @@ export python results
 
 deadline=$((SECONDS + 60 * minutes))
 names=() of_step=()
+declare -A small # what makes a step small: the last words of its command, in a dry run
 failed=0 began_one=false
 
 # add NAME GPUS SECONDS "what it settles" "lines of its log for the page (a pattern)" command...
 add() {
+    local words=()
+    if $dry; then eval "words=(${small[$1]:-})"; fi
     names+=("$1")
-    of_step+=("$(printf '%q ' "$@")")
+    of_step+=("$(printf '%q ' "$@" ${words[@]+"${words[@]}"})")
 }
 
 summary() { # the page
     {
-        printf '# A day with GPUs\n\n'
-        printf '`bash scripts/gpu/gpu_day.sh`, %s, commit %s.\n\n' "$(date -u +%Y-%m-%d)" "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-        printf '    %s\n' "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sort | uniq -c || true)"
+        printf '# A day with GPUs%s\n\n' "$($dry && echo ': dry run')"
+        printf '`bash scripts/gpu/gpu_day.sh%s`, %s, commit %s.\n\n' "$($dry && echo ' --dry-run')" "$(date -u +%Y-%m-%d)" \
+            "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+        if $dry; then
+            printf 'No GPU: small sizes over a reference of the kernels (`tests/te_on_cpu`). That every step ends well is\n'
+            printf 'all that this page says; no time, speed or number of bytes on it is a measurement.\n'
+        else
+            printf '    %s\n' "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sort | uniq -c || true)"
+        fi
         printf '\n| step | settles | result | seconds |\n|---|---|---|---|\n'
         local entry name state
         for entry in "${of_step[@]}"; do
             eval "set -- $entry"
             state=$(cat "$results/$1.state" 2>/dev/null || echo "not reached| ")
-            printf '| [%s](%s.log) | %s | %s | %s |\n' "$1" "$1" "$4" "${state%%|*}" "${state#*|}"
+            printf '| %s | %s | %s | %s |\n' "$($dry && echo "$1" || echo "[$1]($1.log)")" "$4" "${state%%|*}" "${state#*|}"
         done
         for entry in "${of_step[@]}"; do
             eval "set -- $entry"
             [[ -s $results/$1.log ]] || continue
             printf '\n## %s\n\n' "$1"
             # 4 blanks: text as it is, whatever it holds
-            { grep -aE "$5" "$results/$1.log" || tail -n 5 "$results/$1.log"; } | tail -n 40 | cut -c1-200 | sed 's/^/    /'
+            # The command stands first; a list of arguments, with dots, says nothing.
+            { tail -n +2 "$results/$1.log" | grep -avE ' \.{3,} ' | grep -aE "$5" || tail -n 5 "$results/$1.log"; } |
+                tail -n 40 | cut -c1-320 | sed 's/^/    /'
         done
     } >"$results/README.md"
+    [[ -z $page ]] || cp "$results/README.md" "$page"
 }
 
 run() { # one step, as add() keeps it
@@ -130,6 +152,47 @@ model=(
 )
 train=(-m megatron_epp.pretrain_gpt "${model[@]}" --micro-batch-size 1)
 lines='lm loss|epp iteration|[Ee]rror|measured this device'
+certify=("$python" -m megatron_epp certify --device cuda)
+certified='certified|PP |^ +[0-9]+ |rror'
+llama=(
+    --num-layers 2 --hidden-size 1024 --num-attention-heads 16 --group-query-attention --num-query-groups 8 --swiglu
+    --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
+)
+example=(env "DATA=$results/stdlib" "TOKENIZER=$results/stdlib.model" SIZE=1b ITERS=10 "GPUS=$gpus" "PYTHON=$python")
+lengths=${TMPDIR:-/tmp}/gpu-day-$$.lengths
+printf '%s\n' 32768 24000 9000 6000 5000 4000 3000 2500 2000 2000 1500 1500 1000 1000 800 800 >"$lengths"
+trap 'rm -f "$lengths"' EXIT
+
+# Small sizes of a dry run: later flags take the place of earlier ones.
+tiny="--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
+    --global-batch-size 4 --train-iters 2 --eval-iters 0"
+stage="--device cpu --bf16 --model tiny --repeats 1"
+small=(
+    [corpus]="--exclude '*/*' --exclude '[!a-c]*' --sample-mb 0.1 --vocab-size 400 --workers 1 --quiet"
+    [kernels]="-k 'alone-bfloat16'"
+    [first-iteration]="-k adds_up"
+    [gradients]="-k 'hybrid and not recomputed'"
+    [certify-kernels]="--device cpu --batches 2"
+    [training]="-k te-True"
+    [certify]="--device cpu --batches 2 $tiny"
+    [multi-gpu]="-k 2-1-2"
+    [held-sms]="--tokens 64 --hidden 64 --ffn 128 --heads 4"
+    [waiting-receive]="--size 64 --elements 64"
+    [stock]="$tiny"
+    [replay]="$stage --layers 4 --pp 2 --context 256 --documents 6 --budget-gib 0.01 --lengths wikipedia --planners packing epp"
+    [example]="$tiny --num-query-groups 2 --epp-cost-model analytic"
+    [stage-llama3-8b]="$stage --slices 64 --contexts 0 128 --lengths 128"
+    [stage-llama-7b]="$stage --slices 64 --contexts 0 128 --lengths 128"
+    [first-calls]="--heads 4 --groups 2 --size 16 --longest 300"
+    [recompilations]="$tiny --epp-cost-model analytic"
+    [overlaps]="$tiny"
+    [heads]="--device cpu --bf16 --model tiny --tokens 64"
+    [split]="-k i_leaves"
+    [offload]="-k is_gone"
+    [lazy-loading]="$tiny --epp-cost-model analytic"
+    [certify-tp]="--device cpu --batches 2 $tiny"
+    [example-tp]="$tiny --num-query-groups 2 --epp-cost-model analytic"
+)
 
 # What every later step stands on.
 add host 1 120 "driver, CUDA, allocator, what a process sets before CUDA starts" '^(wrong|gpus|torch|context|segments|Transformer|[A-Z_]+=)' \
@@ -140,17 +203,34 @@ add corpus 0 180 "real text to train on: the standard library's source" 'documen
 add kernels 1 240 "attention's kernels, te and torch: against plain attention" "$tests" "${test[@]}" tests/gpu/test_kernels.py
 add first-iteration 1 150 "no gradient is lost in an iteration's first backward" "$tests" "${test[@]}" tests/gpu/test_first_iteration.py
 add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
+add certify-kernels 1 300 "random plans by this device's kernels, in bf16: at most twice the plain model's own errors" "$certified" \
+    "${certify[@]}" --pp 1 --dtype bf16 --transformer-impl transformer_engine "${llama[@]}" --batches 12
 add training 1 400 "a training's losses against Megatron's own" "$tests" "${test[@]}" tests/gpu/test_training.py
+shared() { # several ranks on one GPU, over gloo
+    add "shared-$1" 1 240 "pipelines of several ranks on one GPU, over gloo (stages-TP $1): losses of one rank" "$tests" \
+        "${test[@]}" tests/gpu/test_shared_gpu.py -k "$1"
+}
+shared 2-1
+# The same over several GPUs.
+add certify 2 400 "random plans over NCCL, in float64: gradients of the plain model to 1e-12" "$certified" \
+    "${certify[@]}" --pp 2 --batches 10
+add multi-gpu 2 480 "pipelines and tensor parallelism over NCCL: losses of one GPU, with the example's flags" "$tests" \
+    "${test[@]}" -rs tests/gpu/test_multi_gpu.py
+add certify-tp 4 480 "random plans with two-way tensor parallelism, reductions overlapped" "$certified" \
+    "${certify[@]}" --pp 2 --tp 2 --overlap --batches 10
 # What everything turns on: products beside messages that wait; whole iterations, beside stock and stage by stage.
 add held-sms 1 300 "products and attention beside a message that waits, by its blocks and the SMs left free" '^margin|^products by|rror' \
     "$python" scripts/gpu/held_sms.py
+add waiting-receive 2 150 "how much slower products are beside a receive that waits, by NCCL's thread blocks" 'max_ctas|rror' \
+    "${torchrun[@]}" 2 scripts/gpu/waiting_receive.py
 add stock 1 200 "the same model by Megatron's own schedule" "$lines" "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 \
     --no-gradient-accumulation-fusion
-printf '%s\n' 32768 24000 9000 6000 5000 4000 3000 2500 2000 2000 1500 1500 1000 1000 800 800 >"${lengths:=${TMPDIR:-/tmp}/gpu-day-$$.lengths}"
-trap 'rm -f "$lengths"' EXIT
 add replay 1 400 "whole iterations stage by stage: planners against each other, predicted against replayed" '^\||epp|packing|rror' \
     "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768 \
     --budget-gib 40 --repeats 1 -o "$results/replay.md"
+add example 2 480 "examples/pretrain_gpt_epp.sh as it stands: time and memory, predicted and measured" "$lines" \
+    "${example[@]}" bash examples/pretrain_gpt_epp.sh
+add example-tp 4 480 "the same with two-way tensor parallelism" "$lines" "${example[@]}" TP=2 bash examples/pretrain_gpt_epp.sh
 # Are the predictions right? Calibration's bytes and seconds against other chunks than it measured.
 add stage-llama3-8b 1 300 "bytes and seconds predicted against measured, key heads in groups, vocabulary of 128K" '^ *[0-9]+ |median|\||rror' \
     "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 9000 --contexts 0 32768 98304 --lengths 32768 \
@@ -163,6 +243,8 @@ add queues 1 200 "whether an op runs beside posted receives, by number of queues
     "$python" scripts/gpu/queues.py
 add host-lazy 1 60 "what loading kernels when they are first used saves: memory of the context" '^(wrong|context)' \
     env CUDA_MODULE_LOADING=LAZY "$python" scripts/gpu/host.py
+add lazy-loading 2 300 "a pipeline with lazily loaded kernels: does it end?" "$lines" \
+    env CUDA_MODULE_LOADING=LAZY "${torchrun[@]}" 2 "${train[@]}" --train-iters 10 --epp --pipeline-model-parallel-size 2
 add first-calls 1 240 "what attention's kernels of a new size cost once (cuDNN's graphs)" '^(te|torch):|rror' \
     "$python" scripts/gpu/first_calls.py
 add recompilations 1 240 "fusions compiled anew for chunks of new sizes: how often, and whether a limit was hit" 'Recompiling function|recompile_limit|lm loss' \
@@ -175,28 +257,9 @@ add heads 1 200 "rows that the head takes at a time; gradients added up in their
 # Levers, which are off by default.
 add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
 add offload 1 200 "layers in pinned host memory (letter o): gradients, memory, speed of the copies" "$tests" "${test[@]}" tests/gpu/test_offload.py
-# Several ranks on one GPU, over gloo.
-for layout in 2-1 4-1 2-2; do
-    add "shared-$layout" 1 240 "pipelines of several ranks on one GPU, over gloo (stages-TP $layout): losses of one rank" "$tests" \
-        "${test[@]}" tests/gpu/test_shared_gpu.py -k "$layout"
-done
-# More than one GPU: first what a wait costs, then whether it ends, then how fast.
-add waiting-receive 2 150 "how much slower products are beside a receive that waits, by NCCL's thread blocks" 'max_ctas|rror' \
-    "${torchrun[@]}" 2 scripts/gpu/waiting_receive.py
-add certify 2 400 "random plans over NCCL, in float64: gradients of the plain model to 1e-12" 'certified|PP |^ +[0-9]+ |rror' \
-    "$python" -m megatron_epp certify --device cuda --pp 2 --batches 10
-add multi-gpu 2 480 "pipelines and tensor parallelism over NCCL: losses of one GPU, with the example's flags" "$tests" \
-    "${test[@]}" -rs tests/gpu/test_multi_gpu.py
-add lazy-loading 2 300 "the same pipeline with lazily loaded kernels: does it end?" "$lines" \
-    env CUDA_MODULE_LOADING=LAZY "${torchrun[@]}" 2 "${train[@]}" --train-iters 10 --epp --pipeline-model-parallel-size 2
-add example 2 480 "examples/pretrain_gpt_epp.sh as it stands" "$lines" \
-    env DATA="$results/stdlib" TOKENIZER="$results/stdlib.model" SIZE=1b ITERS=10 GPUS="$gpus" PYTHON="$python" \
-    bash examples/pretrain_gpt_epp.sh
-add certify-tp 4 480 "the same with two-way tensor parallelism, reductions overlapped" 'certified|PP |^ +[0-9]+ |rror' \
-    "$python" -m megatron_epp certify --device cuda --pp 2 --tp 2 --overlap --batches 10
-add example-tp 4 480 "the same with two-way tensor parallelism" "$lines" \
-    env DATA="$results/stdlib" TOKENIZER="$results/stdlib.model" SIZE=1b ITERS=10 GPUS="$gpus" TP=2 PYTHON="$python" \
-    bash examples/pretrain_gpt_epp.sh
+# More of what is known by now.
+shared 4-1
+shared 2-2
 
 
 for name in ${only[@]+"${only[@]}"}; do

@@ -51,7 +51,7 @@ def main() -> None:
         model = build_stage(dataclasses.replace(alone, args=args), 2, False, False)
         with undisturbed(model):
             probe = probe_alone(alone, model)
-            for tokens in (1024, 2048, arguments.tokens):
+            for tokens in (arguments.tokens // 8, arguments.tokens // 4, arguments.tokens):
                 row = told(lambda weigh: probe.layers(Shape(tokens), "kk", weigh))  # noqa: B023
                 print(f"linears fused {fused}, 2 layers, {tokens} tokens: {row}", flush=True)
         del model, probe

@@ -13,6 +13,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 MARGINS, BLOCKS, REPEATS = (0, 4, 8), (0, 1, 2, 4, 8), 20
 SHARED_BYTES, THREADS = 96 << 10, 640
@@ -33,6 +36,9 @@ extern "C" __global__ void hold(volatile int* over) {
 def measure(wanted: argparse.Namespace) -> None:
     import torch
 
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_where_wanted()
     margin = int(os.environ.get("NVTE_EXT_MARGIN_SM", "0"))
     if margin:
         torch._C._set_sm_carveout_experimental(margin)

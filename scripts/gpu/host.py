@@ -23,7 +23,7 @@ def main() -> int:
     except ValueError as error:
         print(f"wrong: {error}")
         return 1
-    if not torch.cuda.is_available():
+    if not cpu_host.has_gpu_kernels():
         print("wrong: no CUDA GPU here")
         return 1
     before, total = torch.cuda.mem_get_info()

@@ -10,6 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 CYCLES = 1_000_000_000  # about half a second
 
@@ -64,6 +67,9 @@ def host_waits() -> None:
 
 def main() -> None:
     if len(sys.argv) > 1:
+        from megatron_epp.mcore.patching import cpu_host
+
+        cpu_host.install_where_wanted()
         {"receives": behind_receives, "host": host_waits}[sys.argv[1]]()
         return
     allocator = "expandable_segments:True"

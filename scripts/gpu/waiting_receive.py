@@ -1,29 +1,42 @@
 #!/usr/bin/env python3
 """How much slower products are while a receive waits beside them: SMs that its kernel holds.
 
-    torchrun --standalone --nproc-per-node 2 scripts/gpu/waiting_receive.py
+    torchrun --standalone --nproc-per-node 2 scripts/gpu/waiting_receive.py [--size 8192]
 
 Rank 1 posts receives of 64 MiB, multiplies, and only then is sent something; by the most thread
 blocks (``max_ctas``) that NCCL may take for a message, and by the SMs that products leave free.
 """
 
+import argparse
 import os
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-SIZE, PRODUCTS, ROUNDS, ELEMENTS = 8192, 20, 3, 32 << 20
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
+
+PRODUCTS, ROUNDS = 20, 3
 MOST_BLOCKS = (None, 1, 2, 4, 8, 16, 32)
 LEFT_FREE = (None, 8)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=8192, help="of the products' matrices")
+    parser.add_argument("--elements", type=int, default=32 << 20, help="of a message")
+    wanted = parser.parse_args()
+    cpu_host.install_where_wanted()
+    backend = "gloo" if engine_on_cpu.is_wanted() else "nccl"
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    dist.init_process_group(backend)
     rank, gloo = dist.get_rank(), dist.new_group(backend="gloo")
-    x = torch.ones(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
-    message = torch.zeros(ELEMENTS, device="cuda", dtype=torch.bfloat16)
+    x = torch.ones(wanted.size, wanted.size, device="cuda", dtype=torch.bfloat16)
+    message = torch.zeros(wanted.elements, device="cuda", dtype=torch.bfloat16)
 
     def seconds(group: dist.ProcessGroup | None, receives: int) -> float:
         best = float("inf")
@@ -52,10 +65,10 @@ def main() -> None:
     seconds(None, 0)
     alone = seconds(None, 0)
     for most in MOST_BLOCKS:
-        options = dist.ProcessGroupNCCL.Options()
-        if most is not None:
+        options = dist.ProcessGroupNCCL.Options() if backend == "nccl" else None
+        if most is not None and options is not None:
             options.config.max_ctas, options.config.min_ctas = most, 1
-        group = dist.new_group([0, 1], backend="nccl", pg_options=options)
+        group = dist.new_group([0, 1], backend=backend, pg_options=options)
         # The first message makes the communicator, in which each end waits for the other.
         if rank == 0:
             dist.send(message, group_dst=1, group=group)

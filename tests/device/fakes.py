@@ -11,7 +11,7 @@ gloo   messages of the host's memory, in their order on a link, behind nothing; 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -345,8 +345,9 @@ def _torchs_own() -> dict[str, Any]:
 @contextmanager
 def in_place() -> Iterator[None]:
     """torch.cuda, torch.distributed and tensors are these for a while, for all threads."""
+    own = _torchs_own()
     with (
-        patch.multiple(torch, **_torchs_own()),
+        patch.multiple(torch, **own) if own else nullcontext(),
         patch.multiple(torch.cuda, **_CUDA),
         patch.multiple(torch.Tensor, create=True, **_TENSOR),
         patch.multiple(dist, **{one.__name__: one for one in _COLLECTIVES}),

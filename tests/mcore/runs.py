@@ -179,7 +179,8 @@ def _forked(words: list[str], processes: int, program: tuple[str, ...], seconds:
         output = Path(folder, "output")
         for rank in range(max(1, processes)):
             place = _as_torchrun(rank, processes, store.port) if processes else environment(0)
-            ranks.append(context.Process(target=_run, args=(place, str(output), program, words)))
+            given = (place, str(output), program, words)
+            ranks.append(context.Process(target=run_program, args=given))
             ranks[-1].start()
         try:
             end = time.monotonic() + seconds
@@ -230,7 +231,9 @@ def _as_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {**environment(2), **{key: str(value) for key, value in place.items()}}
 
 
-def _run(place: dict[str, str], output: str, program: tuple[str, ...], words: list[str]) -> None:
+def run_program(
+    place: dict[str, str], output: str, program: tuple[str, ...], words: list[str]
+) -> None:
     """In the forked process: ``program`` with ``words``, as Python's command line would run it."""
     become(place, str(ROOT), output)
     assert "megatron.training" in sys.modules, "the fork server has nothing imported"

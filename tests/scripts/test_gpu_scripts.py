@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_epp.mcore.patching import cuda_host
 from tests.device.fakes import Group, run_on
 from tests.device.queues import HERE, ORDERS, Order, World
 
@@ -36,6 +37,8 @@ def no_cuda(*arguments: Any, **named: Any) -> None:
         ("queues.py", ["receives"]),
         ("queues.py", ["host"]),
         ("waiting_receive.py", []),
+        ("host.py", []),
+        ("heads.py", []),
     ],
 )
 def test_up_to_the_first_call_of_cuda(script: str, words: list[str], monkeypatch) -> None:
@@ -43,6 +46,10 @@ def test_up_to_the_first_call_of_cuda(script: str, words: list[str], monkeypatch
         monkeypatch.setattr(torch, name, no_cuda)
     monkeypatch.setattr(sys, "argv", [script, *words])
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in (*cuda_host.DEFAULTS, cuda_host.ALLOCATOR[0]):  # which some of them set
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.cuda, "set_device", no_cuda)
     monkeypatch.setattr(torch.cuda, "Stream", no_cuda)
     with pytest.raises(Reached):
@@ -67,7 +74,10 @@ def test_two_ranks_get_through_waiting_receive(order: Order, monkeypatch, capsys
     stands for ever: its sender stands at the barrier.)"""
     script = runpy.run_path(str(SCRIPTS / "waiting_receive.py"))
     main: Callable[[], None] = script["main"]
-    main.__globals__.update(SIZE=ROWS, ELEMENTS=ROWS, PRODUCTS=2, ROUNDS=1, MOST_BLOCKS=(None, 4))
+    main.__globals__.update(PRODUCTS=2, ROUNDS=1, MOST_BLOCKS=(None, 4))
+    words = ["--size", str(ROWS), "--elements", str(ROWS)]
+    monkeypatch.setattr(sys, "argv", ["waiting_receive.py", *words])
+    monkeypatch.delenv("EPP_TE_ON_CPU", raising=False)
     made = 0
 
     def new_group(ranks: Any = None, backend: str = "", pg_options: Any = None) -> Group:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import flash
-from .device import DEVICES, Device
+from .device import DEVICES, Device, Kernel
 from .module import NAME, reference
 
 PACKAGE = "transformer_engine"
@@ -53,6 +53,10 @@ def _be(device: Device) -> None:
     # Python's questions alone: what torch does with a tensor does not depend on it.
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    # What scripts for GPUs ask besides (scripts/gpu).
+    torch.cuda._sleep = lambda cycles: None
+    torch.cuda._compile_kernel = Kernel
+    torch.cuda.memory_snapshot = list
 
 
 def _nothing(name: str) -> types.ModuleType:

@@ -111,6 +111,13 @@ def install_cpu_host() -> bool:
     return True
 
 
+def install_where_wanted() -> None:
+    """Put the stand-ins in place for a script that asks for a device itself, where a reference of
+    its kernels is wanted; else nothing."""
+    if engine_on_cpu.is_wanted():
+        install_cpu_host()
+
+
 def _refuse_unseen_gpus() -> None:
     """Weeks of training on the CPU by mistake begin without an error: a driver that is too old for
     torch's CUDA looks like no GPU at all."""
@@ -227,8 +234,9 @@ def _prepare_environment() -> None:
     if dynamo is not None:
         dynamo.disable = True  # type: ignore[attr-defined]
     torch.compile = _no_compile  # type: ignore[assignment]
-    # arguments.py asserts it for tensor parallelism on all devices older than Blackwell.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # arguments.py asserts it for tensor parallelism on all devices older than Blackwell; launch
+    # scripts for GPUs export 32.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     kept = engine_on_cpu.PACKAGES if engine_on_cpu.is_wanted() else ()
     for name in BLOCKED_PACKAGES:
         if name in kept:

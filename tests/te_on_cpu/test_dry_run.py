@@ -1,0 +1,73 @@
+"""The whole day with GPUs (scripts/gpu/gpu_day.sh), in small sizes over the reference."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.forked_python import forked_python
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+DAY = ["bash", str(ROOT / "scripts" / "gpu" / "gpu_day.sh"), "--dry-run"]
+ROW = re.compile(r"^\| ([a-z0-9-]+) \| (.*) \| (\S.*?) \| \d* \|$", re.MULTILINE)
+
+
+def steps(page: str) -> dict[str, tuple[str, str]]:
+    """By name, what a step settles and its result."""
+    found = ROW.findall(page)
+    return {name: (settles, result) for name, settles, result in found if name != "step"}
+
+
+def test_every_step_of_the_day_ends_well(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    with forked_python() as python:
+        words = ["--results", str(tmp_path / "day"), "--page", str(page)]
+        environment = {**os.environ, "python": str(python)}
+        done = subprocess.run([*DAY, *words], env=environment, capture_output=True, text=True)
+    text = page.read_text()
+    assert done.returncode == 0, done.stdout + text
+    found = steps(text)
+    assert {result for _, result in found.values()} == {"ok"}
+    listed = subprocess.run([*DAY, "--list"], capture_output=True, text=True, check=True).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == list(found)
+    # The page in docs is such a one, of the same steps.
+    assert steps((ROOT / "docs" / "gpu_day.md").read_text()) == found, (
+        "bash scripts/gpu/gpu_day.sh --dry-run --page docs/gpu_day.md writes it anew"
+    )
+    # What the logs must show is on it: else a pattern is wrong, or a step did nothing.
+    for name, says in SHOWN.items():
+        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert re.search(says, section), section
+
+
+SHOWN = {
+    "host": r"gpus 1 x NVIDIA H100",
+    "corpus": r"documents",
+    "kernels": r"2 passed",
+    "gradients": r"1 passed",
+    "certify-kernels": r"certified: 2 batches, worst error [0-9.]+ of the plain model's own",
+    "training": r"1 passed",
+    "shared-2-1": r"1 passed",
+    "certify": r"certified: 2 batches",
+    "multi-gpu": r"1 passed",
+    "certify-tp": r"certified: 2 batches",
+    "held-sms": r"margin 8: attention",
+    "waiting-receive": r"max_ctas 32, 8 SMs left free",
+    "stock": r"lm loss",
+    "replay": r"epp  +\d",
+    "example": r"epp iteration",
+    "example-tp": r"epp iteration",
+    "stage-llama-7b": r"cost model off by|median",
+    "queues": r"32 queues",
+    "lazy-loading": r"epp iteration",
+    "first-calls": r"te: first calls cost",
+    "recompilations": r"lm loss",
+    "overlaps": r"measured this device|epp iteration",
+    "heads": r"head in blocks of 8192",
+    "split": r"1 passed",
+    "offload": r"1 passed",
+}
