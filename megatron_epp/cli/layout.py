@@ -66,7 +66,7 @@ def partitioned(
     if cost.stages == 1:
         raise UsageError("--partition auto has no effect with one stage; leave it out")
     found = partition_of(cost, _expected(batches), options, planner)
-    flags = layout_flags(found.layers)
+    flags = layout_flags(found.layers, cost.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
     print(
         f"partition: {' '.join(map(str, found.layers))} ({share_text(found.gain)} less time than "

@@ -71,7 +71,7 @@ class CostMonitor:
         # An offloaded layer computes what a kept one does; its copies are beside that.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         has_head = one.stage == plan.stages - 1 and not plan.vocabulary_parallel
-        ends = (one.stage == 0, has_head)
+        ends = (one.stage == 0, has_head * cost.predictions)
         chunk, first = plan.chunks[one.chunk], sum(plan.layers[: one.stage])
         return Sample(
             choice,

@@ -255,6 +255,7 @@ def _layer(
         # There and back.
         expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.expert_exchanged,
         expert_parameters=float(layer.expert_parameters),
+        heads=float(layer.heads),
     )
 
 
@@ -318,7 +319,8 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
         per_token = kept - float(ELEMENT_BYTES * dropped)
         return Bytes(per_token, per_token - float(ELEMENT_BYTES * layer.stored(letter)))
 
-    layer_input = float(ELEMENT_BYTES * layer.model.hidden)
+    kept_beside = sum(part.saved for part in layer.beside)
+    layer_input = float(ELEMENT_BYTES * (layer.model.hidden + kept_beside))
     every = {letter: saved(letter) for letter in LETTERS if letter != FULL}
     return {**every, FULL: Bytes(layer_input, layer_input)}
 
@@ -337,7 +339,9 @@ def _recompute_seconds(
             tokens += linear * NORM_SHARE
         return tokens, attention if any(each.pairs for each in again) else 0.0
 
-    seconds = {KEEP: Seconds(), FULL: Seconds(linear, attention, launch)}
+    again = layer.active_parameters - sum(part.parameters for part in layer.beside)
+    whole = linear * (again / layer.active_parameters)
+    seconds = {KEEP: Seconds(), FULL: Seconds(whole, attention, launch)}
     for letter, modules in SELECTIVE.items():
         seconds[letter] = Seconds()
         if any(layer.recomputed(name) for name in modules):

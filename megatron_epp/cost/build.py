@@ -56,11 +56,21 @@ def named_cost(
     the_model, the_device = model(model_name), device(device_name)
     if zero is None:
         zero = 3 if the_model.name in PUBLISHED else 1
-    stage_layers = even_layers(the_model.layers, pp) if layers is None else tuple(layers)
+    further = the_model.further_layers
+    if layers is None:
+        *others, last = even_layers(the_model.layers - further, pp)
+        stage_layers = (*others, last + further)
+    else:
+        stage_layers = tuple(layers)
     if len(stage_layers) != pp or sum(stage_layers) != the_model.layers:
         raise ValueError(
             f"layers {' '.join(map(str, stage_layers))}: expected {pp} numbers that add up to "
             f"{the_model.layers}"
+        )
+    if further >= stage_layers[-1]:
+        raise ValueError(
+            f"layers {' '.join(map(str, stage_layers))}: the last {further} predict further tokens "
+            "and lie on the last stage, with one in front of them or more"
         )
     network = None
     if profile is None:

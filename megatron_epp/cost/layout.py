@@ -130,6 +130,21 @@ class StageLayout:
         known = self.profile.kinds
         return tuple(known[name] for name in self.kinds.names)
 
+    @cached_property
+    def predictions(self) -> int:
+        """Tokens that are predicted of every row: how often the output layer runs."""
+        further = [
+            of * each.heads for of, each in zip(self.kinds.counts, self.figures, strict=True)
+        ]
+        return 1 + round(float(np.sum(further)))
+
+    @cached_property
+    def pinned_layers(self) -> int:
+        """Layers that lie on the last stage wherever others do: one, or where further tokens are
+        predicted all that do so and one in front of them."""
+        every = [self.figures[kind].heads > 0 for word in self.kinds.words for kind in word]
+        return len(every) - every.index(True) + 1 if True in every else 1
+
     @property
     def kinds_text(self) -> str:
         """The kinds of all layers, first to last, as in ``3*dense 58*experts``; nothing where all

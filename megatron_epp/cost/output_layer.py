@@ -9,7 +9,8 @@ words:
 
 so a profile's figures serve, measured or analytic, with the early head or without, whose F + B are
 the three products in either case; where it has H and G themselves (head_seconds), these. What a
-chunk costs whatever its size is not divided. Sources: arXiv 2411.05288 (algorithm 2, whose two
+chunk costs whatever its size is not divided. Where further tokens are predicted it runs as many
+times more of every row. Sources: arXiv 2411.05288 (algorithm 2, whose two
 passes these are); that the logits are made twice is ours.
 """
 
@@ -31,10 +32,17 @@ class OutputLayer:
 
     def __init__(self, layout: StageLayout):
         self.layout, self.profile = layout, layout.profile
+        self.times = layout.predictions
 
     def parameters(self) -> np.ndarray:
         """[stages] weights, before they are sharded over tensor-parallel ranks."""
-        return np.zeros(self.layout.stages)
+        return self._on_last(np.array([self._embedding_copy]))[:, 0]
+
+    @property
+    def _embedding_copy(self) -> float:
+        """Weights of the last stage's own embedding, which it has where it predicts further
+        tokens."""
+        return self.profile.first_parameters * (self.times > 1 and self.layout.stages > 1)
 
     def seconds(self, kind: Kind) -> np.ndarray | float:
         """[stages, features] inside an op of the layers."""
@@ -86,19 +94,20 @@ class OnLastStage(OutputLayer):
     """The output layer is part of the last stage's F, B, I and W."""
 
     def parameters(self) -> np.ndarray:
-        return self._on_last(np.array([self.profile.last_parameters]))[:, 0]
+        return super().parameters() + self._on_last(np.array([self.profile.last_parameters]))[:, 0]
 
     def seconds(self, kind: Kind) -> np.ndarray:
-        return self._on_last(self.layout.row(self.profile.last_seconds[kind]))
+        return self._on_last(self.times * self.layout.row(self.profile.last_seconds[kind]))
 
     def held_bytes(self, loads: Loads) -> np.ndarray:
-        return self._on_last(self.layout.bytes_of(self.profile.last_bytes, loads))
+        return self._on_last(self.times * self.layout.bytes_of(self.profile.last_bytes, loads))
 
     def freed_bytes(self, loads: Loads) -> np.ndarray:
         return self.held_bytes(loads)  # its backward comes first
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
-        return self._on_last(self.layout.bytes_of(self.profile.last_weight_input_bytes, loads))
+        held = self.layout.bytes_of(self.profile.last_weight_input_bytes, loads)
+        return self._on_last(self.times * held)
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
         per = self.profile.last_workspace_bytes[kind]
@@ -113,7 +122,8 @@ class OnAllStages(OutputLayer):
     """Every stage has 1/stages of the words, and runs H and G of every chunk."""
 
     def parameters(self) -> np.ndarray:
-        return np.full(self.layout.stages, self.profile.last_parameters / self.layout.stages)
+        each = self.profile.last_parameters / self.layout.stages
+        return super().parameters() + np.full(self.layout.stages, each)
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
         return {kind: self._head_seconds(kind) for kind in OF_HEAD}
@@ -125,6 +135,7 @@ class OnAllStages(OutputLayer):
         else:
             whole = [row(profile.last_seconds[op]) for op in (Kind.FORWARD, Kind.BACKWARD)]
             each = HEAD_SHARE * (whole[0] + whole[1])
+        each = self.times * each
         launched = each[2]
         each = each / self.layout.stages
         each[2] = launched
@@ -134,7 +145,8 @@ class OnAllStages(OutputLayer):
         """Gathers of the hidden state inside a TP group, whose ranks have other words each: H and G
         do so once each."""
         gathered = np.zeros((self.layout.stages, self.layout.width))
-        gathered[:, 0] = self.layout.tensor_seconds(self.layout.hidden_bytes.per_token)
+        one = self.layout.tensor_seconds(self.layout.hidden_bytes.per_token)
+        gathered[:, 0] = self.times * one
         return dict.fromkeys(OF_HEAD, gathered)
 
     def held_bytes(self, loads: Loads) -> np.ndarray:
@@ -142,7 +154,8 @@ class OnAllStages(OutputLayer):
         that holds are the final norm's input and that gradient, as here."""
         output = self._hidden(loads)
         if not self._holds_logits:
-            output = np.maximum(output, self.layout.bytes_of(self.profile.last_bytes, loads))
+            early = self.times * self.layout.bytes_of(self.profile.last_bytes, loads)
+            output = np.maximum(output, early)
         return self._on_last(output)
 
     @property
@@ -151,14 +164,15 @@ class OnAllStages(OutputLayer):
         return self.profile.last_bytes.per_token > 0 and not self.profile.last_workspace_tokens
 
     def _hidden(self, loads: Loads) -> np.ndarray:
-        return self.layout.bytes_of(self.layout.hidden_bytes, loads)
+        """[chunks] hidden states of which tokens are predicted."""
+        return self.times * self.layout.bytes_of(self.layout.hidden_bytes, loads)
 
     def head_link_seconds(self, loads: Loads, forward_only: bool) -> Mapping[Payload, np.ndarray]:
         """The link from the last stage to the first is in the last row. Between stages a message
         carries the hidden state, and as large the weighted rows and the labels' rows; to the last
         stage, which has the hidden state, the rows alone. Without a backward nobody wants rows. Two
         statistics a token are not counted."""
-        each = self.profile.link_seconds_per_token * loads.tokens
+        each = self.times * self.profile.link_seconds_per_token * loads.tokens
         link = np.tile(each, (self.layout.stages, 1))
         link[:-2] *= 1 if forward_only else 3
         link[-2] *= 0 if forward_only else 2
@@ -177,7 +191,9 @@ class OnAllStages(OutputLayer):
         """
         profile, layout, stages = self.profile, self.layout, self.layout.stages
         if kind in profile.head_workspace_bytes:
-            held = layout.workspace_of(profile.head_workspace_bytes[kind], loads) / stages
+            per = profile.head_workspace_bytes[kind]
+            held = self.times * layout.bytes_of(per, loads) + layout.fixed_bytes_of(per, loads)
+            held = held / stages
             return np.ceil(np.tile(held, (stages, 1)))
         at_end = profile.last_workspace_bytes[Kind.FORWARD]
         held = layout.bytes_of(profile.last_bytes if self._holds_logits else at_end, loads)
@@ -186,7 +202,7 @@ class OnAllStages(OutputLayer):
         most = float(HEAD_BLOCK_TOKENS[0] * layout.cp)
         if profile.last_workspace_tokens:
             most = min(most, profile.last_workspace_tokens * stages)
-        held = held * np.minimum(1.0, most / np.maximum(loads.tokens, 1.0))
+        held = held * np.minimum(self.times, most / np.maximum(loads.tokens, 1.0))
         held = held + layout.fixed_bytes_of(at_end, loads) / stages
         if kind is Kind.HEAD:
             held = held + 4 * self._hidden(loads)

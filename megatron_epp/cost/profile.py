@@ -170,6 +170,9 @@ class LayerFigures:
                                   for heads over the CP ranks: rows of documents that one rank
                                   computes alone do without. Of what is not measured, the bytes of
                                   all_to_all_bytes_per_token tell
+    heads                         how often more the output layer runs for a layer that predicts a
+                                  further token: 1, of all others 0. From the first such layer on
+                                  all lie on the last stage
     """
 
     layer_seconds: Mapping[Kind, Seconds]
@@ -193,6 +196,7 @@ class LayerFigures:
     expert_bytes_per_token: float = 0.0
     expert_parameters: float = 0.0
     exchange_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
+    heads: float = 0.0
 
 
 LAYER_KIND = "layer"  # where a model has one kind, and nobody named it
@@ -340,6 +344,8 @@ _OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
 _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _LETTER_NAMES = {letter: letter for letter in LETTERS}
 _AT_LEAST_1 = ("tp", "cp", "routing")
+# Fields that files of before there were such layers lack.
+_LATER = {"heads": 0.0}
 _SOME_KEYS = re.compile("(context|exchange|head|forward)_.*")  # of a mapping, not all
 # The most of any figure, by the end of its name: far above what a machine does, and so far below
 # what a float holds that sums over a batch stay finite. Rates, parameters and all others: _MOST.
@@ -383,6 +389,7 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where}expected an object of figures")
     fields = {field.name: field.type for field in dataclasses.fields(what)}
+    value = {**{name: item for name, item in _LATER.items() if name in fields}, **value}
     if unknown := sorted(value.keys() - fields.keys()):
         raise ValueError(f"{where}unknown {unknown[0]}")
     if lacking := sorted(fields.keys() - value.keys()):

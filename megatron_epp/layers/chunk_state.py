@@ -1,7 +1,7 @@
 """State of a chunk on its way through a stage's layers."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_epp.ir import ALL_RANKS, Plan, Slices, Span
@@ -38,6 +38,7 @@ class ChunkState:
     local       of the documents that this rank computes alone: their rows are behind its share of
                 those spread; None where no rank has any
     local_documents   those of all ranks, in the order of the chunk
+    repeated    layers in front of a repeated one's run, since the run that it was installed for
     """
 
     chunk: int
@@ -50,7 +51,18 @@ class ChunkState:
     router_stats: Any = None
     local: "ChunkState | None" = None
     local_documents: tuple[int, ...] = ()
-    _made: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    repeated: int = 0
+    _made: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def layer(self, installed: int) -> int:
+        """Number in the stage of the layer that runs: of most the one that they were installed
+        as."""
+        return installed + self.repeated
+
+    def again(self, layers: int) -> "ChunkState":
+        """State of the run of a repeated layer so many layers behind the one it was installed
+        for. What is made once for the chunk stays its own."""
+        return replace(self, repeated=layers)
 
     @property
     def used(self) -> int:

@@ -52,6 +52,11 @@ class OutputWeightShard:
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
+    @property
+    def scatters(self) -> int:
+        """Ranks that have some of the rows each."""
+        return self.ranks if self.scattered else 1
+
     def gathered(self, tensor_t: Tensor) -> Tensor:
         """[t, ...] -> [T, ...]. Collective where rows are scattered."""
         if not self.scattered or self.ranks == 1:

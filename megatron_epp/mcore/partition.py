@@ -38,7 +38,7 @@ from megatron_epp.mcore.model.hybrid.pattern import (
     placed_by_time,
     with_borders,
 )
-from megatron_epp.mcore.model.shape import stage_layers
+from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
 from megatron_epp.mcore.patching import cpu_host
 
 KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
@@ -66,10 +66,10 @@ def placeholder(wanted: Any) -> dict[str, Any]:
             "auto chooses that: leave one of the two out"
         )
     layers = wanted.num_layers if pattern is None else len(letters_of_layers(pattern))
-    if not layers or wanted.mtp_num_layers:
+    if not layers:
         raise ValueError(
             "--epp-partition auto divides the layers of --num-layers or --hybrid-layer-pattern; "
-            "leave it out with layers that predict further tokens"
+            "expected one of them"
         )
     if layers < stages:
         raise ValueError(
@@ -80,7 +80,8 @@ def placeholder(wanted: Any) -> dict[str, Any]:
         return {}
     from megatron_epp.planner.partition import layout_text
 
-    return {"pipeline_model_parallel_layout": layout_text(even_layers(wanted.num_layers, stages))}
+    even = even_layers(wanted.num_layers, stages)
+    return {"pipeline_model_parallel_layout": layout_text(even, wanted.mtp_num_layers or 0)}
 
 
 def chosen(args: Any) -> bool:
@@ -111,7 +112,8 @@ def choose_partition(args: Any) -> str | None:
         layers, said = _by_time(args, even)
     counts = " ".join(map(str, layers))
     if args.hybrid_layer_pattern is None:
-        args.pipeline_model_parallel_layout = layout_text(layers)
+        further = args.mtp_num_layers or 0
+        args.pipeline_model_parallel_layout = layout_text(layers, further)
         return f"--epp-partition auto: layers {counts} of the stages, {said}"
     args.hybrid_layer_pattern = with_borders(args.hybrid_layer_pattern, layers)
     where = f"layers {counts} of the stages, {args.hybrid_layer_pattern}"
@@ -181,7 +183,7 @@ def _kept_vocabulary(path: Path) -> str:
 
 def _layers_of(stage: str) -> int:
     """Layers in one stage's part of planner.partition.layout_text."""
-    count = stage.strip("EL").removeprefix("t").removeprefix("*")
+    count = stage.strip("EmL").removeprefix("t").removeprefix("*")
     return int(count) if count else 1
 
 
@@ -229,7 +231,9 @@ def _by_time(args: Any, even: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     from megatron_epp.planner.tuning.partitions import partition_of
 
     found = partition_of(*_what_to_plan(args, even))
-    return found.layers, f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
+    *others, last = found.layers
+    layers = (*others, last - len(further_shapes(args)))
+    return layers, f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
 
 
 def _measured(config: Config) -> bool:
@@ -249,6 +253,7 @@ def _what_to_plan(args: Any, layers: tuple[int, ...]) -> tuple[Any, ...]:
     config = Config.of(args)
     measured = _measured(config)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
+    layers = with_further(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # What is available differs from rank to rank, and the partition must not.

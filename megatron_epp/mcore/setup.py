@@ -43,6 +43,7 @@ from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, insta
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.kinds.registry import heads_of, layers_see, whole_documents
 from megatron_epp.mcore.model.layer_spec import mend_layer_spec
+from megatron_epp.mcore.model.prediction.depths import layers_of
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
 from megatron_epp.mcore.model.vocabulary.tied import tie
@@ -126,7 +127,7 @@ class TrainerParts:
 
 def _layers_of_stages(model: Any, groups: Groups) -> tuple[int, ...]:
     """Collective."""
-    mine = torch.tensor([len(model.decoder.layers)])
+    mine = torch.tensor([len(layers_of(model))])
     every = torch.empty(groups.control.size(), dtype=mine.dtype)
     dist.all_gather_into_tensor(every, mine, group=groups.control)
     return tuple(int(every[rank]) for rank in groups.pipeline_ranks)

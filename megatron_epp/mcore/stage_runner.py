@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_epp.ir import Plan, Step, Timed, lower_rank, slices_of
 from megatron_epp.layers.chunk_state import store_for
 from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
+from megatron_epp.mcore.data.further_tokens import Predictions
 from megatron_epp.mcore.data.global_batches import Batch, TokenSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
@@ -77,11 +78,18 @@ class StageRunner:
         slices = slices_of(plan)
         program = lower_rank(plan, stage, step.block(replica))
         store = store_for(plan, slices, self.stores_last_slice)
-        builder = ChunkBatchBuilder(plan, slices, samples, documents, stage, self.share, device)
+        predictions = Predictions.of(config, not plan.forward_only)
+        builder = ChunkBatchBuilder(
+            plan, slices, samples, documents, stage, self.share, device, predictions
+        )
         host = HostStore(device, self.meter, model.parameters(), self.host_bytes)
         dtype = config.pipeline_dtype or config.params_dtype
         shapes = MessageShapes(
-            plan, lambda chunk: self.share.message(builder.rows(chunk)), config.hidden_size, dtype
+            plan,
+            lambda chunk: self.share.message(builder.rows(chunk)),
+            config.hidden_size,
+            dtype,
+            predictions.each,
         )
         head = head_for(model, plan, stage, shapes, self.meter)
         with self.make_stage(

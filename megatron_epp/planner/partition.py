@@ -58,11 +58,13 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     # best[s, j]: the slowest stage, and the sum of squares, of layers [0, j) on stages 0..s.
     best = np.full((stages, layers + 1, 2), np.inf)
     came = np.zeros((stages, layers + 1), np.int64)
-    for j in range(1, layers + 1):
+    for j in range(1, layers - cost.pinned_layers + 1):
         if states_before[j] < cost.budget_bytes[0]:
             best[0, j] = before[j], before[j] ** 2
     for s in range(1, stages):
         for j in range(s + 1, layers + 1):
+            if s < stages - 1 and j > layers - cost.pinned_layers:
+                break
             i = np.arange(s, j)
             fits = states_before[j] - states_before[i] < cost.budget_bytes[s]
             mine = before[j] - before[i]
@@ -133,7 +135,7 @@ def partition_by_time(
     moved = True
     while moved and cost.stages > 1 and len(tried) < MOST_TRIED:
         moved = False
-        for other in _neighbours(at, layer_seconds(cost, features)):
+        for other in _neighbours(at, layer_seconds(cost, features), cost.pinned_layers):
             if seconds(other) < seconds(at):
                 at, moved = other, True
                 break
@@ -142,14 +144,17 @@ def partition_by_time(
     return Partition(at, tried)
 
 
-def _neighbours(layers: tuple[int, ...], seconds: np.ndarray) -> Iterator[tuple[int, ...]]:
+def _neighbours(
+    layers: tuple[int, ...], seconds: np.ndarray, pinned: int
+) -> Iterator[tuple[int, ...]]:
     """A layer moved from the slowest stage, or the next slowest, one border towards a faster."""
     ends = np.cumsum(layers)
+    least = [1] * (len(layers) - 1) + [pinned]
     taken = np.array([part.sum() for part in np.split(seconds, ends[:-1])])
     for slow in np.argsort(-taken, kind="stable")[:2]:
         # Along the borders to each of the others, the fastest first.
         for fast in np.argsort(taken, kind="stable")[:2]:
-            if slow == fast or layers[slow] < 2:
+            if slow == fast or layers[slow] <= least[slow]:
                 continue
             moved = list(layers)
             moved[slow] -= 1
@@ -157,8 +162,11 @@ def _neighbours(layers: tuple[int, ...], seconds: np.ndarray) -> Iterator[tuple[
             yield tuple(moved)
 
 
-def layout_flags(layers: Sequence[int]) -> list[str]:
-    """Megatron's flags for these layers of the stages; none where they are even."""
+def layout_flags(layers: Sequence[int], further: int = 0) -> list[str]:
+    """Megatron's flags for these layers of the stages, the last predicting ``further`` tokens;
+    none where the others are even.
+    """
+    layers = (*layers[:-1], layers[-1] - further)
     if len(set(layers)) == 1:
         return []
     first, *middle, last = layers
@@ -167,12 +175,13 @@ def layout_flags(layers: Sequence[int]) -> list[str]:
             *("--decoder-first-pipeline-num-layers", str(first)),
             *("--decoder-last-pipeline-num-layers", str(last)),
         ]
-    return ["--pipeline-model-parallel-layout", layout_text(layers)]
+    return ["--pipeline-model-parallel-layout", layout_text(layers, further)]
 
 
-def layout_text(layers: Sequence[int]) -> str:
-    """As Megatron's --pipeline-model-parallel-layout: embedding first, loss last."""
+def layout_text(layers: Sequence[int], further: int = 0) -> str:
+    """As Megatron's --pipeline-model-parallel-layout: embedding first, loss last, and
+    in front of it the layers that predict ``further`` tokens."""
     stages = [f"t*{count}" if count > 1 else "t" * count for count in layers]
     stages[0] = "E" + stages[0]
-    stages[-1] += "L"
+    stages[-1] += "m" * further + "L"
     return "|".join(stages)

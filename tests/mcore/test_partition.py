@@ -137,7 +137,7 @@ def wanted(**changes: object) -> Namespace:
         ),
         ({"num_layers": 1}, "size 2: more stages than the 1 layers; expected at most one stage"),
         ({"hybrid_layer_pattern": "*", "num_layers": 6}, "more stages than the 1 layers"),
-        ({"mtp_num_layers": 1}, "leave it out with layers that predict further tokens"),
+        ({"num_layers": None}, "divides the layers of --num-layers or --hybrid-layer-pattern"),
     ],
 )
 def test_what_contradicts_it_is_refused(changes: dict, said: str) -> None:
@@ -149,6 +149,8 @@ def test_what_contradicts_it_is_refused(changes: dict, said: str) -> None:
 def test_until_it_is_chosen_stages_are_even() -> None:
     """A pattern without | passes Megatron's own checks, and ours, whatever its length."""
     assert placeholder(wanted()) == {"pipeline_model_parallel_layout": "Et*3|t*3L"}
+    further = {"pipeline_model_parallel_layout": "Et*3|t*3mmL"}
+    assert placeholder(wanted(mtp_num_layers=2)) == further
     assert placeholder(wanted(pipeline_model_parallel_size=1)) == {}
     assert placeholder(wanted(epp_partition="flags")) == {}
     hybrid = wanted(hybrid_layer_pattern="*-*-*", num_layers=None, num_experts=None)

@@ -59,6 +59,12 @@ EXPERTS = {
     "moe_token_dispatcher_type": "allgather",
 }
 
+FURTHER = {
+    "mtp_num_layers": 1,
+    "untie_embeddings_and_output_weights": True,
+    "pipeline_model_parallel_size": 3,
+}
+
 
 class Wanted:
     """Flags as Megatron's parser leaves them, where a refusal is only a look at one of them."""
@@ -136,7 +142,9 @@ class Wanted:
         (EXPERTS | {"moe_token_dispatcher_type": "flex"}, "alltoall or allgather"),
         (EXPERTS | {"moe_shared_expert_overlap": True}, "overlap"),
         (EXPERTS | {"moe_use_upcycling": True}, "upcycle once without --epp"),
-        ({"mtp_num_layers": 1}, "multi-token prediction"),
+        (FURTHER | {"untie_embeddings_and_output_weights": False}, "tied embeddings"),
+        (FURTHER | {"pipeline_model_parallel_layout": "Et|tt|mL"}, "in front of the L, behind a t"),
+        (FURTHER | {"mtp_detach_heads": True, "epp_vocab_parallel": "on"}, "one of the two out"),
         ({"mla_down_proj_fusion": True}, "one product for both latents"),
         ({"cache_mla_latents": True}, "for inference"),
         ({"qk_clip": True}, "largest logit"),

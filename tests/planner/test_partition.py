@@ -1,14 +1,18 @@
 """Layers by time: the dynamic program against all partitions, and its use."""
 
 import dataclasses
+import json
 from itertools import combinations
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
 from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Kind
 from megatron_epp.planner import Options
 from megatron_epp.planner.partition import (
     Partition,
@@ -121,3 +125,55 @@ def test_layouts_are_what_megatron_reads() -> None:
         names = [[each.name for each in row] for row in rows]
         assert [row.count("decoder") for row in names] == list(layers)
         assert names[0][0] == "embedding" and names[-1][-1] == "loss"
+
+
+# ------------------------------------------------------------------ further tokens
+
+
+def predicting(name: str, depths: int, tmp_path: Path) -> str:
+    """A file of the named model with so many depths behind its last layer."""
+    plain = model(name)
+    kinds = {"plain": {}, "further": {"predicts": True}}
+    sizes = {
+        field.name: getattr(plain, field.name)
+        for field in dataclasses.fields(plain)
+        if field.name not in ("kinds", "pattern")
+    }
+    pattern = f"{plain.layers}*plain {depths}*further"
+    layers = plain.layers + depths
+    made = {**sizes, "name": "predicting", "layers": layers, "kinds": kinds, "pattern": pattern}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(made))
+    return str(path)
+
+
+def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
+    """And all of the others go where the slowest stage is fastest."""
+    name, depths = predicting("llama3-8b", 2, tmp_path), 2
+    cost = named_cost(name, "h200-141g", pp=4, tp=8, memory_budget_gib=1e5)
+    plain = named_cost("llama3-8b", "h200-141g", pp=4, tp=8, memory_budget_gib=1e5)
+    assert cost.layers == (8, 8, 8, 10) and cost.predictions == 3 and cost.pinned_layers == 3
+    features = expected_features(cost, [LENGTHS])
+    found = fastest_layers(cost, features)
+    seconds = layer_seconds(cost, features)
+    allowed = [each for each in every_partition(len(seconds), 4) if each[-1] > depths]
+    assert found in allowed
+    best = min(slowest(seconds, each) for each in allowed)
+    assert slowest(seconds, found) == pytest.approx(best, rel=1e-12)
+    assert layout_flags((9, 9, 9, 7), 2)[-1] == "5"
+    head, one = plain.output_layer.seconds(Kind.FORWARD), plain.seconds_per(Kind.FORWARD)
+    more = cost.seconds_per(Kind.FORWARD)[-1] - one[-1]
+    layer = (one[-1] - head[-1]) / 8
+    # A projection of 2h to h: 2 h^2 of a layer's parameters, and gathers of its own.
+    assert (more > depths * (layer + head[-1]) * (1 - 1e-12)).all()
+    assert more[0] < depths * (1.4 * layer[0] + head[-1][0])
+    # Wherever the words lie: H is a stage's part of three heads.
+    spread, other = cost.with_vocabulary(True), plain.with_vocabulary(True)
+    ratio = spread.seconds_per(Kind.HEAD)[:, 0] / other.seconds_per(Kind.HEAD)[:, 0]
+    assert ratio == pytest.approx(3)
+
+
+def test_layers_that_leave_depths_alone_are_refused(tmp_path: Path) -> None:
+    name = predicting("llama3-8b", 2, tmp_path)
+    with pytest.raises(ValueError, match="the last 2 predict further tokens and lie on the last"):
+        named_cost(name, "h200-141g", pp=2, layers=(32, 2))

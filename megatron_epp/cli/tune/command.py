@@ -31,6 +31,11 @@ from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 def run(arguments: argparse.Namespace) -> int:
     _require_framework(arguments)
     the_model, the_device = model(arguments.model), device(arguments.device)
+    if the_model.further_layers:
+        raise UsageError(
+            f"{the_model.name} predicts further tokens, of which the settings that are printed say "
+            "nothing; tune it without, or compare layouts with `compare`"
+        )
     node_devices = arguments.devices_per_node or the_device.node_devices
     devices = arguments.nodes * node_devices
     batches = open_batches(arguments, range(1, 3))

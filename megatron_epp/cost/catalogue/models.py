@@ -90,6 +90,13 @@ class Model:
         return {kind: Layer(self, self.kinds[kind]) for kind in dict.fromkeys(self.layer_kinds)}
 
     @property
+    def further_layers(self) -> int:
+        """Layers behind the others that predict further tokens, all on the last stage."""
+        shapes = self.shapes
+        predicts = [shapes[kind].heads > 0 for kind in self.layer_kinds]
+        return len(predicts) - predicts.index(True) if True in predicts else 0
+
+    @property
     def most_experts(self) -> int:
         """Experts of the kind with most of them."""
         return max(layer.experts for layer in self.shapes.values())

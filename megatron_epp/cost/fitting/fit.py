@@ -37,7 +37,8 @@ class Sample:
     """One measurement on one stage: ``value`` seconds, or bytes, of an op on a chunk.
 
     choice         the stage's recompute letters, one a layer
-    first, last    whether it is the pipeline's first stage, its last
+    first, last    whether it is the pipeline's first stage; how often it runs the output layer, on
+                   the last: once for each token that is predicted of a row
     pairs          query-key pairs; where the layers are of one kind those of its window
     cut_tokens     inputs whose K and V later slices attend to (Loads.kept_tokens)
     kinds          of the stage's layers, one each; none: all are of the profile's only kind
@@ -47,7 +48,7 @@ class Sample:
 
     choice: str
     first: bool
-    last: bool
+    last: int
     tokens: int
     pairs: int
     cut_tokens: int

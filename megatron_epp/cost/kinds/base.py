@@ -113,6 +113,8 @@ class Part:
     WORD      its word in a kind's name; ``ALONE``: where it is all that the layer has
     LETTERS   recompute letters that only layers with it have
     LAUNCHES  how many times a dense layer's constant a chunk takes
+    BESIDE    whether it comes in front of a layer, which it does not make: recompute letters of the
+              layer leave it alone
     """
 
     MIXER: ClassVar[bool]
@@ -121,6 +123,7 @@ class Part:
     PLAIN: ClassVar[bool] = False
     LETTERS: ClassVar[str] = ""
     LAUNCHES: ClassVar[int] = 1
+    BESIDE: ClassVar[bool] = False
 
     def __init__(self, model: Decoder, shape: Any):
         self.model, self.shape = model, shape
@@ -186,6 +189,11 @@ class Part:
     @property
     def exchanged(self) -> int:
         """Rows for heads inside a CP group, all of a forward."""
+        return 0
+
+    @property
+    def heads(self) -> int:
+        """How often more the output layer runs for a layer with it."""
         return 0
 
     @property

@@ -4,7 +4,7 @@ The registry of parts is :data:`PARTS`; a new kind of layer is a class there, an
 of :class:`LayerShape`. Nothing else of the cost model knows which parts there are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,13 @@ from megatron_epp.cost.kinds.base import (
 from megatron_epp.cost.kinds.experts import ExpertPart, ExpertSizes
 from megatron_epp.cost.kinds.latents import LatentPart, LatentSizes
 from megatron_epp.cost.kinds.mlp import MlpPart
+from megatron_epp.cost.kinds.prediction import PredictionPart, PredictionSizes
 from megatron_epp.cost.kinds.states import DeltaPart, MambaPart, StateSizes
 from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import SELECTIVE
 
 PARTS: tuple[type[Part], ...] = (
+    PredictionPart,
     AttentionPart,
     LatentPart,
     MambaPart,
@@ -37,7 +39,7 @@ PARTS: tuple[type[Part], ...] = (
 
 
 @dataclass(frozen=True)
-class LayerShape(StateSizes, WindowSizes, LatentSizes, ExpertSizes):
+class LayerShape(PredictionSizes, StateSizes, WindowSizes, LatentSizes, ExpertSizes):
     """Sizes that set a kind of layer apart from the model's plain one, which has attention over all
     that stands before a token and a dense MLP; fields: those of its bases."""
 
@@ -46,7 +48,7 @@ class LayerShape(StateSizes, WindowSizes, LatentSizes, ExpertSizes):
         require_flags(self, flags)
         require_sizes(self, {f.name: 0 for f in fields(self) if f.name not in flags})
         self.require()
-        if not any(part.there(self) for part in PARTS):
+        if not any(part.there(self) for part in PARTS if not part.BESIDE):
             raise ValueError("attention false, mlp false: expected a layer that has one of them")
 
     @classmethod
@@ -59,6 +61,10 @@ class LayerShape(StateSizes, WindowSizes, LatentSizes, ExpertSizes):
         """Words for its name: how far it sees, its mixer, its feed-forward part; one alone of a
         layer of one part."""
         there = [part for part in PARTS if part.there(self)]
+        *said, last = self._words([part for part in there if not part.BESIDE])
+        return *said, "-".join((last, *(part.WORD for part in there if part.BESIDE)))
+
+    def _words(self, there: Sequence[type[Part]]) -> tuple[str, ...]:
         reach = "window" if self.window else "full"
         mixers = [part for part in there if part.MIXER]
         if len(mixers) == len(there):
@@ -151,6 +157,11 @@ class Layer:
     def weight_inputs(self) -> int:
         return self._sum(lambda part: part.weight_inputs)
 
+    @property
+    def beside(self) -> tuple[Part, ...]:
+        """Parts that its recompute letters leave alone."""
+        return tuple(part for part in self.parts if part.BESIDE)
+
     def stored(self, letter: str) -> int:
         """Channels among those saved with that recompute choice that lie in a cut document's own
         buffer; a window's tail is a copy."""
@@ -162,6 +173,10 @@ class Layer:
         """``module`` of every part that has it."""
         found = (part.recomputed.get(module) for part in self.parts)
         return tuple(each for each in found if each is not None)
+
+    @property
+    def heads(self) -> int:
+        return self._sum(lambda part: part.heads)
 
     @property
     def exchanged(self) -> int:

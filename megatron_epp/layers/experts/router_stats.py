@@ -118,8 +118,9 @@ class RouterStats:
         layer: int,
         state: ChunkState,
         first: bool,
+        share: float = 1.0,
     ) -> Tensor:
-        """``logits`` of ``layer``, whose backward adds the auxiliary losses' gradients.
+        """``logits`` of ``layer``, whose backward adds a ``share`` of auxiliary gradients.
 
         ``scored(logits)``: which experts each token chooses, [t, E], and its scores of all, [t, E].
         """
@@ -138,7 +139,7 @@ class RouterStats:
             self._sum_over_ranks(state)
             assert self._counts_DLE is not None
             rules = self.balancing
-            factor = rules.coefficient * rules.experts / rules.topk * self.scale
+            factor = share * rules.coefficient * rules.experts / rules.topk * self.scale
             per_document_DE = self._counts_DLE[:, layer] * self._inverse(scores_tE)[:, None]
             return (per_document_DE * factor).index_select(0, owners_t).to(scores_tE.dtype)
 

@@ -44,7 +44,7 @@ def wrap_layer(
         state = state_of(others)
         if state is None or not state.training:
             return forward(hidden_states=hidden_states, **others)
-        choice = state.recompute[index]
+        choice = state.recompute[state.layer(index)]
         if choice == FULL:
             hidden = checkpoint(
                 lambda x: hidden_of(forward(hidden_states=x, **others)), hidden_states
@@ -52,7 +52,7 @@ def wrap_layer(
             return hidden, None
         offloaded: AbstractContextManager[None] = nullcontext()
         if state is not None and choice == OFFLOAD:
-            offloaded = offloading(state, index, others)
+            offloaded = offloading(state, state.layer(index), others)
         with offloaded, dropped.by(MODULES.get(choice, frozenset())):
             return forward(hidden_states=hidden_states, **others)
 

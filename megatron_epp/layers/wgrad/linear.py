@@ -40,14 +40,15 @@ class Linear:
 
 
 class DeferredWeightGrads:
-    """Weight gradients that one chunk's I leaves to its W: a root per linear, in backward's order.
+    """Weight gradients that one chunk's I leaves to its W: a root for each run of a linear, by its
+    weight, in backward's order. Linears of a repeated layer run several times.
 
     ``noticed`` is called with every weight whose gradient is set aside.
     """
 
     def __init__(self, noticed: Callable[[Parameter], None] | None = None):
         self._noticed = noticed
-        self._roots: dict[Parameter, Tensor] = {}
+        self._roots: dict[Parameter, list[Tensor]] = {}
         self._with: dict[Parameter, Parameter] = {}  # a bias: the weight whose root leads to it
 
     def __len__(self) -> int:
@@ -71,8 +72,7 @@ class DeferredWeightGrads:
     def hold(self, root: Tensor, weight: Parameter, bias: Parameter | None = None):
         """Hold a root that leads to ``weight``, and to ``bias`` where the same product makes its
         gradient."""
-        assert weight not in self._roots, "a linear runs once per chunk"
-        self._roots[weight] = root
+        self._roots.setdefault(weight, []).append(root)
         if bias is not None:
             self._with[bias] = weight
         if self._noticed is not None:
@@ -82,10 +82,11 @@ class DeferredWeightGrads:
         """Compute the gradient of ``parameter``, and of what comes with it; add it to its ``grad``,
         free what it needed."""
         weight = self._with.get(parameter, parameter)
-        root = self._roots.pop(weight)
+        roots = self._roots.pop(weight)
         self._with = {bias: other for bias, other in self._with.items() if other is not weight}
-        # The root has no value and its gradient no meaning: what is given spares a fill with ones.
-        torch.autograd.backward(root, root.detach())
+        # A root has no value and its gradient no meaning: what is given spares a fill with ones.
+        # All at once, so that hooks on the weight fire once.
+        torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def accumulate_all(self):
         for weight in self.weights:

@@ -27,9 +27,9 @@ from megatron_epp.mcore import job_exit
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
 from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.flags import read_flags, refusals_as_value_errors
-from megatron_epp.mcore.model.hybrid.pattern import joined, letters_of_layers
+from megatron_epp.mcore.model.hybrid.pattern import further_of, joined, letters_of_layers
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
-from megatron_epp.mcore.model.shape import layer_shapes
+from megatron_epp.mcore.model.shape import layer_shapes, with_further
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
 _WORKER = "megatron_epp.mcore.calibrate.command"
@@ -190,7 +190,8 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
     def attach(models: list[Any]) -> list[Any]:
         attention = attention_for(config.epp_attention, models[0].config, this_device())
-        settle_choices(args, models[0], attention, (args.num_layers // pp,) * pp, groups)
+        layers = with_further(args, (args.num_layers // pp,) * pp)
+        settle_choices(args, models[0], attention, layers, groups)
         install_in_model(models[0], args.seq_length, attention)
         if getattr(args, FUSED_LINEARS, False):
             fuse_weight_gradients(models[0])
@@ -215,7 +216,8 @@ def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
     given = parser.parse_known_args(flags)[0]
     if given.hybrid_layer_pattern is not None:
         letters = letters_of_layers(given.hybrid_layer_pattern)
-        return len(letters), [f"--hybrid-layer-pattern={joined([letters] * pp)}"]
+        pattern = joined([letters] * pp) + further_of(given.hybrid_layer_pattern)
+        return len(letters), [f"--hybrid-layer-pattern={pattern}"]
     layers = given.num_layers
     if layers is None or layers < 1:
         raise ValueError(f"--num-layers {layers}: expected at least 1")
@@ -227,12 +229,14 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
     whole = copy.copy(args)
     whole.num_layers = layers
     if args.hybrid_layer_pattern is not None:  # every stage has all of it
+        further = further_of(args.hybrid_layer_pattern)
         whole.hybrid_layer_pattern = letters_of_layers(args.hybrid_layer_pattern)[:layers]
     shapes = layer_shapes(whole)
-    places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
+    # The first layer of each kind; last the kind of the last, as depths behind it are built.
+    places = list(dict.fromkeys(map(shapes.index, reversed(shapes))))[::-1]
     if args.hybrid_layer_pattern is not None:
         one_of_each = "".join(whole.hybrid_layer_pattern[place] for place in places)
-        args.hybrid_layer_pattern = joined([one_of_each] * pp)
+        args.hybrid_layer_pattern = joined([one_of_each] * pp) + further
     args.num_layers = args.encoder_num_layers = len(places) * pp
     args.no_rope_freq = None  # layers without positions cost what others do
     of_parts = {part: part.layers(whole) for part in MEGATRON_PARTS}

@@ -25,6 +25,7 @@ from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.kinds.registry import layer_parts, timed_modules
+from megatron_epp.mcore.model.prediction.depths import depths_of, enter, layers_of
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.split_backward import Deferral
 from megatron_epp.runtime.kv_store import Store
@@ -136,7 +137,7 @@ class Probe:
     @property
     def layer(self) -> Any:
         """The module of the first layer that runs."""
-        return self.model.decoder.layers[self.at]
+        return layers_of(self.model)[self.at]
 
     @property
     def first(self) -> bool:
@@ -174,11 +175,17 @@ class Probe:
         store, params = self._chunk(shape, letters)
         hidden = self._hidden(shape)
         rotary = self._rotary(params)
+        every = layers_of(self.model)
+        # What comes in front of a depth's first layer counts with it.
+        entered = {depth.first: depth for depth in depths_of(self.model)}
+        tokens = self._integers(shape.tokens)
 
         def forward() -> Tensor:
             x = hidden
-            for layer in self.model.decoder.layers[self.at : self.at + len(letters)]:
-                made = layer(
+            for index in range(self.at, self.at + len(letters)):
+                if index in entered:
+                    x = enter(entered[index], self.model, x, tokens[0], params.positions)
+                made = every[index](
                     hidden_states=x,
                     attention_mask=None,
                     rotary_pos_emb=rotary,
@@ -288,7 +295,7 @@ class Probe:
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(letters)):
-            kept = _kept_shapes(self.model.decoder.layers[layer], shape.context)
+            kept = _kept_shapes(layers_of(self.model)[layer], shape.context)
             if shape.context and kept:
                 key, value = map(self._normal, kept)
                 # A state is one row at each border: here, and behind the slice.

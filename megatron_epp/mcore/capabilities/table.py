@@ -97,12 +97,6 @@ TABLE: tuple[Limit, ...] = (
         calls=settings(overlap_p2p_comm="overlapped messages of an interleaved pipeline"),
     ),
     Limit(
-        "multi-token prediction (--mtp-num-layers, / in --hybrid-layer-pattern)",
-        "leave it out: it reads tokens behind the end of a slice",
-        given("mtp_num_layers", harmless=(0,)),
-        slices=not_computed(mtp_num_layers="multi-token prediction"),
-    ),
-    Limit(
         "hybrid context parallelism (--hybrid-context-parallel)",
         "leave it out: the plan cuts long documents; --context-parallel-size N spreads each chunk",
         given("hybrid_context_parallel"),

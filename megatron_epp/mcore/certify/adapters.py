@@ -23,6 +23,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
+from megatron_epp.mcore.model.prediction.depths import layers_of
+
 
 class LowRankAdapter(MegatronModule):
     """Wraps ``linear`` with an adapter of rank r; checkpoint keys of ``linear`` stay the same."""
@@ -98,7 +100,7 @@ def adapt(model: Any, rank: int) -> Any:
     """Freeze ``model`` (Megatron's, not wrapped) and put adapters around its layers' linears."""
     for parameter in model.parameters():
         parameter.requires_grad = False
-    for layer in model.decoder.layers:
+    for layer in dict.fromkeys(layers_of(model)):
         around, mlp = layer.self_attention, layer.mlp
         # Of a HybridModel's layer, one of the two has no linears.
         for name in _ATTENTION:

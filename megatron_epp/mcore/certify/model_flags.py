@@ -19,8 +19,9 @@ from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.config import FUSED_LINEARS, OFF, PLACING_FLAGS
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
-from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
+from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
+from megatron_epp.mcore.model.shape import with_further
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
@@ -116,9 +117,10 @@ def scaled(
     refusals.refuse(elastic)
     plain = tiny.values | _NOT_PLAIN
     if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
-        plain["hybrid_layer_pattern"] = letters_of_layers(pattern)
+        plain["hybrid_layer_pattern"] = letters_of_layers(pattern) + further_of(pattern)
     own = _validated(raw, plain, 1, dtype) if dtype != FLOAT64 else None
-    return ScaledArgs(tiny.layers, elastic, _validated(raw, plain, 1), own)
+    layers = with_further(elastic, tiny.layers)
+    return ScaledArgs(layers, elastic, _validated(raw, plain, 1), own)
 
 
 def _require_engine(raw: Namespace, lora_rank: int) -> None:
@@ -166,6 +168,7 @@ def _layout(raw: Namespace) -> list[list[str]] | None:
     if text is None:
         return None
     letters = {LayerType.embedding: "E", LayerType.loss: "L", LayerType.decoder: "t"}
+    letters[LayerType.mtp] = "m"
     with refusals_as_value_errors():
         stages = PipelineParallelLayerLayout.parse_str_to_list(text)
     return [[letters.get(layer, "?") for layer in stage] for stage in stages]

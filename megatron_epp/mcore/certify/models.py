@@ -22,6 +22,7 @@ from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.routing import forget_losses
 from megatron_epp.mcore.model.kinds.registry import layer_parts
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
+from megatron_epp.mcore.model.prediction.depths import layers_of
 
 
 def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
@@ -64,7 +65,7 @@ def plain_model(args: Namespace, by_engine: bool) -> Any:
         ProcessGroupCollection.use_mpu_process_groups()
     )
     _make_double(args, [model])
-    for layer in model.decoder.layers:
+    for layer in dict.fromkeys(layers_of(model)):
         for part in layer_parts(layer):
             part.mend_plain(layer, by_engine)
     return model

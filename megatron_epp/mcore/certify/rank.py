@@ -2,10 +2,11 @@
 
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy
@@ -101,6 +102,7 @@ class Rank:
     collectives ``LISTED`` that it may issue and the ``RESULT`` of a batch.
     """
 
+    further: Mapping[str, numpy.ndarray] = MappingProxyType({})  # losses of further tokens
     LISTED: ClassVar[Sequence[AllowedCollective]] = SCHEDULE
     RESULT: ClassVar[type[RankResult]] = TrainerResult
 
@@ -172,10 +174,11 @@ class Rank:
 
     def told(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
         """The rest of a ``RESULT``."""
-        return trained, evaluated, self.routing.taken()
+        return trained, evaluated, self.routing.taken(self.further)
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """(loss summed over tokens, tokens) of this rank's rows; zeros where others have them."""
+        self.further = {}
         if forward_only:  # each way, one batch after the other
             for part, values in self.open_choices:
                 part.settle(self.attention, next(values))
@@ -193,7 +196,10 @@ class Rank:
             )
         if not reports or mpu.get_tensor_model_parallel_rank():
             return 0.0, 0.0
-        total, tokens = reports[0]["lm loss"].tolist()
+        report = {name: values.tolist() for name, values in reports[0].items()}
+        total, tokens = report.pop("lm loss")
+        replicas = self.trial.degrees.dp
+        self.further = {name: numpy.array([mean / replicas]) for name, (mean, _) in report.items()}
         return total, tokens
 
     def _gather_gradients(self) -> None:
@@ -272,13 +278,14 @@ class Rank:
     def _numbers(self, message: Message, plan: Plan) -> int:
         """Numbers that a message of training brings per row. Where the output layer lies over the
         stages a gradient brings a statistic along; H of stage 0 gets the hidden states, that of the
-        last the rows of the weight and two statistics, the others both. A statistic in float32
-        takes the places of two halves."""
-        hidden, place = self.args.hidden_size, max(1, 4 // self.args.params_dtype.itemsize)
+        last the rows of the weight and two statistics, the others both; for every token that is
+        predicted. A statistic in float32 takes the places of two halves."""
+        hidden, each = self.args.hidden_size, 1 + (self.args.mtp_num_layers or 0)
+        place = max(1, 4 // self.args.params_dtype.itemsize)
         if not plan.vocabulary_parallel or message.payload is Payload.ACTIVATION:
             return hidden
         if message.payload is Payload.GRADIENT:
-            return hidden + place
+            return hidden + each * place
         if message.target == 0:
-            return hidden
-        return (2 if message.target == plan.stages - 1 else 3) * hidden + 2 * place
+            return each * hidden
+        return each * ((2 if message.target == plan.stages - 1 else 3) * hidden + 2 * place)

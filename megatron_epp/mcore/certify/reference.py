@@ -147,8 +147,9 @@ class PlainModel:
         sums, losses = Sums(model), []
         for one, mask in zip(drawn.tokens, drawn.loss_masks, strict=True):
             tokens_1T = torch.from_numpy(one)[None]
-            losses_T = token_losses(model, tokens_1T[:, :-1], tokens_1T[:, 1:])
-            losses_T = losses_T * torch.from_numpy(mask)
+            mask_T = torch.from_numpy(mask)
+            losses_T = token_losses(model, tokens_1T[:, :-1], tokens_1T[:, 1:], mask_T)
+            losses_T = losses_T * mask_T
             sums.backward(losses_T.sum() / drawn.loss_tokens)
             losses.append(losses_T.detach())
         return losses, self.gradients(model, sums)
@@ -164,11 +165,19 @@ class PlainModel:
         return whole(shards(model, sums.of))
 
 
-def token_losses(model: Any, tokens_1T: Tensor, labels_1T: Tensor) -> Tensor:
-    """[T] of one document alone."""
+def token_losses(
+    model: Any, tokens_1T: Tensor, labels_1T: Tensor, mask_T: Tensor | None = None
+) -> Tensor:
+    """[T] of one document alone. ``mask`` of targets: where further tokens are predicted."""
     length = tokens_1T.shape[1]
     mask_11TT = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    losses_1T = model(tokens_1T, torch.arange(length)[None], mask_11TT, labels=labels_1T)
+    losses_1T = model(
+        tokens_1T,
+        torch.arange(length)[None],
+        mask_11TT,
+        labels=labels_1T,
+        loss_mask=None if mask_T is None else mask_T[None].double(),
+    )
     return losses_1T[0]
 
 

@@ -1,13 +1,14 @@
 """Notes of what a model's routers leave beside gradients: tokens per expert, losses for the log."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_epp.certify.routed import RoutingRecord
-from megatron_epp.mcore.model.experts.router import moe_layers
+from megatron_epp.mcore.model.experts.router import logged_number, moe_layers
 
 
 def forget_losses() -> None:
@@ -34,13 +35,14 @@ class RoutingNotes:
     def note_counts(self) -> None:
         """As they are now."""
         self._counts = {
-            layer.layer_number: layer.router.local_tokens_per_expert.double().cpu().numpy()
+            logged_number(layer): layer.router.local_tokens_per_expert.double().cpu().numpy()
             for _, layer in moe_layers(self.model)
             if layer.router.enable_expert_bias
         }
 
-    def taken(self) -> RoutingRecord:
-        """Routing noted since the last call."""
+    def taken(self, further: Mapping[str, numpy.ndarray] | None = None) -> RoutingRecord:
+        """Routing noted since the last call; among its losses those of ``further`` tokens, as a
+        rank reports them, or as Megatron's log holds them."""
         tracker = get_moe_metrics_tracker()
         losses = {
             name: entry.values.cpu().numpy().copy()
@@ -49,4 +51,16 @@ class RoutingNotes:
         }
         tracker.clear()
         counts, self._counts = self._counts, {}
-        return RoutingRecord(counts, losses)
+        return RoutingRecord(counts, losses | _further_losses() | dict(further or {}))
+
+
+def _further_losses() -> dict[str, numpy.ndarray]:
+    """Losses of further tokens that Megatron has noted for its log since the last call, summed over
+    micro-batches, by their names there."""
+    values = MTPLossLoggingHelper.tracker.get("loss_values", ())
+    found = {
+        f"mtp_{depth} loss": value[None].cpu().numpy().copy()
+        for depth, value in enumerate(values, 1)
+    }
+    MTPLossLoggingHelper.tracker.clear()
+    return found

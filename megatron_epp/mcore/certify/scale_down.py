@@ -132,7 +132,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         changed["decoder_last_pipeline_num_layers"] = counts[-1]
     if layout is not None:
         changed["pipeline_model_parallel_layout"] = "|".join(
-            "E" * list(stage).count("E") + "t" * count + "L" * list(stage).count("L")
-            for stage, count in zip(layout, counts, strict=True)
+            "E" * stage.count("E") + "t" * count + "m" * stage.count("m") + "L" * stage.count("L")
+            for stage, count in zip(map(list, layout), counts, strict=True)
         )
     return SmallModel(tuple(counts), changed)

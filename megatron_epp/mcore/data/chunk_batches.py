@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy
 import torch
@@ -11,6 +12,12 @@ from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.data.further_tokens import (
+    Predictions,
+    TargetRows,
+    further_tokens,
+    target_counts,
+)
 from megatron_epp.mcore.data.global_batches import TokenSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.runtime.kv_store import Store
@@ -22,9 +29,14 @@ class ChunkBatch:
 
     tokens      int64, first stage      labels      int64, last stage
     positions   int64, every stage      loss_mask   float32, last stage; 0 on padding
+    means            float64 [D, t], last stage: weights of depths' losses in their documents' means
+    documents        that begin in these rows
     known_gradient   of every token's loss, where backward of the head runs early (model.early_head)
     hidden_only      whether the model ends behind its last norm, as the plan's H and G do the rest;
                      labels and loss mask are then every stage's
+
+    Where D further tokens are predicted labels and loss mask are [1 + D, t], and the mask's further
+    rows weights (data.further_tokens).
     """
 
     tokens: Tensor | None
@@ -34,10 +46,22 @@ class ChunkBatch:
     params: ChunkParams
     known_gradient: Tensor | None = None
     hidden_only: bool = False
+    means: Tensor | None = None
+    documents: int = 0
 
 
-# Tokens, positions, labels, loss mask.
-_Tensors = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """Contents of a batch that are read from the corpus. ``further`` [D, t]: tokens of the depths,
+    on the last stage."""
+
+    tokens: Tensor | None
+    positions: Tensor
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    means: Tensor | None
+    documents: int
+    further: Tensor | None
 
 
 class ChunkBatchBuilder:
@@ -52,7 +76,10 @@ class ChunkBatchBuilder:
         stage: int,
         share: RowShare,
         device: torch.device,
+        predictions: Predictions | None = None,
     ):
+        self.predictions = Predictions() if predictions is None else predictions
+        self._target_counts: dict[int, numpy.ndarray] = {}  # by sample
         self.plan, self.slices, self.samples = plan, slices, samples
         self.documents, self.stage, self.share = documents, stage, share
         self.device = device
@@ -80,14 +107,15 @@ class ChunkBatchBuilder:
             state.local = ChunkState(chunk, rows, behind, recompute, store, training)
             state.local_documents = tuple(s.document for s in of_chunk.spans if s.local)
         tensors = self._ready.pop(chunk, None) or self._tensors(chunk)
-        tokens, positions, labels, loss_mask = tensors
         return ChunkBatch(
-            tokens=tokens,
-            positions=positions,
-            labels=labels,
-            loss_mask=loss_mask,
-            params=ChunkParams.of(state, positions[0]),
+            tokens=tensors.tokens,
+            positions=tensors.positions,
+            labels=tensors.labels,
+            loss_mask=tensors.loss_mask,
+            params=ChunkParams.of(state, tensors.positions[0], tensors.further),
             hidden_only=self.plan.vocabulary_parallel,
+            means=tensors.means,
+            documents=tensors.documents,
         )
 
     def prepare(self, chunk: int) -> None:
@@ -95,27 +123,43 @@ class ChunkBatchBuilder:
         self._ready[chunk] = self._tensors(chunk)
 
     def _tensors(self, chunk: int) -> _Tensors:
-        """Tokens, positions, labels and loss mask of this rank's rows."""
+        """Contents of this rank's rows."""
         first, last = self.stage == 0, self.stage == self.plan.stages - 1
-        last = last or self.plan.vocabulary_parallel  # every stage has words to find labels among
-        count = self.rows(chunk) // self.share.parts
-        positions = numpy.zeros(count, dtype=numpy.int64)
-        tokens = numpy.zeros(count, dtype=numpy.int64) if first else None
-        labels = numpy.zeros(count, dtype=numpy.int64) if last else None
-        loss_mask = numpy.zeros(count, dtype=numpy.float32) if last else None
+        # Every stage that has words finds labels among them.
+        predicts = last or self.plan.vocabulary_parallel
+        count, depths = self.rows(chunk) // self.share.parts, self.predictions.depths
+        positions = numpy.zeros((1, count), dtype=numpy.int64)
+        tokens = numpy.zeros((1, count), dtype=numpy.int64) if first else None
+        further = numpy.zeros((depths, count), dtype=numpy.int64) if last and depths else None
+        targets = TargetRows(self.predictions, count) if predicts else None
         for mine, span, start, stop in self._inputs(chunk):
-            sample = int(self.samples[span.document])
-            positions[mine] = numpy.arange(start, stop)
+            sample, length = int(self.samples[span.document]), self.plan.documents[span.document]
+            positions[0, mine] = numpy.arange(start, stop)
             if tokens is not None:
-                tokens[mine] = self.documents.inputs(sample, start, stop)
-            if labels is not None and loss_mask is not None:
-                labels[mine], loss_mask[mine] = self.documents.targets(sample, start, stop)
-        return (
-            None if tokens is None else self._tensor(tokens),
-            self._tensor(positions),
-            None if labels is None else self._tensor(labels),
-            None if loss_mask is None else self._tensor(loss_mask),
+                tokens[0, mine] = self.documents.inputs(sample, start, stop)
+            if further is not None:
+                further[:, mine] = further_tokens(
+                    self.documents, sample, (start, stop), length, depths
+                )
+            if targets is not None:
+                counts = partial(self._counts, sample, length)
+                targets.fill(mine, self.documents, sample, (start, stop), length, counts)
+        return _Tensors(
+            tokens=None if tokens is None else self._tensor(tokens),
+            positions=self._tensor(positions),
+            labels=None if targets is None else self._tensor(targets.labels),
+            loss_mask=None if targets is None else self._tensor(targets.weights),
+            means=None if targets is None or not depths else self._tensor(targets.means),
+            documents=0 if targets is None else targets.documents,
+            further=None if further is None else self._tensor(further),
         )
+
+    def _counts(self, sample: int, length: int) -> numpy.ndarray:
+        """Targets of a document at each depth, read once."""
+        if sample not in self._target_counts:
+            counts = target_counts(self.documents, sample, length, self.predictions)
+            self._target_counts[sample] = counts
+        return self._target_counts[sample]
 
     def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
         """(rows of this rank, span, start, stop): which inputs of which document they hold."""
@@ -131,5 +175,5 @@ class ChunkBatchBuilder:
             yield slice(spread + rows.start, spread + rows.stop), rows.span, 0, rows.span.stop
 
     def _tensor(self, array: numpy.ndarray) -> Tensor:
-        """[T] on the host -> [1, T] on the device; pinned first, so that no copy is waited for."""
-        return on_device(torch.from_numpy(array)[None], self.device)
+        """From the host to the device; pinned first, so that no copy is waited for."""
+        return on_device(torch.from_numpy(array), self.device)

@@ -1,6 +1,6 @@
 """A chunk on its way through Megatron's layers, as their parameters of packed sequences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,18 @@ class ChunkParams(PackedSeqParams):
 
     To Megatron this rank's rows of the chunk are one sequence [0, t); which rows belong to which
     document is in ``state``, for the whole chunk. ``positions`` [t] are the places of this rank's
-    rows in their documents, for the rotary embedding.
+    rows in their documents, for the rotary embedding; ``further`` [D, t] the tokens that depths
+    behind the decoder read of them, None where none runs.
     """
 
     state: ChunkState
     positions: Tensor
+    further: Tensor | None = None
 
     @classmethod
-    def of(cls, state: ChunkState, positions: Tensor) -> "ChunkParams":
+    def of(
+        cls, state: ChunkState, positions: Tensor, further: Tensor | None = None
+    ) -> "ChunkParams":
         # On the host: the unfused rotary embedding reads it with .tolist(), which must not wait
         # for a device. The fused one wants it there (PositionedRotary).
         rows = positions.shape[0]
@@ -36,7 +40,12 @@ class ChunkParams(PackedSeqParams):
             max_seqlen_kv=rows,
             state=state,
             positions=positions,
+            further=further,
         )
+
+    def repeated(self, layers: int) -> "ChunkParams":
+        """Those of a repeated layer's run (:meth:`ChunkState.again`)."""
+        return replace(self, state=self.state.again(layers))
 
 
 def state_of(arguments: dict[str, Any]) -> ChunkState | None:

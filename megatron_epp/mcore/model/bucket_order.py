@@ -37,13 +37,15 @@ class ReadyOrder:
         self._parameters = [p for p in model.parameters() if p.requires_grad and p not in apart]
         self._report = report
         self._first = tuple(first)
-        self._order: list[Parameter] = []
+        self._order: dict[Parameter, None] = {}
         self._noting = False
 
     def note(self, parameter: Parameter) -> None:
-        """Its gradient was accumulated, or set aside: here a B reports it."""
+        """Its gradient was accumulated, or set aside: here a B reports it; of a weight that is used
+        several times, when the last comes."""
         if self._noting:
-            self._order.append(parameter)
+            self._order.pop(parameter, None)
+            self._order[parameter] = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:

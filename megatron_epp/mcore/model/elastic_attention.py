@@ -54,18 +54,19 @@ class ElasticAttention:
             inputs = query_tHD, key_tGD, value_tGD, attention_mask
             return self.plain(*inputs, packed_seq_params=packed_seq_params, **others)
         state = packed_seq_params.state
+        layer = state.layer(self.layer)
         drop = "core_attn" in self.dropped.modules
         qkv = query_tHD, key_tGD, value_tGD
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
             assert state.local is not None, "of a chunk with local documents"
-            return self.local(q, k, v, state.local, self.layer, drop)
+            return self.local(q, k, v, state.local, layer, drop)
 
         out, handle = attend_parts(
             qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state),
             state,
             self.ulysses,
-            lambda q, k, v: self.attention(q, k, v, state, self.layer, drop),
+            lambda q, k, v: self.attention(q, k, v, state, layer, drop),
             local,
         )
         if handle is not None:

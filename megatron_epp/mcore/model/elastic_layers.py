@@ -18,6 +18,7 @@ from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.mcore.model.hybrid.stack import take_output_processor
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
+from megatron_epp.mcore.model.prediction.depths import depths_of, install_depths, layers_of
 
 
 class PositionedRotary(nn.Module):
@@ -62,15 +63,20 @@ def install_in_model(model: GPTModel | HybridModel, context: int, attention: Att
     ``context``: the most inputs of a document. ValueError: a layer is of a kind that cannot.
     """
     add_every_gradient(model)
-    if isinstance(model, HybridModel):
+    if isinstance(model, HybridModel) or depths_of(model):
         take_output_processor(model)
+    install_depths(model)
     if getattr(model, "rotary_pos_emb", None) is not None:
         fused = model.config.apply_rope_fusion
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
     for part in MEGATRON_PARTS:
         part.prepare(model.config)
     checkpoint = partial(_checkpoint, model.config.distribute_saved_activations)
-    for index, layer in enumerate(model.decoder.layers):
+    installed: list[Any] = []
+    for index, layer in enumerate(layers_of(model)):
+        if any(layer is other for other in installed):
+            continue  # a repeated one, which is told when it runs again
+        installed.append(layer)
         dropped = DroppedOutputs()
         for part in layer_parts(layer):
             part.install(LayerPlace(layer, index, context, attention, dropped))

@@ -50,6 +50,7 @@ from megatron_epp.layers.recompute.outputs import (
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.mcore.model.elastic_attention import SingleRank, attention_of
 from megatron_epp.mcore.model.kinds.base import LayerPlace
+from megatron_epp.mcore.model.prediction.depths import layers_of
 
 UP_PROJECTION = "mla_up_proj"  # Megatron's name of what makes Q, K and V of latents
 
@@ -262,6 +263,7 @@ class LatentLayer:
         made, self._made = self._made, None
         assert made is not None, "attention follows its projections"
         state, drop = packed_seq_params.state, "core_attn" in self.dropped.modules
+        layer = state.layer(self.layer)
         parts = query_THD, key_THD, value_THV, *made.local
 
         def spread(
@@ -269,13 +271,13 @@ class LatentLayer:
         ) -> tuple[Tensor, RecomputeHandle | None]:
             qkv = q_THD, k_THD, v_THV
             if made.latents is None:
-                return self.attention(*qkv, state, self.layer, drop)
-            return self._latents(*qkv, made.latents, state, self.layer, drop)
+                return self.attention(*qkv, state, layer, drop)
+            return self._latents(*qkv, made.latents, state, layer, drop)
 
         def local(
             q_THD: Tensor, k_THD: Tensor, v_THV: Tensor
         ) -> tuple[Tensor, RecomputeHandle | None]:
-            return self.local(q_THD, k_THD, v_THV, state.local, self.layer, drop)
+            return self.local(q_THD, k_THD, v_THV, state.local, layer, drop)
 
         def attend() -> tuple[Tensor, RecomputeHandle | None]:
             return attend_parts(parts, state, self.ulysses, spread, local)
@@ -322,7 +324,7 @@ def why_expanded(model: Any, attention: Attention) -> str | None:
         return "attention kernels of GPUs take K and V of a whole context only"
     if model.config.window_size:
         return "layers with windows keep the ends of slices, in K and V"
-    for layer in model.decoder.layers:
+    for layer in layers_of(model):
         up = getattr(getattr(layer, "self_attention", None), "linear_kv_up_proj", None)
         if up is not None and (type(up) is not ColumnParallelLinear or up.bias is not None):
             return (

@@ -1,6 +1,7 @@
 """Descriptions of models as Megatron's trainer builds them, with what local layers lack."""
 
 import copy
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -33,6 +34,7 @@ def mend_layer_spec(description: Any) -> None:
             )
         return
     wanted = description.transformer_layer_spec
+    description.epp_mend_depths = partial(_mend_depths, config)
 
     def spec(description: Any, vp_stage: int | None = None) -> Any:
         if wanted is None:
@@ -48,3 +50,11 @@ def mend_layer_spec(description: Any) -> None:
         return made
 
     description.transformer_layer_spec = spec
+
+
+def _mend_depths(config: Any, block: Any) -> Any:
+    """Make layers of the depths that predict further tokens, as ``block`` describes them, such."""
+    for depth in [] if block is None else block.layer_specs:
+        for part in MEGATRON_PARTS:
+            part.mend_local(depth.submodules.mtp_model_layer.submodules, config)
+    return block

@@ -1,23 +1,25 @@
 """The shape of the model that Megatron's flags describe, kind of layer by kind of layer."""
 
+import copy
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import PLAIN_WORDS, LayerShape
 from megatron_epp.cost.layer_kinds import format_kinds
-from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages, pattern_of
+from megatron_epp.mcore.model.hybrid.pattern import depth_letters, layers_of_stages, pattern_of
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, model_sizes, part_sizes
 
 
 def model_shape(args: Any) -> Model:
     """The model of Megatron's ``args``. ValueError: a pattern that is of other layers."""
-    shapes = layer_shapes(args)
+    shapes = (*layer_shapes(args), *further_shapes(args))
     names = _names(shapes)
     return Model(
         name="megatron",
-        layers=args.num_layers,
+        layers=len(shapes),
         hidden=args.hidden_size,
         ffn_hidden=args.ffn_hidden_size,
         heads=args.num_attention_heads,
@@ -34,7 +36,13 @@ def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
     """Kinds of the layers of ``model``, this stage's, as ``shape`` names them; none where it
     names none."""
     word = shape.layer_kinds
-    return tuple(word[layer.layer_number - 1] for layer in model.decoder.layers) if word else ()
+    if not word:
+        return ()
+    from megatron_epp.mcore.model.prediction.depths import layers_of
+
+    decoder = tuple(word[layer.layer_number - 1] for layer in model.decoder.layers)
+    further = len(layers_of(model)) - len(decoder)
+    return (*decoder, *word[len(word) - further :])
 
 
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
@@ -44,6 +52,34 @@ def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
         LayerShape(**part_sizes(args, [part for part, layers in there if layers[at]]))
         for at in range(args.num_layers)
     )
+
+
+def further_shapes(args: Any) -> tuple[LayerShape, ...]:
+    """Differences from a plain layer of each layer of the depths that predict further tokens: those
+    of its pattern, or one that is built as the decoder's last. Windows go by the numbers that
+    Megatron gives them, which begin at 1 again."""
+    depths = getattr(args, "mtp_num_layers", None) or 0
+    if not depths:
+        return ()
+    pattern = depth_letters(getattr(args, "hybrid_layer_pattern", None) or "")
+    found = []
+    for depth in range(depths):
+        if pattern:
+            inner = copy.copy(args)
+            inner.num_layers, inner.hybrid_layer_pattern = len(pattern), pattern
+            shapes = list(layer_shapes(inner))
+        else:
+            number = 0 if getattr(args, "mtp_use_repeated_layer", False) else depth
+            there = [part for part in MEGATRON_PARTS if part.in_depth(part.layers(args), number)]
+            shapes = [LayerShape(**part_sizes(args, there))]
+        found += [replace(shapes[0], predicts=True), *shapes[1:]]
+    return tuple(found)
+
+
+def with_further(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
+    """Layers of every stage with those of depths, of so many of the decoder's."""
+    *others, last = layers
+    return (*others, last + len(further_shapes(args)))
 
 
 def _names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:

@@ -44,6 +44,7 @@ STABLE = Release(
         "random state": "ae5bcaa0a5784cd3",
         "sequence-parallel norm": "1be52ff5a9990498",
         "expert exchange": "47a1092f05bae7bf",
+        "layers of depths": "716a11c1e76a5486",
         "fusion warm-up": "30490ca40d0b9299",
         "column linear": "3b1ac5c4df57a0c4",
         "row linear": "8007ed2c87e73988",

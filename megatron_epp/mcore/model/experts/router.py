@@ -32,6 +32,7 @@ from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_nor
 from megatron_epp.mcore.data.chunk_params import state_of
 from megatron_epp.mcore.model.experts.activation import wrap_activations
 from megatron_epp.mcore.model.experts.biases import mend_biases
+from megatron_epp.mcore.model.prediction.depths import layers_of
 
 # Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
 AUXILIARY = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
@@ -39,9 +40,11 @@ LOGGED = (*AUXILIARY.values(), "z_loss")
 
 
 def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
-    """(index in its stage, MoE layer) of every layer of experts of this rank's GPTModel."""
-    decoder = getattr(unwrap_model(model), "decoder", None)
-    for index, layer in enumerate(() if decoder is None else decoder.layers):
+    """(index in its stage, MoE layer) of every layer of experts of this rank's GPTModel; a repeated
+    one is there once for each run."""
+    model = unwrap_model(model)
+    decoder = getattr(model, "decoder", None)
+    for index, layer in enumerate(() if decoder is None else layers_of(model)):
         if isinstance(experts := getattr(layer, "mlp", None), MoELayer):
             yield index, experts
 
@@ -64,9 +67,11 @@ class ChunkRouter:
         router_stats, state = self._router_stats()
         if router_stats is None:
             return logits_tE
-        self._first = router_stats.first_time(self.index, state.chunk)
-        logits_tE = router_stats.restrained(logits_tE, self.index, state, self._first)
-        return router_stats.balanced(logits_tE, self._scored, self.index, state, self._first)
+        layer = state.layer(self.index)
+        self._first = router_stats.first_time(layer, state.chunk)
+        logits_tE = router_stats.restrained(logits_tE, layer, state, self._first)
+        share = share_of_run(self.router)
+        return router_stats.balanced(logits_tE, self._scored, layer, state, self._first, share)
 
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
         """In place of ``_apply_expert_bias(routing_map [t, E])``."""
@@ -142,7 +147,7 @@ def router_stats_for(
         return None
     for router in routers:
         _count_in_full(router)
-    layers, device = len(model.decoder.layers), routers[0].weight.device
+    layers, device = len(layers_of(model)), routers[0].weight.device
     return RouterStats(balancing_of(model.config), plan.documents, layers, scale(device))
 
 
@@ -187,11 +192,29 @@ def balancing_of(config: Any) -> Balancing:
 def report(router_stats: RouterStats, model: Any) -> None:
     """Add the iteration's losses to those that Megatron logs."""
     tracker, config = _tracker(), unwrap_model(model).config
-    numbers = {index: layer.layer_number for index, layer in moe_layers(model)}
     replicas = mpu.get_data_parallel_world_size()
     for name, losses_L in router_stats.losses().items():
-        for index, number in numbers.items():
-            _entry(tracker, name, config).values[number - 1] += losses_L[index] / replicas
+        values = _entry(tracker, name, config).values
+        for index, layer in moe_layers(model):
+            # Of a depth of several layers Megatron's number may be one behind the last.
+            place = min(logged_number(layer), len(values)) - 1
+            values[place] += losses_L[index] * share_of_run(layer.router) / replicas
+
+
+def logged_number(layer: MoELayer) -> int:
+    """Number by which Megatron logs an MoE layer: those of depths, whose own begin at 1 again, are
+    behind the decoder's."""
+    behind = getattr(layer.router, "is_mtp_layer", False)
+    return int(layer.layer_number + (layer.router.config.num_layers if behind else 0))
+
+
+def share_of_run(router: Any) -> float:
+    """Share of one run in a router's auxiliary losses, and in its logged z-loss: the runs of
+    a repeated layer count once together."""
+    config = router.config
+    if getattr(router, "is_mtp_layer", False) and config.mtp_use_repeated_layer:
+        return 1.0 / config.mtp_num_layers
+    return 1.0
 
 
 def prepare_log(config: Any) -> None:
@@ -213,7 +236,8 @@ def _tracker() -> Any:
 
 
 def _entry(tracker: Any, name: str, config: Any) -> Any:
-    tracker.ensure_initialized(name, config.num_layers)
+    further = getattr(config, "mtp_num_layers", None) or 0
+    tracker.ensure_initialized(name, config.num_layers + further)
     entry = tracker.metrics[name]
     entry.reduce_group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
     entry.avg_group, entry.needs_dp_avg = None, False

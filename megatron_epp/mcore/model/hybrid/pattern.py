@@ -30,8 +30,14 @@ def letters_of_layers(pattern: str) -> str:
 
 
 def further_of(pattern: str) -> str:
-    """Letters behind the layers, of those that predict further tokens; mostly none."""
+    """Letters behind the layers, of those that predict further tokens; mostly none. For each
+    depth the same stand behind a / of their own."""
     return "".join(pattern.partition(FURTHER)[1:])
+
+
+def depth_letters(pattern: str) -> str:
+    """Letters of the layers of one depth; none where no further tokens are predicted."""
+    return pattern.partition(FURTHER)[2].partition(FURTHER)[0]
 
 
 def placed_by_time(args: Namespace) -> bool:

@@ -8,13 +8,22 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec_for_backend,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor
 
-from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers
+from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.model.early_head import losses_of_each
+from megatron_epp.mcore.model.hybrid.pattern import depth_letters, letters_of_layers
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
 
 
@@ -43,24 +52,32 @@ class LocalHybridStack(HybridStack):
 def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
     """Layers of the ``pattern`` as Megatron's hybrid_stack_spec has them, of its local modules;
     ``config``: its TransformerConfig."""
-    letters, layers = letters_of_layers(pattern), {}
+    letters, layers = letters_of_layers(pattern) + depth_letters(pattern), {}
     for part in MEGATRON_PARTS:
         if part.STACK and part.LETTER in letters:
             layers[part.STACK] = made = part.local_layer(config)
             part.mend_local(made.submodules, config)
+    # The layers of a depth follow from the pattern.
+    depth = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())
+    block = MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
+    layers["mtp_block_spec"] = ModuleSpec(module=MultiTokenPredictionBlock, submodules=block)
     return ModuleSpec(module=LocalHybridStack, submodules=HybridStackSubmodules(**layers))
 
 
-def take_output_processor(model: HybridModel) -> None:
+def take_output_processor(model: HybridModel | GPTModel) -> None:
     """Give ``model`` the argument ``output_processor`` of GPTModel's forward: what makes its output
-    of hidden states, in the place of the output layer and the loss."""
+    of hidden states, in the place of the output layer and the loss. Where it predicts further
+    tokens, a GPTModel has reckoned their losses before its own looks at anything."""
     plain: Callable[..., Tensor] = model.forward
 
     @wraps(plain)
     def forward(*inputs: Any, output_processor: Any = None, **others: Any) -> Tensor:
+        chunk = isinstance(others.get("packed_seq_params"), ChunkParams)
+        if output_processor is None and chunk and model.config.mtp_num_layers:
+            output_processor = losses_of_each
         if output_processor is None or not model.post_process:
             return plain(*inputs, **others)
-        model.post_process = False  # the stack, which has the last norm, keeps its own
+        model.post_process = False  # the decoder, which has the last norm, keeps its own
         try:
             hidden = plain(*inputs, **others)
         finally:

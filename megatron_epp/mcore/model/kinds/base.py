@@ -83,6 +83,11 @@ class MegatronPart:
         by_letter = tuple(letter in letters for letter in letters_of_layers(pattern or ""))
         return by_letter or (True,) * args.num_layers
 
+    def in_depth(self, mask: Sequence[bool], depth: int) -> bool:
+        """Whether the layer of a depth, built as the decoder's last, has it; ``mask`` of the
+        decoder's."""
+        return mask[-1]
+
     def sizes(self, args: Any) -> dict[str, Any]:
         """Fields of LayerShape of a layer that has it."""
         return {}

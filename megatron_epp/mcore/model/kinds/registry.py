@@ -14,6 +14,7 @@ from megatron_epp.mcore.model.hybrid.pattern import (
     BORDER,
     FLAG,
     FURTHER,
+    depth_letters,
     layers_of_stages,
     letters_of_layers,
     pattern_of,
@@ -23,6 +24,7 @@ from megatron_epp.mcore.model.kinds.base import MegatronPart
 from megatron_epp.mcore.model.kinds.experts import MegatronExperts
 from megatron_epp.mcore.model.kinds.latents import MegatronLatents
 from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
+from megatron_epp.mcore.model.kinds.prediction import MegatronPrediction
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
 from megatron_epp.mcore.model.kinds.states import MegatronDelta, MegatronMamba
 from megatron_epp.mcore.model.kinds.window import MegatronWindow
@@ -42,6 +44,7 @@ MEGATRON_PARTS: tuple[MegatronPart, ...] = (
     MegatronMlp(),
     MegatronExperts(),
     MegatronWindow(),
+    MegatronPrediction(),
 )
 # Flags of what attends otherwise than attention over heads, with what they are without it.
 MIXER_FLAGS = {
@@ -141,7 +144,7 @@ def require_pattern(args: Namespace) -> None:
     if not letters:
         raise ValueError(f"{whole}: no layer; {expected}")
     for part in MEGATRON_PARTS:
-        if (reason := part.unfit_pattern(args, letters)) is not None:
+        if (reason := part.unfit_pattern(args, letters + depth_letters(pattern))) is not None:
             raise ValueError(f"{whole}: {reason}")
     if not placed_by_time(args):
         layers_of_stages(args)

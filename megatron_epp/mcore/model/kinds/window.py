@@ -66,6 +66,9 @@ class MegatronWindow(MegatronPart):
             windowed = mask_of_layers("--window-attn-skip-freq", skip, args.num_layers)
         return tuple(a and b for a, b in zip(attention, windowed, strict=True))
 
+    def in_depth(self, mask: Sequence[bool], depth: int) -> bool:
+        return mask[depth]
+
     def sizes(self, args: Any) -> dict[str, Any]:
         return {"window": args.window_size[0] + 1}
 

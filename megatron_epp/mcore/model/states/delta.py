@@ -77,7 +77,7 @@ class DeltaScan:
         group = net.pg_collection.cp
         qkv_1TC, gate, beta, alpha = rows_TC[None].split(net.feat_dim_split, -1)
         weight = gdn.get_parameter_local_cp(net.conv1d.weight, 0, group, _convolved(net))
-        states = CarriedStates(state, self.layer, weight.shape[-1], rows_TC.shape[1])
+        states = CarriedStates(state, state.layer(self.layer), weight.shape[-1], rows_TC.shape[1])
         qkv_1TC = self._convolve(qkv_1TC[0], states, weight.squeeze(1), group)[None]
         gate = gate.reshape(1, len(rows_TC), -1, net.value_head_dim)
         q, k, v, gate, beta, alpha = net._prepare_input_for_gated_delta_rule(

@@ -76,7 +76,7 @@ class MambaScan:
         weight_CW = cp.get_conv1d_weight().squeeze(1)
         convolved, taps = weight_CW.shape
         inner = cp.d_inner_local_tpcp
-        states = CarriedStates(state, self.layer, taps, rows_TC.shape[1])
+        states = CarriedStates(state, state.layer(self.layer), taps, rows_TC.shape[1])
         D = cp.get_D().float()
         parameters = {
             "conv1d_weight": weight_CW,

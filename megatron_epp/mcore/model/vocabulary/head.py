@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_epp.ir import Plan, PlanError
@@ -20,8 +21,12 @@ class HiddenStates:
     behind_norm_t1H: Tensor
 
     @classmethod
-    def behind_the_norm(cls, *, hidden_states: Tensor, **others: Any) -> "HiddenStates":
-        """An ``output_processor`` of GPTModel.forward."""
+    def behind_the_norm(
+        cls, *, hidden_states: Tensor | tuple[Tensor, ...], **others: Any
+    ) -> "HiddenStates":
+        """An ``output_processor`` of GPTModel.forward; depths' rows stand behind the decoder's."""
+        if isinstance(hidden_states, tuple):
+            hidden_states = torch.cat(hidden_states)
         return cls(hidden_states)
 
 
@@ -66,7 +71,18 @@ class ShardedHead:
 
     def learn(self, chunk: int, labels_1T: Tensor, weights_1T: Tensor) -> None:
         """F: what H and G must know of the chunk's rows; ``weights``: of their losses."""
-        self._labels[chunk], self._weights[chunk] = labels_1T[0], weights_1T[0]
+        self._labels[chunk], self._weights[chunk] = map(self._in_order, (labels_1T, weights_1T))
+
+    def _in_order(self, of_each_DT: Tensor) -> Tensor:
+        """[1 + D, T] of the tokens that are predicted of each row in the order of hidden states
+        that tensor-parallel ranks gather, each of which has its rows of all: [(1 + D) T]."""
+        ranks = self.shard.words.scatters
+        return of_each_DT.view(len(of_each_DT), ranks, -1).transpose(0, 1).reshape(-1)
+
+    def _of_each(self, ordered: Tensor) -> Tensor:
+        """:meth:`_in_order` undone."""
+        ranks, each = self.shard.words.scatters, self.shapes.predictions
+        return ordered.view(ranks, each, -1).transpose(0, 1).reshape(each, -1)
 
     def begin(self, chunk: int, hidden_t1H: Tensor) -> Tensor:
         """F of the last stage: what goes to the first."""
@@ -74,7 +90,7 @@ class ShardedHead:
         return self.shapes.head(chunk, 0).pack((hidden_t1H,), ())
 
     def head(self, chunk: int, received: Tensor) -> Tensor:
-        """H: what goes to the next stage; on the last the losses [1, T]."""
+        """H: what goes to the next stage; on the last the losses [1 + D, T]."""
         alive = [self.meter.hold(received)]  # counted while this op runs
         hidden_tH, before = self._unpacked(chunk, received)
         labels_T = self._labels[chunk]
@@ -120,7 +136,7 @@ class ShardedHead:
             gradient_tH = every.rows.gradient(words.mine(weights_T))
             self._gradient[chunk] = self.meter.hold(gradient_tH[:, None])
             self._lse[chunk] = self._back[chunk] = every.lse_t
-        return losses_T[None]
+        return self._of_each(losses_T)
 
     def _forget(self, chunk: int) -> None:
         del self._labels[chunk], self._weights[chunk]
@@ -131,8 +147,8 @@ class ShardedHead:
         if self.is_last:
             return self.meter.held(self._gradient.pop(chunk))
         assert received is not None, "the next stage sends a gradient"
-        (gradient_tH,), (lse_t,) = self.shapes.gradient(chunk).unpack(received)
-        self._lse[chunk] = self._back[chunk] = lse_t
+        (gradient_tH,), lse = self.shapes.gradient(chunk).unpack(received)
+        self._lse[chunk] = self._back[chunk] = lse[0] if len(lse) == 1 else torch.cat(lse)
         return gradient_tH[:, None]
 
     def hand_back(self, chunk: int, gradient_t1H: Tensor | None) -> Tensor | None:
@@ -140,7 +156,8 @@ class ShardedHead:
         lse_t = self._back.pop(chunk)
         if gradient_t1H is None:
             return None
-        return self.shapes.gradient(chunk).pack((gradient_t1H,), (lse_t,))
+        lse = lse_t.chunk(self.shapes.predictions)
+        return self.shapes.gradient(chunk).pack((gradient_t1H,), lse)
 
     def weight_gradient(self, chunk: int) -> None:
         """G."""

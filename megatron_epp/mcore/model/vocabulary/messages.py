@@ -19,10 +19,19 @@ class MessageShapes:
         onto stages between  the same, mean and label's rows, two statistics
         onto the last stage  mean and label's rows, two statistics
 
-    without rows of the weight where nothing is trained.
+    without rows of the weight where nothing is trained. Of each row ``predictions`` tokens are
+    predicted: so many times as large are messages of H, and so many logarithms a gradient brings.
     """
 
-    def __init__(self, plan: Plan, rows: Callable[[int], int], hidden: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        plan: Plan,
+        rows: Callable[[int], int],
+        hidden: int,
+        dtype: torch.dtype,
+        predictions: int = 1,
+    ):
+        self.predictions = predictions
         self.rows, self.hidden, self.dtype = rows, hidden, dtype
         self.stages, self.spread = plan.stages, plan.vocabulary_parallel
         self.training = not plan.forward_only
@@ -35,10 +44,10 @@ class MessageShapes:
         return (self.head(message.chunk, message.target).elements,)
 
     def gradient(self, chunk: int) -> Packing:
-        return Packing(self.rows(chunk), self.hidden, 1, 1, self.dtype)
+        return Packing(self.rows(chunk), self.hidden, 1, self.predictions, self.dtype)
 
     def head(self, chunk: int, target: int) -> Packing:
-        made = partial(Packing, self.rows(chunk), self.hidden)
+        made = partial(Packing, self.predictions * self.rows(chunk), self.hidden)
         if target == 0:
             return made(1, 0, self.dtype)
         hidden = int(target < self.stages - 1)

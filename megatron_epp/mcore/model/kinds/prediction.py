@@ -1,0 +1,83 @@
+"""Prediction of further tokens, in Megatron: depths behind the decoder's layers."""
+
+from typing import Any, ClassVar
+
+from megatron_epp.cost.kinds.prediction import PredictionPart
+from megatron_epp.mcore.model.hybrid.pattern import FURTHER
+from megatron_epp.mcore.model.kinds.base import MegatronPart
+from megatron_epp.mcore.model.limit import Limit, not_computed
+
+
+def _depths(args: Any) -> int:
+    return getattr(args, "mtp_num_layers", None) or 0
+
+
+def _tied_over_stages(args: Any) -> bool:
+    if not _depths(args) or args.pipeline_model_parallel_size == 1:
+        return False
+    return not args.untie_embeddings_and_output_weights
+
+
+def _elsewhere(args: Any) -> bool:
+    """Whether a layout places depths on another stage than the last, or alone there."""
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if not _depths(args) or layout is None:
+        return False
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    stages = PipelineParallelLayerLayout.parse_str_to_list(str(layout))
+    last = [layer.name for layer in stages[-1]]
+    return last.count("mtp") != _depths(args) or "decoder" not in last
+
+
+class MegatronPrediction(MegatronPart):
+    """--mtp-num-layers, / in --hybrid-layer-pattern: of no layer of the decoder."""
+
+    PRICED, NAME = PredictionPart, "prediction of further tokens"
+    ABSENT: ClassVar = {"predicts": False}
+    LIMITS: tuple[Limit, ...] = (
+        Limit(
+            "slices in loops of models that predict further tokens (--mtp-num-layers)",
+            "run whole micro-batches (install_schedule)",
+            slices=not_computed(mtp_num_layers="multi-token prediction"),
+        ),
+        Limit(
+            "further tokens predicted with tied embeddings over several stages (--mtp-num-layers)",
+            "give --untie-embeddings-and-output-weights: Megatron's own checkpoints fail with them",
+            _tied_over_stages,
+        ),
+        Limit(
+            "layers that predict further tokens on another stage than the last, or alone there "
+            "(m in --pipeline-model-parallel-layout)",
+            "place all m in front of the L, behind a t",
+            _elsewhere,
+        ),
+        Limit(
+            "further tokens whose losses leave the output layer alone, with its words over the "
+            "stages (--mtp-detach-heads, --epp-vocab-parallel on)",
+            "leave one of the two out",
+            lambda args: (
+                bool(getattr(args, "mtp_detach_heads", False))
+                and getattr(args, "epp_vocab_parallel", None) == "on"
+            ),
+        ),
+    )
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        return (False,) * args.num_layers
+
+    def read_pattern(self, args: Any, letters: str) -> None:
+        if FURTHER in letters:
+            args.mtp_num_layers = letters.count(FURTHER)
+
+    def weigh_losses(self, scale: Any) -> None:
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        MTPLossAutoScaler.set_loss_scale(scale)
+
+    def words(self, args: Any) -> list[str]:
+        return [f"{_depths(args)} further tokens predicted"] * bool(_depths(args))
+
+    def small_words(self, args: Any) -> list[str]:
+        repeated = " by one repeated layer" * bool(getattr(args, "mtp_use_repeated_layer", False))
+        return [f"{_depths(args)} further tokens predicted{repeated}"] * bool(_depths(args))

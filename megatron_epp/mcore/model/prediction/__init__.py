@@ -1,0 +1,1 @@
+"""Prediction of further tokens (multi-token prediction): depths behind the decoder."""
