@@ -6,7 +6,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_epp.cli.documents import open_batches
 from megatron_epp.cli.layout import layout_cost, with_vocabulary
@@ -34,15 +34,20 @@ def run(arguments: argparse.Namespace) -> int:
     first = batches[numbers[0]]
     cost = layout_cost(arguments, first, options, names[0])
     pipelines = [name for name in names if name in PIPELINES]
-    cost = with_vocabulary(arguments, batches, cost, options, (pipelines or names)[0])
-    cold = _warm_up(names, first, cost, options, arguments.dp)
+    chosen_by = _OURS if _OURS in names else (pipelines or names)[0]
+    cost, ours = with_vocabulary(arguments, batches, cost, options, chosen_by)
+    costs = {name: ours if name == _OURS else cost for name in names}
+    cold = _warm_up(costs, first, options, arguments.dp)
     made: list[Outcome] = []
     failed: dict[str, str] = {}
     work = [(number, name) for number in numbers for name in names]
     for number, name in bar(work, len(work), "planning"):
         try:
             made.append(
-                outcome(number, batches[number], cost, options, name, arguments.dp, priced=True)
+                outcome(
+                    *(number, batches[number], costs[name], options, name, arguments.dp),
+                    priced=True,
+                )
             )
         except ValueError as error:
             failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
@@ -60,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"machine  {cost.profile.provenance.model} on {cost.devices * cost.dp} x "
         f"{cost.profile.provenance.device}: pp {cost.stages}, cp {cost.cp}, tp {cost.tp}, "
         f"dp {cost.dp}, zero {cost.zero}, layers {_layers(cost.layers)}{_kinds(cost)}"
+        f"{_of_ours(cost, costs.get(_OURS, cost))}"
     )
     _say(f"levers   {', '.join(sorted(options.levers)) or 'none'}; effort {options.effort}")
     print(f"batches  {numbers[0]} to {numbers[-1]}")
@@ -84,6 +90,14 @@ def _kinds(cost: Cost) -> str:
     kinds = f", of the kinds {cost.kinds_text}" if cost.kinds_text else ""
     experts = f", ep {cost.ep}" if cost.ep > 1 else ""
     return kinds + experts + (", vocabulary over the stages" * cost.vocabulary_parallel)
+
+
+def _of_ours(cost: Cost, ours: Cost) -> str:
+    """Text on what only epp has."""
+    if ours.vocabulary_parallel == cost.vocabulary_parallel:
+        return ""
+    layers = "" if ours.layers == cost.layers else f"layers {_layers(ours.layers)} and "
+    return f"; epp with {layers}the vocabulary over the stages"
 
 
 def _say(line: str) -> None:
@@ -132,11 +146,11 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def _warm_up(
-    names: Sequence[str], lengths: Sequence[int], cost: Cost, options: Options, replicas: int
+    costs: Mapping[str, Cost], lengths: Sequence[int], options: Options, replicas: int
 ) -> float:
     """Load solver and compiled code by planning a small batch; how long that took."""
     began = time.perf_counter()
-    for name in names:
+    for name, cost in costs.items():
         try:
             outcome(0, lengths[: max(_WARM_UP, replicas)], cost, options, name, replicas)
         except ValueError:

@@ -14,7 +14,7 @@ from megatron_epp.planner import PIPELINES, Options, plan_step
 from megatron_epp.planner.partition import layout_flags
 from megatron_epp.planner.tuning.layouts import divisors
 from megatron_epp.planner.tuning.partitions import partition_of
-from megatron_epp.planner.tuning.vocabulary import vocabulary_of
+from megatron_epp.planner.tuning.vocabulary import ruled_out, vocabulary_of
 from megatron_epp.show.units import seconds_text, share_text
 
 EXPECTED = 2  # batches that a partition is chosen on
@@ -83,37 +83,30 @@ def _expected(batches: Batches) -> list[tuple[int, ...]]:
 
 def with_vocabulary(
     arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
-) -> Cost:
-    """``cost`` with the layers that --partition and the output layer that --vocab-parallel ask for;
-    what was chosen is said on stderr.
+) -> tuple[Cost, Cost]:
+    """``cost`` with the layers that --partition and the output layer that --vocab-parallel ask for,
+    and, in front of it, as plans without vocabulary parallelism have it where that was chosen, not
+    asked for; what was chosen is said on stderr.
 
     As a partition it is chosen for a run, on the first batches of the corpus: weights lie where
     they lie.
     """
     asked = arguments.vocab_parallel
-    if asked != "off" and planner not in PIPELINES:
+    if asked == "on" and planner not in PIPELINES:
         raise UsageError(
             f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
         )
     cost = partitioned(arguments, batches, cost, options, planner)
-    if asked != "auto" or cost.stages == 1:
-        return cost
-    cut = partitioned(arguments, batches, cost.with_vocabulary(True), options, planner)
-    drawn = _expected(batches)
-    found = vocabulary_of(cost, drawn, options, planner, cut)
-    if found.whole_seconds is None or found.cut_seconds is None:
-        which = "with" if found.cut_seconds is None else "without"
-        said = f"{which} it some batch fits no plan"
-    else:
-        said = (
-            f"it takes {share_text(abs(found.gain))} {'less' if found.gain >= 0 else 'more'} time"
-        )
-    print(
-        f"vocabulary parallelism: {'on' if found.cost.vocabulary_parallel else 'off'}; {said} "
-        "(simulated)",
-        file=sys.stderr,
-    )
-    return found.cost
+    if asked != "auto" or cost.stages == 1 or planner not in PIPELINES:
+        return cost, cost
+    chosen, why = cost, ruled_out(cost)
+    if why is None:
+        cut = partitioned(arguments, batches, cost.with_vocabulary(True), options, planner)
+        found = vocabulary_of(cost, _expected(batches), options, planner, cut)
+        chosen, why = found.cost, f"{found.said} (simulated)"
+    how = "on" if chosen.vocabulary_parallel else "off"
+    print(f"vocabulary parallelism: {how}; {why}", file=sys.stderr)
+    return cost, chosen
 
 
 def choose_layout(

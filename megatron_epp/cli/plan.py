@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
     cost = layout_cost(arguments, lengths, options, planner)
-    cost = with_vocabulary(arguments, batches, cost, options, planner)
+    _, cost = with_vocabulary(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
     made = outcome(arguments.batch, lengths, cost, options, planner, arguments.dp, priced=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.cost.catalogue.bounded_file import read_bounded
-from megatron_epp.ir import PlanError, Step
+from megatron_epp.ir import Plan, PlanError, Step
 
 MOST_BYTES = 256 << 20  # of a file: a plan of a hundred thousand chunks has a few
 
@@ -34,6 +34,17 @@ class GivenSteps:
 
     def look_ahead(self, iteration: int, lengths: Sequence[int]) -> None:
         """Nothing to prepare: the plan is there."""
+
+
+def first_given(path: str) -> Plan:
+    """A plan of ``--epp-plan``, to tell what they all have in common. ValueError: there is none."""
+    given = GivenSteps(path)
+    if given._step is not None:
+        return given._step.step.plans[0]
+    recorded = sorted(given.path.glob("iteration-*.step"))
+    if not recorded:
+        raise PlanError(f"--epp-plan {path}: holds no iteration-000001.step")
+    return _read(recorded[0]).step.plans[0]
 
 
 def _read(path: Path) -> SourcedStep:

@@ -280,8 +280,11 @@ def without_states(measured: Profile) -> Profile:
 def budgeted(profile: Profile) -> Profile:
     """The profile under a budget as training has it: of everything, but on a CPU only of what
     chunks hold."""
-    on_cpu = profile.provenance.device.partition(":")[0] == "cpu"
-    return without_states(profile) if on_cpu else profile
+    return without_states(profile) if is_of_cpu(profile) else profile
+
+
+def is_of_cpu(profile: Profile) -> bool:
+    return profile.provenance.device.partition(":")[0] == "cpu"
 
 
 def _published_rates(

@@ -115,12 +115,12 @@ class Config:
         choices=("flags", PARTITION_AUTO),
     )
     epp_vocab_parallel: str = flag(
-        OFF,
+        AUTO,
         "on: the output layer's words lie over all stages, each of which computes its part of the "
-        "loss and of the gradients (ops H and G of a plan); off: the last stage has them all "
-        "(default); auto: the faster of the two on the corpus's lengths, by the cost model of "
-        "--epp-cost-model, else the device's figures; a run that resumes keeps its checkpoint's. "
-        "Checkpoints' weights load either way.",
+        "loss and of the gradients (ops H and G of a plan); off: the last stage has them all; auto "
+        "(default): on where that runs and is faster on the corpus's lengths, by the cost model of "
+        "--epp-cost-model, else the device's figures (on a CPU off); a run that resumes keeps its "
+        "checkpoint's. Checkpoints' weights load either way.",
         choices=(AUTO, ON, OFF),
     )
     epp_plan_ahead: bool = flag(
@@ -186,8 +186,8 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
         defaults[FUSED_LINEARS] = (
             wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion
         )
-    if getattr(wanted, "epp_vocab_parallel", OFF) != OFF:
-        # Every stage has as many words as any other.
+    if getattr(wanted, "epp_vocab_parallel", OFF) == ON:
+        # Every stage has as many words as any other; auto pads none.
         stages = max(1, wanted.pipeline_model_parallel_size)
         defaults["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, stages)
     if wanted.max_position_embeddings is None:

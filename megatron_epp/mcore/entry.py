@@ -89,8 +89,8 @@ def train(
     _require_iterations(args)
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    spread = partition.choose_vocabulary(args)
-    for said in filter(None, (spread, partition.choose_partition(args))):
+    choices = partition.choose_vocabulary(args, hooks), partition.choose_partition(args)
+    for said in filter(None, choices):
         if rank() == 0:
             print(said, flush=True)
     with refusals_as_value_errors():
@@ -101,11 +101,11 @@ def train(
 
         seams.install(seams.EPP_SEAMS)
         forward_step, datasets = setup.setup(args, model, hooks)
-        if args.save and rank() == 0:  # behind the hooks that claim the folder
-            if partition.chosen(args) and args.pipeline_model_parallel_size > 1:
+        if args.save and rank() == 0 and args.pipeline_model_parallel_size > 1:
+            # Behind the hooks that claim the folder.
+            model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT_VOCABULARY))
+            if partition.chosen(args):
                 model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT))
-            if spread:
-                model.pre_wrap_hooks.append(partition.keeper(args, partition.KEPT_VOCABULARY))
     elif cpu_host.is_cpu_host():
         mend_layer_spec(model)
     with refusals_as_value_errors():

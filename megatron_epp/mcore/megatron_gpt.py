@@ -42,7 +42,7 @@ from megatron.training.utils import (
 )
 
 from megatron_epp.corpus.idx_file import examine
-from megatron_epp.mcore.config import OFF
+from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.data.documents import dataset_fields
 
 # What a batch may hold; a dataset leaves out what it does not make.
@@ -335,7 +335,7 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
         args = get_args()
         # Over an output layer on all stages model/vocabulary/tied.py keeps the copies alike.
         tied = not args.untie_embeddings_and_output_weights
-        if tied and getattr(args, "epp_vocab_parallel", OFF) == OFF:
+        if tied and not vocabulary_parallel(args):
             holders.add(pipeline_ranks[-1])
         holders.update(get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args)))
     return sorted(holders)

@@ -17,10 +17,12 @@ from typing import Any
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_epp.control.files import write_whole
+from megatron_epp.control.given_steps import first_given
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import even_layers
+from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.mcore.capabilities.refusals import require_whole_words
+from megatron_epp.mcore.capabilities.refusals import whole_words
 from megatron_epp.mcore.config import (
     ANALYTIC,
     AUTO,
@@ -40,6 +42,7 @@ from megatron_epp.mcore.model.hybrid.pattern import (
 )
 from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.planner.options import Options
 
 KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
 KEPT_VOCABULARY = "epp-vocab-parallel.json"  # on or off, there, too
@@ -120,37 +123,56 @@ def choose_partition(args: Any) -> str | None:
     return f"--epp-partition auto: {where}, {said}"
 
 
-def choose_vocabulary(args: Any) -> str | None:
+def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
     """Sets --epp-vocab-parallel on ``args``, which Megatron has validated, to on or off where it is
     auto; what rank 0 says of it. None where there is nothing to choose.
 
+    ``parts``: what stands in for parts of the trainer (setup.py: TrainerParts), if anything does.
     A run that resumes keeps its checkpoint's: weights load either way, but not the optimizer's
-    states in every format. ValueError: a corpus or a cost model cannot be read.
+    states in every format. What cannot be had, or not be known, is off; ValueError: what was kept
+    beside the checkpoint, or --epp-plan, cannot be read.
     """
-    if args.epp_vocab_parallel != AUTO or not args.epp:
+    if args.epp_vocab_parallel != AUTO:
         return None
-    flag = "--epp-vocab-parallel auto"
-    if _resumes(args) and (path := Path(args.load) / KEPT_VOCABULARY).exists():
-        args.epp_vocab_parallel = _kept_vocabulary(path)
-        return f"{flag}: {args.epp_vocab_parallel}, the checkpoint's, as it resumes"
-    args.epp_vocab_parallel = ON
-    try:
-        require_whole_words(args)
-    except ValueError as why:
-        args.epp_vocab_parallel = OFF
-        return f"{flag}: off; {str(why).removeprefix('--epp-vocab-parallel on: ')}"
     args.epp_vocab_parallel = OFF
+    if not args.epp or args.pipeline_model_parallel_size == 1:
+        return None
+    spread, why = _vocabulary_by_lengths(args, parts)
+    args.epp_vocab_parallel = ON if spread else OFF
+    return f"--epp-vocab-parallel auto: {args.epp_vocab_parallel}; {why}"
+
+
+def _vocabulary_by_lengths(args: Any, parts: Any) -> tuple[bool, str]:
+    """Whether the output layer goes over the stages, and why."""
+    refused = whole_words(args)
+    if parts is not None and parts.pre_wrap is not None:
+        refused = "a script changes the model before it is wrapped, as adapters do", ""
+    if refused is not None:
+        return False, refused[0]
+    if args.epp_plan is not None:
+        return first_given(args.epp_plan).vocabulary_parallel, "as the plans of --epp-plan have it"
+    if _resumes(args):
+        path = Path(args.load) / KEPT_VOCABULARY
+        kept = path.exists() and _kept_vocabulary(path) == ON
+        return kept, "the checkpoint's, as it resumes"
     if args.pipeline_model_parallel_layout is not None and args.epp_partition != PARTITION_AUTO:
-        return f"{flag}: off; --pipeline-model-parallel-layout has placed the output layer"
-    from megatron_epp.planner.tuning.vocabulary import vocabulary_of
+        return False, "--pipeline-model-parallel-layout has placed the output layer"
+    if parts is not None and parts.items is not None:
+        return False, "no lengths are known of documents from Python"
+    from megatron_epp.planner.tuning.vocabulary import ruled_out, vocabulary_of
 
     layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
     if args.epp_partition != PARTITION_AUTO:
         layers = tuple(stage_layers(args, len(layers), None))
-    found = vocabulary_of(*_what_to_plan(args, layers))
-    args.epp_vocab_parallel = ON if found.cost.vocabulary_parallel else OFF
-    gain = f"{100 * abs(found.gain):.1f}% {'faster' if found.gain >= 0 else 'slower'} so"
-    return f"{flag}: {args.epp_vocab_parallel}; {gain} over the stages, by {_by(args)}"
+    try:
+        cost, options = _cost_and_options(args, layers)
+        if (refusal := ruled_out(cost)) is not None:
+            return False, refusal
+        planner = args.epp_planner
+        found = vocabulary_of(cost, _batches(args, Config.of(args)), options, planner)
+    except (OSError, ValueError) as unknown:
+        return False, f"what it saves is not known: {str(unknown).split(';')[0]}"
+    return found.cost.vocabulary_parallel, f"{found.said} by {_by(args)} (simulated)"
 
 
 def keeper(args: Any, name: str) -> Callable[[list[Any]], list[Any]]:
@@ -230,7 +252,9 @@ def _by_time(args: Any, even: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
     """The fastest layers, and what it was chosen by."""
     from megatron_epp.planner.tuning.partitions import partition_of
 
-    found = partition_of(*_what_to_plan(args, even))
+    cost, options = _cost_and_options(args, even)
+    batches = _batches(args, Config.of(args))
+    found = partition_of(cost, batches, options, args.epp_planner)
     *others, last = found.layers
     layers = (*others, last - len(further_shapes(args)))
     return layers, f"{100 * found.gain:.1f}% faster than even ones by {_by(args)}"
@@ -246,13 +270,9 @@ def _by(args: Any) -> str:
     return str(config.epp_cost_model) if _measured(config) else f"{device_name()}'s figures"
 
 
-def _what_to_plan(args: Any, layers: tuple[int, ...]) -> tuple[Any, ...]:
-    """Cost, batches, options and planner."""
-    from megatron_epp.planner import Options
-
+def _cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
     config = Config.of(args)
-    measured = _measured(config)
-    profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
+    profile = Profile.load(str(config.epp_cost_model)) if _measured(config) else analytic(args)
     layers = with_further(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
@@ -261,25 +281,23 @@ def _what_to_plan(args: Any, layers: tuple[int, ...]) -> tuple[Any, ...]:
     options = Options(
         context=args.seq_length, levers=training_levers(config.epp_levers, args), multiple=1
     )
-    return cost, _batches(args, config), options, config.epp_planner
+    return cost, options
 
 
 def _batches(args: Any, config: Config) -> list[list[int]]:
     """Global batches as the corpora's weights have them, on average."""
     if args.sft or args.mock_data:
         raise ValueError(
-            "--epp-partition auto and --epp-vocab-parallel auto read the lengths of a corpus from "
-            "the .idx files of --data-path; with chats or mock data say where layers lie with "
-            "--pipeline-model-parallel-layout (`python -m megatron_epp tune` prints one), and give "
-            "--epp-vocab-parallel on or off"
+            "lengths are read from the .idx files of --data-path, and chats and mock data have "
+            "none; for --epp-partition auto say with --pipeline-model-parallel-layout where layers "
+            "lie (`python -m megatron_epp tune` prints one)"
         )
     blend, per_split = get_blend_and_blend_per_split(args)
     if blend is None:
         blend = next((part for part in per_split or () if part is not None), None)
     if blend is None:
         raise ValueError(
-            "--epp-partition auto, --epp-vocab-parallel auto: no --data-path, so no lengths are "
-            "known"
+            "no --data-path, so no lengths are known; --epp-partition auto chooses by them"
         )
     prefixes, weights = blend
     corpora = [

@@ -24,7 +24,7 @@ from megatron_epp.mcore import megatron_gpt, replaced, telemetry
 from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper, settle_choices
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.capabilities import refusals
-from megatron_epp.mcore.config import FUSED_LINEARS, Config
+from megatron_epp.mcore.config import AUTO, FUSED_LINEARS, OFF, Config
 from megatron_epp.mcore.data.chat_cache import check_chat_flags, converted_chats
 from megatron_epp.mcore.data.documents import config_from_args
 from megatron_epp.mcore.data.global_batches import (
@@ -35,6 +35,7 @@ from megatron_epp.mcore.data.global_batches import (
 from megatron_epp.mcore.data.item_documents import ItemDocuments, VarlenItems
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.elastic_schedule import ElasticSchedule
+from megatron_epp.mcore.flags import rank
 from megatron_epp.mcore.job_cost import host_budget_bytes, make_planning
 from megatron_epp.mcore.launcher import end_with_launcher
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
@@ -125,12 +126,18 @@ class TrainerParts:
     limit_bytes: Callable[[Config], float] = limit_bytes
 
 
-def _layers_of_stages(model: Any, groups: Groups) -> tuple[int, ...]:
-    """Collective."""
-    mine = torch.tensor([len(layers_of(model))])
-    every = torch.empty(groups.control.size(), dtype=mine.dtype)
-    dist.all_gather_into_tensor(every, mine, group=groups.control)
-    return tuple(int(every[rank]) for rank in groups.pipeline_ranks)
+def _layers_of_stages(model: Any, groups: Groups, spread: bool) -> tuple[int, ...]:
+    """Collective. ValueError: ranks differ in ``spread``, which each has chosen for itself."""
+    mine = torch.tensor([len(layers_of(model)), spread])
+    flat = torch.empty(2 * groups.control.size(), dtype=mine.dtype)
+    dist.all_gather_into_tensor(flat, mine, group=groups.control)
+    every = flat.view(-1, 2)
+    if len(every[:, 1].unique()) > 1:
+        raise ValueError(
+            "--epp-vocab-parallel auto: ranks have chosen differently, from other files or other "
+            "devices; give on or off"
+        )
+    return tuple(int(every[rank, 0]) for rank in groups.pipeline_ranks)
 
 
 # ------------------------------------------------------------------ the job
@@ -144,6 +151,10 @@ def setup(args: Any, model_config: Any, hooks: TrainerParts | None = None) -> tu
     model configuration that ``pretrain`` will build from. A ValueError says in one line what
     cannot run.
     """
+    if args.epp_vocab_parallel == AUTO:
+        args.epp_vocab_parallel = OFF  # in whose script whatever comes may change the model
+        if args.pipeline_model_parallel_size > 1 and rank() == 0:
+            print("--epp-vocab-parallel auto: off; a script of your own says on", flush=True)
     config = Config.of(args)
     refusals.refuse(args)
     replaced.warn(args)
@@ -218,10 +229,11 @@ class Job:
             seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
             warm_up(seeing, heads, whole, self.args.seq_length, device)
         groups = make_groups(device)
-        layers = _layers_of_stages(model, groups)
+        spread = refusals.vocabulary_parallel(self.args)
+        layers = _layers_of_stages(model, groups, spread)
         settle_choices(self.args, model, attention, layers, groups, self.hooks.choose)
         self.hooks.install_in_model(model, self.args.seq_length, attention)
-        if refusals.vocabulary_parallel(self.args):
+        if spread:
             refusals.require_whole_words(self.args)  # padded now
             spread_output_layer(model, device)
             tie(model, device)

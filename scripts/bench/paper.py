@@ -1,7 +1,8 @@
 """Figures of the papers and of our simulation of the same, side by side.
 
     python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random,
-                                           offload,partition,local,vocabulary,flexsp]
+                                           offload,partition,local,vocabulary,flexsp,
+                                           defaults]
                                   [--batches 10] [--first 30] [-o RESULT.md]
 
 Everything here is simulated with the cost model of megatron_epp.cost: nothing ran on a GPU. The
@@ -397,12 +398,12 @@ def ablation(numbers: Sequence[int]) -> str:
     return table(("iteration time / infinipipe's", *ABLATIONS), rows)
 
 
-def _spread_of_fitting(ratios: Sequence[float]) -> str:
+def _spread_of_fitting(ratios: Sequence[float], form: str = "{:.2f}") -> str:
     fitting = [ratio for ratio in ratios if ratio == ratio]
     if not fitting:
         return "never fits"
     short = "" if len(fitting) == len(ratios) else f", fits {len(fitting)} of {len(ratios)}"
-    return spread(fitting, "{:.2f}") + short
+    return spread(fitting, form) + short
 
 
 def noise(numbers: Sequence[int]) -> str:
@@ -841,6 +842,63 @@ def flexsp(numbers: Sequence[int]) -> str:
     return table(head, rows)
 
 
+# Model, its device, pp, tp, cp, lengths, context in thousands, documents, GiB of a device.
+DEFAULT_WORK = (
+    ("llama3-8b", "h100-80g", 4, 1, 8, "wlb", 128, 512, None),
+    ("llama3-8b", "h100-80g", 4, 1, 8, "wikipedia", 32, 512, None),
+    ("gemma3-27b", "h100-80g", 4, 8, 2, "wlb", 128, 512, None),
+    ("llama3-8b", "h100-80g", 4, 1, 8, "wlb", 128, 512, 24.0),
+)
+
+
+def defaults(numbers: Sequence[int]) -> str:
+    """Every default of planning the other way, against all defaults: --zero 1, as training runs."""
+    names, columns = [], []
+    for name, device, pp, tp, cp, lengths, thousands, documents, budget in DEFAULT_WORK:
+        degrees = {"pp": pp, "tp": tp, "cp": cp, "zero": 1, "memory_budget_gib": budget}
+        whole = named_cost(name, device, **degrees, **AS_TRAINED)
+        corpus, how = open_corpus(lengths, thousands * K), Options(thousands * K)
+        seen = [corpus.batch(number, documents) for number in range(2)]
+        chosen = vocabulary_of(whole, seen, how, "epp").cost
+        by_time = partition_of(chosen, seen, how, "epp")
+        other = chosen.with_vocabulary(not chosen.vocabulary_parallel)
+        ways = {
+            f"without `{lever}`": (chosen, _without(how, lever)) for lever in sorted(how.levers)
+        }
+        ways |= {
+            "with `offload`": (chosen, dataclasses.replace(how, levers=how.levers | {"offload"})),
+            "effort 0": (chosen, dataclasses.replace(how, effort=0)),
+            "effort 16": (chosen, dataclasses.replace(how, effort=16)),
+            "the output layer the other way": (other, how),
+            "layers by time": (dataclasses.replace(chosen, layers=by_time.layers), how),
+        }
+        ratios: dict[str, list[float]] = {way: [] for way in ways}
+        for number in numbers:
+            say(f"defaults: {name} {lengths} {thousands}K, batch {number}")
+            batch = corpus.batch(number, documents)
+            plain = PIPELINES["epp"](batch, chosen, how).seconds
+            for way, (cost, options_there) in ways.items():
+                try:
+                    found = PIPELINES["epp"](batch, cost, options_there)
+                    ratios[way].append(found.seconds / plain if found.fits else float("nan"))
+                except ValueError:
+                    ratios[way].append(float("nan"))
+        room = "" if budget is None else f", {budget:g} GiB"
+        where = "over the stages" if chosen.vocabulary_parallel else "on the last stage"
+        names.append(
+            f"{name} {lengths} {thousands}K, pp {pp} tp {tp} cp {cp}{room}, output {where}"
+        )
+        columns.append(ratios)
+    rows = [
+        (way, *(_spread_of_fitting(each[way], "{:.3f}") for each in columns)) for way in columns[0]
+    ]
+    return table(("time / with the defaults", *names), rows)
+
+
+def _without(how: Options, lever: str) -> Options:
+    return dataclasses.replace(how, levers=how.levers - {lever})
+
+
 PARTS = {
     "targets": ("The project's own targets", targets),
     "papers": ("InfiniPipe's comparison", papers),
@@ -854,6 +912,7 @@ PARTS = {
     "local": ("Documents local to context-parallel ranks", local),
     "vocabulary": ("Vocabulary parallelism", vocabulary),
     "flexsp": ("Vocabulary parallelism and local documents together", flexsp),
+    "defaults": ("Every default the other way", defaults),
 }
 
 

@@ -19,7 +19,7 @@ def planned(capsys, lengths: str, *words) -> dict:
 
 def test_it_changes_the_plan_and_its_promise(capsys, lengths) -> None:
     off, on = (planned(capsys, lengths, "--vocab-parallel", how) for how in ("off", "on"))
-    assert planned(capsys, lengths)["plan"] == off["plan"]  # the default
+    assert planned(capsys, lengths)["plan"] == on["plan"]  # the default: auto
     assert not Plan.parse(off["plan"]).vocabulary_parallel
     plan = Plan.parse(on["plan"])
     check(plan)
@@ -35,7 +35,7 @@ def test_it_changes_the_plan_and_its_promise(capsys, lengths) -> None:
 
 
 def test_auto_says_what_it_took(capsys, lengths) -> None:
-    words = ("plan", "--lengths", lengths, *MACHINE, "--effort", 1, "--vocab-parallel", "auto")
+    words = ("plan", "--lengths", lengths, *MACHINE, "--effort", 1)
     from megatron_epp.__main__ import main
 
     assert main([*map(str, words), "--pp", "4"]) == 0
@@ -46,6 +46,20 @@ def test_auto_says_what_it_took(capsys, lengths) -> None:
     assert line.endswith("% less time (simulated)")
     assert main([*map(str, words), "--pp", "1", "--tp", "1"]) in (0, 2)  # one stage: nothing to cut
     assert "vocabulary" not in capsys.readouterr().err
+    # What no training gains by, or runs.
+    on_cpus = ("--model", "gpt-7b", "--device", "cpu", "--pp", 2)
+    for machine, why in (
+        (on_cpus, "on a CPU it took 1.16 of the time (measured)"),
+        (
+            ("--model", "qwen3-30b-a3b", *MACHINE[2:4], "--pp", 2, "--dp", 2, "--ep", 2),
+            "experts ar",
+        ),
+    ):
+        given = ("plan", "--lengths", lengths, *machine, "--effort", 0, "--planner", "packing")
+        assert main([*map(str, given), "--memory-budget-gib", "900"]) == 0
+        shown = capsys.readouterr()
+        assert f"vocabulary parallelism: off; {why}" in shown.err
+        assert " H0 " not in shown.out
 
 
 def test_a_plan_file_brings_it_along(capsys, lengths, tmp_path) -> None:
@@ -77,7 +91,9 @@ def test_a_plan_file_brings_it_along(capsys, lengths, tmp_path) -> None:
 def test_compare_says_so(capsys, lengths) -> None:
     given = ("compare", "--lengths", lengths, *MACHINE, "--pp", 4, "--effort", 0, "--planner")
     table = said(capsys, *given, "epp", "packing", "flexsp", "--vocab-parallel", "on")
-    assert "vocabulary over the stages" in " ".join(table.split())
+    assert "layers 4 x 8, vocabulary over the stages" in " ".join(table.split())
+    table = said(capsys, *given, "epp", "packing", "flexsp")
+    assert "layers 4 x 8; epp with the vocabulary over the stages" in " ".join(table.split())
     rows = {
         how: {
             row["planner"]: row["seconds"]
@@ -85,7 +101,12 @@ def test_compare_says_so(capsys, lengths) -> None:
                 said(capsys, *given, "epp", "packing", "flexsp", "--json", "--vocab-parallel", how)
             )
         }
-        for how in ("on", "off")
+        for how in ("on", "off", "auto")
+    }
+    others = ("packing", "flexsp")  # what one has without this project
+    assert rows["auto"] == {
+        "epp": rows["on"]["epp"],
+        **{name: rows["off"][name] for name in others},
     }
     assert rows["on"]["epp"] < rows["off"]["epp"]
     assert rows["on"]["packing"] != rows["off"]["packing"]  # its strict order has no slack for H
@@ -99,10 +120,11 @@ def test_tune_looks_at_it(capsys, tmp_path) -> None:
         *("tune", "--lengths", lengths, *MACHINE[:4], "--nodes", 4, "--effort", 0, "--json"),
         *("--batches", 1, "--pp", 4, "--cp", 8),
     )
-    off = json.loads(said(capsys, *given))["choices"]
-    assert all("vocabulary_parallel" not in choice for choice in off)
     script = tmp_path / "run.sh"
-    auto = json.loads(said(capsys, *given, "--vocab-parallel", "auto", "--script", script))
+    off = json.loads(said(capsys, *given, "--vocab-parallel", "off", "--script", script))["choices"]
+    assert all("vocabulary_parallel" not in choice for choice in off)
+    assert "--epp-vocab-parallel off" in script.read_text()
+    auto = json.loads(said(capsys, *given, "--script", script))
     first = auto["choices"][0]
     assert first["vocabulary_parallel"] and first["seconds"] < off[0]["seconds"]
     assert "--epp-vocab-parallel on" in script.read_text()

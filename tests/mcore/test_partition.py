@@ -1,11 +1,21 @@
-"""--epp-partition auto: trains as even layers do, is kept, and is taken from the checkpoint."""
+"""--epp-partition auto: trains as even layers do, is kept, and is taken from the checkpoint; so is
+what --epp-vocab-parallel auto has chosen."""
 
 import json
+import re
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.catalogue.devices import device
+from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.config import PLACING_FLAGS
 from megatron_epp.mcore.model.hybrid.pattern import refuse_segments, with_borders
 from megatron_epp.mcore.model.kinds.registry import require_pattern
@@ -13,6 +23,7 @@ from megatron_epp.mcore.partition import (
     KEPT,
     KEPT_VOCABULARY,
     choose_partition,
+    choose_vocabulary,
     placeholder,
 )
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
@@ -38,6 +49,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("partition") / "corpus", LENGTHS)
 
 
+def of_a_device(path: Path) -> Path:
+    """A cost model with a CPU's figures of BIG, by another name: on a CPU nothing is cut."""
+    shape = Model("big", 6, 32, 128, 4, 2, 8, 16384, gated=True)
+    made = profile(shape, device("cpu"), logits_held=False)
+    other = replace(made.provenance, device="a device of a test")
+    replace(made, provenance=other).save(str(path))
+    return path
+
+
 def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -45,11 +65,17 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     with: it learnt nothing. The run of even layers chooses where its output layer lies."""
     spread, kept = tmp_path / "spread", tmp_path / "kept"
     start = {**BIG, "train_iters": 2, "save_interval": 2}
-    even = train(flags(corpus, **start, **STILL, save=spread, epp_vocab_parallel="auto"))
+    costs = of_a_device(tmp_path / "costs.json")
+    even = train(flags(corpus, **start, **STILL, save=spread, epp_cost_model=costs))
     chosen = {"save": kept, "epp_partition": "auto"}
     auto = train(flags(corpus, **start, **STILL, **chosen, load=spread, finetune=True))
     assert even.status == auto.status == 0, even.output + auto.output
-    assert "--epp-vocab-parallel auto: on; " in even.output
+    assert re.search(
+        rf"--epp-vocab-parallel auto: on; it takes \S+% less time by {costs} \(simulated\)",
+        even.output,
+    )
+    on_a_cpu = "--epp-vocab-parallel auto: off; on a CPU it took 1.16 of the time (measured)"
+    assert on_a_cpu in auto.output
     assert (spread / KEPT_VOCABULARY).read_text() == '"on"\n'
     layers = json.loads((kept / KEPT).read_text())
     assert sum(layers) == 6 and layers[0] > layers[1] >= 1
@@ -63,6 +89,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     assert again.status == 0, again.output
     said = f"layers {layers[0]} {layers[1]} of the stages, the checkpoint's, as it resumes"
     assert said in again.output and len(again.losses) == 1
+    assert "--epp-vocab-parallel auto: off; the checkpoint's, as it resumes" in again.output
 
 
 # Seven layers, so no two stages have equally many; MLPs take nearly all of the time.
@@ -109,6 +136,70 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     said = choose_partition(args)
     assert args.hybrid_layer_pattern == pattern
     assert said.endswith(f"{pattern}, the checkpoint's, as it resumes (kept in {KEPT})")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts", "said"),
+    [
+        ({}, {}, "off; what it saves is not known: no --data-path, so no lengths are known"),
+        (
+            {"mock_data": True},
+            {},
+            "off; what it saves is not known: lengths are read from the .idx",
+        ),
+        ({}, {"pre_wrap": print}, "off; a script changes the model before it is wrapped, as adap"),
+        ({}, {"items": print}, "off; no lengths are known of documents from Python"),
+        (
+            {"padded_vocab_size": 129},
+            {},
+            "off; 129 words, padded, do not divide over 2 stages times",
+        ),
+        ({"use_mup": True}, {}, "off; it does not run scaled logits (--use-mup)"),
+        ({"save": "x", "ckpt_format": "zarr"}, {}, "off; --ckpt-format zarr knows no parts of it"),
+        (
+            {"num_experts": 4, "expert_model_parallel_size": 2},
+            {},
+            "off; experts are spread over re",
+        ),
+        ({"epp_partition": "flags", "pipeline_model_parallel_layout": "Et|tL"}, {}, "off; --pipel"),
+        ({"epp_plan": "cut.plan"}, {}, "on; as the plans of --epp-plan have it"),
+        ({"epp_plan": "whole.plan"}, {}, "off; as the plans of --epp-plan have it"),
+        ({"load": "on"}, {}, "on; the checkpoint's, as it resumes"),
+        ({"load": "off"}, {}, "off; the checkpoint's, as it resumes"),
+        ({"load": "untold"}, {}, "off; the checkpoint's, as it resumes"),  # Megatron's own, perhaps
+        ({"load": "on", "finetune": True}, {}, "off; what it saves is not known: no --data-path"),
+    ],
+)
+def test_what_auto_cannot_have_is_off_with_one_line(
+    changes: dict, parts: dict, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, cut in (("cut.plan", True), ("whole.plan", False)):
+        plan = arbitrary_plan([30, 5], (1, 1), Random(0), vocabulary_parallel=cut)
+        Path(name).write_text(str(plan))
+    for name in ("on", "off", "untold"):
+        Path(name).mkdir()
+        Path(name, "latest_checkpointed_iteration.txt").write_text("3")
+        if name != "untold":
+            Path(name, KEPT_VOCABULARY).write_text(f'"{name}"\n')
+    # As if on a device: on a CPU nothing is read.
+    monkeypatch.setattr("megatron_epp.planner.tuning.vocabulary.is_of_cpu", lambda profile: False)
+    words = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    words += "--max-position-embeddings 64 --pipeline-model-parallel-size 2 --epp"
+    args = parsed(words.split())
+    filled = {"epp_vocab_parallel": "auto", "padded_vocab_size": 128, "data_parallel_size": 1}
+    filled |= {"ffn_hidden_size": 128, "kv_channels": 8, "num_query_groups": 4}
+    filled |= {"expert_tensor_parallel_size": 1, "epp_cost_model": "analytic", **changes}
+    vars(args).update(filled)
+    line = choose_vocabulary(args, SimpleNamespace(**{"pre_wrap": None, "items": None, **parts}))
+    assert line.startswith(f"--epp-vocab-parallel auto: {said}") and "\n" not in line
+    assert args.epp_vocab_parallel == said.split(";")[0]
+
+
+def test_without_epp_or_stages_there_is_nothing_to_choose() -> None:
+    for changes in ({"epp": False}, {"epp": True, "pipeline_model_parallel_size": 1}):
+        args = wanted(epp_vocab_parallel="auto", **changes)
+        assert choose_vocabulary(args) is None and args.epp_vocab_parallel == "off"
 
 
 def wanted(**changes: object) -> Namespace:

@@ -124,8 +124,8 @@ def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[st
     if choice.planner != ELASTIC:
         return []
     flags = [["--epp"]]
-    if choice.vocabulary_parallel:
-        flags.append(["--epp-vocab-parallel", "on"])
+    if choice.layout.pp > 1:  # auto may choose otherwise, by fewer batches
+        flags.append(["--epp-vocab-parallel", "on" if choice.vocabulary_parallel else "off"])
     levers = arguments.levers
     if choice.offload and "offload" not in levers:
         levers += ",offload"

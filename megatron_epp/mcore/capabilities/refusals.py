@@ -4,7 +4,7 @@ import argparse
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.config import AUTO, OFF, ON, PLACING_FLAGS
+from megatron_epp.mcore.config import OFF, ON, PLACING_FLAGS
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
 
 _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
@@ -44,41 +44,39 @@ def vocabulary_parallel(args: argparse.Namespace) -> bool:
     return getattr(args, "epp_vocab_parallel", OFF) == ON
 
 
-def require_whole_words(args: argparse.Namespace) -> None:
-    """Raise a ValueError unless the output layer of ``args`` can lie where they say."""
-    if getattr(args, "epp_vocab_parallel", OFF) == AUTO:
-        raise ValueError(
-            "--epp-vocab-parallel auto is for `python -m megatron_epp.pretrain_gpt`, which reads "
-            "the corpus before the model is built; here give on or off"
-        )
-    if not vocabulary_parallel(args):
-        return
-    given, instead = "--epp-vocab-parallel on", "or give --epp-vocab-parallel off"
+def whole_words(args: argparse.Namespace) -> tuple[str, str] | None:
+    """Why the output layer's words cannot lie over the stages of ``args``, and what to do; None:
+    they can."""
     stages, ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
     if stages == 1:
-        raise ValueError(
-            f"{given}: there is one stage, so its words have nowhere else to lie; leave it out"
-        )
+        return "there is one stage, so its words have nowhere else to lie", "leave it out"
     if lockstep_of(args) > 1:
-        raise ValueError(
-            f"{given} does not run experts spread over replicas; give an "
-            "--expert-model-parallel-size that divides --tensor-model-parallel-size times "
-            f"--context-parallel-size, {instead}"
+        return (
+            "experts are spread over replicas",
+            "give an --expert-model-parallel-size that divides --tensor-model-parallel-size times "
+            "--context-parallel-size",
         )
     if getattr(args, "use_mup", False):
-        raise ValueError(f"{given} does not run scaled logits (--use-mup); leave it out, {instead}")
+        return "it does not run scaled logits (--use-mup)", "leave these out"
     saves = args.save or args.load
     if saves and getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
-        raise ValueError(
-            f"--ckpt-format {args.ckpt_format} knows no parts of an output layer; give torch_dist, "
-            f"{instead}"
-        )
+        return f"--ckpt-format {args.ckpt_format} knows no parts of it", "give torch_dist"
     words = getattr(args, "padded_vocab_size", None)
     if words and words % (stages * ranks):
+        return (
+            f"{words} words, padded, do not divide over {stages} stages times {ranks} "
+            "tensor-parallel ranks",
+            "give a --make-vocab-size-divisible-by that the stages divide",
+        )
+    return None
+
+
+def require_whole_words(args: argparse.Namespace) -> None:
+    """Raise a ValueError unless the output layer of ``args`` can lie where they say."""
+    if vocabulary_parallel(args) and (refused := whole_words(args)) is not None:
+        why, instead = refused
         raise ValueError(
-            f"{given}: {words} words, padded, do not divide over {stages} stages times {ranks} "
-            "tensor-parallel ranks; give a --make-vocab-size-divisible-by that the stages divide, "
-            f"{instead}"
+            f"--epp-vocab-parallel on: {why}; {instead}, or give --epp-vocab-parallel off"
         )
 
 

@@ -80,6 +80,20 @@ def _fully_sharded(call: Any) -> str | None:
     return "Megatron FSDP" if getattr(ddp, "use_megatron_fsdp", False) else None
 
 
+def _groups_by_size(call: Any) -> str | None:
+    """Megatron makes groups of every size where a micro-batch says on how many ranks it lies.
+
+    They span replicas, so a plan of one replica cannot order what meets in them. Frameworks that
+    spread micro-batches themselves say so nowhere else (verl).
+    """
+    from megatron.core import parallel_state as mpu
+
+    for name in ("_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS"):  # the later name
+        if getattr(mpu, name, None):
+            return "context parallelism by micro-batch (its process groups are there)"
+    return None
+
+
 TABLE: tuple[Limit, ...] = (
     Limit(
         "slices of other models than GPTModel in loops (HybridModel, others' own)",
@@ -100,9 +114,12 @@ TABLE: tuple[Limit, ...] = (
         "hybrid context parallelism (--hybrid-context-parallel)",
         "leave it out: the plan cuts long documents; --context-parallel-size N spreads each chunk",
         given("hybrid_context_parallel"),
-        calls=settings(
-            hybrid_context_parallel="context parallelism by sample",
-            dynamic_context_parallel="context parallelism by micro-batch",  # its later name
+        calls=_any_of(
+            settings(
+                hybrid_context_parallel="context parallelism by sample",
+                dynamic_context_parallel="context parallelism by micro-batch",  # its later name
+            ),
+            _groups_by_size,
         ),
     ),
     Limit("slices in loops over context-parallel ranks", _LOOPS, slices=_spread),

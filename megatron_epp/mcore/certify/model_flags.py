@@ -17,7 +17,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, FLOAT64
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
-from megatron_epp.mcore.config import FUSED_LINEARS, OFF, PLACING_FLAGS
+from megatron_epp.mcore.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
@@ -87,7 +87,10 @@ def parsed(flags: Sequence[str]) -> Namespace:
     """``flags`` as Megatron's parser reads them, with --epp: those whose job a plan does are taken
     out. ValueError: one line."""
     with refusals_as_value_errors(), _command_line([*flags, "--epp"]):
-        return parse_args(prepare_parser)
+        args = parse_args(prepare_parser)
+    if args.epp_vocab_parallel == AUTO:  # a certificate is of what was asked for
+        args.epp_vocab_parallel = OFF
+    return args
 
 
 @dataclass(frozen=True, slots=True)

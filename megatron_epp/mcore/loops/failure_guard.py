@@ -14,20 +14,27 @@ class FailureGuard:
 
     From there on every message of the plan is sent, filled with zeros, and nothing is computed.
     ``error`` is what was raised; the gradients are worth nothing then. Ranks that share the
-    stage's layers must fail alike, or wait for this one inside of them.
+    stage's layers must fail alike, or wait for this one inside of them. ``compute`` may be an
+    error itself: of a stage that could not begin.
     """
 
     def __init__(
         self,
-        compute: Compute,
+        compute: Compute | Exception,
         store: Store,
         zeros: Callable[[int], Tensor],
         first: bool,
         last: bool,
     ):
-        self._compute, self._store, self._zeros = compute, store, zeros
+        self._store, self._zeros = store, zeros
         self._first, self._last = first, last
-        self.error: Exception | None = None
+        self.error = compute if isinstance(compute, Exception) else None
+        self._begun = None if isinstance(compute, Exception) else compute
+
+    @property
+    def _compute(self) -> Compute:
+        assert self._begun is not None, "a stage that could not begin computes nothing"
+        return self._begun
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
         return self._do(
@@ -54,7 +61,8 @@ class FailureGuard:
         raise NotImplementedError(f"G{chunk}: a loop's output layer lies on its last stage")
 
     def abandon(self) -> None:
-        self._compute.abandon()
+        if self._begun is not None:
+            self._begun.abandon()
 
     def _do(self, run: Callable[[], Tensor | None], sends: int | None) -> Tensor | None:
         if self.error is None:

@@ -6,6 +6,7 @@ calls is what it has learnt: process groups of this replica, seconds of ops, pla
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,27 +29,34 @@ from megatron_epp.mcore.loops.replica.rank_status import (
     LoopFailed,
     LoopRefusal,
     RankStatus,
+    error_text,
     gather_statuses,
     raise_what_others_met,
 )
 from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
-from megatron_epp.mcore.loops.slice_stage import SliceStage
+from megatron_epp.mcore.loops.slice_stage import SliceStage, padded_rows
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.runtime.executor import OutsidePhase
+from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
 logger = logging.getLogger(__name__)
 
 
+LoopStage = MicroBatchStage | SliceStage
+
+
 @dataclass(frozen=True, slots=True)
 class _CallRun:
-    """A call on this rank. shape: of a chunk's message; sizes_3C: features of all chunks."""
+    """A call on this rank. make_stage: what computes it; shape: of a chunk's message; sizes_3C:
+    features of all chunks."""
 
     plan: Plan
-    stage: MicroBatchStage | SliceStage
+    make_stage: Callable[[], LoopStage]
     shape: Callable[[int], tuple[int, ...]]
     sizes_3C: np.ndarray
 
@@ -151,30 +159,35 @@ class LoopSchedule:
         keywords: dict[str, Any],
     ) -> list[Any] | None:
         """The result of the call; None where it cannot be planned."""
-        groups, config = process_groups(call), call.config
         sliced = attached(call.one_model)
         # Who attaches a model asks for slices, or for a budget, and is told what cannot be had.
         self._committed = sliced is not None
-        if sliced is not None and sliced.slicing:
+        slices = sliced is not None and sliced.slicing
+        try:
+            groups, config = process_groups(call), call.config
+            told = pipeline.stages > 1 and not slices
+            fixed = fixed_shape(call, groups) if told else None
+            reader = self.settings.lengths
+            if told and reader is None and fixed is None and pipeline.unlike is None:
+                reader = reader_of(call, groups)
+        except Exception as error:  # the others wait for what this rank reads
+            gather_statuses(RankStatus(error=error_text(error)), pipeline.control)
+            raise
+        if sliced is not None and slices:
             work = self._sliced(call, pipeline, batches, groups, sliced)
         else:
-            fixed = fixed_shape(call, groups) if pipeline.stages > 1 else None
-            reader = self.settings.lengths
-            by_framework = reader is None and fixed is None and pipeline.unlike is None
-            if by_framework and pipeline.stages > 1:
-                reader = reader_of(call, groups)
             shapes = read_shapes(call, pipeline, batches, fixed, reader)
             if shapes is None:
                 return None
-            told = pipeline.stages > 1 and fixed is None  # else the configuration may have no width
-            hidden = config.hidden_size if told else 0
+            varies = pipeline.stages > 1 and fixed is None
+            hidden = config.hidden_size if varies else 0  # else the configuration may have none
             whole = WholeShapes(shapes, fixed, _ranks_of_rows(config, groups), hidden)
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
                 return self._show(pipeline, batches, whole, reader, keywords)
             work = self._whole(call, pipeline, batches, groups, sliced, whole)
-        self._run(call, pipeline, batches, work)
+        stage = self._run(call, pipeline, batches, work)
         if config.finalize_model_grads_func is not None and not call.forward_only:
-            total = torch.zeros([], dtype=torch.int, device=this_device()) + work.stage.tokens
+            total = torch.zeros([], dtype=torch.int, device=this_device()) + stage.tokens
             config.finalize_model_grads_func(
                 [call.one_model],
                 total if config.calculate_per_token_loss else None,
@@ -183,7 +196,7 @@ class LoopSchedule:
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        return work.stage.in_callers_order()
+        return stage.in_callers_order()
 
     # -------------------------------------------------------------- before the ops
 
@@ -209,11 +222,14 @@ class LoopSchedule:
             options = replace(options, memory=model.memory)
         key = (tuple(extents), call.forward_only, options, rates.tobytes())
         plan = pipeline.plan(key, lambda: make(extents, layers, rates, options, call.forward_only))
-        stage = self.settings.make_stage(
-            call, batches, plan, pipeline.stage, groups.cp.size(), whole.message
-        )
+
+        def make_stage() -> LoopStage:
+            return self.settings.make_stage(
+                call, batches, plan, pipeline.stage, groups.cp.size(), whole.message
+            )
+
         sizes = features([e.tokens for e in extents], [e.pairs for e in extents])
-        return _CallRun(plan, stage, whole.message, sizes)
+        return _CallRun(plan, make_stage, whole.message, sizes)
 
     def _show(
         self,
@@ -256,74 +272,100 @@ class LoopSchedule:
         plan = pipeline.plan(key, lambda: make(lengths, layers, rates, options, call.forward_only))
         config = call.config
         multiple = groups.tp.size() if config.sequence_parallel else 1
-        stage = SliceStage(
-            call, batches, plan, pipeline.stage, groups.cp.size(), model, lengths, multiple
-        )
+
+        def make_stage() -> LoopStage:
+            return SliceStage(
+                call, batches, plan, pipeline.stage, groups.cp.size(), model, lengths, multiple
+            )
+
+        def shape(chunk: int) -> tuple[int, ...]:
+            return padded_rows(plan, chunk, multiple) // multiple, 1, config.hidden_size
+
         sizes = features([c.tokens for c in plan.chunks], [c.pairs for c in plan.chunks])
-        return _CallRun(
-            plan, stage, lambda c: (stage.rows(c) // multiple, 1, config.hidden_size), sizes
-        )
+        return _CallRun(plan, make_stage, shape, sizes)
 
     # -------------------------------------------------------------- the ops, and behind them
 
     def _run(
         self, call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, work: _CallRun
-    ) -> None:
-        config, stage, programs = call.config, work.stage, pipeline.programs
-        meter = self.settings.make_meter(call.one_model)
+    ) -> LoopStage:
+        """The stage, which has computed the call. Raises where a rank failed, on all of them."""
+        config, programs = call.config, pipeline.programs
         self._calls += 1
         programs.current_op.iteration = self._calls
         dtype = config.pipeline_dtype or getattr(config, "params_dtype", torch.float32)
-        guarded = FailureGuard(
-            stage,
-            stage.store,
-            lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=programs.device),
-            first=pipeline.stage == 0,
-            last=pipeline.stage == pipeline.stages - 1,
-        )
         # Replicas that meet in their ops do not wait for each other's messages besides.
         block = (counted(work.plan),) if pipeline.in_lockstep else ()
         program = lower_rank(work.plan, pipeline.stage, block)
         links = programs.links(lambda message: work.shape(message.chunk), dtype)
+        meter: Meter = NoMeter()
+        begun: LoopStage | Exception
+        try:
+            meter = self.settings.make_meter(call.one_model)
+            begun = work.make_stage()
+        except Exception as error:  # the others may have begun, and wait for messages
+            begun = error
+        stage = None if isinstance(begun, Exception) else begun
+        store = Store({}) if stage is None else stage.store
+        guarded = FailureGuard(
+            begun,
+            store,
+            lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=programs.device),
+            first=pipeline.stage == 0,
+            last=pipeline.stage == pipeline.stages - 1,
+        )
         self._committed = True
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
-        with stage:
-            records, failure = programs.run(program, guarded, stage.store, links, meter)
+        with stage or nullcontext():
+            records, failure = programs.run(program, guarded, store, links, meter)
         took = 0.0
         if guarded.error is None and failure is None:
             batches.finish()
             if not call.forward_only and programs.groups is not None:
                 pipeline.seconds.saw(work.sizes_3C, records)
                 took = records[-1].stop
-        self._judge(pipeline, work.plan, took, guarded.error, failure)
+        self._judge(call, pipeline, work.plan, stage is not None, took, guarded.error, failure)
         if self.settings.observe is not None:
             self.settings.observe(CallRecord(work.plan, records, meter.peak_bytes))
+        assert stage is not None, "else it has failed"
+        return stage
 
     def _judge(
         self,
+        call: LoopCall,
         pipeline: ModelPipeline,
         plan: Plan,
+        begun: bool,
         took_seconds: float,
         error: Exception | None,
         failure: Any,
     ) -> None:
         """Exchange success or failure with all ranks of the replica. Raises where a rank failed.
 
-        ``took_seconds``: this rank's ops, from the call's beginning; 0 where they are no measure.
+        ``begun``: whether this rank could compute at all; where none could, nothing has happened
+        yet, and Megatron's schedule can run the call. ``took_seconds``: this rank's ops, from the
+        call's beginning; 0 where they are no measure.
         """
         pipeline.current_op.enter("what became of the call on all ranks of the replica")
         refusal = str(error) if isinstance(error, ValueError) else None
         if failure is not None:
             error = MemoryError(f"{failure.op}: out of memory ({failure.reason})")
-        words = None if error is None else f"{type(error).__name__}: {error}"
+        words = None if error is None else error_text(error)
         learnt = pipeline.seconds
         mine = RankStatus(
-            (pipeline.stage, learnt.rates, learnt.measured, took_seconds), refusal, words
+            (pipeline.stage, learnt.rates, learnt.measured, took_seconds, begun), refusal, words
         )
         every = gather_statuses(mine, pipeline.control)
-        if error is not None and refusal is None:
+        if error is not None and not any(told.value[4] for told in every):
+            self._committed = attached(call.one_model) is not None
+            if call.config.timers is not None:
+                call.config.timers("forward-backward").stop()
+            raise error
+        # Rows that a stage before was wrong about are no mistake of this one's forward step.
+        misled = any(told.refusal and told.value[0] < pipeline.stage for told in every)
+        if error is not None and refusal is None and not misled:
             raise error
         try:
             raise_what_others_met(every, pipeline.control)

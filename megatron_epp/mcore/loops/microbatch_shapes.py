@@ -28,20 +28,31 @@ def shape_of(micro_batch: Any) -> MicrobatchShape | None:
         return None
     samples, rows = tokens.shape
     params = micro_batch.get("packed_seq_params")
-    own = getattr(params, "local_cp_size", None), micro_batch.get("local_cp_size")
-    if any(size is not None for size in own):
-        return None  # as many ranks as it wants, not those that a stage's rows are told for
     borders = micro_batch.get("cu_seqlens") if params is None else params.cu_seqlens_q
     if borders is None:
         return MicrobatchShape(rows, samples)
     return MicrobatchShape(rows * samples, 1, lengths_between(borders))
 
 
+def on_ranks_of_its_own(micro_batch: Any) -> bool:
+    """Whether a micro-batch says on how many context-parallel ranks it lies: not on all those that
+    a stage's rows are told for, so that nobody's rows are its message's."""
+    try:
+        params = micro_batch.get("packed_seq_params", None)
+        sizes = getattr(params, "local_cp_size", None), micro_batch.get("local_cp_size", None)
+    except Exception:  # not a mapping, or one of another form
+        return False
+    return any(size is not None for size in sizes)
+
+
 def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> MicrobatchShape | None:
-    """The extent of micro-batch ``number``, by the loop's own function where there is one.
+    """The extent of micro-batch ``number``, by the loop's own function where there is one; None:
+    nobody can tell.
 
     ValueError: what that function says is no extent.
     """
+    if on_ranks_of_its_own(micro_batch):
+        return None
     if by is None:
         try:
             return shape_of(micro_batch)
@@ -53,4 +64,7 @@ def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> Microba
             f"lengths(micro-batch {number}) gave {type(found).__name__}; expected a "
             "MicrobatchShape, or the rows of its hidden states as a whole number"
         )
-    return MicrobatchShape(found) if isinstance(found, int) else found
+    try:
+        return MicrobatchShape(found) if isinstance(found, int) else found
+    except ValueError as refusal:
+        raise ValueError(f"lengths(micro-batch {number}): {refusal}") from refusal

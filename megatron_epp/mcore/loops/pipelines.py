@@ -16,6 +16,7 @@ from megatron_epp.ir import Plan, PlanError
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.replica.rank_status import (
     RankStatus,
+    error_text,
     gather_statuses,
     raise_what_others_met,
 )
@@ -157,7 +158,7 @@ class Pipelines:
             seconds = StageSeconds(guessed_rates(call.config, layers, words, active))
             mine = (stage, layers, seconds.guess, self._split_refused(call.one_model))
         except Exception as error:  # the others wait for a word
-            told = RankStatus(error=f"{type(error).__name__}: {error}")
+            told = RankStatus(error=error_text(error))
             raise_what_others_met(gather_statuses(told, control), control)
         every = gather_statuses(RankStatus(mine), control)
         raise_what_others_met(every, control)

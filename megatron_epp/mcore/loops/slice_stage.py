@@ -27,6 +27,11 @@ from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
 
 
+def padded_rows(plan: Plan, chunk: int, multiple: int) -> int:
+    """Rows of the chunk over all ranks: its tokens, padded."""
+    return -(-plan.chunks[chunk].tokens // multiple) * multiple
+
+
 class SliceStage(ModelStage):
     """lengths[micro-batch]: of its documents. multiple: rows of a chunk are padded to it.
 
@@ -62,10 +67,6 @@ class SliceStage(ModelStage):
         self._left = [self._group.count(number) for number in range(len(lengths))]
         self._outputs: dict[int, dict[int, Tensor]] = {}  # [document][start]
         self._gradients: dict[int, Tensor] = {}  # [document], of whole documents' outputs
-
-    def rows(self, chunk: int) -> int:
-        """Rows of the chunk over all ranks: its tokens, padded."""
-        return -(-self.plan.chunks[chunk].tokens // self.multiple) * self.multiple
 
     # -------------------------------------------------------------- forward
 
@@ -109,7 +110,7 @@ class SliceStage(ModelStage):
             self.config.timers("forward-compute").stop()
 
     def _params(self, chunk: int) -> ChunkParams:
-        total = self.rows(chunk)
+        total = padded_rows(self.plan, chunk, self.multiple)
         rows = chunk_rows(self.plan, self._slices, chunk)
         state = ChunkState(
             chunk,
@@ -135,12 +136,12 @@ class SliceStage(ModelStage):
             rows_of(adapter, batch, number, self._place[span.document], span.start, span.stop)
             for span in self.plan.chunks[chunk].spans
         ]
-        return SingleValue(side_by_side(parts, self.rows(chunk)))
+        return SingleValue(side_by_side(parts, padded_rows(self.plan, chunk, self.multiple)))
 
     # -------------------------------------------------------------- the loss
 
     def _keep(self, chunk: int, output: Any) -> None:
-        rows = self.rows(chunk)
+        rows = padded_rows(self.plan, chunk, self.multiple)
         if not isinstance(output, Tensor) or output.dim() < 2 or output.shape[:2] != (1, rows):
             found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(

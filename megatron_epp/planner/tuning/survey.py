@@ -35,6 +35,7 @@ from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.partitions import SKETCH_EFFORT, heaviest
 from megatron_epp.planner.tuning.vocabulary import PAYS as CUT_PAYS
+from megatron_epp.planner.tuning.vocabulary import ruled_out
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
 
@@ -272,7 +273,9 @@ def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
     """Whether to look at the output layer on the last stage, cut over all, or both."""
     if cost.stages == 1 or planner != ELASTIC or vocabulary == "off":
         return (False,)
-    return (True,) if vocabulary == "on" else (False, True)
+    if vocabulary == "on":
+        return (True,)
+    return (False, True) if ruled_out(cost) is None else (False,)
 
 
 def _variants(

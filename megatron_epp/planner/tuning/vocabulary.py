@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_epp.cost.analytic import is_of_cpu
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.tuning.partitions import heaviest, sketched_seconds
@@ -15,12 +16,20 @@ PAYS = 0.01
 @dataclass(frozen=True, slots=True)
 class VocabularyChoice:
     """``cost`` is the chosen one. Seconds of plans for all batches, with the output layer on the
-    last stage (``whole``) and cut over all; None where some batch does not fit, or nothing can be
-    cut."""
+    last stage (``whole``) and cut over all; None where some batch does not fit, or cutting is ruled
+    out."""
 
     cost: Cost
     whole_seconds: float | None
     cut_seconds: float | None
+
+    @property
+    def said(self) -> str:
+        """Text on what it was chosen by."""
+        if self.whole_seconds is None or self.cut_seconds is None:
+            which = "with" if self.cut_seconds is None else "without"
+            return f"{which} it some batch fits no plan"
+        return f"it takes {abs(self.gain):.1%} {'less' if self.gain >= 0 else 'more'} time"
 
     @property
     def gain(self) -> float:
@@ -28,6 +37,18 @@ class VocabularyChoice:
         if self.whole_seconds is None or self.cut_seconds is None:
             return 0.0
         return 1 - self.cut_seconds / self.whole_seconds
+
+
+def ruled_out(cost: Cost) -> str | None:
+    """Why nobody need plan with the output layer over the stages; None: it may pay."""
+    if cost.stages == 1:
+        return "there is one stage"
+    if cost.ep > cost.tp * cost.cp:
+        return "experts are spread over replicas"
+    if is_of_cpu(cost.profile):
+        # scripts/bench/results/2026-11-22-cpu-vocab.md: 24% less time was promised.
+        return "on a CPU it took 1.16 of the time (measured)"
+    return None
 
 
 def vocabulary_of(
@@ -44,7 +65,7 @@ def vocabulary_of(
     A pure function of what it is given.
     """
     whole = cost.with_vocabulary(False)
-    if cost.stages == 1:
+    if ruled_out(cost) is not None:
         return VocabularyChoice(whole, None, None)
     cut = (cut or cost).with_vocabulary(True)
     held = [heaviest(lengths, whole) for lengths in batches]

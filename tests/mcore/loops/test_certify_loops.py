@@ -48,10 +48,22 @@ EXPERTS = (
 )
 
 
+# Of a micro-batch, its padding too; not of a document, as with --epp.
+AUXILIARY = EXPERTS.replace(
+    "balancing-type none", "balancing-type aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
+)
+
+
 @pytest.mark.parametrize(
     ("level", "degrees", "batches", "llama", "others"),
     [
-        ("level0", Degrees(2, 2, 1), 8, WINDOWS, {}),  # orders are planned from the third call
+        (
+            "level0",
+            Degrees(2, 2, 1),
+            8,
+            f"{WINDOWS} {AUXILIARY}",
+            {},
+        ),  # orders are planned from the third call
         ("level1", Degrees(2, 1, 2), 6, WINDOWS, {"overlap": True, "lora_rank": 2}),
     ],
 )
@@ -113,6 +125,8 @@ def test_the_command_line() -> None:
         main(["--loop", "level1", "--cp", "2"])
     with pytest.raises(ValueError, match="--window-size: a loop's attention over context-parallel"):
         main(["--loop", "level0", "--cp", "2", *WINDOWS.split(), *LLAMA.split(), "--num-layers=2"])
+    with pytest.raises(ValueError, match="ranks is certified without auxiliary losses; give none"):
+        main(["--loop", "level0", "--cp=2", *AUXILIARY.split(), *LLAMA.split(), "--num-layers=2"])
 
 
 @pytest.fixture(scope="module")

@@ -36,11 +36,17 @@ ALONE = {"tokens": torch.zeros(1, 8), "packed_seq_params": SimpleNamespace(local
     "other",
     [
         *(None, torch.zeros(3), {"x": 1}, {"tokens": [1, 2]}, {"tokens": torch.zeros(4)}),
-        *(ALONE, {"tokens": torch.zeros(1, 8), "local_cp_size": 2}),  # ranks of its own
     ],
 )
 def test_what_cannot_be_told(other) -> None:
     assert shape_of(other) is None
+
+
+@pytest.mark.parametrize("own", [ALONE, {"tokens": torch.zeros(1, 8), "local_cp_size": 2}])
+def test_rows_of_a_micro_batch_on_ranks_of_its_own_are_nobodys_to_tell(own) -> None:
+    """Dynamic context parallelism: told rows would be divided by all ranks of a stage."""
+    assert measured(own, None, 0) is None
+    assert measured(own, lambda batch: 8, 0) is None
 
 
 def test_a_mapping_of_an_unknown_form_ends_nothing() -> None:

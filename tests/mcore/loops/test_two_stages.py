@@ -39,7 +39,9 @@ def test_hooks_and_returns_are_those_of_megatrons_schedule(answers, rank) -> Non
     assert answers[rank]["worst"] < 1e-12
 
 
-@pytest.mark.parametrize("what", ["a rank's part", "groups", "a plan"])
+@pytest.mark.parametrize(
+    "what", ["a rank's part", "groups", "groups of one rank", "a plan", "all stages"]
+)
 def test_what_nobody_foresaw_ends_no_job(answers, what) -> None:
     """Megatron's schedule runs the call, with the iterator from its start, and all that follow."""
     for answer in answers:
@@ -58,6 +60,11 @@ BAD = {
     "sliced twice": "rank 0: the forward step drew twice for one chunk: expected one draw",
     "sliced differ": "micro-batch 2 differs over ranks: documents of (10,) on rank 0, (11,) on ra",
     "count": "num_microbatches differs over the ranks of a pipeline: [3, 4]; expected one number",
+    "lengths that lie": "rank 0: micro-batch 0: the model's output has shape (20, 1, 64), (24, 1, "
+    "64) was told beforehand; install_schedule(lengths=...) must tell the rows that all ranks",
+    "lengths of no number": "rank 0: lengths(micro-batch 0) gave str; expected a MicrobatchShape, ",
+    "lengths below 1": "rank 0: lengths(micro-batch 0): a micro-batch of -3 rows x 1 samples: ",
+    "lengths that fail": "rank 0: KeyError: 'seqlens'",
     "early": "rank 0: the data iterator ended after 2 of the 4 micro-batches",
     "many": "rank 1: micro-batch",
     "again": "install_schedule was called before",
@@ -103,6 +110,12 @@ def test_a_loops_own_mistake_is_raised_where_it_happened(answers) -> None:
     assert answers[0]["broken"] == "LoopFailed: rank 1: RuntimeError: the loop's own mistake"
 
 
+def test_a_rank_that_cannot_begin_leaves_nobody_waiting(answers) -> None:
+    """The other one may have begun, so Megatron's schedule cannot run the call."""
+    assert answers[1]["one stage"] == "KeyError: 'what nobody foresaw'"
+    assert answers[0]["one stage"] == "LoopFailed: rank 1: KeyError: 'what nobody foresaw'"
+
+
 @pytest.mark.parametrize("case", ["sliced", "whole again", "at last"])
 def test_after_bad_calls_good_ones_go_well(answers, case) -> None:
     assert [answer[case] for answer in answers] == ["went well"] * 2
@@ -142,6 +155,41 @@ def test_calls_that_are_left_to_megatron(changed, says) -> None:
         "micro_batch_size": 1,
     }
     assert not_ours(LoopCall.of(keywords | changed), 2) == says
+
+
+@pytest.mark.parametrize("name", ["_HYBRID_DP_CP_GROUPS", "_DYNAMIC_DP_CP_GROUPS"])
+def test_micro_batches_that_say_on_how_many_ranks_they_lie_are_megatrons(name, monkeypatch) -> None:
+    """Their process groups tell, where no setting of the model does: dynamic_context_parallel of
+    verl is no field of Megatron's."""
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    from megatron.core import parallel_state as mpu
+
+    from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+    from megatron_epp.mcore.loops.settings import Settings
+
+    ran = []
+    stock = {
+        several: lambda **keywords: ran.append(keywords) or "made" for several in (True, False)
+    }
+    schedule = LoopSchedule(Settings(lengths=lambda batch: 8), stock)
+    monkeypatch.setattr(mpu, name, {2: object()}, raising=False)
+    monkeypatch.setattr(mpu, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 2)
+    keywords = {
+        "forward_step_func": print,
+        "data_iterator": None,
+        "model": [SimpleNamespace(config=SimpleNamespace(variable_seq_lengths=True))],
+        "num_microbatches": 4,
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
+    for _ in range(2):
+        assert schedule(True, keywords) == "made"
+    assert ran == [keywords, keywords]
+    (said,) = schedule._said
+    assert said == "calls with context parallelism by micro-batch (its process groups are there)"
 
 
 def test_settings_that_only_megatron_acts_on() -> None:

@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_epp.mcore.loops import loop_schedule, pipelines
 from megatron_epp.mcore.loops.adapters.samples import Samples
+from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.planner.calls import call_plan
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
@@ -171,6 +172,9 @@ def failures(model, rank: int) -> dict[str, str]:
             raise RuntimeError("the loop's own mistake")
         return made
 
+    def broken_stage(*words, **named):
+        raise KeyError("what nobody foresaw")
+
     found["twice"] = outcome(lambda: call(model, micro_batches(), twice))
     other = micro_batches((20, 60, 11, 33) if rank else LENGTHS)
     found["differ"] = outcome(lambda: call(model, other))
@@ -178,6 +182,8 @@ def failures(model, rank: int) -> dict[str, str]:
     found["early"] = outcome(lambda: call(model, micro_batches()[:2]))
     found["many"] = outcome(lambda: call(model, micro_batches(), many))
     found["broken"] = outcome(lambda: call(model, micro_batches(), broken))
+    with patch.object(MicroBatchStage, "__init__", broken_stage) if rank else nullcontext():
+        found["one stage"] = outcome(lambda: call(model, micro_batches()))
     found["again"] = outcome(megatron_epp.install_schedule)
     return found
 
@@ -194,7 +200,11 @@ def unforeseen(model, rank: int) -> dict[str, list]:
         "nothing": nullcontext(),
         "a rank's part": patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext(),
         "groups": patch.object(loop_schedule, "process_groups", fails),
+        "groups of one rank": patch.object(loop_schedule, "process_groups", fails)
+        if rank
+        else nullcontext(),
         "a plan": patch.object(call_plan, "whole_plan", fails),
+        "all stages": patch.object(MicroBatchStage, "__init__", fails),
     }.items():
         ran, said = [], []
         handler = logging.Handler()
@@ -204,6 +214,25 @@ def unforeseen(model, rank: int) -> dict[str, list]:
             made = [call(model, micro_batches()) for _ in range(2)]
         logger.removeHandler(handler)
         found[name] = [made, len(ran), said]
+    return found
+
+
+def lies(model) -> dict[str, str]:
+    """What becomes of calls whose ``lengths`` cannot be believed."""
+
+    def end(micro_batch):
+        raise KeyError("seqlens")
+
+    told = {
+        "lengths that lie": lambda batch: batch["tokens"].shape[1] + 4,
+        "lengths of no number": lambda batch: str(batch["tokens"].shape[1]),
+        "lengths below 1": lambda batch: -3,
+        "lengths that fail": end,
+    }
+    found = {}
+    for name, lengths in told.items():
+        with megatron_epp.install_schedule(lengths=lengths):
+            found[name] = outcome(lambda: call(model, micro_batches()))
     return found
 
 
@@ -305,6 +334,7 @@ def main() -> None:
         model.config.finalize_model_grads_func = None
         stock, expected = contract(model)
         surprises = unforeseen(model, rank)
+        told = lies(model)
         ran: list = []
         installed = megatron_epp.install_schedule(split_backward=False, observe=ran.append)
         ours, gradients = contract(model)
@@ -317,6 +347,7 @@ def main() -> None:
             "ours": ours,
             "worst": worst,
             "unforeseen": surprises,
+            **told,
             **failures(model, rank),
         }
         answers |= sliced_failures(model, rank, ran)

@@ -48,9 +48,15 @@ _OURS = (
         "one rank plans, where no plan for such micro-batches is known",
     ),
     AllowedCollective(
+        "tokens of a micro-batch per expert",
+        "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+        r"megatron\.core\.tensor_parallel\.mappings\._reduce",
+        "for auxiliary losses, once per layer run, where ranks share its rows",
+    ),
+    AllowedCollective(
         "loop's own context",
         "CONTEXT_PARALLEL_GROUP",
-        r"megatron_epp\.mcore\.certify\.loops\.context\..*",
+        r"megatron_epp\.mcore\.(certify\.loops\.context|patching\.unequal_rows)\..*",
         "the loop's attention and losses over ranks that share its documents",
     ),
 )

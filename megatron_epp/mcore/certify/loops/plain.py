@@ -1,4 +1,7 @@
-"""The plain model on micro-batches: every document alone, and the loop's loss on the outputs."""
+"""The plain model on micro-batches: every document alone, and the loop's loss on the outputs.
+
+Auxiliary losses of experts are a micro-batch's, padding included: with them it is run whole.
+"""
 
 import pickle
 from collections.abc import Sequence
@@ -6,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_epp.certify.loops.loop_results import LoopReference
@@ -21,7 +25,7 @@ from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.certify.reference import Gradients, PlainModel, Sums, off, token_losses
-from megatron_epp.mcore.model.kinds.registry import MIXER_FLAGS
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, MIXER_FLAGS
 
 
 class PlainLoop(PlainModel):
@@ -37,6 +41,10 @@ class PlainLoop(PlainModel):
         if degrees.cp > 1:
             _refuse_for_context(raw)
         made, per_token = super().prepare(turn), bool(turn % 2)
+        for model in filter(None, (self.model, self.own)):
+            for module in model.modules():
+                if hasattr(module, "calculate_per_token_loss"):  # a router, which read it when made
+                    module.calculate_per_token_loss = per_token
         args = pickle.loads(made.args)
         args.calculate_per_token_loss = per_token
         multiple = MULTIPLE if degrees.cp == 1 else 2 * degrees.cp * degrees.tp
@@ -67,7 +75,8 @@ class PlainLoop(PlainModel):
 
     def _run(self, model: Any, drawn: DrawnMicroBatches) -> "LoopRun":
         run, sums = LoopRun(), Sums(model)
-        losses, tokens = [], 0
+        losses: list[tuple[Tensor, float]] = []  # each with its share of the whole
+        tokens = 0
         for replica in drawn.micro_batches:
             run.values.append([])
             run.sums.append([])
@@ -80,15 +89,16 @@ class PlainLoop(PlainModel):
                 loss = found[0]
                 if len(found) == 3:
                     tokens += int(found[1])
-                if not self.frame.per_token:
-                    if len(found) == 3:
+                    if not self.frame.per_token:
                         loss = self._mean(batch, outputs_BS)
-                    loss = loss / len(replica) / len(drawn.micro_batches)
-                losses.append(loss)
+                losses.append((loss, 1 / len(replica) / len(drawn.micro_batches)))
                 run.values[-1].append(found[-1]["value"])
                 run.outputs[-1].append(outputs_BS.detach())
-        for loss in losses:
-            sums.backward(loss / tokens if self.frame.per_token else loss)
+        for loss, of_replica in losses:
+            share = 1 / tokens if self.frame.per_token else of_replica
+            for part in MEGATRON_PARTS:
+                part.weigh_losses(torch.tensor(share))
+            sums.backward(loss * share)
         run.gradients = self.gradients(model, sums)
         return run
 
@@ -140,6 +150,11 @@ class LoopRun:
 
 def _losses(model: Any, batch: MicroBatch) -> Tensor:
     """[B, S] of every document alone, zeros on padding."""
+    config = get_model_config(model)
+    if any(part.weighs_besides(config) for part in MEGATRON_PARTS):
+        places, mask = batch["position_ids"], batch["attention_mask"]
+        whole_BS: Tensor = model(batch["tokens"], places, mask, labels=batch["labels"])
+        return whole_BS
     samples, rows = batch["tokens"].shape
     out_BS = torch.zeros(samples, rows)
     for sample, length in enumerate(batch["lengths"]):
@@ -152,6 +167,11 @@ def _losses(model: Any, batch: MicroBatch) -> Tensor:
 
 def _refuse_for_context(args: Any) -> None:
     """ValueError: the attention that stands in for Megatron's over ranks does not compute it."""
+    if any(part.weighs_besides(args) for part in MEGATRON_PARTS):
+        raise ValueError(
+            "--moe-router-load-balancing-type, --moe-z-loss-coeff: a loop over context-parallel "
+            "ranks is certified without auxiliary losses; give none, or leave out --cp"
+        )
     for name, plain in (MIXER_FLAGS | {"hybrid_layer_pattern": None}).items():
         if getattr(args, name) != plain:
             flag = "--" + name.replace("_", "-")

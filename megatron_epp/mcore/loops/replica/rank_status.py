@@ -28,10 +28,14 @@ class RankStatus:
     error: str | None = None
 
 
+def error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def refused_by(error: Exception) -> str:
     """Why micro-batches cannot be read: a refusal's own words, or what a function of the loop's
     (lengths, an adapter) ended in."""
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ValueError) else error_text(error)
 
 
 def gather_statuses(mine: RankStatus, control: dist.ProcessGroup | None) -> list[RankStatus]:

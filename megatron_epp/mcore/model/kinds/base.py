@@ -193,6 +193,11 @@ class MegatronPart:
         """Mend Megatron's ``layer`` where it computes wrongly, and, ``by_engine``, has other keys
         than Transformer Engine's."""
 
+    def weighs_besides(self, holder: Any) -> bool:
+        """Whether its layers add losses of their own, of all that is computed together; ``holder``:
+        flags, or a model's configuration."""
+        return False
+
     def weigh_losses(self, scale: Tensor) -> None:
         """Have the losses that its layers add count ``scale`` times."""
 

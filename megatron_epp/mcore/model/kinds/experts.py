@@ -391,6 +391,10 @@ class MegatronExperts(MegatronPart):
         if by_engine:
             norm_as_engines(layer)
 
+    def weighs_besides(self, holder: Any) -> bool:
+        balanced = {*balancing_types(holder)} - {"none"}
+        return _experts(holder) and bool(holder.moe_z_loss_coeff or balanced)
+
     def weigh_losses(self, scale: Any) -> None:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
