@@ -23,6 +23,7 @@ from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.mcore.capabilities.refusals import whole_words
+from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.config import (
     ANALYTIC,
     AUTO,
@@ -144,7 +145,11 @@ def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
 
 def _vocabulary_by_lengths(args: Any, parts: Any) -> tuple[bool, str]:
     """Whether the output layer goes over the stages, and why."""
-    refused = whole_words(args)
+    refused, unlike = whole_words(args), limit_for("epp", args)
+    args.epp_vocab_parallel = ON
+    if (said := limit_for("epp", args)) not in (None, unlike):
+        refused = said, ""
+    args.epp_vocab_parallel = OFF
     if parts is not None and parts.pre_wrap is not None:
         refused = "a script changes the model before it is wrapped, as adapters do", ""
     if refused is not None:

@@ -162,6 +162,11 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
             "off; experts are spread over re",
         ),
         ({"epp_partition": "flags", "pipeline_model_parallel_layout": "Et|tL"}, {}, "off; --pipel"),
+        (
+            {"mtp_detach_heads": True},
+            {},
+            "off; --epp does not run further tokens whose losses leave",
+        ),
         ({"epp_plan": "cut.plan"}, {}, "on; as the plans of --epp-plan have it"),
         ({"epp_plan": "whole.plan"}, {}, "off; as the plans of --epp-plan have it"),
         ({"load": "on"}, {}, "on; the checkpoint's, as it resumes"),
@@ -188,6 +193,7 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     words += "--max-position-embeddings 64 --pipeline-model-parallel-size 2 --epp"
     args = parsed(words.split())
     filled = {"epp_vocab_parallel": "auto", "padded_vocab_size": 128, "data_parallel_size": 1}
+    filled |= {"calculate_per_token_loss": True, "dataloader_type": "external"}
     filled |= {"ffn_hidden_size": 128, "kv_channels": 8, "num_query_groups": 4}
     filled |= {"expert_tensor_parallel_size": 1, "epp_cost_model": "analytic", **changes}
     vars(args).update(filled)
