@@ -29,7 +29,7 @@ from megatron_epp.mcore.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.flags import read_flags, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import further_of, joined, letters_of_layers
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS
-from megatron_epp.mcore.model.shape import layer_shapes, with_further
+from megatron_epp.mcore.model.shape import further_shapes, layer_shapes, with_further
 from megatron_epp.mcore.patching import cpu_host, cuda_host, seams
 
 _WORKER = "megatron_epp.mcore.calibrate.command"
@@ -232,8 +232,9 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
         further = further_of(args.hybrid_layer_pattern)
         whole.hybrid_layer_pattern = letters_of_layers(args.hybrid_layer_pattern)[:layers]
     shapes = layer_shapes(whole)
-    # The first layer of each kind; last the kind of the last, as depths behind it are built.
-    places = list(dict.fromkeys(map(shapes.index, reversed(shapes))))[::-1]
+    places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
+    if further_shapes(args):  # which are built as the last layer is
+        places.sort(key=lambda place: shapes[place] == shapes[-1])
     if args.hybrid_layer_pattern is not None:
         one_of_each = "".join(whole.hybrid_layer_pattern[place] for place in places)
         args.hybrid_layer_pattern = joined([one_of_each] * pp) + further
