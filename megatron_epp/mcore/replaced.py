@@ -25,15 +25,13 @@ class ReplacedFlags:
     """``names``: destinations of Megatron's parser, blanks between; those that a version lacks are
     passed over. ``by``: what does the job. ``neutral``: values to set where they are not the
     parser's defaults. ``same``: whether ``args`` ask for what gives the same results.
-    ``default_too``: whether the parser's own defaults are taken out; ``untyped``: they alone,
-    where the user typed nothing."""
+    ``default_too``: whether the parser's own defaults are taken out."""
 
     names: str
     by: str
     neutral: dict[str, Any] = field(default_factory=dict)
     same: Callable[[argparse.Namespace], bool] = lambda args: True
     default_too: bool = False
-    untyped: bool = False
 
 
 REPLACED = (
@@ -159,8 +157,6 @@ def take_out(
         default = {name: () if one.default_too else (parser.get_default(name),) for name in known}
         harmless = {name: (*default[name], neutral[name], None) for name in known}
         asked = [name for name in known if getattr(args, name) not in harmless[name]]
-        if one.untyped:
-            asked = [name for name in asked if typed.isdisjoint(options[name])]
         if not asked or not one.same(args):
             continue
         shown = (_as_typed(options[name], getattr(args, name), typed) for name in asked)

@@ -15,6 +15,7 @@ from megatron_epp.mcore.data.chunk_batches import ChunkBatchBuilder
 from megatron_epp.mcore.data.further_tokens import Predictions
 from megatron_epp.mcore.data.global_batches import Batch, TokenSource
 from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.model.quantisation import forget_quantised_weights
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
 from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
 from megatron_epp.mcore.model.vocabulary.head import head_for
@@ -71,6 +72,7 @@ class StageRunner:
         forward_step: ForwardStep,
     ) -> StageRun:
         """Run this replica's plan on its documents of ``batch``."""
+        forget_quantised_weights(model)
         stage, replica, device = self.stage, self.replica, self.programs.device
         plan, samples = step.plans[replica], batch.samples[list(step.deals[replica])]
         if any(other.splits_backward for other in step.plans):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import IN_FLIGHT
-from megatron_epp.runtime.memory_meter import Meter, NoMeter
+from megatron_epp.runtime.memory_meter import Meter, NoMeter, has_no_storage
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,8 @@ class OffloadedLayer:
     def pack(self, tensor: Tensor) -> Any:
         # Detached: an op that saves its own output would keep itself alive through it.
         tensor = tensor.detach()
+        if has_no_storage(tensor):
+            return self._store.meter.hold(tensor)
         storage, store = tensor.untyped_storage(), self._store
         nbytes = storage.nbytes()
         if (

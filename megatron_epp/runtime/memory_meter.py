@@ -60,6 +60,12 @@ class _Saved:
         self.tensor = tensor
 
 
+def has_no_storage(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is one of Transformer Engine's around its data and scales: a weight that
+    is kept quantised. Nobody saves it for himself."""
+    return hasattr(tensor, "prepare_for_saving")
+
+
 class SavedBytesMeter:
     """Counts every storage that autograd saved once, as long as anything saved refers to it.
 
@@ -106,7 +112,9 @@ class SavedBytesMeter:
         return peak
 
     def hold(self, tensor: Tensor) -> "_Saved | Tensor":
-        """A token that counts ``tensor``'s storage for as long as it lives."""
+        """A token that counts ``tensor``'s storage for as long as it lives, if it has one."""
+        if has_no_storage(tensor):
+            return tensor
         storage = tensor.untyped_storage()
         where = storage.data_ptr()
         if where in self._ignored or where == 0:

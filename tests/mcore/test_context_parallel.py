@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import refuse
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.certify.scale_down import heads
-from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.data.row_share import RowShare, quantised_rows
 from tests.mcore.certified import certified
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.sabotages import require_shown, stand_in_order
@@ -31,6 +32,24 @@ def test_rows_are_padded_and_every_rank_has_its_own() -> None:
     assert mine == [slice(0, 4), slice(4, 8), slice(8, 12)]
     assert shares[0].message(12) == 2
     assert (RowShare().multiple, RowShare().padded(5), RowShare().mine(5)) == (1, 5, slice(0, 5))
+
+
+def test_rows_are_padded_to_the_blocks_of_fp8() -> None:
+    def rows(recipe: str, **others) -> int:
+        return quantised_rows(SimpleNamespace(
+            fp8="e4m3", fp8_recipe=recipe, sequence_parallel=False,
+            tensor_model_parallel_size=2, **others,
+        ))  # fmt: skip
+
+    assert quantised_rows(Wanted()) == 1
+    assert (rows("blockwise"), rows("mxfp8")) == (16, 32)
+    spread = SimpleNamespace(
+        fp8="e4m3", fp8_recipe="blockwise", sequence_parallel=True, tensor_model_parallel_size=2
+    )
+    assert quantised_rows(spread) == 128
+    share = RowShare(parts=2, part=1, splits=2, block=16)
+    assert (share.multiple, share.padded(65), share.message(128)) == (64, 128, 32)
+    assert share.mine(128) == slice(64, 128)
 
 
 def test_heads_of_the_small_model_divide_over_the_ranks() -> None:

@@ -66,6 +66,9 @@ FURTHER = {
 }
 
 
+FP8 = {"fp8": "hybrid", "fp8_recipe": "blockwise", "transformer_impl": "transformer_engine"}
+
+
 class Wanted:
     """Flags as Megatron's parser leaves them, where a refusal is only a look at one of them."""
 
@@ -156,7 +159,11 @@ class Wanted:
         ({"hybrid_context_parallel": True}, "hybrid context parallelism"),
         ({"use_megatron_fsdp": True}, "--use-distributed-optimizer"),
         ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-        ({"fp8": "hybrid"}, "fp8"),
+        ({"fp4": "e2m1"}, "fp4"),
+        ({**FP8, "fp8_recipe": "delayed"}, "give --fp8-recipe blockwise or mxfp8"),
+        ({**FP8, "transformer_impl": "local"}, "fp8 in Megatron's local layers"),
+        ({**FP8, "fp8_param_gather": True}, "fp8 beyond products of linears"),
+        ({**FP8, **EXPERTS}, "experts in fp8"),
         ({"rampup_batch_size": ["1", "1", "10"]}, "ramp-up"),
         ({"recompute_granularity": "full"}, "--epp-memory-budget-gib"),
         ({"cpu_offloading_num_layers": 2}, "offloading"),
@@ -179,6 +186,8 @@ def test_features_are_refused_by_name(change, named):
     refuse(Wanted())
     refuse(Wanted(**EXPERTS))
     refuse(Wanted(window_size=(128, 0), softmax_type="learnable"))
+    for recipe in ("blockwise", "mxfp8"):
+        refuse(Wanted(**{**FP8, "fp8_recipe": recipe}))
     refuse(Wanted(**EXPERTS, moe_expert_capacity_factor=-1.0))  # none, to Megatron
     spread = {"moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
     refuse(Wanted(**{**EXPERTS, **spread}, data_parallel_size=4))
@@ -191,6 +200,13 @@ def test_features_are_refused_by_name(change, named):
     with pytest.raises(ValueError, match=r"^--epp does not run .+: .+") as refusal:
         refuse(Wanted(**change))
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_scales_that_are_no_powers_of_two(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    refuse(Wanted())
+    with pytest.raises(ValueError, match=r"^NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1: .+; unset it$"):
+        refuse(Wanted(**FP8))
 
 
 def test_a_context_without_a_token():

@@ -11,7 +11,7 @@ from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.replaced import REPLACED, TAKEN
 from tests.mcore.runs import Run, flags, train, write_corpus
 
-ROWS = (*REPLACED, *(one for one in replaced_by_parts() if not one.untyped))
+ROWS = (*REPLACED, *replaced_by_parts())
 # Every flag of the table, as a user types it.
 TYPED = {
     "recompute_granularity": "--recompute-granularity full",
@@ -100,8 +100,7 @@ def parsed(monkeypatch):
                 parser.set_defaults(**elastic_defaults(parser.parse_args([])))
             return parser
 
-        dropout = () if "--attention-dropout" in words else ("--attention-dropout", "0")
-        monkeypatch.setattr(sys, "argv", ["pretrain", *words, *dropout])
+        monkeypatch.setattr(sys, "argv", ["pretrain", *words])
         return parse_args(prepare)
 
     return parse
@@ -149,22 +148,6 @@ def test_replicas_do_not_gather_rows_which_is_megatrons_default(parsed, degrees,
     said = replaced.warning(args)
     assert (said is not None and "--moe-token-dispatcher-type allgather (" in said) == taken
     assert parsed("--epp", *degrees.split()).moe_token_dispatcher_type == "allgather"
-
-
-def test_dropout_in_attention_is_megatrons_default_alone(parsed, monkeypatch) -> None:
-    """Nobody asked for it; who asks is refused."""
-    assert parsed("--epp", "--attention-dropout", "0.1").attention_dropout == 0.1
-    monkeypatch.setattr(sys, "argv", ["pretrain", "--epp"])
-    from megatron.training.arguments import parse_args
-
-    from megatron_epp.mcore.flags import prepare_parser
-
-    args = parse_args(prepare_parser)
-    said = replaced.warning(args)
-    assert args.attention_dropout == 0 and said is not None
-    assert "--attention-dropout 0.1 (Megatron's default; " in said
-    monkeypatch.setattr(sys, "argv", ["pretrain"])
-    assert parse_args(prepare_parser).attention_dropout == 0.1
 
 
 def test_without_epp_they_are_megatrons(parsed) -> None:

@@ -19,6 +19,8 @@ TORCH = {
     DType.kFloat32: torch.float32,
     DType.kFloat16: torch.float16,
     DType.kBFloat16: torch.bfloat16,
+    DType.kFloat8E4M3: torch.float8_e4m3fn,
+    DType.kFloat8E5M2: torch.float8_e5m2,
 }
 NVTE_QKV_Format = _enumeration(
     "NVTE_QKV_Format",

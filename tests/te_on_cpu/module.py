@@ -4,7 +4,17 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from . import attention, enums, norms, optimizers, permutation, products, rotary, softmax
+from . import (
+    attention,
+    enums,
+    norms,
+    optimizers,
+    permutation,
+    products,
+    quantizers,
+    rotary,
+    softmax,
+)
 from .activations import functions
 from .device import CUBLASLT, CUDNN
 
@@ -64,7 +74,8 @@ def _names() -> dict[str, Any]:
 
 def _functions() -> dict[str, Callable[..., Any]]:
     made = functions()
-    for module in (attention, norms, optimizers, permutation, products, rotary, softmax):
+    parts = attention, norms, optimizers, permutation, products, quantizers, rotary, softmax
+    for module in parts:
         made |= {
             name: value
             for name, value in vars(module).items()

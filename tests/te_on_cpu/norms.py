@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .operands import dense, no_quantizer, require, torch_dtype, wide, written
+from .operands import dense, require, torch_dtype, wide, written
+from .quantizers import quantize
 
 
 def _operands(kernel: str, x_TH: Any, weight_H: Any, centred: bool) -> tuple[Tensor, Tensor]:
@@ -22,17 +23,22 @@ def _operands(kernel: str, x_TH: Any, weight_H: Any, centred: bool) -> tuple[Ten
     return wide(x), wide(weight) + (1 if centred else 0)
 
 
+def _output(kernel: str, out: Any, values: Tensor, otype: Any, quantizer: Any) -> Any:
+    if quantizer is None:
+        return written(kernel, out, values, torch_dtype(otype))
+    return quantize(written(kernel, None, values, torch_dtype(otype)), quantizer, out)
+
+
 def rmsnorm_fwd(
     input: Any, weight: Any, eps: float, ln_out: Any, quantizer: Any, otype: Any,
     sm_margin: int, zero_centered_gamma: bool,
 ) -> list[Tensor | None]:  # fmt: skip
     """[output, nothing, 1 / root mean square of each row]."""
     kernel = "rmsnorm_fwd"
-    no_quantizer(kernel, quantizer)
     x, weight = _operands(kernel, input, weight, zero_centered_gamma)
     scale_T = (x.square().mean(-1) + eps).rsqrt()
-    out = written(kernel, ln_out, x * scale_T[:, None] * weight, torch_dtype(otype))
-    return [out, None, scale_T]
+    values = x * scale_T[:, None] * weight
+    return [_output(kernel, ln_out, values, otype, quantizer), None, scale_T]
 
 
 def layernorm_fwd(
@@ -41,14 +47,13 @@ def layernorm_fwd(
 ) -> list[Tensor]:  # fmt: skip
     """[output, mean, 1 / standard deviation of each row]."""
     kernel = "layernorm_fwd"
-    no_quantizer(kernel, quantizer)
     x, weight = _operands(kernel, input, weight, zero_centered_gamma)
     mean_T = x.mean(-1)
     scale_T = (x.var(-1, correction=0) + eps).rsqrt()
     values = (x - mean_T[:, None]) * scale_T[:, None] * weight
     if bias is not None:
         values = values + wide(dense(kernel, "the bias", bias))
-    return [written(kernel, ln_out, values, torch_dtype(otype)), mean_T, scale_T]
+    return [_output(kernel, ln_out, values, otype, quantizer), mean_T, scale_T]
 
 
 def _gradients(

@@ -16,8 +16,10 @@ from torch.nn.functional import gelu as gelu_of
 
 from .activations import derivative
 from .operands import dense, no_quantizer, require, torch_dtype, wide, written
+from .quantizers import is_quantised, operand, quantize
 
 STREAMS = 4
+STEP = 16  # of the sizes of quantised operands
 
 
 def generic_gemm(
@@ -40,7 +42,8 @@ def generic_gemm(
     require(accumulate or not beta, kernel, f"beta {beta} without accumulation")
     product, shape = _product(kernel, A, transA, B, transB)
     product *= alpha
-    dtype = A.dtype if output_dtype is None else torch_dtype(output_dtype)
+    of_factors = _format(A)
+    dtype = of_factors if output_dtype is None else torch_dtype(output_dtype)
     if D is not None:
         dense(kernel, "the output", D)
         fits = D.shape[-1] == shape[-1] and D.numel() == product.numel()
@@ -49,7 +52,9 @@ def generic_gemm(
         require(agrees, kernel, f"the output is of {D.dtype}, {dtype} is asked for")
         dtype = D.dtype
     require(
-        torch.promote_types(dtype, A.dtype) == dtype, kernel, f"products of {A.dtype} in {dtype}"
+        torch.promote_types(dtype, of_factors) == dtype,
+        kernel,
+        f"products of {of_factors} in {dtype}",
     )
     bias_gradient = before = None
     if bias is not None and grad:
@@ -74,7 +79,9 @@ def _product(
     kernel: str, A: Any, transA: bool, B: Any, transB: bool
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The product [rows, columns] in the wide format, and the shape that it is given."""
-    a, b = dense(kernel, "A", A), dense(kernel, "B", B)
+    both = is_quantised(A), is_quantised(B)
+    require(both[0] == both[1], kernel, "one of A and B is quantised, and the other is not")
+    a, b = _factor(kernel, "A", A, not transA), _factor(kernel, "B", B, transB)
     require(a.dtype == b.dtype, kernel, f"A is of {a.dtype}, B of {b.dtype}")
     rows_of_a, rows_of_b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     left = rows_of_b.T if transB else rows_of_b
@@ -85,9 +92,23 @@ def _product(
         f"A {tuple(a.shape)}{' transposed' * transA} and B {tuple(b.shape)}"
         f"{' transposed' * transB} do not fit",
     )
+    inner = left.shape[1]
+    require(not (both[0] and inner % STEP), kernel, f"quantised products over {inner}")
     shape = (left.shape[0] if transB else b.shape[:-1], right.shape[1])
     flat = (shape[0], shape[1]) if transB else (*b.shape[:-1], right.shape[1])
     return wide(left) @ wide(right), tuple(flat)
+
+
+def _format(tensor: Any) -> torch.dtype:
+    """Number format, nominal where it is quantised."""
+    return tensor._dtype if is_quantised(tensor) else tensor.dtype
+
+
+def _factor(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
+    if not is_quantised(tensor):
+        return dense(kernel, name, tensor)
+    values = operand(kernel, name, tensor, columnwise).view(tensor.size())
+    return values.to(torch.promote_types(_format(tensor), torch.float32))
 
 
 def te_general_grouped_gemm(
@@ -135,7 +156,7 @@ def get_num_cublas_streams() -> int:
 
 
 def bgrad_quantize(tensor: Tensor, quantizer: Any) -> list[Tensor]:
-    """[sum of the rows, the tensor itself]."""
-    no_quantizer("bgrad_quantize", quantizer)
+    """[sum of the rows, the tensor itself, or quantised]."""
     rows = wide(dense("bgrad_quantize", "the gradient", tensor)).view(-1, tensor.shape[-1])
-    return [rows.sum(0).to(tensor.dtype), tensor]
+    made = tensor if quantizer is None else quantize(tensor, quantizer)
+    return [rows.sum(0).to(tensor.dtype), made]

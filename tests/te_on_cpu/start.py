@@ -41,6 +41,7 @@ def start(device: str = "h100") -> None:
     sys.modules[f"{PACKAGE}.pytorch.onnx_extensions"] = _nothing("onnx_extensions")
     _import()
     _allow_modules()
+    _allow_blocks()
     _widen()
 
 
@@ -57,6 +58,13 @@ def _be(device: Device) -> None:
     torch.cuda._sleep = lambda cycles: None
     torch.cuda._compile_kernel = Kernel
     torch.cuda.memory_snapshot = list
+    # gloo takes together what Python has collected; it has no queue of a device to begin with.
+    together: Any = torch.distributed._coalescing_manager
+
+    def manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+        return together(group, None, async_ops)
+
+    torch.distributed._coalescing_manager = manager  # type: ignore[assignment]
 
 
 def _nothing(name: str) -> types.ModuleType:
@@ -112,6 +120,12 @@ def _allow_modules() -> None:
             torch.cuda.is_available = says
 
     module.__init__ = make
+
+
+def _allow_blocks() -> None:
+    """FP8 in blocks asks torch which CUDA it was built with: 12.9 or later."""
+    quantization: Any = importlib.import_module(f"{PACKAGE}.pytorch.quantization")
+    quantization._FP8_BLOCK_SCALING_SUPPORT = True, ""
 
 
 def _widen() -> None:

@@ -15,6 +15,7 @@ from tests.te_on_cpu import (
     optimizers,
     permutation,
     products,
+    quantizers,
     rotary,
     softmax,
 )
@@ -54,7 +55,7 @@ def product(a: Tensor, b: Tensor, layout: str = "TN", out: Tensor | None = None,
     bias = wanted["bias"]
     return products.generic_gemm(
         a, layout[0] == "T", b, layout[1] == "T", out, None, wanted["output_dtype"], bias,
-        a.dtype if bias is None else bias.dtype, wanted["gelu"], wanted["gelu_in"],
+        getattr(a, "dtype", F64) if bias is None else bias.dtype, wanted["gelu"], wanted["gelu_in"],
         wanted["grad"], WORKSPACE, 16, wanted["accumulate"], False,
     )  # fmt: skip
 
@@ -420,3 +421,87 @@ def test_what_is_not_written_says_so_by_its_name() -> None:
         made.rmsnorm_fwd(drawn(5, 8), drawn(8), 1e-5, None, "quantizer", F64, 0, False)
     with pytest.raises(NotImplementedError, match="CommOverlap is not written"):
         made.CommOverlap()
+
+
+# ------------------------------------------------------------------ quantised operands
+
+
+class Float8BlockQuantizer(SimpleNamespace):
+    """As Transformer Engine's asks for blocks of 1 x 128, or 128 x 128."""
+
+
+class MXFP8Quantizer(SimpleNamespace):
+    """As Transformer Engine's asks for blocks of 1 x 32."""
+
+
+def quantised(x: Tensor, kind: str, columnwise: bool):
+    """``x`` [T, K] in one direction."""
+    rows, columns = x.shape
+    across, byte = columnwise and kind != "mxfp8", torch.uint8
+    data = torch.empty((columns, rows) if across else (rows, columns), dtype=byte)
+    given = {"_dtype": F64, "_fp8_dtype": enums.DType.kFloat8E4M3, "size": lambda: x.shape}
+    names = [f"_{way}wise_{what}" for way in ("row", "column") for what in ("data", "scale_inv")]
+    made = type("MXFP8Tensor" if kind == "mxfp8" else "Blocks", (SimpleNamespace,), {})(
+        **given, **dict.fromkeys(names)
+    )
+    if kind == "mxfp8":
+        quantizer = MXFP8Quantizer(dtype=enums.DType.kFloat8E4M3, optimize_for_gemm=False)
+        made._with_gemm_swizzled_scales = False
+        scales = torch.empty(2 * len(x) + 128, 2 * columns + 128, dtype=byte)
+    else:
+        made._is_2D_scaled = kind == "squares"
+        quantizer = Float8BlockQuantizer(
+            dtype=enums.DType.kFloat8E4M3, force_pow_2_scales=True, amax_epsilon=0.0,
+            block_scaling_dim=1 + made._is_2D_scaled,
+        )  # fmt: skip
+        scales = torch.empty(2 * len(x) + 128, 2 * columns + 128)
+    way = "columnwise" if columnwise else "rowwise"
+    setattr(made, f"_{way}_data", data)
+    setattr(made, f"_{way}_scale_inv", scales)
+    return quantizers.quantize(x, quantizer, made)
+
+
+def values(made, columnwise: bool) -> Tensor:
+    return quantizers.operand("test", "x", made, columnwise)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("kind", ["blocks", "squares", "mxfp8"])
+def test_quantised_tensors_are_near_and_blocks_have_powers_of_two(kind, columnwise) -> None:
+    x = drawn(160, 288)
+    made = quantised(x, kind, columnwise)
+    found = values(made, columnwise)
+    allowed = 2**-4 * x.abs() + 2**-10 / 224 * x.abs().amax()  # digits; steps of the smallest
+    assert bool(((found - x).abs() <= allowed).all())
+    doubled = values(quantised(2 * x, kind, columnwise), columnwise)
+    assert torch.equal(doubled, 2 * found)  # another exponent, and nothing else
+    with pytest.raises(Misread, match=r"x is read by .*, and has no such data"):
+        values(made, not columnwise)
+
+
+def test_rows_of_other_documents_do_not_change_a_row() -> None:
+    """And of what is summed over rows only the smallest numbers."""
+    x, other = drawn(96, 128), 300 * drawn(64, 128, seed=1)
+    for kind in ("blocks", "mxfp8"):
+        alone = values(quantised(x, kind, False), False)
+        beside = values(quantised(torch.cat((x, other)), kind, False), False)
+        assert torch.equal(beside[:96], alone)
+    alone = values(quantised(x, "blocks", True), True)
+    beside = values(quantised(torch.cat((x, other)), "blocks", True), True)
+    changed = (beside[:96] - alone).abs().max() / other.abs().max()
+    assert 0 < float(changed) <= 2**-10 / 224
+
+
+def test_products_take_quantised_operands_in_their_direction() -> None:
+    x, weight = drawn(32, 64), drawn(48, 64, seed=1)
+    a, b = quantised(weight, "squares", False), quantised(x, "blocks", False)
+    made = product(a, b, output_dtype=F64)[0]
+    expected = values(b, False) @ values(a, False).T
+    near(made, expected)
+    with pytest.raises(Misread, match="A is read by columns"):
+        product(a, b, "NN", output_dtype=F64)
+    with pytest.raises(Misread, match="one of A and B is quantised"):
+        product(a, x, output_dtype=F64)
+    with pytest.raises(Misread, match="quantised products over 24"):
+        product(quantised(x[:24], "blocks", True), quantised(x[:24], "blocks", True), "NT",
+                output_dtype=F64)  # fmt: skip

@@ -79,12 +79,41 @@ class _DeferringStore:
     def delay_wgrad_compute(self) -> bool:
         return True
 
-    def put(self, tensors: Sequence[Tensor], product: Product) -> None:
+    def put(self, tensors: Sequence[Any], product: Product) -> None:
         # Detached: with its history the input would keep the chunk's whole graph alive until W.
-        held = [tensor.detach() for tensor in tensors]
+        parts = [_taken_apart(tensor) for tensor in tensors]
+        held = [part for _, own in parts for part in own]
+        own_bias = self.leaves.get("bias")
+
+        def compute(*held: Tensor | None) -> Sequence[Tensor | None]:
+            queue = list(held)
+            gradient, of_bias, *_ = product(*(_put_together(one, queue) for one, _ in parts))
+            if of_bias is None and own_bias is not None:  # of quantised operands: summed up in I
+                of_bias = own_bias.grad
+            return gradient, of_bias
+
         with torch.enable_grad():
-            root = _Product.apply(self._weight, self._bias, product, self._fused, *held)
+            root = _Product.apply(self._weight, self._bias, compute, self._fused, *held)
         self._deferred.hold(root, self._weight, self._bias)
+
+
+def _taken_apart(tensor: Any) -> tuple[Any, list[Tensor | None]]:
+    """Shell of an operand, and its tensors: of a quantised one that is no tensor, data and scales
+    (its own protocol); None: it is a tensor."""
+    if isinstance(tensor, Tensor):
+        return None, [tensor.detach()]
+    parts, shell = tensor.prepare_for_saving()
+    return (shell, len(parts)), parts
+
+
+def _put_together(shell: tuple[Any, int] | None, queue: list[Tensor | None]) -> Any:
+    """The operand, of the first tensors in ``queue``."""
+    if shell is None:
+        return queue.pop(0)
+    emptied, count = shell
+    emptied.restore_from_saved(queue[:count])
+    del queue[:count]
+    return emptied
 
 
 class _Product(torch.autograd.Function):
@@ -97,7 +126,7 @@ class _Product(torch.autograd.Function):
         bias: Parameter | None,
         product: Product,
         fused: bool,
-        *tensors: Tensor,
+        *tensors: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.weight, ctx.biased, ctx.product, ctx.fused = weight, bias is not None, product, fused

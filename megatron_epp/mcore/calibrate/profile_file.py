@@ -49,6 +49,8 @@ def provenance_of(args: Any) -> Provenance:
         words.append("dropout")
     if args.tensor_model_parallel_size > 1:
         words.append(f"tp {args.tensor_model_parallel_size}")
+    if getattr(args, "fp8", None):
+        words.append(f"fp8 {args.fp8} {args.fp8_recipe}")
     if args.sequence_parallel:
         words.append("sequence parallel")
     if args.context_parallel_size > 1:

@@ -1,12 +1,14 @@
 """Features of Megatron that cannot run through elastic pipelines: refused at start, by name."""
 
 import argparse
+import os
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.config import OFF, ON, PLACING_FLAGS
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
 
+_FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # read by Transformer Engine's recipe
 _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
 
 
@@ -90,6 +92,11 @@ def refuse(args: argparse.Namespace) -> None:
     for part in MEGATRON_PARTS:
         part.refuse(args)
     require_whole_words(args)
+    if getattr(args, "fp8", None) and os.environ.get(_FLOAT_SCALES) == "1":
+        raise ValueError(
+            f"{_FLOAT_SCALES}=1: with --epp fp8's scales are powers of two, so that a plan changes "
+            "nothing but the smallest numbers; unset it"
+        )
     if args.context_parallel_size > 1:
         ranks = args.tensor_model_parallel_size
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -50,6 +50,16 @@ def _needs_engine(args: Any) -> str | None:
     return _needs_gpu("--transformer-impl", _LOCAL, "local")(args)
 
 
+def _fp8(args: Any) -> bool:
+    return bool(getattr(args, "fp8", None))
+
+
+def _fp8_needs_engine(args: Any) -> str | None:
+    if engine_on_cpu.is_wanted():
+        return None
+    return _needs_gpu("--fp8-format", _FLOATS, setting="fp8")(args)
+
+
 def _other_model(model: Any) -> str | None:
     from megatron.core.models.gpt import GPTModel
 
@@ -143,14 +153,40 @@ TABLE: tuple[Limit, ...] = (
         ),
     ),
     Limit(
-        "fp8 and fp4 (--fp8-format, --fp4-format)",
-        "train in bf16",
-        given("fp8", "fp4"),
-        slices=not_computed(fp8="fp8", fp4="fp4"),
-        no_gpu=_any_of(
-            _needs_gpu("--fp8-format", _FLOATS, setting="fp8"),
-            _needs_gpu("--fp4-format", _FLOATS, setting="fp4"),
+        "fp4 (--fp4-format): its second scale is a whole tensor's",
+        "give --fp8-format with --fp8-recipe blockwise or mxfp8, or train in bf16",
+        given("fp4"),
+        slices=not_computed(fp4="fp4"),
+        no_gpu=_needs_gpu("--fp4-format", _FLOATS, setting="fp4"),
+    ),
+    Limit(
+        "fp8 whose scales are of whole tensors, so that they depend on what is computed together "
+        "(--fp8-recipe delayed, which is the default, tensorwise; custom: of what, nobody knows)",
+        "give --fp8-recipe blockwise or mxfp8",
+        lambda args: _fp8(args) and args.fp8_recipe not in ("blockwise", "mxfp8"),
+    ),
+    Limit(
+        "fp8 in Megatron's local layers (--transformer-impl local)",
+        "give --transformer-impl transformer_engine",
+        lambda args: _fp8(args) and args.transformer_impl == "local",
+    ),
+    Limit(
+        "fp8 beyond products of linears (--fp8-param-gather, --fp8-dot-product-attention, "
+        "--fp8-multi-head-attention, --fp8-output-proj)",
+        "leave it out",
+        given(
+            "fp8_param_gather",
+            "fp8_param",
+            "fp8_dot_product_attention",
+            "fp8_multi_head_attention",
+            "fp8_output_proj",
         ),
+    ),
+    Limit(
+        "slices in fp8 in loops (--fp8-format)",
+        _LOOPS,
+        slices=not_computed(fp8="fp8"),
+        no_gpu=_fp8_needs_engine,
     ),
     _gpu_only("--fp16", _FLOATS),
     Limit(

@@ -8,19 +8,35 @@ from megatron.core import parallel_state as mpu
 from megatron_epp.ir import Chunk
 
 
+def quantised_rows(args: Any) -> int:
+    """Rows that a rank's operands of Transformer Engine's linears come in.
+
+    Products over rows want 16 of them in fp8; a scale of MXFP8 has 32, which it does not pad.
+    Blocks of 128 are padded, but rows are gathered in fp8 over tensor-parallel ranks by whole ones
+    only.
+    """
+    if not getattr(args, "fp8", None):
+        return 1
+    if args.fp8_recipe == "mxfp8":
+        return 32
+    return 128 if args.sequence_parallel and args.tensor_model_parallel_size > 1 else 16
+
+
 @dataclass(frozen=True, slots=True)
 class RowShare:
     """A chunk's rows are split into ``parts``, one per context-parallel rank, this one's ``part``;
     with sequence parallelism a part's rows are split over ``splits`` tensor-parallel ranks between
-    the linear layers. So rows are padded to a multiple of both.
+    the linear layers. So rows are padded to a multiple of both, and of the ``block`` that operands
+    are quantised in.
     """
 
     parts: int = 1
     part: int = 0
     splits: int = 1
+    block: int = 1
 
     def __post_init__(self):
-        assert 0 <= self.part < self.parts and self.splits >= 1
+        assert 0 <= self.part < self.parts and self.splits >= 1 and self.block >= 1
 
     @classmethod
     def of(cls, args: Any) -> "RowShare":
@@ -29,11 +45,12 @@ class RowShare:
             args.context_parallel_size,
             mpu.get_context_parallel_rank(),
             args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            quantised_rows(args),
         )
 
     @property
     def multiple(self) -> int:
-        return self.parts * self.splits
+        return self.parts * self.splits * self.block
 
     def padded(self, tokens: int) -> int:
         """Rows of a chunk of ``tokens``, over all ranks; one each of an empty chunk, as Megatron's
@@ -58,4 +75,4 @@ class RowShare:
 
     def message(self, rows: int) -> int:
         """How many of a chunk's padded ``rows`` this rank hands to the next stage."""
-        return rows // self.multiple
+        return rows // (self.parts * self.splits)

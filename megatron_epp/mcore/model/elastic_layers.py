@@ -19,6 +19,7 @@ from megatron_epp.mcore.model.hybrid.stack import take_output_processor
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
 from megatron_epp.mcore.model.prediction.depths import depths_of, install_depths, layers_of
+from megatron_epp.mcore.model.quantisation import quantise_everywhere
 
 
 class PositionedRotary(nn.Module):
@@ -63,6 +64,7 @@ def install_in_model(model: GPTModel | HybridModel, context: int, attention: Att
     ``context``: the most inputs of a document. ValueError: a layer is of a kind that cannot.
     """
     add_every_gradient(model)
+    quantise_everywhere(model, model.config)
     if isinstance(model, HybridModel) or depths_of(model):
         take_output_processor(model)
     install_depths(model)

@@ -175,6 +175,11 @@ class MegatronExperts(MegatronPart):
             calls=settings(moe_paged_stash="a paged stash of experts' activations"),
         ),
         Limit(
+            "experts in fp8 (--fp8-format)",
+            "train in bf16",
+            _if_experts(given("fp8")),
+        ),
+        Limit(
             "a dense model made one of experts at start (--moe-use-upcycling)",
             "upcycle once without --epp, and load the checkpoint that it saves",
             given("moe_use_upcycling"),

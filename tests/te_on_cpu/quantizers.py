@@ -1,0 +1,160 @@
+"""Quantisation in blocks: FP8's of 1 x 128 and 128 x 128, MXFP8's of 1 x 32, by rows and columns.
+
+Every block has a power of two for a scale, the smallest with which its largest element fits. Data
+by columns are for products that add up over rows: there FP8's blocks are transposed, MXFP8's not.
+
+    x [T, K]            data        scales, padded
+    FP8, 1 x 128        [T, K]      [K / 128, T]         by columns   [K, T]   [T / 128, K]
+    FP8, 128 x 128      [T, K]      [T / 128, K / 128]   by columns   [K, T]   [K / 128, T / 128]
+    MXFP8, 1 x 32       [T, K]      [T, K / 32]          by columns   [T, K]   [T / 32, K]
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .operands import dense, require, torch_dtype
+
+BLOCK, MX_BLOCK = 128, 32
+MX_BIAS = 127  # of the exponent that a scale of MXFP8 is
+LEAST, MOST = -127, 127  # exponents of scales
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Rows and columns of a block; whether data and scales are transposed; scales by exponents."""
+
+    rows: int
+    columns: int
+    data_across: bool
+    scales_across: bool
+    exponents: bool = False
+
+
+def _layout(of: Any, columnwise: bool) -> _Layout:
+    """Layout of a quantizer's tensors, or of a tensor."""
+    two_dimensional = getattr(of, "_is_2D_scaled", None)
+    if type(of).__name__ == "Float8BlockQuantizer":
+        two_dimensional = of.block_scaling_dim == 2
+        require(of.force_pow_2_scales, "quantize", "scales that are no powers of two")
+        require(not of.amax_epsilon, "quantize", "a least amax is not written")
+    if two_dimensional is not None:
+        if two_dimensional:
+            return _Layout(BLOCK, BLOCK, columnwise, columnwise)
+        rows, columns = (BLOCK, 1) if columnwise else (1, BLOCK)
+        return _Layout(rows, columns, columnwise, not columnwise)
+    swizzled = getattr(of, "_with_gemm_swizzled_scales", getattr(of, "optimize_for_gemm", None))
+    if type(of).__name__.startswith("MXFP8"):
+        require(not swizzled, "quantize", "swizzled scales are not written")
+        require(not getattr(of, "with_2d_quantization", False), "quantize", "MXFP8 in squares")
+        rows, columns = (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK)
+        return _Layout(rows, columns, False, False, True)
+    raise NotImplementedError(f"te_on_cpu: a {type(of).__name__} is not written")
+
+
+def is_quantised(tensor: Any) -> bool:
+    return hasattr(tensor, "_rowwise_data")
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """2 to these, exactly."""
+    return ((exponents + 1023) << 52).view(torch.float64)
+
+
+def _spread(blocks: Tensor, layout: _Layout, rows: int, columns: int) -> Tensor:
+    """[T, K] of a number for each block."""
+    wide = blocks.repeat_interleave(layout.rows, 0)[:rows]
+    return wide.repeat_interleave(layout.columns, 1)[:, :columns]
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Any, dtype: torch.dtype, device: Any, pin_memory: bool
+) -> Any:
+    spec: Any = importlib.import_module("transformer_engine.pytorch.dynamo.tensor_spec")
+    made = spec.TensorSpec(tuple(shape), dtype, quantizer, device=torch.device("cpu"))
+    return made.create_tensor()
+
+
+def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
+    """``tensor`` as ``quantizer`` has it, in the directions that it is asked for."""
+    kernel = "quantize"
+    require(noop is None, kernel, "a flag that says whether to run is not written")
+    x = dense(kernel, "the tensor", tensor)
+    x_TK = x.double().reshape(-1, x.shape[-1])
+    if output is None:
+        output = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, None, False)
+    dtype = torch_dtype(quantizer.dtype)
+    for columnwise in (False, True):
+        data, scales = _parts(output, columnwise)
+        if data is None:
+            continue
+        layout = _layout(quantizer, columnwise)
+        values, exponents = _scaled(kernel, x_TK, layout, dtype)
+        stored = values.T if layout.data_across else values
+        data.copy_(stored.contiguous().view(torch.uint8).view(data.shape))
+        blocks = exponents.T if layout.scales_across else exponents
+        encoded = (blocks + MX_BIAS) if layout.exponents else _power(blocks)
+        scales.zero_()
+        scales[: blocks.shape[0], : blocks.shape[1]] = encoded.to(scales.dtype)
+    return output
+
+
+def _parts(tensor: Any, columnwise: bool) -> tuple[Any, Any]:
+    name = "columnwise" if columnwise else "rowwise"
+    return getattr(tensor, f"_{name}_data"), getattr(tensor, f"_{name}_scale_inv")
+
+
+def _scaled(
+    kernel: str, x_TK: Tensor, layout: _Layout, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x over its blocks' scales in the format, and the exponents of these."""
+    (rows, columns), largest = x_TK.shape, torch.finfo(dtype).max
+    whole = not (layout.exponents and (rows % MX_BLOCK or columns % MX_BLOCK))
+    require(whole, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
+    missing = -columns % layout.columns, -rows % layout.rows
+    tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
+    tiles = tiles.view(-1, layout.rows, (columns + missing[0]) // layout.columns, layout.columns)
+    amax = tiles.amax((1, 3))
+    _, exponent = torch.frexp(largest / amax.clamp(min=2.0**LEAST))
+    exponents = (1 - exponent.long()).clamp(LEAST, MOST)
+    values = x_TK * _power(-_spread(exponents, layout, rows, columns))
+    return values.clamp(-largest, largest).float().to(dtype), exponents
+
+
+def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
+    """[T, K] of a quantised tensor, by the data that a product in this direction reads."""
+    data, scales = _parts(tensor, columnwise)
+    way = "columns" if columnwise else "rows"
+    require(data is not None, kernel, f"{name} is read by {way}, and has no such data")
+    layout = _layout(tensor, columnwise)
+    dtype = torch_dtype(tensor._fp8_dtype)
+    if layout.data_across:
+        values = data.reshape(data.shape[0], -1).view(dtype).double().T
+    else:
+        values = data.reshape(-1, data.shape[-1]).view(dtype).double()
+    rows, columns = values.shape
+    blocks = scales.T if layout.scales_across else scales
+    blocks = blocks[: -(-rows // layout.rows), : -(-columns // layout.columns)]
+    powers = _power(blocks.long() - MX_BIAS) if layout.exponents else blocks.double()
+    return values * _spread(powers, layout, rows, columns)
+
+
+def dequantize(tensor: Any, dtype: Any) -> Tensor:
+    by_rows = _parts(tensor, False)[0] is not None
+    values = operand("dequantize", "the tensor", tensor, not by_rows)
+    return values.to(torch_dtype(dtype)).view(tensor.size())
+
+
+def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+    """Bytes [..., K] as [K, ...]."""
+    made = data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
+    return made if out is None else out.copy_(made)
+
+
+def swap_first_dims(tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    made = tensor.transpose(0, 1).contiguous()
+    return made if out is None else out.copy_(made)
