@@ -47,6 +47,11 @@ class MegatronPrediction(MegatronPart):
             _tied_over_stages,
         ),
         Limit(
+            "further tokens predicted in fp8 (--mtp-num-layers, --fp8-format)",
+            "train in bf16",
+            lambda args: bool(getattr(args, "mtp_num_layers", None) and getattr(args, "fp8", None)),
+        ),
+        Limit(
             "layers that predict further tokens on another stage than the last, or alone there "
             "(m in --pipeline-model-parallel-layout)",
             "place all m in front of the L, behind a t",
