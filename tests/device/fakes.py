@@ -337,9 +337,9 @@ _TENSOR = {
 
 
 def _torchs_own() -> dict[str, Any]:
-    """Functions of torch that Megatron's host without a GPU (cpu_host) has put others before."""
+    """Torch's own functions, where Megatron's host without a GPU (cpu_host) has others in front."""
     found = {name: getattr(torch, name) for name in cpu_host._FACTORIES}
-    return {n: made.__wrapped__ for n, made in found.items() if hasattr(made, "__wrapped__")}
+    return {name: getattr(made, "__wrapped__", made) for name, made in found.items()}
 
 
 @contextmanager
