@@ -159,7 +159,8 @@ ANSWERS = {
     "parameters": lambda part: part.parameters > 0,
     "saved": lambda part: part.saved > 0,
     "weight_inputs": lambda part: part.weight_inputs > 0,
-    "recomputed": lambda part: "layernorm" in part.recomputed,
+    # What stands in front of a layer no letter of the layer runs again.
+    "recomputed": lambda part: part.BESIDE or "layernorm" in part.recomputed,
     "carried": lambda part: not getattr(part, "MIXER", False) or part.carried != CarryOver(),
 }
 
@@ -181,6 +182,7 @@ SHAPES = (
     LayerShape(experts=8, active_experts=2, expert_hidden=64),
     LayerShape(attention=False),
     LayerShape(mlp=False),
+    LayerShape(predicts=True),
     LayerShape(attention=False, mamba_heads=8, state_groups=2, state_keys=16, state_values=4),
     LayerShape(attention=False, delta_heads=8, state_groups=2, state_keys=16, state_values=4),
     SUM,
