@@ -51,7 +51,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    def __init__(self, stream: Stream | None = None):
+    def __init__(self, stream: Stream | None = None, device: Any = None):
         world, rank = HERE.world, HERE.host.rank
         self.stream = stream or world.stream(rank, ("stream", len(world.streams)))
 
@@ -77,14 +77,18 @@ def current_stream(device: Any = None) -> CudaStream:
     return CudaStream(HERE.host.current)
 
 
-@contextmanager
-def stream_context(stream: CudaStream) -> Iterator[None]:
-    host = HERE.host
-    before, host.current = host.current, stream.stream
-    try:
-        yield
-    finally:
-        host.current = before
+class StreamContext:
+    """torch's: one that can be entered again."""
+
+    def __init__(self, stream: CudaStream):
+        self.stream, self.host = stream.stream, HERE.host
+        self.before = self.host.current
+
+    def __enter__(self) -> None:
+        self.before, self.host.current = self.host.current, self.stream
+
+    def __exit__(self, *error: Any) -> None:
+        self.host.current = self.before
 
 
 def whole_device(device: Any = None) -> None:
@@ -222,6 +226,9 @@ def _collective(name: str, act: Callable, group: Group, asynchronous: bool, *ten
     for tensor in tensors:
         memory_of(tensor).users.append(task)
     work = NcclWork(task)
+    if host.coalesced is not None:
+        host.coalesced.append(work)
+        return None
     if asynchronous:
         return work
     work.wait()
@@ -236,6 +243,25 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, a
             part[0].copy_(total)
 
     return _collective(f"all_reduce {tuple(tensor.shape)}", act, group, async_op, tensor)
+
+
+class _Coalesced(list):
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+@contextmanager
+def coalescing(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+    """torch's ``_coalescing_manager``: nobody waits for one of them alone."""
+    host, works = HERE.host, _Coalesced()
+    host.coalesced = works
+    try:
+        yield works
+    finally:
+        host.coalesced = None
+    if not async_ops:
+        works.wait()
 
 
 def _word(op: Any) -> str:
@@ -317,7 +343,7 @@ _CUDA = {
     "Stream": CudaStream,
     "Event": CudaEvent,
     "current_stream": current_stream,
-    "stream": stream_context,
+    "stream": StreamContext,
     "synchronize": whole_device,
     "empty_cache": whole_device,
     "is_available": lambda: True,
