@@ -398,7 +398,7 @@ MUTATIONS = (
         "                deferred.accumulate(parameter)",
         "                self._report(parameter)\n                deferred.accumulate(parameter)",
     ),
-    ("bucket_order", "for parameter in self._order:", "for parameter in self._order[::-1]:"),
+    ("bucket_order", "for parameter in self._order:", "for parameter in reversed(self._order):"),
     # Megatron's own.
     ("buffer", "        self.grad_reduce_handle.wait()\n        self", "        self"),
     (
