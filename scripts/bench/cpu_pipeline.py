@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from headline import heading, host, write
+from headline import abreast, heading, host, write
 from in_turns import (
     VARIANTS,
     WORK,
@@ -202,7 +202,12 @@ def main() -> None:
         table += made
     beside = stock(arguments, corpus, folder) if arguments.stock else ""
     print(plain(HEADERS, table), LEGEND, beside, sep="\n")
-    hardware = f"{host()}, {arguments.dtype}, {arguments.pp} processes of one thread"
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[arguments.dtype]
+    hardware = (
+        f"{host()}, {arguments.dtype}, {arguments.pp} processes of one thread, which at once do "
+        f"{abreast(arguments.pp, dtype):.2f} times the work of one alone"
+    )
+    print(hardware)
     write(
         arguments.output,
         f"{heading(hardware)}{markdown(HEADERS, table)}\n{LEGEND}\n\n{beside}\n\n",

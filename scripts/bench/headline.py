@@ -1,11 +1,14 @@
 """The head of a result, the same for every benchmark: date, commit, command, hardware."""
 
 import datetime
+import multiprocessing
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +39,44 @@ def host() -> str:
     processor = named[0] if named else platform.machine()
     cores = len(os.sched_getaffinity(0))
     return f"{processor}, {cores} cores, Python {platform.python_version()}"
+
+
+def abreast(processes: int, dtype: str, seconds: float = 1.0, turns: int = 3) -> float:
+    """Work of processes of one thread at once over that of one alone: products, in turns.
+
+    Cores of a shared host may be halves of one: then a stage that waits makes the other one faster,
+    a bubble costs nothing, and no order of work can gain by filling it.
+    """
+    context = multiprocessing.get_context("spawn")
+    alone, together = [], []
+    for _ in range(turns):
+        for workers, results in ((1, alone), (processes, together)):
+            start, rates = context.Barrier(workers), context.SimpleQueue()
+            jobs = [
+                context.Process(target=_multiply, args=(dtype, seconds, start, rates))
+                for _ in range(workers)
+            ]
+            for job in jobs:
+                job.start()
+            results.append(sum(rates.get() for _ in jobs))
+            for job in jobs:
+                job.join()
+    return statistics.median(together) / statistics.median(alone)
+
+
+def _multiply(dtype: str, seconds: float, start, rates) -> None:
+    """Products a second, once all processes stand at ``start``."""
+    import torch
+
+    torch.set_num_threads(1)
+    rows = torch.ones(512, 512, dtype=getattr(torch, dtype))
+    weight = torch.ones(512, 2048, dtype=rows.dtype)
+    start.wait()
+    done, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        rows @ weight
+        done += 1
+    rates.put(done / (time.perf_counter() - began))
 
 
 def write(path: str | None, text: str) -> None:
