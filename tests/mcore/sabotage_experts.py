@@ -58,8 +58,8 @@ def sum_too_early() -> AbstractContextManager:
     """Ranks add up a document's tokens when its first slice comes by, and not again."""
     plain = RouterStats.balanced
 
-    def balanced(self: RouterStats, logits, scored, layer, state, first):
-        found = plain(self, logits, scored, layer, state, first)
+    def balanced(self: RouterStats, logits, scored, layer, state, first, share):
+        found = plain(self, logits, scored, layer, state, first, share)
         if first and layer == self.layers - 1 and self._counts_DLE is not None:
             self._sum_over_ranks(state)
         return found
