@@ -14,6 +14,8 @@ from tests.planner.cases import machine
 MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", "4", "--cp", "8")
 LENGTHS = (2676, 16384, 3507, 16384)
 TIGHT = ("--memory-budget-gib", "8", "--effort", "1")
+# The output layer lies on the last stage alone: what it takes makes layers uneven.
+HEAD = ("--head-seconds", "--vocab-parallel", "off", "--effort", "0", "--levers", "all")
 # What makes the most of each lever: memory that binds, an output layer that takes time, or neither.
 WHERE = {
     "chunks": ("--effort", "1"),
@@ -24,7 +26,7 @@ WHERE = {
     "selective": TIGHT,
     "offload": (*TIGHT, "--levers", "all,-uneven"),
     "exact": TIGHT,
-    "uneven": ("--head-seconds", "--effort", "0", "--levers", "all"),
+    "uneven": HEAD,
     "search": TIGHT,
     "persist": ("--memory-budget-gib", "8", "--effort", "0"),
     "lean": ("--effort", "1"),
@@ -44,9 +46,10 @@ FIELDS = {
         ("--dp", "2", "--effort", "0", "--lockstep", "2"),
     ),
     "open_layers": (
-        ("--head-seconds", "--effort", "0", "--levers", "all"),
-        ("--head-seconds", "--effort", "0", "--levers", "all", "--layers", "8", "8", "8", "8"),
+        HEAD,
+        (*HEAD, "--layers", "8", "8", "8", "8"),
     ),
+    "whole": (("--effort", "0"), ("--effort", "0", "--whole")),
 }
 
 
@@ -84,9 +87,8 @@ def test_every_option_changes_a_plan(field: str, lengths: Path) -> None:
 def test_layers_are_open_where_nobody_names_them(
     lengths: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    head = ("--head-seconds", "--effort", "0", "--levers", "all")
-    assert "layers 8 8 8 8" not in plan(lengths, *head)
-    assert "layers 8 8 8 8" in plan(lengths, *head, "--layers", "8", "8", "8", "8")
+    assert "layers 8 8 8 8" not in plan(lengths, *HEAD)
+    assert "layers 8 8 8 8" in plan(lengths, *HEAD, "--layers", "8", "8", "8", "8")
     both = ("--levers", "all,uneven", "--layers", "8", "8", "8", "8")
     assert main(["plan", "--lengths", str(lengths), *MACHINE, *both]) == 2
     assert (
