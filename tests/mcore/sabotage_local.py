@@ -22,11 +22,11 @@ def _rows_changed(change: Callable) -> AbstractContextManager:
     plain = ChunkBatchBuilder._tensors
 
     def tensors(self: ChunkBatchBuilder, chunk: int):
-        tokens, positions, labels, loss_mask = plain(self, chunk)
+        found = plain(self, chunk)
         content = self.plan.chunks[chunk]
         if content.has_local:
-            change(positions[0], self.share.spread_rows(content))
-        return tokens, positions, labels, loss_mask
+            change(found.positions[0], self.share.spread_rows(content))
+        return found
 
     return patch.object(ChunkBatchBuilder, "_tensors", tensors)
 

@@ -18,6 +18,7 @@ class Output(nn.Module):
     def __init__(self, shared: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(VOCABULARY, HIDDEN, dtype=torch.float64))
+        self.output_size_per_partition = VOCABULARY
         self.sequence_parallel, self.disable_grad_reduce = shared, False
         self.tp_group = GROUP
         self.fails = False

@@ -47,7 +47,10 @@ def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch
         ("--pipeline-model-parallel-layout Ett|tL", "3 layers; expected --num-layers, 4"),
         ("--hybrid-layer-pattern=*-?", "--hybrid-layer-pattern *-?: '?' stands for no layer"),
         ("--hybrid-layer-pattern=*-*", "3 layers, of which 3 are left for 2 of"),
-        ("--hybrid-layer-pattern=*-/* --position-embedding-type rope", "multi-token prediction"),
+        (
+            "--hybrid-layer-pattern=*-/* --position-embedding-type rope",
+            "further tokens predicted with tied embeddings over several stages",
+        ),
         ("--num-experts 6 --expert-model-parallel-size 4", "expected a multiple of it"),
         (
             "--multi-latent-attention --kv-lora-rank 511 --tensor-model-parallel-size 2",

@@ -194,7 +194,12 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     args = parsed(words.split())
     filled = {"epp_vocab_parallel": "auto", "padded_vocab_size": 128, "data_parallel_size": 1}
     filled |= {"calculate_per_token_loss": True, "dataloader_type": "external"}
-    filled |= {"ffn_hidden_size": 128, "kv_channels": 8, "num_query_groups": 4}
+    filled |= {
+        "attention_dropout": 0.0,
+        "ffn_hidden_size": 128,
+        "kv_channels": 8,
+        "num_query_groups": 4,
+    }
     filled |= {"expert_tensor_parallel_size": 1, "epp_cost_model": "analytic", **changes}
     vars(args).update(filled)
     line = choose_vocabulary(args, SimpleNamespace(**{"pre_wrap": None, "items": None, **parts}))

@@ -234,9 +234,9 @@ def _positions_stay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ChunkBatchBuilder, "_tensor", lambda self, array: _on_host(plain, self, array))
 
 
-def _on_host(plain: Any, builder: ChunkBatchBuilder, array: Any) -> Tensor | None:
-    is_positions = array is not None and array.dtype.kind == "i" and array[:1] == [0]
-    return torch.from_numpy(array)[None] if is_positions else plain(builder, array)
+def _on_host(plain: Any, builder: ChunkBatchBuilder, array: Any) -> Tensor:
+    is_positions = array.dtype.kind == "i" and array.flat[0] == 0
+    return torch.from_numpy(array) if is_positions else plain(builder, array)
 
 
 def _borders_stay(patch: pytest.MonkeyPatch) -> None:
