@@ -105,7 +105,7 @@ def _csv(runs: Runs, arguments: argparse.Namespace) -> str:
     if runs[0].plan.vocabulary_parallel:
         raise UsageError(
             f"-o {arguments.output}: the plan has ops H and G, which torch's schedules do not "
-            "know; expected a plan without vocabulary parallelism, or another ending"
+            "know; expected a plan made with --vocab-parallel off, or another ending"
         )
     return to_torch_csv(runs[0].plan)
 

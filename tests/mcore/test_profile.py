@@ -167,7 +167,17 @@ def test_the_flags_say_which_layer_is_of_which_kind() -> None:
 def test_every_size_of_a_layer_is_read_from_flags() -> None:
     """A kind of layer whose flags nobody reads is named by its sizes."""
     latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
-    every = args(**latent, multi_latent_attention=True, num_experts=8, window_size=(16, 0))
+    states = {
+        "mamba_num_heads": 4,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 8,
+        "mamba_head_dim": 6,
+    }
+    states |= {f"linear_num_{side}_heads": 2 for side in ("key", "value")}
+    states |= {f"linear_{side}_head_dim": 4 for side in ("key", "value")}
+    every = args(
+        **latent, **states, multi_latent_attention=True, num_experts=8, window_size=(16, 0)
+    )
     read = {name for part in MEGATRON_PARTS for name in {**part.sizes(every), **part.ABSENT}}
     assert {field.name for field in dataclasses.fields(LayerShape)} - read == {"ffn_hidden"}
 
