@@ -85,6 +85,7 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) 
     require(noop is None, kernel, "a flag that says whether to run is not written")
     x = dense(kernel, "the tensor", tensor)
     x_TK = x.double().reshape(-1, x.shape[-1])
+    _layout(quantizer, False)  # or it is none of those written
     if output is None:
         output = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, None, False)
     dtype = torch_dtype(quantizer.dtype)

@@ -57,6 +57,11 @@ class LowRankAdapter(MegatronModule):
         # Each rank sees its own rows: finalize_model_grads adds the shares up.
         setattr(whole, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
+    @property
+    def weight(self) -> Tensor:
+        """The frozen one: Megatron's Mamba mixer looks at it when it saves."""
+        return self.linear.weight
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = self.linear(x)
         return output + _product(self.up, _product(self.down, x)), bias
@@ -91,9 +96,9 @@ def _product(half: nn.Module, x: Tensor) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-# Linears of attention; the last ones of latent attention, which has not all of them.
-_ATTENTION = ("linear_qkv", "linear_proj", "linear_q_proj", "linear_q_down_proj",
-              "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")  # fmt: skip
+# Linears of attention; then of latent attention, which has not all of them; of layers with a state.
+_MIXERS = ("linear_qkv", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
+           "linear_kv_down_proj", "linear_kv_up_proj", "in_proj", "out_proj")  # fmt: skip
 
 
 def adapt(model: Any, rank: int) -> Any:
@@ -101,11 +106,12 @@ def adapt(model: Any, rank: int) -> Any:
     for parameter in model.parameters():
         parameter.requires_grad = False
     for layer in dict.fromkeys(layers_of(model)):
-        around, mlp = layer.self_attention, layer.mlp
-        # Of a HybridModel's layer, one of the two has no linears.
-        for name in _ATTENTION:
-            if (linear := getattr(around, name, None)) is not None:
-                setattr(around, name, LowRankAdapter(linear, rank, gated=False))
+        # Of a HybridModel's layer, one of the two has no linears, or is not there.
+        mixer = layer.mixer if hasattr(layer, "mixer") else layer.self_attention
+        mlp = getattr(layer, "mlp", None)
+        for name in _MIXERS:
+            if (linear := getattr(mixer, name, None)) is not None:
+                setattr(mixer, name, LowRankAdapter(linear, rank, gated=False))
         if not hasattr(mlp, "linear_fc1"):
             continue
         mlp.linear_fc1 = LowRankAdapter(mlp.linear_fc1, rank, mlp.config.gated_linear_unit)

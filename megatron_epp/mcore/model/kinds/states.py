@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.states import DeltaPart, MambaPart
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart, mask_of_layers
+from megatron_epp.mcore.model.kinds.experts import MegatronExperts
 from megatron_epp.mcore.model.limit import Limit
 from megatron_epp.mcore.patching import cpu_host
 
@@ -99,6 +100,16 @@ class MegatronMamba(MegatronStates):
             "Mamba's scan without its fused kernel (--disable-mamba-mem-eff-path)",
             "leave it out: Megatron does not train packed documents without it either",
             lambda args: not getattr(args, "use_mamba_mem_eff_path", True),
+        ),
+        Limit(
+            "layers with a state beside experts spread over replicas (M or G, "
+            "--expert-model-parallel-size)",
+            "give an --expert-model-parallel-size that divides --tensor-model-parallel-size times "
+            "--context-parallel-size: in lockstep such models are not certified",
+            lambda args: (
+                MegatronExperts().lockstep(args) > 1
+                and (MegatronMamba().asked(args) or _has_deltas(args))
+            ),
         ),
     )
 
