@@ -108,7 +108,7 @@ def adapt(model: Any, rank: int) -> Any:
     for layer in dict.fromkeys(layers_of(model)):
         # Of a HybridModel's layer, one of the two has no linears, or is not there.
         mixer = layer.mixer if hasattr(layer, "mixer") else layer.self_attention
-        mlp = getattr(layer, "mlp", None)
+        mlp: Any = getattr(layer, "mlp", None)
         for name in _MIXERS:
             if (linear := getattr(mixer, name, None)) is not None:
                 setattr(mixer, name, LowRankAdapter(linear, rank, gated=False))
