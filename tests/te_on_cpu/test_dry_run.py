@@ -65,7 +65,7 @@ SHOWN = {
     "example": r"epp iteration",
     "example-tp": r"epp iteration",
     "stage-llama-7b": r"cost model off by|median",
-    "queues": r"32 queues",
+    "queues": r"queues: the op was done after",
     "lazy-loading": r"epp iteration",
     "first-calls": r"te: first calls cost",
     "recompilations": r"lm loss",
