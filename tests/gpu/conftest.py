@@ -1,5 +1,6 @@
 """What GPU tests share: Megatron in this process, with layers by Transformer Engine where it is."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -49,7 +50,10 @@ def alone():
     """This process as a world of its own; bf16."""
     from scripts.bench.single_stage import start_single_process
 
-    return start_single_process(MODEL.split() + ([] if has_engine() else LOCAL.split()))
+    started = start_single_process(MODEL.split() + ([] if has_engine() else LOCAL.split()))
+    # This process listens there from now on: what it starts has to look for a port of its own.
+    os.environ.pop("MASTER_PORT", None)
+    return started
 
 
 @pytest.fixture(scope="session")
