@@ -8,9 +8,9 @@ plans, and their answers are compared in float64 with the plain model's.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megatron_epp.certify.compare import worst_gradient
+from megatron_epp.certify.compare import WorstGradient, worst_gradient
 from megatron_epp.certify.processes import ChildLost, Children
 from megatron_epp.certify.protocol import (
     PLAIN,
@@ -19,6 +19,8 @@ from megatron_epp.certify.protocol import (
     Coverage,
     InputRefusal,
     ModelSetup,
+    RankResult,
+    Reference,
     RequestFailure,
     Role,
 )
@@ -29,6 +31,14 @@ BOUND = 1e-12  # relative, in float64
 # In fewer digits, of the plain model's own error: two computations of one number in the same
 # format are both off by as much, in any direction.
 OWN_BOUND = 2.0
+# Of gradients of weights whose products are in fp8, in the 2-norm; all else keeps its digits, as
+# blocks of what is not summed up over rows lie along a row. A plan says which rows share a block's
+# scale: the power of two s with 224 s < amax <= 448 s. In e4m3 a number has its digits in any such
+# scale down to 2^-6 s, and is a multiple of 2^-9 s below. So in two ways of cutting it differs by
+# 2 * 2^-10 s at most: beside its block's largest by 2 * 2^-10 / 224 (of e5m2 by 5e-10). That share
+# of what the largest adds to it, it changes of a line of the gradient, and so does one of the other
+# factor. Few numbers are as small, and their errors are random.
+QUANTISED_BOUND = 2 * 2 * 2.0**-10 / 224
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,8 @@ class BatchVerdict:
 
     problems   what went otherwise than planned        routing   how routers differ (routed.py)
     bound      of both errors: BOUND, or of those told in the plain model's own
+    quantised_error   of gradients of weights in fp8 (QUANTISED_BOUND), which ``gradient_error``
+                      leaves out; None: there are none
     """
 
     number: int
@@ -49,10 +61,12 @@ class BatchVerdict:
     problems: tuple[str, ...] = ()
     routing: tuple[str, ...] = ()
     bound: float = BOUND
+    quantised_error: float | None = None
 
     @property
     def passed(self) -> bool:
         fine = not self.problems and not self.routing
+        fine = fine and (self.quantised_error or 0.0) <= QUANTISED_BOUND
         return fine and self.loss_error <= self.bound and self.gradient_error <= self.bound
 
 
@@ -89,7 +103,7 @@ def certify(
             for number in range(turn, trial.batches, trial.turns):
                 judged.append(_batch(children, number, prepared.frame, trial))
                 if len(judged) == 1:
-                    show(header(judged[0].coverage))
+                    show(header(judged[0]))
                 show(row(judged[-1]))
                 if judged[-1].problems and trial.degrees.ranks > 1:
                     return judged
@@ -122,9 +136,13 @@ def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) ->
     if failures:
         return BatchVerdict(number, frame.coverage(drawn, ()), problems=tuple(failures))
     reference, computed = answers.pop(PLAIN), list(answers.values())
-    gradients = (part for one in computed for part in one.gradients)
-    worst = worst_gradient(gradients, reference.gradients, reference.own)
-    exact = reference.own is None
+    exact, quantised = reference.own is None, None
+    worst = _worst(reference, computed, lambda key: key not in reference.quantised)
+    if reference.quantised:
+        rounded = _worst(reference, computed, lambda key: key in reference.quantised, True)
+        quantised = rounded.error
+        if quantised / QUANTISED_BOUND > worst.error / BOUND:
+            worst = replace(worst, name=rounded.name)
     return BatchVerdict(
         number,
         frame.coverage(drawn, computed),
@@ -137,12 +155,25 @@ def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) ->
         # In fewer digits, what routers log says nothing that their gradients do not.
         routing=tuple(reference.routing_differences(computed, BOUND if exact else float("inf"))),
         bound=BOUND if exact else OWN_BOUND,
+        quantised_error=quantised,
     )
+
+
+def _worst(
+    reference: Reference,
+    computed: Sequence[RankResult],
+    counts: Callable[[str], bool],
+    rounded: bool = False,
+) -> WorstGradient:
+    """Of the gradients whose key ``counts``."""
+    parts = (part for one in computed for part in one.gradients if counts(part.key))
+    expected = {key: tensor for key, tensor in reference.gradients.items() if counts(key)}
+    return worst_gradient(parts, expected, reference.own, rounded)
 
 
 # ------------------------------------------------------------------ what is printed
 
-_WIDTHS = {"loss": 8, "I+W": 4}  # of columns wider than their names
+_WIDTHS = {"loss": 8, "I+W": 4, "in fp8": 7}  # of columns wider than their names
 
 
 def _line(cells: Mapping[str, object], parameter: str) -> str:
@@ -157,7 +188,7 @@ def _cells(judged: BatchVerdict) -> dict[str, object]:
         "messages": judged.messages,
         judged.coverage.ERROR: _told(judged, judged.loss_error),
         "gradient": _told(judged, judged.gradient_error),
-    }
+    } | ({} if judged.quantised_error is None else {"in fp8": f"{judged.quantised_error:.1e}"})
 
 
 def _told(judged: BatchVerdict, error: float) -> str:
@@ -170,9 +201,9 @@ def row(judged: BatchVerdict) -> str:
     return "\n        ".join([_line(_cells(judged), judged.parameter), *why])
 
 
-def header(coverage: Coverage) -> str:
+def header(judged: BatchVerdict) -> str:
     """Names of the columns of such batches."""
-    names = _cells(BatchVerdict(0, coverage))
+    names = _cells(judged)
     return _line(dict(zip(names, names, strict=True)), "worst parameter")
 
 
@@ -185,11 +216,15 @@ def verdict(judged: Sequence[BatchVerdict]) -> str:
     told = _told(judged[0], worst)
     if bound != BOUND:
         told += " of the plain model's own"
+    rounded = [one.quantised_error for one in judged if one.quantised_error is not None]
+    besides = (
+        f"; of weights in fp8 {max(rounded):.1e} (bound {QUANTISED_BOUND:.1e})" if rounded else ""
+    )
     conclusion = (
         f"not certified: {len(failed)} of {len(judged)} batches differ from the plain model: "
-        f"{' '.join(failed)} (bound {bound:g}, worst {told})"
+        f"{' '.join(failed)} (bound {bound:g}, worst {told}){besides}"
         if failed
-        else f"certified: {len(judged)} batches, worst error {told} (bound {bound:g}); "
+        else f"certified: {len(judged)} batches, worst error {told} (bound {bound:g}){besides}; "
         f"{every[0].HELD}"
     )
     counts = sorted(sum((batch.collectives for batch in judged), Counter()).items())

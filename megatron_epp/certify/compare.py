@@ -62,15 +62,20 @@ def worst_gradient(
     parts: Iterable[Shard],
     reference: Mapping[str, numpy.ndarray],
     own: Mapping[str, numpy.ndarray] | None = None,
+    rounded: bool = False,
 ) -> WorstGradient:
     """max |difference| / max |reference| of each parameter (of those in CANCELLING, of their
     module), the largest of all; with ``own``, the plain model's gradients in fewer digits,
-    |difference| / |own - reference| in the 2-norm.
+    |difference| / |own - reference| in the 2-norm; of those ``rounded``, |difference| / |reference|
+    in it.
 
     Every copy is judged: those of data-parallel replicas, and of tied embeddings on two stages. A
     gradient that is not finite, or that no rank has computed, counts as infinitely wrong.
     """
-    error_of = _relative(reference) if own is None else _in_own_errors(reference, own)
+    if own is not None:
+        error_of = _in_own_errors(reference, own)
+    else:
+        error_of = (_in_norm if rounded else _relative)(reference)
     seen = {key: numpy.zeros(tensor.shape, dtype=bool) for key, tensor in reference.items()}
     worst = WorstGradient(0.0, "")
     for part in parts:
@@ -97,6 +102,15 @@ def _relative(reference: Mapping[str, numpy.ndarray]) -> Callable[[Shard], float
         if scale < NOISE * largest:
             scale = largest
         return float(abs(part.values - expected).max(initial=0.0)) / scale
+
+    return error_of
+
+
+def _in_norm(reference: Mapping[str, numpy.ndarray]) -> Callable[[Shard], float]:
+    def error_of(part: Shard) -> float:
+        difference = float(numpy.linalg.norm(part.values - reference[part.key][part.where]))
+        size = float(numpy.linalg.norm(reference[part.key][part.layer]))
+        return difference / size if difference else 0.0
 
     return error_of
 

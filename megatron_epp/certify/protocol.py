@@ -142,10 +142,12 @@ class Reference(ABC):
     gradients   of every weight of the whole model by its key; buffers, such as the experts'
                 biases, as they are afterwards
     own         the same in the format that is certified; None: it is the plain model's
+    quantised   keys of weights whose products are in fp8, where that is compared exactly
     """
 
     gradients: Mapping[str, numpy.ndarray]
     own: Mapping[str, numpy.ndarray] | None
+    quantised: frozenset[str]
 
     @abstractmethod
     def loss_error(self, computed: Sequence[Any]) -> float:

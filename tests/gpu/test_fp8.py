@@ -6,12 +6,16 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron_epp.mcore.patching import engine_on_cpu
 from tests.gpu.test_first_iteration import SLICES, off, plan, run
 from tests.gpu.test_split import halves
 
 pytestmark = pytest.mark.gpu
 
 LINEARS = 2 * 4  # of two layers
+certified = pytest.mark.skipif(
+    engine_on_cpu.is_wanted(), reason="certified over the reference (te_on_cpu, in fp8)"
+)
 
 
 @pytest.fixture
@@ -59,6 +63,7 @@ def test_weights_are_quantised_once_an_iteration(quantised) -> None:
             assert len(weights) == iteration * LINEARS  # of SLICES chunks
 
 
+@certified
 def test_changed_weights_are_seen_by_the_next_iteration(quantised) -> None:
     """The guard can fail: where what was quantised is kept, the old ones train on."""
     import torch
@@ -78,6 +83,7 @@ def test_changed_weights_are_seen_by_the_next_iteration(quantised) -> None:
         assert off(run(quantised, wrong), expected) > 0.1
 
 
+@certified
 def test_slices_recomputed_and_halves_compute_what_they_do_in_fp8(quantised, alone) -> None:
     """What backward computes again is quantised, too, and weights' gradients of quantised operands
     can wait."""

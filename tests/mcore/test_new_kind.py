@@ -54,7 +54,7 @@ class MegatronSums(MegatronPart):
     def in_layers(self, args, mask):
         return {}
 
-    def small(self, args, hidden, tp, head_size):
+    def small(self, args, hidden, tp, head_size, step):
         return {"sum_size": min(args.sum_size, 4)}
 
     def holds(self, module):

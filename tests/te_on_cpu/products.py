@@ -8,6 +8,7 @@ Rows and columns as torch has them: D = B A, either factor transposed first wher
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def te_general_grouped_gemm(
     require(not any(x.numel() for x in pre_gelu_out), kernel, "GELU in groups is not written")
     dtype = torch_dtype(D_type)
     if single_output:
-        rows = [x.numel() // x.shape[-1] if x.numel() else 0 for x in B]
+        rows = [prod(x.size()[:-1]) for x in B]
         require(list(m_splits) == rows, kernel, f"splits {m_splits} of operands with {rows} rows")
         require(sum(rows) == len(D[0]), kernel, f"{len(D[0])} rows of output for {sum(rows)}")
         outputs = list(D[0].split(rows))
@@ -134,7 +135,7 @@ def te_general_grouped_gemm(
     require(len(A) == len(B) == len(outputs), kernel, f"{len(A)}, {len(B)}, {len(outputs)} tensors")
     for index, (a, b, out) in enumerate(zip(A, B, outputs, strict=True)):
         has_bias = bool(bias[index].numel())
-        if not b.numel() or not a.numel():
+        if not prod(b.size()) or not prod(a.size()):
             # No kernel runs: an output that is not added to is set to zero, a gradient, too.
             if not accumulate:
                 out.zero_()

@@ -7,9 +7,13 @@ by columns are for products that add up over rows: there FP8's blocks are transp
     FP8, 1 x 128        [T, K]      [K / 128, T]         by columns   [K, T]   [T / 128, K]
     FP8, 128 x 128      [T, K]      [T / 128, K / 128]   by columns   [K, T]   [K / 128, T / 128]
     MXFP8, 1 x 32       [T, K]      [T, K / 32]          by columns   [T, K]   [T / 32, K]
+
+Scales of MXFP8 lie so, or, where that is asked for, as products on Blackwell read them (cuBLAS's
+layout of block scales, "swizzled"): those along a product's sum in fours, beside 128 rows of it.
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +30,15 @@ LEAST, MOST = -127, 127  # exponents of scales
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Rows and columns of a block; whether data and scales are transposed; scales by exponents."""
+    """Rows and columns of a block; whether data and scales are transposed; scales by exponents, and
+    these as products read them."""
 
     rows: int
     columns: int
     data_across: bool
     scales_across: bool
     exponents: bool = False
+    swizzled: bool = False
 
 
 def _layout(of: Any, columnwise: bool) -> _Layout:
@@ -49,10 +55,9 @@ def _layout(of: Any, columnwise: bool) -> _Layout:
         return _Layout(rows, columns, columnwise, not columnwise)
     swizzled = getattr(of, "_with_gemm_swizzled_scales", getattr(of, "optimize_for_gemm", None))
     if type(of).__name__.startswith("MXFP8"):
-        require(not swizzled, "quantize", "swizzled scales are not written")
         require(not getattr(of, "with_2d_quantization", False), "quantize", "MXFP8 in squares")
         rows, columns = (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK)
-        return _Layout(rows, columns, False, False, True)
+        return _Layout(rows, columns, False, False, True, bool(swizzled))
     raise NotImplementedError(f"te_on_cpu: a {type(of).__name__} is not written")
 
 
@@ -99,9 +104,38 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) 
         data.copy_(stored.contiguous().view(torch.uint8).view(data.shape))
         blocks = exponents.T if layout.scales_across else exponents
         encoded = (blocks + MX_BIAS) if layout.exponents else _power(blocks)
-        scales.zero_()
-        scales[: blocks.shape[0], : blocks.shape[1]] = encoded.to(scales.dtype)
+        placed = torch.zeros_like(scales)
+        placed[: blocks.shape[0], : blocks.shape[1]] = encoded.to(scales.dtype)
+        scales.copy_(_swizzled(placed, columnwise) if layout.swizzled else placed)
     return output
+
+
+def split_quantize(
+    tensor: Tensor, split_sections: Sequence[int], quantizers: Sequence[Any],
+    disable_bulk_allocation: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Groups of rows, one after the other, each by a quantizer of its own."""
+    kernel = "split_quantize"
+    require(sum(split_sections) == len(tensor), kernel, f"{len(tensor)} rows: {split_sections}")
+    parts = tensor.split(list(split_sections))
+    return [quantize(part, one) for part, one in zip(parts, quantizers, strict=True)]
+
+
+def _swizzled(scales: Tensor, columnwise: bool) -> Tensor:
+    """Scales as products read them: tiles of 128 x 4, of each the rows 0, 32, 64, 96 side by side,
+    then 1, 33, ... ``columnwise``: the sum goes down the columns."""
+    flat = scales.T if columnwise else scales
+    rows, columns = flat.shape
+    tiles = flat.reshape(rows // 128, 4, 32, columns // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(scales.shape)
+
+
+def _unswizzled(scales: Tensor, columnwise: bool) -> Tensor:
+    """The inverse."""
+    rows, columns = scales.shape[::-1] if columnwise else scales.shape
+    tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    flat = tiles.reshape(rows, columns)
+    return flat.T if columnwise else flat
 
 
 def _parts(tensor: Any, columnwise: bool) -> tuple[Any, Any]:
@@ -118,7 +152,8 @@ def _scaled(
     require(whole, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
     missing = -columns % layout.columns, -rows % layout.rows
     tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
-    tiles = tiles.view(-1, layout.rows, (columns + missing[0]) // layout.columns, layout.columns)
+    down, across = (rows + missing[1]) // layout.rows, (columns + missing[0]) // layout.columns
+    tiles = tiles.view(down, layout.rows, across, layout.columns)
     amax = tiles.amax((1, 3))
     _, exponent = torch.frexp(largest / amax.clamp(min=2.0**LEAST))
     exponents = (1 - exponent.long()).clamp(LEAST, MOST)
@@ -138,6 +173,8 @@ def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
     else:
         values = data.reshape(-1, data.shape[-1]).view(dtype).double()
     rows, columns = values.shape
+    if layout.swizzled:
+        scales = _unswizzled(scales, columnwise)
     blocks = scales.T if layout.scales_across else scales
     blocks = blocks[: -(-rows // layout.rows), : -(-columns // layout.columns)]
     powers = _power(blocks.long() - MX_BIAS) if layout.exponents else blocks.double()

@@ -14,8 +14,12 @@ from megatron_epp.mcore.patching import engine_on_cpu
 def choose_engine(trial: Trial) -> str:
     """Have the processes run Transformer Engine's layers over a reference of its kernels, where a
     model asks for them and not for GPUs. ValueError: there is none."""
-    asked = any(word.endswith("transformer_engine") for words in trial.models for word in words)
-    return engine_on_cpu.require_reference() if asked and trial.device == "cpu" else ""
+    words = [word for words in trial.models for word in words]
+    if trial.device != "cpu" or not any(word.endswith("transformer_engine") for word in words):
+        return ""
+    # An H100 has no such products.
+    device = "b200" if any(word.endswith("mxfp8") for word in words) else engine_on_cpu.DEVICE
+    return engine_on_cpu.require_reference(device)
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:

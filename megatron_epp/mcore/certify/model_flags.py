@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import fp8_utils
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.training.arguments import parse_args, validate_args
@@ -32,7 +33,7 @@ _OFF = """
     moe_permute_fusion gradient_accumulation_fusion moe_router_fusion
 """  # fused cross entropy rounds its gradient to bf16 (fused_cross_entropy.py)
 _NONE = """
-    fp8 fp4 spec data_path rampup_batch_size iterations_to_skip dataloader_save save load
+    fp4 spec data_path rampup_batch_size iterations_to_skip dataloader_save save load
     train_iters train_samples lr_decay_iters lr_decay_samples lr_warmup_fraction
     recompute_granularity recompute_method recompute_num_layers moe_router_dtype
 """  # routers' number format: float64
@@ -66,9 +67,12 @@ _LOCAL: dict[str, Any] = {
     "transformer_impl": "local",
     "moe_grouped_gemm": False,
     "apply_rope_fusion": False,
+    "fp8": None,
 }
+# What is compared in fp8 has a plain model in fp8, of Transformer Engine's layers; it is no trainer
+# that would say when weights have changed.
+_QUANTISED: dict[str, Any] = {"disable_parameter_transpose_cache": True}
 _NOT_PLAIN: dict[str, Any] = {
-    **_LOCAL,
     "pipeline_model_parallel_size": 1,
     "tensor_model_parallel_size": 1,
     "context_parallel_size": 1,
@@ -118,7 +122,7 @@ def scaled(
         tiny.values.update(part.without_ties(tiny.values))
     elastic = _validated(raw, tiny.values | extra, degrees.ranks, dtype)
     refusals.refuse(elastic)
-    plain = tiny.values | _NOT_PLAIN
+    plain = tiny.values | _NOT_PLAIN | (_QUANTISED if elastic.fp8 else _LOCAL)
     if pattern := plain.get("hybrid_layer_pattern"):  # of one stage
         plain["hybrid_layer_pattern"] = letters_of_layers(pattern) + further_of(pattern)
     own = _validated(raw, plain, 1, dtype) if dtype != FLOAT64 else None
@@ -138,6 +142,12 @@ def _require_engine(raw: Namespace, lora_rank: int) -> None:
             "--transformer-impl transformer_engine: this process was started without a reference "
             f"of its kernels; set {engine_on_cpu.VARIABLE}={engine_on_cpu.DEVICE} before it starts"
         )
+    known = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
+    if asked and raw.fp8 and engine_on_cpu.is_started() and raw.fp8_recipe in known:
+        state: Any = fp8_utils.FP8GlobalStateManager
+        available, why = getattr(state, known[raw.fp8_recipe])()
+        if not available:
+            raise ValueError(f"--fp8-recipe {raw.fp8_recipe}: {why} ({engine_on_cpu.in_words()})")
 
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
@@ -158,6 +168,7 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     words += ["qk-layernorm"] * args.qk_layernorm + ["qk-l2-norm"] * args.qk_l2_norm
     words += ["zero-centred norms"] * args.layernorm_zero_centered_gamma
     words += [word for part in MEGATRON_PARTS for word in part.small_words(args)]
+    words += [f"fp8 ({args.fp8}), {args.fp8_recipe}"] * bool(args.fp8)
     words += ["sequence parallel"] * args.sequence_parallel
     words += ["vocabulary over the stages"] * refusals.vocabulary_parallel(args)
     words += ["distributed optimizer"] * args.use_distributed_optimizer

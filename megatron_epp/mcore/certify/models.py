@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,20 @@ def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
         for parameter in (parameter for model in models for parameter in model.parameters()):
             parameter.data = parameter.data.double()
     return models
+
+
+class ChangingWeights:
+    """Weights that differ from batch to batch, as an optimizer's do: what is kept of them longer
+    shows. Matrices are halved and doubled again, which no format rounds."""
+
+    def __init__(self, *models: Any):
+        self._matrices = [one for model in models for one in model.parameters() if one.dim() > 1]
+        self._factors = cycle((0.5, 2.0))
+
+    def change(self) -> None:
+        factor = next(self._factors)
+        for matrix in self._matrices:
+            matrix.data.mul_(factor)
 
 
 def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: int = 0) -> Any:

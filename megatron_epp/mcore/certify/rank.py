@@ -38,7 +38,7 @@ from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
-from megatron_epp.mcore.certify.models import begin, elastic_model, join
+from megatron_epp.mcore.certify.models import ChangingWeights, begin, elastic_model, join
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import AUTO, Config
@@ -124,6 +124,7 @@ class Rank:
         begin(self.args, self.seed)
         self.model = self.build()
         fill(self.model.module, prepared.weights)
+        self.weights = ChangingWeights(self.model.module)
 
     def build(self) -> Any:
         latents.BLOCK = LATENTS_BLOCK
@@ -151,6 +152,8 @@ class Rank:
         self.number = number
         with self.around(number):
             drawn = self.frame.draw(self.seed, number)
+            if self.args.fp8:
+                self.weights.change()
             evaluated = self.run(drawn, forward_only=True)
             self.model.zero_grad_buffer()
             with Traffic() as traffic:

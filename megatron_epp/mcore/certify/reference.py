@@ -9,6 +9,7 @@ import numpy
 import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from megatron_epp.certify.batches import Frame, RandomBatch, letters_drawn
 from megatron_epp.certify.compare import whole
@@ -19,9 +20,10 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.model_flags import choose_layers, describe, parsed, scaled
-from megatron_epp.mcore.certify.models import begin, join, plain_model
+from megatron_epp.mcore.certify.models import ChangingWeights, begin, join, plain_model
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
+from megatron_epp.mcore.data.row_share import quantised_rows
 from megatron_epp.mcore.flags import refusals_as_value_errors
 from megatron_epp.mcore.model.kinds.registry import (
     MEGATRON_PARTS,
@@ -29,6 +31,7 @@ from megatron_epp.mcore.model.kinds.registry import (
     lockstep_of,
     whole_documents,
 )
+from megatron_epp.mcore.model.quantisation import quantises
 from megatron_epp.mcore.patching import cpu_host
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
@@ -40,7 +43,8 @@ type Gradients = dict[str, numpy.ndarray]
 class PlainModel:
     """Nothing of ours is in its path but the CPU host: local layers, Megatron's own attention with
     a causal mask, gradients straight from autograd, in float64. What is certified in another
-    format is computed in it a second time, by a model with the same weights (``own``).
+    format is computed in it a second time, by a model with the same weights (``own``). In fp8 its
+    layers are Transformer Engine's, as no others have it.
     """
 
     def __init__(self, role: Role):
@@ -65,7 +69,9 @@ class PlainModel:
         small = scaled(raw, degrees, self.trial.overlap, lora_rank, self.trial.dtype)
         if self.trial.device != "cpu" and self.trial.dtype != FLOAT64:  # which its kernels know
             choose_layers(small.elastic, asked)
-        args, by_engine = small.plain, small.elastic.transformer_impl != "local"
+        args = small.plain
+        by_engine = small.elastic.transformer_impl != args.transformer_impl
+        left_out = ", not in fp8" * bool(raw.fp8 and not args.fp8)
         begin(args, self.seed)
         with refusals_as_value_errors(), self._exactly():
             self.model = plain_model(args, by_engine)
@@ -82,6 +88,12 @@ class PlainModel:
             fill(self.own, weights)
             weights = whole(shards(self.own, lambda parameter: parameter.data))
         fill(self.model, weights)
+        self.weights = ChangingWeights(*filter(None, (self.model, self.own)))
+        self.in_fp8 = bool(args.fp8)
+        # None of them where errors are told in those of the format.
+        exact = self.in_fp8 and small.own is None
+        self.quantised = quantised_keys(self.model) if exact else frozenset()
+        self.rows = quantised_rows(args)
         letters = letters_drawn(EXECUTABLE + letters_of_parts(args))
         self.frame = Frame(
             args.padded_vocab_size,
@@ -98,15 +110,17 @@ class PlainModel:
             pickle.dumps(small.elastic),
             self.frame,
             weights,
-            describe(small.layers, small.elastic, lora_rank),
+            describe(small.layers, small.elastic, lora_rank) + left_out,
         )
 
     def compute(self, number: int) -> Reference:
         """Loss and gradients of batch ``number``."""
         drawn = self.frame.draw(self.seed, number)
+        if self.in_fp8:
+            self.weights.change()
         # Auxiliary losses are weighted by tokens, as the loss is, and divided with it.
         for part in MEGATRON_PARTS:
-            part.weigh_losses(torch.tensor(1 / drawn.loss_tokens))
+            part.weigh_losses(torch.tensor(1.0))
         with self._exactly():
             losses, gradients = self._of_documents(self.model, drawn)
         routed, loss = self.routing.taken(), sum(float(one.sum()) for one in losses)
@@ -122,6 +136,7 @@ class PlainModel:
         return TrainerReference(
             gradients,
             own,
+            self.quantised,
             loss,
             evaluation_loss,
             unit,
@@ -137,20 +152,22 @@ class PlainModel:
         with self._exactly(), torch.no_grad():
             for one, mask in zip(drawn.tokens, drawn.loss_masks, strict=True):
                 tokens_1T = torch.from_numpy(one)[None]
-                losses_T = token_losses(self.model, tokens_1T[:, :-1], tokens_1T[:, 1:])
+                losses_T = token_losses(
+                    self.model, tokens_1T[:, :-1], tokens_1T[:, 1:], rows=self.rows
+                )
                 total += float((losses_T * torch.from_numpy(mask)).sum())
         self.model.train()
         return total / drawn.loss_tokens
 
     def _of_documents(self, model: Any, drawn: RandomBatch) -> tuple[list[Tensor], Gradients]:
         """Weighted losses [T] of every document alone, and gradients of their mean."""
-        sums, losses = Sums(model), []
+        sums, losses = Sums(model, drawn.loss_tokens), []
         for one, mask in zip(drawn.tokens, drawn.loss_masks, strict=True):
             tokens_1T = torch.from_numpy(one)[None]
             mask_T = torch.from_numpy(mask)
-            losses_T = token_losses(model, tokens_1T[:, :-1], tokens_1T[:, 1:], mask_T)
+            losses_T = token_losses(model, tokens_1T[:, :-1], tokens_1T[:, 1:], mask_T, self.rows)
             losses_T = losses_T * mask_T
-            sums.backward(losses_T.sum() / drawn.loss_tokens)
+            sums.backward(losses_T.sum())
             losses.append(losses_T.detach())
         return losses, self.gradients(model, sums)
 
@@ -166,19 +183,39 @@ class PlainModel:
 
 
 def token_losses(
-    model: Any, tokens_1T: Tensor, labels_1T: Tensor, mask_T: Tensor | None = None
+    model: Any,
+    tokens_1T: Tensor,
+    labels_1T: Tensor,
+    mask_T: Tensor | None = None,
+    rows: int = 1,
 ) -> Tensor:
-    """[T] of one document alone. ``mask`` of targets: where further tokens are predicted."""
+    """[T] of one document alone. ``mask`` of targets: where further tokens are predicted. Behind it
+    is padding up to a multiple of ``rows``, which no token before it sees."""
     length = tokens_1T.shape[1]
-    mask_11TT = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    missing = -length % rows
+    places_T = torch.arange(length + missing)
     losses_1T = model(
-        tokens_1T,
-        torch.arange(length)[None],
-        mask_11TT,
-        labels=labels_1T,
-        loss_mask=None if mask_T is None else mask_T[None].double(),
+        pad(tokens_1T, (0, missing)),
+        places_T[None],
+        torch.ones(1, 1, length + missing, length + missing, dtype=torch.bool).triu(1),
+        labels=pad(labels_1T, (0, missing)),
+        loss_mask=None if mask_T is None else pad(mask_T, (0, missing))[None].double(),
+        # For routers, which would count it.
+        **({"padding_mask": (places_T >= length)[None]} if missing else {}),
     )
-    return losses_1T[0]
+    return losses_1T[0, :length]
+
+
+def quantised_keys(model: nn.Module) -> frozenset[str]:
+    """Keys of ``model``'s weights whose products are in fp8."""
+    linears = {
+        weight
+        for module in filter(quantises, model.modules())
+        for weight in module.parameters(recurse=False)
+        if weight.dim() > 1
+    }
+    marked = shards(model, lambda weight: torch.full_like(weight, weight in linears))
+    return frozenset(one.key for one in marked if one.values.any())
 
 
 def off(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
@@ -188,10 +225,12 @@ def off(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 
 
 class Sums:
-    """Gradients of ``model`` added up in float64, whatever format each backward leaves them in."""
+    """Gradients of ``model`` added up in float64, whatever format each backward leaves them in, and
+    divided by ``tokens`` in the end, as a trainer does: what is rounded on the way is not divided.
+    """
 
-    def __init__(self, model: Any):
-        self._model = model
+    def __init__(self, model: Any, tokens: int = 1):
+        self._model, self._tokens = model, tokens
         self._sums = {one: torch.zeros_like(one, dtype=torch.float64) for one in model.parameters()}
 
     def backward(self, loss: Tensor) -> None:
@@ -202,4 +241,4 @@ class Sums:
                 parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        return self._sums[parameter]
+        return self._sums[parameter] / self._tokens

@@ -49,6 +49,14 @@ def fewer(counts: Sequence[int]) -> list[int]:
     return [min(1 + sizes.index(count), UNEVEN_LAYERS) if count else 0 for count in counts]
 
 
+def step_of(args: Namespace, tp: int) -> int:
+    """Rows and columns that a rank's part of a matrix is a multiple of: in fp8 what products take,
+    and where a matrix is split whole blocks, so that every part has the scales of the whole."""
+    if not args.fp8 or args.transformer_impl == "local":
+        return 1
+    return 32 if args.fp8_recipe == "mxfp8" else 16 if tp == 1 else 128
+
+
 def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
     """(query heads, key/value heads): few of both, in the same ratio up to 8.
 
@@ -97,7 +105,11 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     query, key = heads(wanted, groups, tp, degrees.cp)
     channels = model_sizes(args)["head_size"]
     width = channels * wanted / args.hidden_size if channels else 1.0
-    hidden = max(1, round(query / width / tp)) * tp * HEAD_SIZE
+    step = step_of(args, tp)
+    head_size = max(HEAD_SIZE, step // LEAST_HEADS_PER_RANK)
+    grain = tp * max(1, step // head_size)
+    hidden = max(1, round(query / width / grain)) * grain * head_size
+    unit = tp * max(HEAD_SIZE, step)
     ffn = 4.0 if args.ffn_hidden_size is None else args.ffn_hidden_size / args.hidden_size
     if args.ffn_hidden_size is None and args.swiglu:
         ffn = 8 / 3  # what Megatron takes by default
@@ -107,10 +119,10 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         "num_layers": sum(counts),
         "encoder_num_layers": None,
         "hidden_size": hidden,
-        "ffn_hidden_size": max(1, round(min(ffn, 4.0) * hidden / (8 * tp))) * 8 * tp,
+        "ffn_hidden_size": max(1, round(min(ffn, 4.0) * hidden / unit)) * unit,
         "num_attention_heads": query,
         "num_query_groups": key if args.group_query_attention else 1,
-        "kv_channels": HEAD_SIZE,
+        "kv_channels": head_size,
         "seq_length": CONTEXT,
         "encoder_seq_length": None,
         "max_position_embeddings": CONTEXT,
@@ -124,7 +136,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     }
     changed |= small_kinds(args, stages, counts)
     for part in MEGATRON_PARTS:
-        changed |= part.small(args, hidden, tp, HEAD_SIZE)
+        changed |= part.small(args, hidden, tp, head_size, step)
     first = args.decoder_first_pipeline_num_layers
     if first is not None and pattern is None:
         changed["decoder_first_pipeline_num_layers"] = counts[0]

@@ -26,13 +26,14 @@ def quantise_everywhere(model: nn.Module, config: Any) -> None:
     for layer in model.modules():  # inner ones last
         number = getattr(layer, "layer_number", None)
         if number is not None:
-            numbers |= dict.fromkeys(filter(_quantises, layer.modules()), number)
+            numbers |= dict.fromkeys(filter(quantises, layer.modules()), number)
     for module, number in numbers.items():
         module.disable_parameter_transpose_cache = False
         module.forward = _in_fp8(module.forward, config, number - 1)
 
 
-def _quantises(module: nn.Module) -> bool:
+def quantises(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear that can."""
     return hasattr(module, _KEPT) and hasattr(module, "is_first_microbatch")
 
 

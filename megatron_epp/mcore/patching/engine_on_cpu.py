@@ -34,11 +34,11 @@ def start_reference() -> None:
     _reference().start(os.environ[VARIABLE])
 
 
-def require_reference() -> str:
-    """Have the processes that this one starts use it; a line that says so. ValueError: there is
-    none."""
+def require_reference(device: str = DEVICE) -> str:
+    """Have the processes that this one starts use it, as ``device`` where nobody says which; a line
+    that says so. ValueError: there is none."""
     _require_folder()
-    os.environ.setdefault(VARIABLE, DEVICE)
+    os.environ.setdefault(VARIABLE, device)
     return in_words()
 
 

@@ -38,6 +38,8 @@ class PlainLoop(PlainModel):
             raise ValueError(
                 "--epp-vocab-parallel on: a loop's last stage has the output layer; leave it out"
             )
+        if raw.fp8 and raw.transformer_impl != "local":
+            raise ValueError("--fp8-format: loops are not certified in fp8; leave it out")
         if degrees.cp > 1:
             _refuse_for_context(raw)
         made, per_token = super().prepare(turn), bool(turn % 2)
@@ -71,7 +73,7 @@ class PlainLoop(PlainModel):
                 self._units(*each)
                 for each in zip(run.outputs, beside.outputs, drawn.micro_batches, strict=True)
             ]
-        return LoopReference(run.gradients, own, values, sums, tuple(units))
+        return LoopReference(run.gradients, own, frozenset(), values, sums, tuple(units))
 
     def _run(self, model: Any, drawn: DrawnMicroBatches) -> "LoopRun":
         run, sums = LoopRun(), Sums(model)

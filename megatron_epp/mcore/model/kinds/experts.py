@@ -175,11 +175,6 @@ class MegatronExperts(MegatronPart):
             calls=settings(moe_paged_stash="a paged stash of experts' activations"),
         ),
         Limit(
-            "experts in fp8 (--fp8-format)",
-            "train in bf16",
-            _if_experts(given("fp8")),
-        ),
-        Limit(
             "a dense model made one of experts at start (--moe-use-upcycling)",
             "upcycle once without --epp, and load the checkpoint that it saves",
             given("moe_use_upcycling"),
@@ -329,7 +324,7 @@ class MegatronExperts(MegatronPart):
         several = mpu.get_data_parallel_world_size() > 1
         return several and "global_aux_loss" in balancing_types(config)
 
-    def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
+    def small(self, args: Any, hidden: int, tp: int, head_size: int, step: int) -> dict[str, Any]:
         if not args.num_experts:
             return {}
         self.require(args, tp)
@@ -342,11 +337,11 @@ class MegatronExperts(MegatronPart):
             reached = max(1, min(reached, groups // 2))
             chosen = reached * of_group
             changed |= {"moe_router_num_groups": groups, "moe_router_group_topk": reached}
-            step, least = lcm(groups, ranks), groups * (of_group + 2)
+            multiple, least = lcm(groups, ranks), groups * (of_group + 2)
         else:
             chosen = min(chosen, MOST_CHOSEN)
-            step, least = ranks, 2 * chosen
-        experts = -(-max(least, SMALL_EXPERTS) // step) * step
+            multiple, least = ranks, 2 * chosen
+        experts = -(-max(least, SMALL_EXPERTS) // multiple) * multiple
         changed |= {"num_experts": min(experts, args.num_experts), "moe_router_topk": chosen}
         for name in (
             "moe_ffn_hidden_size",
@@ -355,7 +350,8 @@ class MegatronExperts(MegatronPart):
         ):
             if getattr(args, name):
                 share = min(getattr(args, name) / args.hidden_size, 4.0)
-                changed[name] = max(1, round(share * hidden / (8 * tp))) * 8 * tp
+                unit = tp * max(8, step)
+                changed[name] = max(1, round(share * hidden / unit)) * unit
         return changed
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,6 +389,15 @@ class MegatronExperts(MegatronPart):
         from megatron_epp.mcore.model.local_layers import norm_as_engines
 
         mend_biases(layer.mlp)
+        router = layer.mlp.router
+        count = router._apply_expert_bias  # which fails where it is given a mask
+
+        def count_tokens(routing_map_TE: Any, padding_mask: Any = None) -> None:
+            if padding_mask is not None:
+                routing_map_TE = routing_map_TE & ~padding_mask[:, None]
+            count(routing_map_TE)
+
+        router._apply_expert_bias = count_tokens
         if by_engine:
             norm_as_engines(layer)
 

@@ -119,15 +119,17 @@ class MegatronLatents(MegatronAttention):
     def read_pattern(self, args: Any, letters: str) -> None:
         args.multi_latent_attention |= self.LETTER in letters
 
-    def small(self, args: Any, hidden: int, tp: int, head_size: int) -> dict[str, Any]:
+    def small(self, args: Any, hidden: int, tp: int, head_size: int, step: int) -> dict[str, Any]:
         """``head_size``: of the part of Q and K that is not rotated."""
         if not args.multi_latent_attention:
             return {}
         self.require(args, tp)
-        rotary = lcm(2, tp)
+        block = min(step, 32)  # what is no rank's part need not be whole blocks
+        rotary, latent = lcm(2, tp, block), lcm(tp, block)
 
         def rank(value: int) -> int:
-            return -(-max(LEAST_RANK, round(value / args.hidden_size * hidden)) // tp) * tp
+            wanted = max(LEAST_RANK, round(value / args.hidden_size * hidden))
+            return -(-wanted // latent) * latent
 
         def part(size: int, step: int) -> int:
             return max(1, round(size / args.qk_head_dim * head_size / step)) * step
@@ -136,7 +138,7 @@ class MegatronLatents(MegatronAttention):
             "kv_lora_rank": rank(args.kv_lora_rank),
             "qk_head_dim": head_size,
             "qk_pos_emb_head_dim": part(args.qk_pos_emb_head_dim, rotary),
-            "v_head_dim": part(args.v_head_dim, 1),
+            "v_head_dim": part(args.v_head_dim, max(1, step // 4)),
         }
         if args.q_lora_rank is not None:
             changed["q_lora_rank"] = rank(args.q_lora_rank)
