@@ -165,7 +165,7 @@ def _worst(
     counts: Callable[[str], bool],
     rounded: bool = False,
 ) -> WorstGradient:
-    """Of the gradients whose key ``counts``."""
+    """The worst of the gradients whose key ``counts``."""
     parts = (part for one in computed for part in one.gradients if counts(part.key))
     expected = {key: tensor for key, tensor in reference.gradients.items() if counts(key)}
     return worst_gradient(parts, expected, reference.own, rounded)

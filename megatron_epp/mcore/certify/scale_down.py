@@ -52,7 +52,7 @@ def fewer(counts: Sequence[int]) -> list[int]:
 def step_of(args: Namespace, tp: int) -> int:
     """Rows and columns that a rank's part of a matrix is a multiple of: in fp8 what products take,
     and where a matrix is split whole blocks, so that every part has the scales of the whole."""
-    if not args.fp8 or args.transformer_impl == "local":
+    if not getattr(args, "fp8", None) or args.transformer_impl == "local":
         return 1
     return 32 if args.fp8_recipe == "mxfp8" else 16 if tp == 1 else 128
 
