@@ -299,7 +299,7 @@ def given(**changes) -> Namespace:
 
 
 def test_experts_are_scaled_down_with_their_structure() -> None:
-    made = MegatronExperts().small(given(), 64, 1, 8, 1)
+    made = MegatronExperts().small(given(), 64, 1, 8)
     assert made == {"num_experts": 8, "moe_router_topk": 4, "moe_ffn_hidden_size": 24}
     latents = given(moe_latent_size=512)
     assert MegatronExperts().small(latents, 64, 1, 8) == {**made, "moe_latent_size": 16}
@@ -307,7 +307,7 @@ def test_experts_are_scaled_down_with_their_structure() -> None:
     grouped = MegatronExperts().small(groups, 64, 1, 8)
     assert grouped["moe_router_num_groups"] == 4 and grouped["moe_router_group_topk"] == 2
     assert grouped["moe_router_topk"] == 4 and grouped["num_experts"] % 4 == 0
-    assert MegatronExperts().small(given(num_experts=None), 64, 1, 8, 1) == {}
+    assert MegatronExperts().small(given(num_experts=None), 64, 1, 8) == {}
 
 
 @pytest.mark.parametrize(

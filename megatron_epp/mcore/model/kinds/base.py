@@ -172,7 +172,9 @@ class MegatronPart:
 
     # -------------------------------------------------------------- certificates
 
-    def small(self, args: Any, hidden: int, tp: int, head_size: int, step: int) -> dict[str, Any]:
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
         """Values by destination that make it small, for a certificate. ``step``: a rank's part
         of a matrix has a multiple of it of rows and columns. ValueError: one line."""
         return {}

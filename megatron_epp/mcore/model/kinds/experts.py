@@ -324,7 +324,9 @@ class MegatronExperts(MegatronPart):
         several = mpu.get_data_parallel_world_size() > 1
         return several and "global_aux_loss" in balancing_types(config)
 
-    def small(self, args: Any, hidden: int, tp: int, head_size: int, step: int) -> dict[str, Any]:
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
         if not args.num_experts:
             return {}
         self.require(args, tp)

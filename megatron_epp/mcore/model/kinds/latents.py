@@ -119,7 +119,9 @@ class MegatronLatents(MegatronAttention):
     def read_pattern(self, args: Any, letters: str) -> None:
         args.multi_latent_attention |= self.LETTER in letters
 
-    def small(self, args: Any, hidden: int, tp: int, head_size: int, step: int) -> dict[str, Any]:
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
         """``head_size``: of the part of Q and K that is not rotated."""
         if not args.multi_latent_attention:
             return {}

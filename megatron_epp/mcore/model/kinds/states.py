@@ -137,7 +137,9 @@ class MegatronMamba(MegatronStates):
     def shares(self, groups: int, cp: int) -> bool:
         return not (groups % cp and cp % groups)
 
-    def small(self, args: Any, hidden: int, tp: int, head_size: int, step: int) -> dict[str, Any]:
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
         if not self.asked(args):
             return {}
         heads, groups = self.small_heads(args, tp)
@@ -241,7 +243,9 @@ class MegatronDelta(MegatronStates):
             return {}
         return {"linear_attention_freq": [int(there) for there in mask]}
 
-    def small(self, args: Any, hidden: int, tp: int, head_size: int, step: int) -> dict[str, Any]:
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
         if not self.asked(args):
             return {}
         heads, groups = self.small_heads(args, tp)

@@ -91,7 +91,9 @@ class MegatronWindow(MegatronPart):
     def words(self, args: Any) -> list[str]:
         return [f"window {args.window_size[0]}"] if args.window_size else []
 
-    def small(self, args: Any, hidden: int, tp: int, head_size: int, step: int) -> dict[str, Any]:
+    def small(
+        self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
+    ) -> dict[str, Any]:
         if not args.window_size or args.window_size[0] < 1:
             return {}
         return {"window_size": (WINDOW, *args.window_size[1:])}
