@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.layers.concatenated import concatenated
+
 
 @dataclass(frozen=True, slots=True)
 class OutputWeightShard:
@@ -254,7 +256,7 @@ class Packing:
         parts = [tensor.reshape(-1).to(self.dtype) for tensor in wide]
         kind = statistics_dtype(self.dtype)
         parts += [tensor.to(kind).contiguous().view(self.dtype) for tensor in narrow]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return concatenated(parts)
 
     def unpack(self, flat: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Views of [t, H], and copies of [t]."""

@@ -116,6 +116,22 @@ def stage_in_float64(rank: int, meeting: str, load: Callable[[], Any]) -> Iterat
         yield loaded, rl_loop.build_model(rank)
 
 
+class GradientKeeper:
+    """In the place of an optimizer: keeps what a step hands over, the ``field`` of each weight that
+    has one; moves nothing."""
+
+    def __init__(self, model: Any, field: str):
+        self.model, self.field = model, field
+        self.gradients: list[dict[str, Any]] = []
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> tuple[bool, float, int]:
+        held = ((name, getattr(p, self.field)) for name, p in self.model.named_parameters())
+        self.gradients.append({name: one.clone() for name, one in held if one is not None})
+        return True, 1.0, 0
+
+
 def attention(
     query: Any, key: Any, value: Any, *any: Any, packed_seq_params: Any, **others: Any
 ) -> Any:

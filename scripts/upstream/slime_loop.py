@@ -27,6 +27,7 @@ import rl_loop
 import torch
 from framework_runs import (
     Anything,
+    GradientKeeper,
     attend_within_documents,
     compare,
     run_stages,
@@ -96,29 +97,16 @@ def loss(args: Any, batch: Any, micro_batches: int, samples: int, logits_1TV: to
     return value, torch.tensor(1), {"keys": ["loss"], "values": value.detach()}
 
 
-class Optimizer:
-    """Keeps the gradients that the step hands over; moves nothing."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.model, self.gradients = model, [{}]
-
-    def zero_grad(self) -> None: ...
-
-    def step(self) -> tuple[bool, float, int]:
-        named = self.model.named_parameters()
-        self.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
-        return True, 1.0, 0
-
-
 def train(loop: Any, data: Any, model: Any) -> list[dict[str, torch.Tensor]]:
-    optimizer, scheduler = Optimizer(model), SimpleNamespace(step=lambda increment: None)
+    optimizer = GradientKeeper(model, "grad")
+    scheduler = SimpleNamespace(step=lambda increment: None)
     for number in range(STEPS):
         loop.train_one_step(
             *(ARGS, 0, number, [rollout(data, number)], [model], optimizer, scheduler),
             MICRO_BATCHES,
             MICRO_BATCHES,
         )
-    return optimizer.gradients[1:]
+    return optimizer.gradients
 
 
 def work(rank: int, meeting: str, checkout: Path) -> None:

@@ -27,7 +27,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "scripts" / "upstr
 
 import rl_loop
 import torch
-from framework_runs import attend_within_documents, compare, mock, run_stages, stage_in_float64
+from framework_runs import (
+    GradientKeeper,
+    attend_within_documents,
+    compare,
+    mock,
+    run_stages,
+    stage_in_float64,
+)
 
 TRAINER = "swift/megatron/trainers/trainer.py"
 STEPS, SAMPLES, CONTEXT, MICRO_BATCHES = 4, 80, 260, 5
@@ -77,20 +84,6 @@ class Samples:
         return SAMPLES
 
 
-class Optimizer:
-    """Keeps the gradients that the step hands over; moves nothing."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.model, self.gradients = model, [{}]
-
-    def zero_grad(self) -> None: ...
-
-    def step(self) -> tuple[bool, float, int]:
-        named = self.model.named_parameters()
-        self.gradients.append({name: p.main_grad.clone() for name, p in named})  # type: ignore[attr-defined]
-        return True, 1.0, 0
-
-
 def trainer_around(its: SimpleNamespace, model: Any) -> Any:
     """ms-swift's trainer, as its own constructor leaves it, as far as a step asks it."""
     template = object.__new__(its.Template)
@@ -111,10 +104,10 @@ def train(its: SimpleNamespace, trainer: Any) -> list[dict[str, torch.Tensor]]:
     dataset = its.Packing(trainer.template, Samples())
     packs: Iterator[list[int]] = iter([[number] for number in range(len(dataset))])
     batches = iter(trainer._create_dataloader(dataset, packs))
-    trainer.optimizer = Optimizer(trainer.wrapped_models[0])
+    trainer.optimizer = GradientKeeper(trainer.wrapped_models[0], "main_grad")
     for _ in range(STEPS):
         trainer.train_step(batches)
-    return trainer.optimizer.gradients[1:]
+    return trainer.optimizer.gradients
 
 
 def wrapped(model: Any) -> Any:

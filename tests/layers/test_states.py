@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_epp.ir import Kind, Plan, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
+from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.states import carried
-from megatron_epp.layers.states.carried import WITHIN, Call, CarriedStates, calls_of, of_all_calls
+from megatron_epp.layers.states.carried import WITHIN, Call, CarriedStates, calls_of
 from megatron_epp.layers.states.scans import causal_conv, gated_delta_rule, selective_scan
 
 HEADS, GROUPS, VALUES, KEYS, TAPS = 4, 2, 3, 5, 4
@@ -122,7 +123,7 @@ def layer(rows: Tensor, weights: tuple[Tensor, ...], states: CarriedStates) -> T
             state = None
         wanted = final if states.wants_final(number) else None
         outputs.append(states.leave(number, torch.cat(made), wanted))
-    return of_all_calls(outputs)
+    return concatenated(outputs)
 
 
 def state_of(plan: Plan, chunk: int, store, training: bool, padding: int) -> ChunkState:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_epp.layers.attention.local import spread_rows
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.concatenated import concatenated
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +55,4 @@ def scan_by_heads(
         made.append(ulysses.to_rows(scan(mine_TC, state, True)))
     if state.local is not None and len(rows_tC) > spread:
         made.append(scan(rows_tC[spread:], state.local, False))
-    return torch.cat(made) if len(made) > 1 else made[0]
+    return concatenated(made)

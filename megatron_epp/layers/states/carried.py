@@ -14,7 +14,7 @@ A call that would be too long for a kernel's numbers of elements is made of seve
 from one to the next through autograd.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -262,8 +262,3 @@ class _Leave(torch.autograd.Function):
         if border == 0:
             store.release(*ctx.place)
         return gradient, of_final, of_tail, None, None, None
-
-
-def of_all_calls(parts: Sequence[Tensor]) -> Tensor:
-    """Outputs of all calls, of all rows."""
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -14,6 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS, head_block_tokens
+from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.early_loss import Losses, early_backward
 from megatron_epp.mcore.patching import cpu_host
 
@@ -63,7 +63,7 @@ class EarlyHead:
             self._early(hidden_t1H, self.weights_1T[depth : depth + 1], losses, layer)
             for depth, (hidden_t1H, losses) in enumerate(_predictions(**given))
         ]
-        return made[0] if len(made) == 1 else torch.cat(made)
+        return concatenated(made)
 
     def _early(
         self, hidden_t1H: Tensor, weights_1T: Tensor, losses: Losses, output_layer: Any
@@ -87,7 +87,7 @@ def losses_of_each(**given: Any) -> Tensor:
     """An ``output_processor``: losses [1 + D, T] of all tokens that are predicted of a row, with
     their backward where autograd has it."""
     made = [losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**given)]
-    return made[0] if len(made) == 1 else torch.cat(made)
+    return concatenated(made)
 
 
 def _predictions(

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.recompute.outputs import DroppedOutputs, recomputable_all
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.layers.states.by_heads import Section, scan_by_heads
-from megatron_epp.layers.states.carried import CarriedStates, of_all_calls
+from megatron_epp.layers.states.carried import CarriedStates
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.model.elastic_attention import SingleRank
 from megatron_epp.mcore.model.kinds.base import LayerPlace
@@ -112,7 +113,7 @@ class DeltaScan:
                 cu_seqlens=states.borders(number, count, rows.device),
             )
             outputs.append(made[0, count:])
-        return of_all_calls(outputs)
+        return concatenated(outputs)
 
     def apply_rule(self, inputs: tuple[Tensor, ...], states: CarriedStates) -> Tensor:
         """Outputs [1, T, H, P] of the rule on q, k, v [1, T, H, .], g and beta [1, T, H]."""
@@ -135,7 +136,7 @@ class DeltaScan:
                 cu_seqlens=states.borders(number, 0, q.device),
             )
             outputs.append(states.leave(number, y, finals[-1] if wants else None))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return concatenated(outputs, 1)
 
     def _normed(self, net: Any, y_1THP: Tensor, gate_1THP: Tensor) -> Tensor:
         """The rule's outputs normed and gated; dropped where norms are, and not exchanged yet."""

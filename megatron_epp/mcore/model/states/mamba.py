@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.layers.states.by_heads import Section, scan_by_heads
-from megatron_epp.layers.states.carried import CarriedStates, of_all_calls
+from megatron_epp.layers.states.carried import CarriedStates
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 
@@ -114,7 +115,7 @@ class MambaScan:
             y_1LI, final = made if wants else (made, None)
             y = y_1LI[0, count:].unflatten(1, (-1, mixer.headdim))
             outputs.append(states.leave(number, y, None if final is None else final[0]))
-        return of_all_calls(outputs)
+        return concatenated(outputs)
 
 
 def _standing(front: Tensor, rows_TC: Tensor, inner: int) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import Plan, PlanError
+from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.vocabulary import Statistics, WeightRows
 from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard, shard_of
@@ -148,7 +149,7 @@ class ShardedHead:
             return self.meter.held(self._gradient.pop(chunk))
         assert received is not None, "the next stage sends a gradient"
         (gradient_tH,), lse = self.shapes.gradient(chunk).unpack(received)
-        self._lse[chunk] = self._back[chunk] = lse[0] if len(lse) == 1 else torch.cat(lse)
+        self._lse[chunk] = self._back[chunk] = concatenated(lse)
         return gradient_tH[:, None]
 
     def hand_back(self, chunk: int, gradient_t1H: Tensor | None) -> Tensor | None:
