@@ -56,6 +56,13 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+class JoinedWords(argparse.Action):
+    """Action of a flag whose value may be several words, as ``--placement interleaved 2``."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, " ".join(values))
+
+
 # ------------------------------------------------------------------ types
 
 

@@ -27,6 +27,7 @@ class Frame:
     vocabulary_parallel      whether the output layer lies over the stages: with ops H and G
     ranks            context-parallel ones of a stage, to which documents may be local
     whole            whether documents stay whole, on all ranks
+    place            the rank of every stage; () where stage i lies on rank i
     """
 
     vocabulary: int
@@ -38,6 +39,7 @@ class Frame:
     vocabulary_parallel: bool = False
     ranks: int = 1
     whole: bool = False
+    place: tuple[int, ...] = ()
 
     def draw(self, seed: int, number: int) -> "RandomBatch":
         return draw(seed, number, self)
@@ -150,6 +152,7 @@ def _plans(
                 replica=replica,
                 replicas=frame.replicas,
                 vocabulary_parallel=frame.vocabulary_parallel,
+                place=frame.place,
                 whole=frame.whole,
             )
             for replica, each in enumerate(dealt)
@@ -165,6 +168,7 @@ def _plans(
             letters=frame.letters,
             first=first,
             replicas=frame.replicas,
+            place=frame.place,
             whole=frame.whole,
         )
     )
@@ -240,7 +244,8 @@ def forwards_of(plan: Plan) -> Plan:
     """The plan for evaluation that computes the same chunks in the same order."""
     kinds = (Kind.FORWARD, Kind.HEAD)
     orders = tuple(tuple(op for op in order if op.kind in kinds) for order in plan.orders)
-    return replace(plan, orders=orders)
+    turns = [[stage for stage, op in ran if op.kind in kinds] for ran in plan.rank_orders]
+    return replace(plan, orders=orders, turns=tuple(map(tuple, turns)) if plan.turns else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +301,11 @@ class StepCoverage:
             offloaded=letters.count(OFFLOAD),
             layers=len(letters),
             halved=sum(op.kind is Kind.WEIGHT for order in orders for op in order),
-            window=max(_most_between(order, lambda chunk: 1) for order in orders),
+            window=max(
+                _most_between(ran, lambda stage, chunk: 1)
+                for plan in step.plans
+                for ran in plan.rank_orders
+            ),
             empty=kinds.count("empty"),
             local=sum(span.local for plan in step.plans for c in plan.chunks for span in c.spans),
             mixed=sum(c.has_local and c.spread_tokens > 0 for p in step.plans for c in p.chunks),
@@ -347,21 +356,24 @@ def _chunk_kinds(plan: Plan) -> list[str]:
     ]
 
 
-def most_offloaded(plan: Plan, stage: int, counts: Callable[[Chunk], bool]) -> int:
-    """The most layers of ``stage`` that lie in the host's memory at a time, of the chunks that
+def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> int:
+    """The most layers of ``rank`` that lie in the host's memory at a time, of the chunks that
     count."""
     away = [
-        choice.count(OFFLOAD) if counts(chunk) else 0
-        for chunk, choice in zip(plan.chunks, plan.recompute[stage], strict=True)
+        [
+            choice.count(OFFLOAD) if counts(chunk) else 0
+            for chunk, choice in zip(plan.chunks, choices, strict=True)
+        ]
+        for choices in plan.recompute
     ]
-    return _most_between(plan.orders[stage], away.__getitem__)
+    return _most_between(plan.rank_orders[rank], lambda stage, chunk: away[stage][chunk])
 
 
-def _most_between(order: tuple[Op, ...], amount: Callable[[int], int]) -> int:
-    """The most of what each chunk has from its forward to its backward, or its I."""
+def _most_between(ran: Sequence[tuple[int, Op]], amount: Callable[[int, int], int]) -> int:
+    """The most of what each chunk has on a stage from its forward to its backward, or its I."""
     signs = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
     most = now = 0
-    for op in order:
-        now += signs.get(op.kind, 0) * amount(op.chunk)
+    for stage, op in ran:
+        now += signs.get(op.kind, 0) * amount(stage, op.chunk)
         most = max(most, now)
     return most

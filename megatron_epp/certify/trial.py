@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import ClassVar, NoReturn
 
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.flag_fields import add_flags, flag, flag_of
+from megatron_epp.flag_fields import JoinedWords, add_flags, flag, flag_of
+from megatron_epp.ir import PlanError
+from megatron_epp.ir.placement import read_placement
 
 MOST_RANKS = 64
 LEVELS = ("level0", "level1")
@@ -44,6 +46,14 @@ class DegreeFlags:
     )
     vocab_parallel: bool = flag(
         False, "lay the output layer's words over the stages (--epp-vocab-parallel on)"
+    )
+    placement: str | None = flag(
+        None,
+        "several stages on a rank: interleaved N, v, or a file, as --epp-placement has it "
+        "(default: one)",
+        metavar="PLACEMENT",
+        nargs="+",
+        action=JoinedWords,
     )
 
 
@@ -170,7 +180,8 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
         chosen.dp,
         _first(chosen.cp, own.context_parallel_size, 1),
     )
-    models = (tuple(flags),) if flags else _defaults(degrees, chosen.ep is not None)
+    stages = _stages(chosen.placement, degrees.pp)
+    models = (tuple(flags),) if flags else _defaults(degrees, stages, chosen.ep is not None)
     besides = implied_flags(chosen)
     settings = {one.name: getattr(chosen, one.name) for one in fields(Trial)
                 if one.name not in Trial.OMIT}  # fmt: skip
@@ -179,7 +190,11 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
 
 def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
     """Megatron's flags that the command line's own stand for."""
-    words = ("--epp-vocab-parallel", "on") if chosen.vocab_parallel else ()
+    words: tuple[str, ...] = ()
+    if chosen.vocab_parallel:
+        words += "--epp-vocab-parallel", "on"
+    if chosen.placement is not None:
+        words += "--epp-placement", chosen.placement
     if chosen.ep is None:
         return words
     if chosen.ep < 1:
@@ -200,11 +215,21 @@ def _degree_flags() -> _Parser:
     return parser
 
 
-def _defaults(degrees: Degrees, experts: bool) -> tuple[tuple[str, ...], ...]:
+def _stages(placement: str | None, ranks: int) -> int:
+    """Stages of so many pipeline ranks. A file that cannot be read is refused by who builds."""
+    if placement is None:
+        return ranks
+    try:
+        return read_placement(placement, ranks, lambda path: Path(path).read_text("utf-8")).stages
+    except (PlanError, OSError, UnicodeDecodeError):
+        return ranks
+
+
+def _defaults(degrees: Degrees, stages: int, experts: bool) -> tuple[tuple[str, ...], ...]:
     """Two models: with tensor parallelism one of them also splits the sequence. ``experts``: one
     that has them."""
     sequence = " --sequence-parallel" if degrees.tp > 1 else ""
-    layers = f" --num-layers {2 * degrees.pp}"
+    layers = f" --num-layers {2 * stages}"
     llama = (LLAMA + layers + sequence).split()
     if experts:
         return ((*llama, *EXPERTS.split()),)

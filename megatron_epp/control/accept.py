@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_epp.control.step_source import SourcedStep, StepSource
 from megatron_epp.ir import Plan, PlanError, Step, check, check_ranks, check_skeletons
 from megatron_epp.runtime.consensus import agree
-from megatron_epp.runtime.executor import CurrentOp, require_executable
+from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -17,6 +17,7 @@ class AcceptedSteps:
     """The steps of ``steps`` that all ranks agree on and this job can run.
 
     layers           of every stage of this job
+    placement        the rank of every stage; none where stage i lies on rank i
     ranks            context-parallel ranks of a stage
     whole            whether the model trains on whole documents only, each spread over all ranks
     waited_seconds   how long training waited for the latest
@@ -30,9 +31,10 @@ class AcceptedSteps:
         current_op: CurrentOp,
         ranks: int = 1,
         whole: bool = False,
+        placement: tuple[int, ...] = (),
     ):
         self.steps, self.groups, self.layers, self.current_op = steps, groups, layers, current_op
-        self.ranks, self.whole = ranks, whole
+        self.ranks, self.whole, self.placement = ranks, whole, placement
         self.waited_seconds = 0.0
 
     def step(
@@ -54,7 +56,8 @@ class AcceptedSteps:
             raise
         groups = self.groups
         place = groups.replica, groups.replicas, groups.lockstep
-        accept(made, lengths, forward_only, self.layers, *place, self.ranks, self.whole)
+        job = self.layers, *place, self.ranks, self.whole, self.placement
+        accept(made, lengths, forward_only, *job)
         if following is not None:
             self.steps.look_ahead(iteration + 1, following)
         self.waited_seconds = time.perf_counter() - began
@@ -71,13 +74,15 @@ def accept(
     lockstep: int = 1,
     ranks: int = 1,
     whole: bool = False,
+    placement: tuple[int, ...] = (),
 ) -> None:
     """Raise a PlanError unless ``replica`` of this job can run the step on these documents.
 
-    ``ranks``: context-parallel ones of a stage. ``whole``: whether training takes whole documents
-    only. ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton
-    every rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared
-    its text, so all refuse it, or none.
+    ``placement``: the rank of every stage, none where stage i lies on rank i. ``ranks``:
+    context-parallel ones of a stage. ``whole``: whether training takes whole documents only.
+    ``lockstep``: replicas that share the experts of a layer. Whether theirs have one skeleton every
+    rank looks up for all blocks: each holds the whole step, and :func:`agree` has compared its
+    text, so all refuse it, or none.
     """
     step, source = made.step, made.source
     if len(step.plans) != replicas:
@@ -88,6 +93,11 @@ def accept(
     if plan.layers != layers:
         raise PlanError(
             f"{source} is for {_stages_text(plan.layers)}; this job has {_stages_text(layers)}"
+        )
+    if plan.place != placement:
+        raise PlanError(
+            f"{source} is for {_place_text(plan.place)}; this job has {_place_text(placement)} "
+            "(--epp-placement)"
         )
     if step.lengths != tuple(lengths):
         raise PlanError(
@@ -106,7 +116,6 @@ def accept(
     try:
         check_skeletons(step)
         for one in step.block(replica):  # a block begins together, or not at all
-            require_executable(one)
             check(one)
             check_ranks(one, ranks)
             if whole and not forward_only:
@@ -131,6 +140,10 @@ def _difference(planned: Sequence[int], given: Sequence[int]) -> str:
         return f"{len(planned)} documents; the batch has {len(given)}"
     odd = next(d for d, pair in enumerate(zip(planned, given, strict=True)) if pair[0] != pair[1])
     return f"{planned[odd]} inputs in document {odd}; the batch's document {odd} has {given[odd]}"
+
+
+def _place_text(place: Sequence[int]) -> str:
+    return f"stages on ranks {' '.join(map(str, place))}" if place else "stage i on rank i"
 
 
 def _stages_text(layers: Sequence[int]) -> str:

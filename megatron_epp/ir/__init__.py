@@ -34,6 +34,7 @@ from megatron_epp.ir.op import (
     MAKE_GRADIENTS,
     OF_HEAD,
     OF_LAYERS,
+    HandOver,
     Kind,
     Message,
     Op,

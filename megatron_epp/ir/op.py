@@ -175,3 +175,14 @@ class Post:
 
     def __str__(self) -> str:
         return f"POST:{self.message.payload.value}{self.message.chunk}<{self.message.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Hand-over, to another stage of the same rank, of what the op before it has made: ``message``
+    goes nowhere, so it takes no time and is not recorded."""
+
+    message: Message
+
+    def __str__(self) -> str:
+        return f"HAND:{self.message.payload.value}{self.message.chunk}>{self.message.target}"

@@ -81,6 +81,7 @@ def arbitrary_block(
     first: int = 0,
     replicas: int | None = None,
     vocabulary_parallel: bool = False,
+    place: Sequence[int] = (),
     whole: bool = False,
 ) -> tuple[Plan, ...]:
     """Plans for the replicas of a block, which run in lockstep: one skeleton, drawn as
@@ -90,6 +91,7 @@ def arbitrary_block(
     replica cuts a document, another may have any chunks, empty ones too.
 
     lengths   of every replica's documents; first: the number of the first of them, of ``replicas``
+    place     the rank of every stage, default stage i on rank i
     """
     drawn = [_in_order(arbitrary_chunks(each, random, whole=whole)) for each in lengths]
     count = max(map(len, drawn)) + random.randint(0, 1)
@@ -105,8 +107,8 @@ def arbitrary_block(
     for number, (each, chunks) in enumerate(zip(lengths, drawn, strict=True)):
         places = sorted(random.sample(range(count), len(chunks)))
         spread = [Chunk(())] * count
-        for place, chunk in zip(places, chunks, strict=True):
-            spread[names[place]] = chunk
+        for at, chunk in zip(places, chunks, strict=True):
+            spread[names[at]] = chunk
         choices = tuple(
             tuple(
                 "".join(random.choice(again if run else other) for run in of_chunk)
@@ -131,8 +133,8 @@ def arbitrary_block(
         )
 
     walked = random_walk(bare[0], random, split_backward, met, vocabulary_parallel)
-    orders = by_stage(bare[0], walked)
-    return tuple(replace(plan, orders=orders) for plan in bare)
+    orders, stages = by_stage(bare[0], walked), [stage for stage, _ in walked]
+    return tuple(placed(replace(plan, orders=orders), place, stages) for plan in bare)
 
 
 def with_local(plan: Plan, random: Random, ranks: int) -> Plan:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.catalogue.devices import MOST_GIB
-from megatron_epp.flag_fields import add_flags, flag, flag_of
+from megatron_epp.flag_fields import JoinedWords, add_flags, flag, flag_of
 from megatron_epp.mcore import replaced
 from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
@@ -18,6 +18,7 @@ from megatron_epp.planner.options import MOST_EFFORT
 # although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
 PARTITION_AUTO = "auto"
+PLACEMENT_FLAGS = "flags"  # --epp-placement: as Megatron's flags of virtual pipelines say
 ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
 # Megatron's flags that place layers on stages, by destination, and what each is where it does not.
 PLACING_FLAGS: dict[str, Any] = {
@@ -113,6 +114,16 @@ class Config:
         "corpus's lengths (of --hybrid-layer-pattern, where its | go), with the cost model of "
         "--epp-cost-model, else the device's figures. A run that resumes keeps its checkpoint's.",
         choices=("flags", PARTITION_AUTO),
+    )
+    epp_placement: str = flag(
+        "even",
+        "Stages of each pipeline rank: even (default): one, stage i on rank i; interleaved N: N, "
+        "dealt in turn; v: two, there and back, the model's ends on the last rank; or a file with "
+        "a line 'place 1 0 0 1', the rank of every stage, or 'rank 0: 1 2' for each rank, and "
+        "'layers ...' if wanted. Checkpoints load whatever the placement.",
+        metavar="PLACEMENT",
+        nargs="+",
+        action=JoinedWords,
     )
     epp_vocab_parallel: str = flag(
         AUTO,

@@ -22,6 +22,7 @@ from megatron_epp.mcore.model.kinds.registry import changed_tensors
 from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
 from megatron_epp.mcore.model.vocabulary.tied import add_up_tied_gradients
+from megatron_epp.mcore.placing.ends import add_up_ends
 from megatron_epp.mcore.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import OutsidePhase
 
@@ -71,9 +72,9 @@ class ElasticSchedule:
         """
         if collect_non_loss_data:
             raise NotImplementedError("--epp collects no data other than the loss in evaluation")
-        model = model[0] if isinstance(model, list) else model
+        models = model if isinstance(model, list) else [model]
         data_iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        config = get_model_config(model)
+        config = get_model_config(models[0])
         if pg_collection is None:
             pg_collection = _build_default_pg_collection()
         batch: Batch = next(data_iterator)
@@ -84,25 +85,27 @@ class ElasticSchedule:
         if config.timers is not None:
             timer = config.timers("forward-backward", log_level=1)
             timer.start(barrier=config.barrier_with_L1_time)
-        random, changed = random_states(), changed_tensors(model)
+        random = random_states()
+        changed = [pair for model in models for pair in changed_tensors(model)]
 
         def attempt() -> Attempt:
             ahead = None if forward_only else source.peek()
             following = None if ahead is None else ahead.lengths.tolist()
             step = self.steps.step(iteration, batch.lengths.tolist(), following, forward_only)
             self.ran = ran = self.runner.run(
-                step, batch, source.documents, model, config, forward_step_func
+                step, batch, source.documents, models, config, forward_step_func
             )
             self.current_op.enter("the gradients and the report of all ranks")
             if not forward_only and config.finalize_model_grads_func is not None:
                 tokens = torch.zeros([], dtype=torch.int, device=this_device()) + ran.tokens
                 config.finalize_model_grads_func(
-                    [model],
+                    models,
                     tokens,
                     pg_collection=pg_collection,
                     force_all_reduce=force_all_reduce,
                 )
-                add_up_tied_gradients(model)
+                add_up_tied_gradients(models)
+                add_up_ends(models)
             report = self.observer.gather(step, ran.records, ran.failure, ran.host_peak_bytes)
             between = "optimizer and what else Megatron does between iterations"
             self.current_op.enter(OutsidePhase(between))
@@ -114,7 +117,7 @@ class ElasticSchedule:
             restore_random_states(random)
             for tensor, before in changed:
                 tensor.copy_(before)
-            if not forward_only:
+            for model in [] if forward_only else models:
                 for parameter in model.parameters():
                     parameter.grad = None
                 if hasattr(model, "zero_grad_buffer"):

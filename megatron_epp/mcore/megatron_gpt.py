@@ -44,6 +44,7 @@ from megatron.training.utils import (
 from megatron_epp.corpus.idx_file import examine
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.data.documents import dataset_fields
+from megatron_epp.mcore.placing.asked import place_of
 
 # What a batch may hold; a dataset leaves out what it does not make.
 BATCH_TENSORS = (
@@ -329,10 +330,12 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold a word embedding: first, last if tied, those of MTP."""
-    holders = {pipeline_ranks[0]}
+    """The ranks of a pipeline that hold a word embedding: the first stage's, the last if tied,
+    those of MTP."""
+    args = get_args()
+    first, *_ = place_of(args) or (0,)
+    holders = {pipeline_ranks[first]}
     if len(pipeline_ranks) > 1:
-        args = get_args()
         # Over an output layer on all stages model/vocabulary/tied.py keeps the copies alike.
         tied = not args.untie_embeddings_and_output_weights
         if tied and not vocabulary_parallel(args):

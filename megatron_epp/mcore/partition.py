@@ -22,6 +22,7 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
+from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.capabilities.refusals import whole_words
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.config import (
@@ -43,6 +44,7 @@ from megatron_epp.mcore.model.hybrid.pattern import (
 )
 from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placement, placed_values
 from megatron_epp.planner.options import Options
 
 KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
@@ -55,6 +57,8 @@ def placeholder(wanted: Any) -> dict[str, Any]:
     """Parser defaults that let Megatron's checks pass before the partition is known; ``wanted`` is
     what was typed. ValueError: another flag says where layers lie, or none could."""
     stages = wanted.pipeline_model_parallel_size
+    if (placement := asked_placement(wanted, stages)) is not None:
+        return _placed(wanted, placement)
     if wanted.epp_partition != PARTITION_AUTO or stages == 1:
         return {}
     for name, silent in PLACING_FLAGS.items():
@@ -86,6 +90,29 @@ def placeholder(wanted: Any) -> dict[str, Any]:
 
     even = even_layers(wanted.num_layers, stages)
     return {"pipeline_model_parallel_layout": layout_text(even, wanted.mtp_num_layers or 0)}
+
+
+def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
+    """Parser defaults of a job whose ranks have several stages."""
+    if wanted.epp_partition == PARTITION_AUTO:
+        raise ValueError(
+            "--epp-partition auto chooses layers of one stage a rank; with --epp-placement give a "
+            "file with a line 'layers'"
+        )
+    if wanted.epp_plan is None:
+        raise ValueError(
+            f"--epp-placement {wanted.epp_placement}: plans for it are not made yet; give some "
+            "with --epp-plan, or leave it out"
+        )
+    pattern = pattern_of(wanted)
+    if pattern is not None and "|" in pattern:
+        raise ValueError(
+            f"--hybrid-layer-pattern {pattern}: its | say what a rank has; with --epp-placement "
+            "leave them out, and say with a line 'layers' of a file what each stage has"
+        )
+    layers = wanted.num_layers if pattern is None else len(letters_of_layers(pattern))
+    of_stages = layers_of_placement(placement, layers or 0)
+    return placed_values(placement, of_stages, wanted.mtp_num_layers or 0, pattern)
 
 
 def chosen(args: Any) -> bool:

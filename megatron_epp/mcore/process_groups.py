@@ -1,6 +1,6 @@
 """The process groups of elastic pipelines, made from Megatron's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,8 +21,9 @@ from megatron_epp.runtime.stage_peers import Peers
 MESSAGE_BLOCKS = 4
 
 
-def make_groups(device: torch.device) -> Groups:
-    """Collective: every rank calls it once, after Megatron has made its groups.
+def make_groups(device: torch.device, place: Sequence[int] = ()) -> Groups:
+    """Collective: every rank calls it once, after Megatron has made its groups. ``place``: the rank
+    of every stage; none where stage i lies on rank i.
 
     Who waits in them for another rank fails after as long as in Megatron's groups. All of them span
     the world, so there are three however large it is: a message names both its ends, and NCCL makes
@@ -34,7 +35,7 @@ def make_groups(device: torch.device) -> Groups:
     args = get_args()
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="epp_control")
-    payload = message_groups(device, timeout, vocabulary_parallel(args))
+    payload = message_groups(device, timeout, vocabulary_parallel(args), place)
     together, lockstep = mpu.get_tensor_and_context_parallel_group(), lockstep_of(args)
     if lockstep > 1:
         # The ranks that share a layer's experts are all those of the block's replicas.
@@ -81,12 +82,12 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
 
 
 def message_groups(
-    device: torch.device, timeout: timedelta, of_head: bool = False
+    device: torch.device, timeout: timedelta, of_head: bool = False, place: Sequence[int] = ()
 ) -> dict[Payload, dist.ProcessGroup]:
     """A group that spans the world for each direction of messages, every link of which has spoken
     once; none where there is one stage. Collective over the world.
 
-    ``of_head``: with one for messages of H.
+    ``of_head``: with one for messages of H. ``place``: the rank of every stage.
 
     ValueError: torch.distributed was initialised in a way in which pipelines stand still.
     """
@@ -103,7 +104,8 @@ def message_groups(
                 pg_options=options,
                 group_desc=f"epp_{direction.name.lower()}",
             )
-    connect(made, mpu.get_pipeline_model_parallel_rank(), len(pipeline), device, pipeline)
+    rank = mpu.get_pipeline_model_parallel_rank()
+    connect(made, rank, len(pipeline), device, pipeline, place)
     return made
 
 

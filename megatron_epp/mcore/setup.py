@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TextIO
 
 import torch
@@ -50,6 +51,9 @@ from megatron_epp.mcore.model.vocabulary.shard import spread_output_layer
 from megatron_epp.mcore.model.vocabulary.tied import tie
 from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import seams
+from megatron_epp.mcore.placing.asked import own_stages, place_of, stages_of
+from megatron_epp.mcore.placing.ends import tie_ends
+from megatron_epp.mcore.placing.parts import place_parts
 from megatron_epp.mcore.process_groups import make_groups
 from megatron_epp.mcore.sigterm import speak_when_terminated
 from megatron_epp.mcore.stage_runner import StageRunner
@@ -69,6 +73,7 @@ class JobContext:
 
     layers   of every stage
     share    of a chunk's rows, which this rank computes
+    placement  the rank of every stage; none where stage i lies on rank i
     """
 
     args: Any
@@ -78,11 +83,12 @@ class JobContext:
     share: RowShare
     device: torch.device
     attention: Attention
+    placement: tuple[int, ...] = ()
 
 
 def make_steps(place: JobContext, model: Any) -> StepSource:
     """--epp-plan's steps, or the planner's with a cost model that is measured where none is given;
-    ``model`` is wrapped, in its final number format. Collective."""
+    ``model``, this rank's first stage, is wrapped, in its final number format. Collective."""
     if place.config.epp_plan is not None:
         return GivenSteps(place.config.epp_plan)
     args, config, groups = place.args, place.config, place.groups
@@ -126,18 +132,24 @@ class TrainerParts:
     limit_bytes: Callable[[Config], float] = limit_bytes
 
 
-def _layers_of_stages(model: Any, groups: Groups, spread: bool) -> tuple[int, ...]:
-    """Collective. ValueError: ranks differ in ``spread``, which each has chosen for itself."""
-    mine = torch.tensor([len(layers_of(model)), spread])
-    flat = torch.empty(2 * groups.control.size(), dtype=mine.dtype)
+def _layers_of_stages(
+    models: Mapping[int, Any], stages: int, groups: Groups, spread: bool
+) -> tuple[int, ...]:
+    """``models``: this rank's stages. Collective. ValueError: ranks differ in ``spread``, which
+    each has chosen for itself."""
+    mine = torch.zeros(stages + 1, dtype=torch.int64)
+    mine[-1] = spread
+    for stage, model in models.items():
+        mine[stage] = len(layers_of(model))
+    flat = torch.empty(len(mine) * groups.control.size(), dtype=mine.dtype)
     dist.all_gather_into_tensor(flat, mine, group=groups.control)
-    every = flat.view(-1, 2)
-    if len(every[:, 1].unique()) > 1:
+    every = flat.view(-1, stages + 1)
+    if len(every[:, -1].unique()) > 1:
         raise ValueError(
             "--epp-vocab-parallel auto: ranks have chosen differently, from other files or other "
             "devices; give on or off"
         )
-    return tuple(int(every[rank, 0]) for rank in groups.pipeline_ranks)
+    return tuple(every[list(groups.pipeline_ranks), :-1].sum(0).tolist())
 
 
 # ------------------------------------------------------------------ the job
@@ -168,6 +180,7 @@ def setup(args: Any, model_config: Any, hooks: TrainerParts | None = None) -> tu
             f"than the {args.num_layers} layers; expected at most one stage per layer"
         )
     hooks = hooks or TrainerParts()
+    place_parts(model_config, args)
     if hooks.pre_wrap is not None:
         if refusals.vocabulary_parallel(args):
             raise ValueError(
@@ -221,30 +234,35 @@ class Job:
 
     def attach(self, models: list[Any]) -> list[Any]:
         """Megatron's pre-wrap hook: make the model compute chunks."""
-        (model,) = models
-        device = this_device()
-        attention = self.hooks.attention_for(self.config.epp_attention, model.config, device)
-        heads, whole = heads_of(model.config), heads_of(model.config, context=1)
-        for before, sinks in layers_see(model.config):
+        place, device, config = place_of(self.args), this_device(), models[0].config
+        attention = self.hooks.attention_for(self.config.epp_attention, config, device)
+        heads, whole = heads_of(config), heads_of(config, context=1)
+        for before, sinks in layers_see(config):
             seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
             warm_up(seeing, heads, whole, self.args.seq_length, device)
-        groups = make_groups(device)
+        groups = make_groups(device, place)
         spread = refusals.vocabulary_parallel(self.args)
-        layers = _layers_of_stages(model, groups, spread)
-        settle_choices(self.args, model, attention, layers, groups, self.hooks.choose)
-        self.hooks.install_in_model(model, self.args.seq_length, attention)
+        stages = dict(zip(own_stages(place, groups.pipeline_rank), models, strict=True))
+        layers = _layers_of_stages(stages, stages_of(self.args), groups, spread)
+        settle_choices(self.args, models[0], attention, layers, groups, self.hooks.choose)
+        for model in models:
+            self.hooks.install_in_model(model, self.args.seq_length, attention)
         if spread:
             refusals.require_whole_words(self.args)  # padded now
-            spread_output_layer(model, device)
-            tie(model, device)
+            spread_output_layer(stages, place, device)
+            tie(models, device)
+        tie_ends(stages, stages_of(self.args))
         if getattr(self.args, FUSED_LINEARS, False):
-            fuse_weight_gradients(model)
+            for model in models:
+                fuse_weight_gradients(model)
         self._current_op.stage = groups.pipeline_rank
         self._claim_folders(groups)
         if self._reads_chats:
             self._chats = converted_chats(self.args, groups.control)
         rows = RowShare.of(self.args)
-        self._place = JobContext(self.args, self.config, groups, layers, rows, device, attention)
+        self._place = JobContext(
+            self.args, self.config, groups, layers, rows, device, attention, place
+        )
         if not getattr(self.args, "exit_signal_handler", False):  # Megatron's saves a checkpoint
             speak_when_terminated(self._current_op, dist.get_rank())
         Watcher(
@@ -270,18 +288,20 @@ class Job:
         """Megatron's post-wrap hook: the model has its final number format, so it can be measured,
         and steps can be made."""
         place, args, config = self.place, self.args, self.config
-        (model,) = models
         groups, device = place.groups, place.device
-        steps = self.hooks.make_steps(place, model)
+        steps = self.hooks.make_steps(place, models[0])
         folders = [folder for _, folder in self._folders if folder]
         runner = StageRunner(
             ProgramRunner(device, self._current_op, groups),
-            groups.pipeline_rank,
+            own_stages(place.placement, groups.pipeline_rank),
             groups.replica,
             share=place.share,
             meter=AllocatorMeter(every_op=config.epp_record is not None)
             if device.type == "cuda"
-            else SavedBytesMeter(model.parameters(), self.hooks.limit_bytes(config)),
+            else SavedBytesMeter(
+                chain.from_iterable(model.parameters() for model in models),
+                self.hooks.limit_bytes(config),
+            ),
             early_head=early_head(args),
             stores_last_slice=place.attention.stores_last_slice,
             make_stage=self.hooks.make_stage,
@@ -305,6 +325,7 @@ class Job:
                 self._current_op,
                 args.context_parallel_size,
                 whole_documents(args),
+                place.placement,
             ),
             runner,
             Retry(steps, groups),

@@ -1,7 +1,9 @@
-"""Runs a stage's part of a step: puts plan, data, store and model together."""
+"""Runs a rank's part of a step: puts plan, data, stores and parts of the model together."""
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +19,26 @@ from megatron_epp.mcore.data.global_batches import Batch, TokenSource
 from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.model.quantisation import forget_quantised_weights
 from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
-from megatron_epp.mcore.model.stage import ForwardStep, ModelStage, sum_reports
+from megatron_epp.mcore.model.stage import (
+    ForwardStep,
+    ModelStage,
+    reduce_in_turn,
+    sum_reports,
+)
 from megatron_epp.mcore.model.vocabulary.head import head_for
 from megatron_epp.mcore.model.vocabulary.messages import MessageShapes
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.host_store import HostStore
+from megatron_epp.runtime.kv_store import StageStores
 from megatron_epp.runtime.memory_meter import Meter
 from megatron_epp.runtime.program_runner import ProgramRunner
 
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """Results of a stage for its part of a step.
+    """Results of a rank for its part of a step.
 
-    reports   on the last stage one, each entry summed over this replica's tokens; else none
+    reports   where the last stage lies one, each entry summed over this replica's tokens; else none
     tokens    that carry a loss
     failure   the op that ran out of memory, if one did: then nothing else counts
     host_peak_bytes   that offloaded layers took of the host's memory
@@ -46,14 +54,15 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True)
 class StageRunner:
-    """Runner of a stage's part of steps.
+    """Runner of a rank's part of steps.
 
+    stages       those of the rank, first to last
     make_stage   the model's side of the executor (model/stage.py)
     host_bytes   that offloaded layers may take of the host's memory
     """
 
     programs: ProgramRunner
-    stage: int
+    stages: tuple[int, ...]
     replica: int
     share: RowShare
     meter: Meter
@@ -67,42 +76,72 @@ class StageRunner:
         step: Step,
         batch: Batch,
         documents: TokenSource,
-        model: Any,
+        models: Sequence[Any],
         config: Any,
         forward_step: ForwardStep,
     ) -> StageRun:
-        """Run this replica's plan on its documents of ``batch``."""
-        forget_quantised_weights(model)
-        stage, replica, device = self.stage, self.replica, self.programs.device
+        """Run this replica's plan on its documents of ``batch``; ``models``: of the stages."""
+        replica, device = self.replica, self.programs.device
         plan, samples = step.plans[replica], batch.samples[list(step.deals[replica])]
-        if any(other.splits_backward for other in step.plans):
-            refuse_split(model, early_modules(model, self.early_head and stage == plan.stages - 1))
+        for stage, model in zip(self.stages, models, strict=True):
+            forget_quantised_weights(model)
+            if any(other.splits_backward for other in step.plans):
+                early = self.early_head and stage == plan.stages - 1
+                refuse_split(model, early_modules(model, early))
         slices = slices_of(plan)
-        program = lower_rank(plan, stage, step.block(replica))
-        store = store_for(plan, slices, self.stores_last_slice)
+        rank = plan.rank_of[self.stages[0]]
+        program = lower_rank(plan, rank, step.block(replica))
         predictions = Predictions.of(config, not plan.forward_only)
-        builder = ChunkBatchBuilder(
-            plan, slices, samples, documents, stage, self.share, device, predictions
-        )
-        host = HostStore(device, self.meter, model.parameters(), self.host_bytes)
         dtype = config.pipeline_dtype or config.params_dtype
         shapes = MessageShapes(
             plan,
-            lambda chunk: self.share.message(builder.rows(chunk)),
+            lambda chunk: self.share.message(self.share.rows(plan.chunks[chunk])),
             config.hidden_size,
             dtype,
             predictions.each,
         )
-        head = head_for(model, plan, stage, shapes, self.meter)
-        with self.make_stage(
-            model, config, forward_step, builder, plan, store, self.early_head, host, head
-        ) as compute:
+        computes: dict[int, ModelStage] = {}
+        host: HostStore | None = None
+        with ExitStack() as stack:
+            for number, (stage, model) in enumerate(zip(self.stages, models, strict=True)):
+                host = HostStore(device, self.meter, model.parameters(), self.host_bytes, host)
+                builder = ChunkBatchBuilder(
+                    plan, slices, samples, documents, stage, self.share, device, predictions
+                )
+                made = self.make_stage(
+                    model,
+                    _of_part(config, number),
+                    forward_step,
+                    builder,
+                    plan,
+                    store_for(plan, slices, self.stores_last_slice),
+                    self.early_head,
+                    host,
+                    head_for(model, plan, stage, shapes, self.meter),
+                )
+                computes[stage] = stack.enter_context(made)
+            reduce_in_turn(computes, plan.rank_orders[rank])
+            store = StageStores([compute.store for compute in computes.values()])
             links = self.programs.links(shapes, dtype)
-            records, failure = self.programs.run(program, compute, store, links, self.meter)
-        reports = sum_reports(compute.reports)
-        return StageRun(plan, records, reports, compute.tokens, failure, host.peak_bytes)
+            records, failure = self.programs.run(program, computes, store, links, self.meter)
+        assert host is not None, "a rank has at least one stage"
+        tokens = sum((compute.tokens for compute in computes.values()), 0)
+        reports = [one for compute in computes.values() for one in sum_reports(compute.reports)]
+        return StageRun(plan, records, reports, tokens, failure, host.peak_bytes)
 
     def flop_borders(self, plan: Plan) -> Tensor:
         """Where the whole documents of ``plan`` begin and end: [documents + 1] int64."""
         borders = numpy.concatenate(([0], numpy.cumsum(plan.documents)))
         return torch.from_numpy(borders).to(self.programs.device)
+
+
+def _of_part(config: Any, number: int) -> Any:
+    """``config`` with what Megatron's DDP does for part ``number`` of a rank's: of several parts
+    the trainer keeps a list."""
+    if not isinstance(config.no_sync_func, list):
+        return config
+    own = copy.copy(config)
+    for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+        if isinstance(functions := getattr(config, name), list):
+            setattr(own, name, functions[number])
+    return own

@@ -1,11 +1,11 @@
-"""The executor: a loop over one stage's program, and a table from kind to function."""
+"""The executor: a loop over one rank's program, and a table from kind to function."""
 
 import gc
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,12 +14,11 @@ from torch.profiler import record_function
 
 from megatron_epp.ir import (
     COMPUTE,
+    HandOver,
     Kind,
     Message,
     Op,
     Payload,
-    Plan,
-    PlanError,
     Post,
     Program,
     StageOp,
@@ -27,7 +26,7 @@ from megatron_epp.ir import (
     Transfer,
 )
 from megatron_epp.runtime.clock import CudaClock, HostClock
-from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.kv_store import StageStores, Store
 from megatron_epp.runtime.malloc_trim import HostHeap
 from megatron_epp.runtime.memory_meter import Meter, free_cached_memory, out_of_memory
 from megatron_epp.runtime.stage_peers import Peers
@@ -107,7 +106,7 @@ BEFORE = OutsidePhase("the first iteration")
 @dataclass
 class CurrentOp:
     """The op or phase that this rank is in; read when a link is lost, when nothing moves, or when
-    the job is being killed.
+    the job is being killed. ``stage``: the one that it is of, where the rank has several.
 
     An op or a transfer of the program, the name of a step that all ranks take together, or what
     happens :class:`OutsidePhase`. ``links``: of the program that runs, None between programs.
@@ -140,17 +139,12 @@ class Failure:
     reason: str
 
 
-def require_executable(plan: Plan) -> None:
-    """Raise a :class:`PlanError` where stage i of ``plan`` does not lie on rank i."""
-    if plan.place:
-        raise PlanError(
-            f"place {' '.join(map(str, plan.place))}: the executor runs stage i on rank i; "
-            "expected a plan without this line (such a plan can be checked, simulated and drawn)"
-        )
-
-
 class Executor:
-    """Runs ``program`` once. Tensors wait in ``_inbox`` and ``_outbox`` between transfer and op.
+    """Runs ``program`` once. Tensors wait in ``_inbox`` and ``_outbox`` between transfer and op;
+    between stages of this rank they go from one to the other.
+
+    ``compute`` is the model's side of the rank's stage, or of each of its stages by number.
+    ``store``: what all of them keep.
 
     When an op runs out of memory the other ranks must not wait for this one: it frees all, takes
     every message that comes and sends zeros where it should send something, to the program's end.
@@ -162,9 +156,9 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        compute: Compute,
+        compute: Compute | Mapping[int, Compute],
         links: LinkEnds,
-        store: Store,
+        store: Store | StageStores,
         clock: HostClock | CudaClock,
         meter: Meter,
         current_op: CurrentOp,
@@ -172,12 +166,14 @@ class Executor:
         heap: HostHeap | None = None,
     ):
         self.peers, self.heap = peers, heap
-        self.program = tuple(op for op in program if not isinstance(op, StageOp))
-        assert len(self.program) == len(program), "require_executable comes first"
-        self.compute, self.links, self.store = compute, links, store
+        self.program, self.links, self.store = program, links, store
         self.clock, self.meter, self.current_op = clock, meter, current_op
-        self._inbox: dict[tuple[Payload, int], Tensor] = {}
-        self._outbox: dict[tuple[Payload, int], Tensor] = {}
+        self._computes = compute if isinstance(compute, Mapping) else {}
+        # Of the stage whose op runs, which the rank's only one is throughout.
+        self.compute = next(iter(compute.values())) if isinstance(compute, Mapping) else compute
+        # By stage, of the op or of the transfer's own end.
+        self._inbox: dict[tuple[int, Payload, int], Tensor] = {}
+        self._outbox: dict[tuple[int, Payload, int], Tensor] = {}
         self._carrying = _carrying(program)
         self.failure: Failure | None = None
         self._do: dict[Kind, Callable[[Any], object]] = {
@@ -196,37 +192,52 @@ class Executor:
 
         On return nothing is kept: the store and both boxes are empty, every message has left.
         """
-        marks = []
+        marks: list[tuple[int, Op | Transfer, Any, Any, int]] = []
+        if len(self._computes) == 1:
+            (self.current_op.stage,) = self._computes
         ends: deque = deque(maxlen=LEAD_OPS)  # of the last ops
         self.current_op.links = self.links
         with self.meter.watch(self.store):
-            for op in self.program:
-                if isinstance(op, Post):
-                    self._post(op)
+            for item in self.program:
+                if isinstance(item, Post):
+                    self._post(item)
                     continue
+                if isinstance(item, HandOver):
+                    self._hand_to_stage(item.message)
+                    continue
+                op = self._turn_to(item)
                 self.current_op.enter(op)
                 if isinstance(op, Op) and len(ends) == LEAD_OPS:
                     # Safe at any place: what was issued so far needs nothing that was not (lower).
                     self.clock.wait(ends[0])
                 start = self.clock.mark()
-                with record_function(str(op)):
+                with record_function(str(item)):
                     reason = self._run(op)
                 if reason is not None and isinstance(op, Op):  # a transfer raises
                     self._give_up(op, reason)
                 end = self.clock.mark()
                 if isinstance(op, Op):
                     ends.append(end)
-                marks.append((op, start, end, self.meter.op_peak()))
+                marks.append((self.current_op.stage, op, start, end, self.meter.op_peak()))
                 if self.heap is not None:
                     self.heap.settle()
             self._finish()
         self.current_op.links = None
         assert not self._inbox and not self._outbox, "a tensor was received or made for nobody"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
-        stage = self.current_op.stage
         # Marks are of the clock that made them, which is one of two.
         seconds: Callable[[Any], float] = self.clock.seconds
-        return tuple(Timed(stage, op, seconds(a), seconds(b), peak) for op, a, b, peak in marks)
+        return tuple(Timed(at, op, seconds(a), seconds(b), peak) for at, op, a, b, peak in marks)
+
+    def _turn_to(self, item: Op | StageOp | Transfer) -> Op | Transfer:
+        """The op or transfer of ``item``, whose stage is the current one from now on."""
+        if isinstance(item, StageOp):
+            self.current_op.stage, self.compute = item.stage, self._computes[item.stage]
+            return item.op
+        if isinstance(item, Transfer):
+            ends = item.message
+            self.current_op.stage = ends.source if item.kind is Kind.SEND else ends.target
+        return item
 
     def _run(self, op: Op | Transfer) -> str | None:
         """Run ``op``; why there was no memory for it, if there was none. The error goes with this
@@ -266,7 +277,8 @@ class Executor:
         held = min(self.meter.op_peak(), self.meter.limit_bytes)
         self.failure = Failure(op, int(held), reason)
         logger.warning("%s: out of memory (%s)", self.current_op, reason)
-        self.compute.abandon()
+        for compute in self._computes.values() or (self.compute,):
+            compute.abandon()
         self.store.clear()
         self._inbox.clear()
         self._outbox.clear()
@@ -278,30 +290,44 @@ class Executor:
 
     def _pretend(self, op: Op):
         for payload in Payload:
-            self._inbox.pop((payload, op.chunk), None)
+            self._inbox.pop(self._at(payload, op.chunk), None)
+
+    def _at(self, payload: Payload, chunk: int) -> tuple[int, Payload, int]:
+        """Where a tensor of the current stage lies."""
+        return self.current_op.stage, payload, chunk
 
     def _forward(self, op: Op):
-        received = self._inbox.pop((Payload.ACTIVATION, op.chunk), None)
+        received = self._inbox.pop(self._at(Payload.ACTIVATION, op.chunk), None)
         self._hand_over(op, self.compute.forward(op.chunk, received))
 
     def _hand_over(self, op: Op, made: Tensor | None):
         if made is not None:
-            assert op in self._carrying, f"{op}: a tensor was received or made for nobody"
-            self._outbox[self._carrying[op], op.chunk] = made
+            payload = self._carrying.get(self.current_op.stage, {}).get(op)
+            assert payload is not None, f"{op}: a tensor was received or made for nobody"
+            self._outbox[self._at(payload, op.chunk)] = made
+
+    def _hand_to_stage(self, message: Message):
+        """Give one stage of this rank what the other has made."""
+        payload, chunk = message.payload, message.chunk
+        tensor = self._outbox.pop((message.source, payload, chunk), None)
+        assert tensor is not None or self.failure is not None, f"{message}: nothing was made"
+        if tensor is not None:
+            self._inbox[message.target, payload, chunk] = tensor
 
     def _backward(self, op: Op):
-        gradient = self._inbox.pop((Payload.GRADIENT, op.chunk), None)
+        gradient = self._inbox.pop(self._at(Payload.GRADIENT, op.chunk), None)
         self._hand_over(op, self.compute.backward(op.chunk, gradient))
 
     def _input_backward(self, op: Op):
-        gradient = self._inbox.pop((Payload.GRADIENT, op.chunk), None)
+        gradient = self._inbox.pop(self._at(Payload.GRADIENT, op.chunk), None)
         self._hand_over(op, self.compute.input_backward(op.chunk, gradient))
 
     def _weight_backward(self, op: Op):
         self.compute.weight_backward(op.chunk)
 
     def _head(self, op: Op):
-        self._hand_over(op, self.compute.head(op.chunk, self._inbox.pop((Payload.HEAD, op.chunk))))
+        received = self._inbox.pop(self._at(Payload.HEAD, op.chunk))
+        self._hand_over(op, self.compute.head(op.chunk, received))
 
     def _head_weight(self, op: Op):
         self.compute.head_weight(op.chunk)
@@ -327,11 +353,12 @@ class Executor:
     def _next_op(self, post: Post) -> Op:
         """The op that the failure of ``post`` is put down to: the one that would have followed."""
         rest = self.program[self.program.index(post) :]
-        return next(op for op in rest if isinstance(op, Op))
+        found = next(item for item in rest if isinstance(item, (Op, StageOp)))
+        return found.op if isinstance(found, StageOp) else found
 
     def _send(self, op: Transfer):
         message = op.message
-        tensor = self._outbox.pop((message.payload, message.chunk), None)
+        tensor = self._outbox.pop(self._at(message.payload, message.chunk), None)
         if tensor is None:
             assert self.failure is not None, f"{op}: nothing was made"
             tensor = self.links.zeros(message)
@@ -343,7 +370,7 @@ class Executor:
     def _receive(self, op: Transfer):
         message = op.message
         try:
-            self._inbox[message.payload, message.chunk] = self.links.receive(message)
+            self._inbox[self._at(message.payload, message.chunk)] = self.links.receive(message)
         except RuntimeError as error:
             raise self._lost(message, error) from error
 
@@ -363,14 +390,15 @@ class Executor:
         return LinkLost(f"{self.current_op}; the link is lost: {reason}")
 
 
-def _carrying(program: Program) -> dict[Op, Payload]:
-    """As what each op's tensor leaves: its message stands behind it."""
-    carrying: dict[Op, Payload] = {}
+def _carrying(program: Program) -> dict[int, dict[Op, Payload]]:
+    """As what each op's tensor leaves, by stage: its message stands behind it."""
+    carrying: dict[int, dict[Op, Payload]] = {}
     maker: Op | None = None
-    for op in program:
-        if isinstance(op, Op):
-            maker = op
-        elif isinstance(op, Transfer) and op.kind is Kind.SEND:
-            assert maker is not None and maker.chunk == op.chunk, f"{op} stands behind {maker}"
-            carrying[maker] = op.message.payload
+    for item in program:
+        if isinstance(item, (Op, StageOp)):
+            maker = item.op if isinstance(item, StageOp) else item
+        elif isinstance(item, HandOver) or (isinstance(item, Transfer) and item.kind is Kind.SEND):
+            message = item.message
+            assert maker is not None and maker.chunk == message.chunk, f"{item} behind {maker}"
+            carrying.setdefault(message.source, {})[maker] = message.payload
     return carrying

@@ -233,11 +233,20 @@ class OffloadedLayer:
         return storage.blocks, flat.split([block.numel() for block in storage.blocks])
 
 
+class _Taken:
+    """Bytes of the host's memory that are taken, and the most since an iteration began."""
+
+    def __init__(self, limit_bytes: float):
+        self.limit_bytes = limit_bytes
+        self.bytes = self.peak_bytes = 0
+
+
 class HostStore:
-    """The offloaded layers of an iteration's chunks on this rank.
+    """The offloaded layers of an iteration's chunks on this rank, of one of its stages.
 
     limit_bytes   of the host's memory that may be taken; a layer for which there is no room stays
                   on the device, which is said once
+    beside        the store of another stage of the rank: what both take counts together
     bytes, peak_bytes   of the host's memory that is taken, and the most since ``begin``
     """
 
@@ -247,8 +256,10 @@ class HostStore:
         meter: Meter | None = None,
         parameters: Iterable[Tensor] = (),
         limit_bytes: float = math.inf,
+        beside: "HostStore | None" = None,
     ):
-        self.device, self.limit_bytes = device, limit_bytes
+        self.device = device
+        self._taken: _Taken = _Taken(limit_bytes) if beside is None else beside._taken
         self.meter: Meter = NoMeter() if meter is None else meter
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
         self._copies: Any = None
@@ -256,7 +267,18 @@ class HostStore:
         self._offloaded: dict[int, list[OffloadedLayer]] = {}
         self._leaving: deque[OffloadedLayer] = deque()
         self._told = False
-        self.bytes = self.peak_bytes = 0
+
+    @property
+    def limit_bytes(self) -> float:
+        return self._taken.limit_bytes
+
+    @property
+    def bytes(self) -> int:
+        return self._taken.bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._taken.peak_bytes
 
     def __len__(self) -> int:
         return len(self._offloaded)
@@ -273,7 +295,7 @@ class HostStore:
 
     def begin(self) -> None:
         """An iteration begins: ``peak_bytes`` is its own."""
-        self.peak_bytes = self.bytes
+        self._taken.peak_bytes = self._taken.bytes
 
     # -------------------------------------------------------------- F
 
@@ -328,13 +350,13 @@ class HostStore:
         except (MemoryError, RuntimeError) as error:
             self._say_full(taken, str(error).splitlines()[0])
             return None
-        self.bytes += taken
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self._taken.bytes += taken
+        self._taken.peak_bytes = max(self.peak_bytes, self.bytes)
         return made
 
     def free(self, offloaded: OffloadedLayer, nbytes: int) -> None:
         """``offloaded`` is on the device again."""
-        self.bytes -= nbytes
+        self._taken.bytes -= nbytes
         of_chunk = self._offloaded[offloaded.chunk]
         of_chunk.remove(offloaded)
         if not of_chunk:

@@ -1,6 +1,6 @@
 """Keys and values of cut documents, and the gradients that later slices leave for earlier ones."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -156,3 +156,21 @@ class Store:
     def _grew(self, bytes_: int):
         self.bytes += bytes_
         self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+
+class StageStores:
+    """The stores of all stages of a rank, as one."""
+
+    def __init__(self, stores: Sequence[Store]):
+        self.stores = tuple(stores)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.stores))
+
+    @property
+    def bytes(self) -> int:
+        return sum(store.bytes for store in self.stores)
+
+    def clear(self):
+        for store in self.stores:
+            store.clear()

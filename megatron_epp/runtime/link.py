@@ -41,11 +41,13 @@ def connect(
     size: int,
     device: torch.device,
     ranks: Sequence[int] | None = None,
+    place: Sequence[int] = (),
 ):
     """Send one number over every link of a pipeline of ``size`` ranks, of which this is number
     ``rank``, in an order in which nobody waits in vain.
 
-    ``ranks``: theirs in the groups; None where they hold this pipeline alone.
+    ``ranks``: theirs in the groups; None where they hold this pipeline alone. ``place``: the rank
+    of every stage; none where stage i lies on rank i.
 
     NCCL makes a communicator for two ranks when they first speak, and both wait in there for each
     other. If they first spoke where receives are posted early, a rank that waits for the next
@@ -57,13 +59,20 @@ def connect(
             "torch.distributed was initialised with a device_id: all messages of a group then wait "
             "for one another, and pipelines that receive ahead stand still; initialise it without"
         )
-    for first in range(size):
+    place = place or range(size)
+    spoken: set[tuple[Payload, tuple[int, int]]] = set()
+    for first, here in enumerate(place):
         for payload, group in groups.items():
-            ends = (first, first + 1) if payload is not Payload.GRADIENT else (first + 1, first)
-            if first == size - 1:
+            if first == len(place) - 1:
                 if payload is not Payload.HEAD:
                     continue
-                ends = (first, 0)  # of H: from the last rank to the first, and down the pipeline
+                ends = (here, place[0])  # of H: from the last stage to the first, and down
+            else:
+                ends = (here, place[first + 1])
+                ends = ends[::-1] if payload is Payload.GRADIENT else ends
+            if ends[0] == ends[1] or (payload, ends) in spoken:
+                continue
+            spoken.add((payload, ends))
             tensor = torch.zeros(1, device=device)
             source, target = ends if ranks is None else (ranks[ends[0]], ranks[ends[1]])
             if rank == ends[0]:

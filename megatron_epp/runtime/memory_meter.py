@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.kv_store import StageStores, Store
 
 
 class NoMeter:
@@ -18,7 +18,7 @@ class NoMeter:
     peak_bytes = now = 0
     limit_bytes = math.inf
 
-    def watch(self, store: Store) -> AbstractContextManager:
+    def watch(self, store: Store | StageStores) -> AbstractContextManager:
         return nullcontext()
 
     def check(self):
@@ -77,12 +77,12 @@ class SavedBytesMeter:
         self.limit_bytes = limit_bytes
         self._ignored = {p.untyped_storage().data_ptr() for p in parameters}
         self._references: dict[int, int] = {}
-        self._store: Store | None = None
+        self._store: Store | StageStores | None = None
         self.saved_bytes = 0
         self.peak_bytes = 0
         self._op_peak = 0
 
-    def watch(self, store: Store) -> AbstractContextManager:
+    def watch(self, store: Store | StageStores) -> AbstractContextManager:
         """A context in which what autograd saves is counted, beside ``store``'s bytes."""
         self._store = store
         self.peak_bytes = self._op_peak = self.now
@@ -168,7 +168,7 @@ class AllocatorMeter:
         self.peak_bytes = 0
         self._base = 0
 
-    def watch(self, store: Store) -> AbstractContextManager:
+    def watch(self, store: Store | StageStores) -> AbstractContextManager:
         self._base = active_bytes("current")
         self.peak_bytes = 0
         torch.cuda.reset_peak_memory_stats()

@@ -1,6 +1,6 @@
 """Runs a rank's programs: puts clock, heap, links and executor together, in one place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,7 +9,7 @@ from megatron_epp.ir import Message, Program, Timed
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.executor import Compute, CurrentOp, Executor, Failure, LinkEnds
 from megatron_epp.runtime.groups import Groups
-from megatron_epp.runtime.kv_store import Store
+from megatron_epp.runtime.kv_store import StageStores, Store
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.malloc_trim import HostHeap
 from megatron_epp.runtime.memory_meter import Meter
@@ -18,7 +18,8 @@ from megatron_epp.runtime.memory_meter import Meter
 @dataclass
 class ProgramRunner:
     """Runner of programs on ``device``, one after another: what a rank has once, whatever stages
-    lie on it. A stage's own are ``compute`` and ``store``.
+    lie on it. A stage's own are ``compute`` and ``store``; of a rank with several, both are of all
+    of them (executor.py).
 
     groups   to the pipeline's other ranks; None where there are none
     """
@@ -42,7 +43,12 @@ class ProgramRunner:
         return Links(self.groups.payload, shape, dtype, self.device, ranks)
 
     def run(
-        self, program: Program, compute: Compute, store: Store, links: LinkEnds, meter: Meter
+        self,
+        program: Program,
+        compute: Compute | Mapping[int, Compute],
+        store: Store | StageStores,
+        links: LinkEnds,
+        meter: Meter,
     ) -> tuple[tuple[Timed, ...], Failure | None]:
         """Every op's record, and the op that ran out of memory, if one did."""
         peers = None if self.groups is None else self.groups.peers

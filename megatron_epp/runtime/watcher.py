@@ -24,8 +24,8 @@ LOST_STATUS = 1
 
 
 class Watcher:
-    """``ranks``: this pipeline's, by stage. ``timeout``: of the process groups. ``together``: those
-    that run every op with this one, of several replicas in lockstep.
+    """``ranks``: this pipeline's, in its order. ``timeout``: of the process groups. ``together``:
+    those that run every op with this one, of several replicas in lockstep.
 
     ``tell`` and ``end``: what lines are given to, and what ends the process.
     """
@@ -112,11 +112,12 @@ class Watcher:
         if message.payload is Payload.HEAD and message.target == 0:
             maker[Payload.HEAD] = "F"  # of the last stage
         made = f"what {maker[message.payload]} of chunk {message.chunk} makes"
+        source, target = message.link
         if transfer.kind is Kind.SEND:
-            other, verb = message.target, "has not taken"
+            other, place, verb = message.target, target, "has not taken"
         else:
-            other, verb = message.source, "has not sent"
-        rank = self.ranks[other] if other < len(self.ranks) else "unknown"
+            other, place, verb = message.source, source, "has not sent"
+        rank = self.ranks[place] if place < len(self.ranks) else "unknown"
         return f"stage {other} (rank {rank}) {verb} {made}"
 
 

@@ -197,7 +197,7 @@ def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> Stage
     on_gpu = alone.device.type == "cuda"
     runner = StageRunner(
         _NoNeighbours(alone.device, CurrentOp(stage)),
-        stage,
+        (stage,),
         replica=0,
         share=alone.share,
         meter=AllocatorMeter(every_op=True) if on_gpu else SavedBytesMeter(model.parameters()),
@@ -210,7 +210,7 @@ def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> Stage
         Step((tuple(samples.tolist()),), (plan,)),
         Batch(samples, numpy.array(plan.documents)),
         MadeUpDocuments(alone.args.padded_vocab_size),
-        model,
+        [model],
         get_model_config(model),
         chunk_forward_step,
     )

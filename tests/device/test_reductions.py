@@ -390,7 +390,11 @@ def test_random_plans_in_every_order(order: Order) -> None:
 # module, the lines that wait for something, or put one thing behind another; what is there instead
 MUTATIONS = (
     # Reductions are woken for a stage's last gradients alone.
-    ("stage", "if op == self._last_gradients and self._hooks_reduce:", "if self._hooks_reduce:"),
+    (
+        "stage",
+        "if op == self._last_gradients and self._hooks_reduce and not self._waits:",
+        "if self._hooks_reduce:",
+    ),
     ("stage", "self._last_gradients != self._last_backward:", "False:"),
     # In one order on all replicas, each behind its last gradient.
     (

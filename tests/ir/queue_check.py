@@ -20,7 +20,7 @@ whoever issues in another order.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from megatron_epp.ir.op import Kind, Message, Op, StageOp, Transfer
+from megatron_epp.ir.op import HandOver, Kind, Message, Op, StageOp, Transfer
 from megatron_epp.ir.program.lower import Item, Program
 
 # (rank, index in its program)
@@ -47,6 +47,8 @@ def stuck_in_one_queue(
         return len(started.get(message, ())) == 2
 
     def passes(rank: int, item: Item) -> bool:
+        if isinstance(item, HandOver):
+            return True
         if isinstance(item, (Op, StageOp)):
             met = started.setdefault((rank % stages, item), set())
             met.add(rank)
@@ -92,6 +94,8 @@ def hanging_waits(programs: Sequence[Program], replicas: int = 1) -> tuple[Place
     for rank, program in enumerate(programs):
         streams: dict[object, Node] = {}  # what was last issued to each
         for index, item in enumerate(program):
+            if isinstance(item, HandOver):
+                continue
             node: Node = (rank, index)
             streams_of: set[object] = {COMPUTE_STREAM}
             needs: list[Node] = []

@@ -5,7 +5,18 @@ from itertools import pairwise
 
 from hypothesis import given
 
-from megatron_epp.ir import Kind, Message, Op, Plan, Post, StageOp, Transfer, lower, lower_rank
+from megatron_epp.ir import (
+    HandOver,
+    Kind,
+    Message,
+    Op,
+    Plan,
+    Post,
+    StageOp,
+    Transfer,
+    lower,
+    lower_rank,
+)
 from tests.plans import EXAMPLE, any_plans, evaluation
 
 
@@ -115,6 +126,9 @@ def test_programs_are_the_projection_of_one_sequence(plan: Plan) -> None:
                 step = program[at[rank]]
                 if isinstance(step, Transfer) and step.kind is Kind.RECEIVE:
                     assert step.message in met  # before it is waited for, not only by then
+                elif isinstance(step, HandOver):
+                    made = programs[rank][at[rank] - 1]  # right behind the op that makes it
+                    assert isinstance(made, StageOp) and made.stage == step.message.source
                 elif not isinstance(step, (Op, StageOp)):
                     other = sum(step.message.link) - rank
                     there = programs[other][at[other] : at[other] + 1]

@@ -98,7 +98,8 @@ def test_a_deadlock_of_ranks_is_named_by_its_stages() -> None:
 
 def test_a_rank_hands_over_to_itself_without_a_message() -> None:
     first, second = (" ".join(map(str, program)) for program in lower(Plan.parse(V_SHAPE)))
-    assert "F1.0 POST:F1<0 F2.0 SEND:F0>3" in second
+    assert "F1.0 HAND:F0>2 POST:F1<0 F2.0 SEND:F0>3" in second
+    assert "B2.0 HAND:B0>1 B1.0 SEND:B0>0" in second
     assert second.count("SEND") == first.count("RECV") == 4
     assert first.startswith("F0.0 SEND:F0>1 ")
     assert first.count("F3.0 B3.0 SEND:B0>2") == 1  # the loss: nothing to wait for
@@ -111,12 +112,13 @@ def test_programs_of_any_placement_pass_a_single_queue(plan: Plan) -> None:
     assert hanging_waits(programs) == ()
 
 
-def test_the_job_refuses_it_in_one_line() -> None:
+def test_a_job_of_another_placement_refuses_it_in_one_line() -> None:
     step = Step.parse(V_SHAPE)
     plan = step.plans[0]
+    given = SourcedStep(step, str(step), "v.plan"), step.lengths, False, plan.layers, 0, 1
     with pytest.raises(PlanError) as caught:
-        accept(SourcedStep(step, str(step), "v.plan"), step.lengths, False, plan.layers, 0, 1)
+        accept(*given)
     assert str(caught.value) == (
-        "v.plan cannot be run: place 0 1 1 0: the executor runs stage i on rank i; expected a plan "
-        "without this line (such a plan can be checked, simulated and drawn)"
+        "v.plan is for stages on ranks 0 1 1 0; this job has stage i on rank i (--epp-placement)"
     )
+    accept(*given, placement=(0, 1, 1, 0))

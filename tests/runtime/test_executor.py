@@ -12,12 +12,14 @@ from torch import Tensor
 
 from megatron_epp.ir import (
     Chunk,
+    HandOver,
     Kind,
     Op,
     Payload,
     Plan,
     PlanError,
     Post,
+    StageOp,
     Timed,
     Transfer,
     check,
@@ -89,15 +91,15 @@ class Linear:
 
 def execute(
     plan: Plan,
-    stage: int,
+    rank: int,
     groups: dict,
     compute: Any,
     iteration: int = 1,
     current_op: CurrentOp | None = None,
 ):
-    """(records, links) of one iteration."""
-    program = lower(plan)[stage]
-    current_op = current_op or CurrentOp(stage)
+    """(records, links) of one iteration. ``compute``: of the rank's stage, or of each of them."""
+    program = lower(plan)[rank]
+    current_op = current_op or CurrentOp(rank)
     current_op.iteration = iteration
     clock = HostClock()
     clock.start()
@@ -119,71 +121,101 @@ def expected(plan: Plan) -> list[Tensor]:
     return list(torch.autograd.grad(loss, weights))
 
 
-def plans(stages: int) -> list[Plan]:
+def plans(ranks: int, stages: int) -> list[Plan]:
+    """Of ``stages``, wherever they lie; stage i on rank i where there are as many."""
     made = []
     for seed in range(12):
         random = Random(seed)
         lengths = [random.randint(1, 20) for _ in range(random.randint(1, 6))]
         share = (0.0, 0.5, 1.0)[seed % 3]
-        made.append(arbitrary_plan(lengths, (1,) * stages, random, split_backward=share))
+        place: list[int] = []
+        if stages > ranks:
+            place = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
+            random.shuffle(place)
+        cut = (1,) * stages
+        made.append(arbitrary_plan(lengths, cut, random, split_backward=share, place=place))
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one plan on one stage; ``kept``: what the stage still holds for its chunks."""
+    """Of one plan on one rank; ``gradients``: by stage; ``kept``: what stages still hold for their
+    chunks."""
 
-    gradient: numpy.ndarray
+    gradients: dict[int, numpy.ndarray]
     records: tuple[Timed, ...]
     sent: int
     received: int
     kept: int
 
 
-def run_plans(rank: int, stages: int) -> list[Outcome]:
+def run_plans(rank: int, ranks: int, stages: int) -> list[Outcome]:
     """Every plan of ``plans``, one iteration after the other over the same groups."""
     groups: dict = {}
-    if stages > 1:
+    if ranks > 1:
         import torch.distributed as dist
 
         groups = {payload: dist.new_group(group_desc=payload.name) for payload in Payload}
     outcomes = []
-    for iteration, plan in enumerate(plans(stages)):
-        compute = Linear(plan, rank)
-        records, links = execute(plan, rank, groups, compute, iteration)
-        kept = len(compute.inputs) + len(compute.outputs) + len(compute.aside)
-        gradient = compute.gradient.numpy()
-        outcomes.append(Outcome(gradient, records, links.sent, links.received, kept))
+    for iteration, plan in enumerate(plans(ranks, stages)):
+        computes = {stage: Linear(plan, stage) for stage in plan.stages_of(rank)}
+        alone = computes[rank] if stages == ranks else computes
+        records, links = execute(plan, rank, groups, alone, iteration)
+        kept = sum(len(c.inputs) + len(c.outputs) + len(c.aside) for c in computes.values())
+        gradients = {stage: compute.gradient.numpy() for stage, compute in computes.items()}
+        outcomes.append(Outcome(gradients, records, links.sent, links.received, kept))
     return outcomes
 
 
-def compare(found: list[list[Outcome]]) -> None:
-    """Every stage's outcomes with autograd's gradients, and with the programs."""
-    stages = len(found)
-    for iteration, plan in enumerate(plans(stages)):
+def compare(found: list[list[Outcome]], stages: int) -> None:
+    """Every rank's outcomes with autograd's gradients, and with the programs."""
+    for iteration, plan in enumerate(plans(len(found), stages)):
         programs, right = lower(plan), expected(plan)
-        for stage in range(stages):
-            one = found[stage][iteration]
-            assert abs(right[stage].numpy() - one.gradient).max() < 1e-9
+        for rank, outcomes in enumerate(found):
+            one = outcomes[iteration]
+            assert tuple(one.gradients) == plan.stages_of(rank)
+            for stage, gradient in one.gradients.items():
+                wanted = right[stage].numpy()
+                assert abs(wanted - gradient).max() < 1e-12 * abs(wanted).max()
             assert one.kept == 0
             # One record per op and transfer, in the program's order, one after the other.
-            timed = [op for op in programs[stage] if not isinstance(op, Post)]
-            assert [record.op for record in one.records] == timed
+            timed = [op for op in programs[rank] if not isinstance(op, (Post, HandOver))]
+            assert list(map(own_end, one.records)) == [placed(plan, rank, op) for op in timed]
             times = [time for record in one.records for time in (record.start, record.stop)]
             assert times == sorted(times)
-            kinds = [op.kind for op in programs[stage] if isinstance(op, Transfer)]
+            kinds = [op.kind for op in programs[rank] if isinstance(op, Transfer)]
             assert one.sent == kinds.count(Kind.SEND)
             assert one.received == kinds.count(Kind.RECEIVE)
 
 
-def test_random_plans_over_real_links(tmp_path) -> None:
-    found = run(3, run_plans, tmp_path, 3)
+def own_end(record: Timed) -> tuple[int, Any]:
+    return record.stage, record.op
+
+
+def placed(plan: Plan, rank: int, item: Any) -> tuple[int, Any]:
+    """(stage, op or transfer) of an item of the rank's program."""
+    if isinstance(item, StageOp):
+        return item.stage, item.op
+    if isinstance(item, Transfer):
+        return item.message.source if item.kind is Kind.SEND else item.message.target, item
+    return plan.stages_of(rank)[0], item
+
+
+@pytest.mark.parametrize("stages", [3, 7])
+def test_random_plans_over_real_links(stages, tmp_path) -> None:
+    """Each stage on a rank of its own; and several on a rank, placed at random, where the links
+    lead both ways and stages hand over to their neighbours on the same rank."""
+    found = run(3, run_plans, tmp_path, 3, stages)
     assert all(isinstance(one, list) for one in found), found
-    compare(found)
+    compare(found, stages)
+    handed = [any(isinstance(i, HandOver) for p in lower(plan) for i in p) for plan in plans(3, 7)]
+    assert any(handed)
 
 
-def test_random_plans_on_one_stage() -> None:
-    compare([run_plans(0, 1)])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_random_plans_on_one_rank(stages) -> None:
+    """``stages`` of which hand over to each other without any message."""
+    compare([run_plans(0, 1, stages)], stages)
 
 
 # ------------------------------------------------------------------ a peer that is gone

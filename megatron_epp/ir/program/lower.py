@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 
 from megatron_epp.ir.check import backward_of
 from megatron_epp.ir.needs import needs_of
-from megatron_epp.ir.op import Kind, Message, Op, Post, StageOp, Transfer
+from megatron_epp.ir.op import HandOver, Kind, Message, Op, Post, StageOp, Transfer
 from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.program.sequence import sequence
 from megatron_epp.ir.rules import Rules
 
-Item = Op | StageOp | Transfer | Post
+Item = Op | StageOp | Transfer | Post | HandOver
 Program = tuple[Item, ...]
 
 
@@ -36,8 +36,9 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     (tests/ir/queue_check.py).
 
     Which messages there are follows from the rule table: one for every need met on another rank.
-    Between stages of one rank the tensor is handed over there, without a message. Where a rank has
-    several stages, the ops of all programs name theirs (``StageOp``).
+    Between stages of one rank a HAND, behind the op that makes the tensor, gives it to the other
+    stage as it is. Where a rank has several stages, the ops of all programs name theirs
+    (``StageOp``).
 
     rules   default: those that govern ``plan``
     """
@@ -66,7 +67,7 @@ def _programs(
     made: dict[tuple[int, Op], list[Message]] = {}  # by producer
     for message, producer, consumer in _messages(plan, rules):
         source, target = message.link
-        if target in ranks:
+        if target in ranks and source != target:
             wanted.setdefault((message.target, consumer), []).append(message)
         if source in ranks or target in ranks:
             made.setdefault((message.source, producer), []).append(message)
@@ -85,6 +86,9 @@ def _programs(
             program.append(StageOp(stage, op) if shares_ranks else op)
         for message in made.get(place, ()):
             _, target = message.link
+            if target == rank:
+                programs[rank].append(HandOver(message))
+                continue
             if rank in ranks:
                 programs[rank].append(Transfer(Kind.SEND, message))
             if target in ranks:
@@ -94,14 +98,15 @@ def _programs(
 
 
 def _messages(plan: Plan, rules: Rules | None) -> Iterator[tuple[Message, Op, Op]]:
-    """Every message with the op that makes it and the op that wants it."""
+    """Every message with the op that makes it and the op that wants it, of another stage; those
+    between stages of one rank, too."""
     needs, backwards, rank_of = needs_of(plan, rules), backward_of(plan), plan.rank_of
     for stage, order in enumerate(plan.orders):
         for op in order:
             for need, source, ops in needs(stage, op):
-                ranks = rank_of[source], rank_of[stage]
-                if ranks[0] == ranks[1]:
+                if source == stage:
                     continue
+                ranks = rank_of[source], rank_of[stage]
                 producer = ops[0]
                 if len(ops) > 1:
                     producer = Op(backwards[source][producer.chunk], producer.chunk)

@@ -7,6 +7,7 @@ from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.config import OFF, ON, PLACING_FLAGS
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, lockstep_of
+from megatron_epp.mcore.placing.asked import stages_of
 
 _FLOAT_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # read by Transformer Engine's recipe
 _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
@@ -49,7 +50,7 @@ def vocabulary_parallel(args: argparse.Namespace) -> bool:
 def whole_words(args: argparse.Namespace) -> tuple[str, str] | None:
     """Why the output layer's words cannot lie over the stages of ``args``, and what to do; None:
     they can."""
-    stages, ranks = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    stages, ranks = stages_of(args), args.tensor_model_parallel_size
     if stages == 1:
         return "there is one stage, so its words have nowhere else to lie", "leave it out"
     if lockstep_of(args) > 1:

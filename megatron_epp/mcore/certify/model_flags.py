@@ -24,6 +24,7 @@ from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layer
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
 from megatron_epp.mcore.model.shape import with_further
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
+from megatron_epp.mcore.placing.asked import PLACE, place_of
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
 _OFF = """
@@ -83,6 +84,7 @@ _NOT_PLAIN: dict[str, Any] = {
     "overlap_grad_reduce": False,
     "overlap_param_gather": False,
     "epp_vocab_parallel": OFF,
+    PLACE: [],
     **PLACING_FLAGS,
 }
 
@@ -170,6 +172,8 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     words += [word for part in MEGATRON_PARTS for word in part.small_words(args)]
     words += [f"fp8 ({args.fp8}), {args.fp8_recipe}"] * bool(args.fp8)
     words += ["sequence parallel"] * args.sequence_parallel
+    if place := place_of(args):
+        words.append(f"stages on ranks {' '.join(map(str, place))}")
     words += ["vocabulary over the stages"] * refusals.vocabulary_parallel(args)
     words += ["distributed optimizer"] * args.use_distributed_optimizer
     words += ["overlapped reduction"] * args.overlap_grad_reduce

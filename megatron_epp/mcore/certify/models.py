@@ -24,6 +24,7 @@ from megatron_epp.mcore.certify.routing import forget_losses
 from megatron_epp.mcore.model.kinds.registry import layer_parts
 from megatron_epp.mcore.model.layer_spec import described, mend_layer_spec
 from megatron_epp.mcore.model.prediction.depths import layers_of
+from megatron_epp.mcore.placing.parts import place_parts
 
 
 def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
@@ -94,25 +95,32 @@ class ChangingWeights:
             matrix.data.mul_(factor)
 
 
-def elastic_model(args: Namespace, install: Callable[[Any], None], lora_rank: int = 0) -> Any:
-    """This rank's stage in Megatron's DDP, wired as ``train`` wires it (training/training.py:3530);
-    ``install`` hooks the job into the model's configuration, after whoever puts adapters there.
-    """
+def elastic_models(
+    args: Namespace, install: Callable[[Any], None], lora_rank: int = 0
+) -> list[Any]:
+    """This rank's stages, each in Megatron's DDP, wired as ``train`` wires them
+    (training/training.py:3530); ``install`` hooks the job into the model's configuration, after
+    whoever puts adapters there."""
     description = described(args)
     mend_layer_spec(description)
     description.pre_wrap_hooks.append(partial(_make_double, args))
     if lora_rank:
         description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])
     install(description)
-    (model,) = description.get_builder_cls()(description).build_distributed_models(
+    place_parts(description, args)
+    models = description.get_builder_cls()(description).build_distributed_models(
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         ddp_config=get_megatron_ddp_config(args),
         data_parallel_random_init=False,
     )
-    config = get_model_config(model)
+    config = get_model_config(models[0])
     if args.overlap_grad_reduce:
-        config.no_sync_func = model.no_sync
+        config.no_sync_func = _one_or_all([model.no_sync for model in models])
         if args.align_grad_reduce:
-            config.grad_sync_func = model.start_grad_sync
+            config.grad_sync_func = _one_or_all([model.start_grad_sync for model in models])
     config.finalize_model_grads_func = finalize_model_grads
-    return model
+    return models
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]

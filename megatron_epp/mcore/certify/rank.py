@@ -38,7 +38,7 @@ from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore import setup
 from megatron_epp.mcore.certify.adapters import gradient
-from megatron_epp.mcore.certify.models import ChangingWeights, begin, elastic_model, join
+from megatron_epp.mcore.certify.models import ChangingWeights, begin, elastic_models, join
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.config import AUTO, Config
@@ -122,11 +122,13 @@ class Rank:
         self.args, self.frame = pickle.loads(prepared.args), prepared.frame
         self.args.rank = dist.get_rank()
         begin(self.args, self.seed)
-        self.model = self.build()
-        fill(self.model.module, prepared.weights)
-        self.weights = ChangingWeights(self.model.module)
+        self.models = self.build()
+        for model in self.models:
+            fill(model.module, prepared.weights)
+        self.weights = ChangingWeights(*(model.module for model in self.models))
 
-    def build(self) -> Any:
+    def build(self) -> list[Any]:
+        """This rank's part of the model, wrapped: one for each of its stages."""
         latents.BLOCK = LATENTS_BLOCK
         self.steps = DrawnSteps()
         hooks = replace(
@@ -137,15 +139,15 @@ class Rank:
         job = setup.Job(self.args, Config.of(self.args), hooks)
         known = [part for part in MEGATRON_PARTS if part.CHOICE]
         left = [part for part in known if getattr(self.args, part.CHOICE) == AUTO]
-        model = elastic_model(self.args, job.install, self.trial.lora_rank)
-        self.routing, config = RoutingNotes(model), get_model_config(model)
+        models = elastic_models(self.args, job.install, self.trial.lora_rank)
+        self.routing, config = RoutingNotes(*models), get_model_config(models[0])
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
         self.groups, self.share = job.place.groups, job.place.share
         self.attention: Any = job.place.attention
         chosen = [part for part in left if getattr(self.args, part.CHOICE) == part.VALUES[-1]]
         self.open_choices = [(part, cycle(part.VALUES)) for part in chosen]
-        return model
+        return models
 
     def compute(self, number: int) -> RankResult:
         """Run batch ``number``: its forwards alone, and then in training."""
@@ -155,13 +157,18 @@ class Rank:
             if self.args.fp8:
                 self.weights.change()
             evaluated = self.run(drawn, forward_only=True)
-            self.model.zero_grad_buffer()
+            for model in self.models:
+                model.zero_grad_buffer()
             with Traffic() as traffic:
                 trained = self.run(drawn, forward_only=False)
             named = [(one, name_of(one, self.LISTED)) for one in traffic.collectives]
             self._gather_gradients()
             return self.RESULT(
-                shards(self.model.module, lambda one: gradient(one, "main_grad")),
+                [
+                    shard
+                    for model in self.models
+                    for shard in shards(model.module, lambda one: gradient(one, "main_grad"))
+                ],
                 len(traffic.messages),
                 Counter(name for _, name in named if name is not None),
                 [
@@ -186,12 +193,13 @@ class Rank:
             for part, values in self.open_choices:
                 part.settle(self.attention, next(values))
         self.steps.drawn, self.args.iteration = drawn, self.number
-        self.model.train(not forward_only)
+        for model in self.models:
+            model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):
             reports = self.schedule(
                 forward_step_func=chunk_forward_step,
                 data_iterator=InMemory(drawn),
-                model=[self.model],
+                model=self.models,
                 num_microbatches=1,
                 seq_length=self.args.seq_length,
                 micro_batch_size=1,
@@ -209,10 +217,10 @@ class Rank:
         """Make every rank's gradient buffer whole: sharded reduction leaves it a part of each."""
         if not self.args.use_distributed_optimizer:
             return
-        sharded = (
-            (self.model.buffers, mpu.get_data_parallel_group(with_context_parallel=True)),
-            (self.model.expert_parallel_buffers, mpu.get_expert_data_parallel_group()),
-        )
+        replicas = mpu.get_data_parallel_group(with_context_parallel=True)
+        sharded = [(model.buffers, replicas) for model in self.models]
+        experts = mpu.get_expert_data_parallel_group()
+        sharded += [(model.expert_parallel_buffers, experts) for model in self.models]
         for buffers, group in sharded:
             for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 mine = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
@@ -225,14 +233,14 @@ class Rank:
         the layer takes a block of the host's memory; of a chunk of a row or two, as empty ones in
         lockstep are, a layer of attention may save nothing that is.
         """
-        stage, plan = self.groups.pipeline_rank, step.plans[self.groups.replica]
+        rank, plan = self.groups.pipeline_rank, step.plans[self.groups.replica]
         taken = self.schedule.ran.host_peak_bytes
-        layers = most_offloaded(plan, stage, lambda chunk: self._input_bytes(chunk) >= LEAST_BYTES)
-        asked = any(OFFLOAD in choice for choice in plan.recompute[stage])
+        layers = most_offloaded(plan, rank, lambda chunk: self._input_bytes(chunk) >= LEAST_BYTES)
+        asked = any(OFFLOAD in c for stage in plan.stages_of(rank) for c in plan.recompute[stage])
         if layers * LEAST_BLOCK <= taken and (asked or not taken):
             return []
         return [
-            f"stage {stage}: {taken} bytes were offloaded; the plan lays aside "
+            f"{plan.rank_name(rank)}: {taken} bytes were offloaded; the plan lays aside "
             f"{layers} layers at a time, of {LEAST_BLOCK} bytes or more each"
         ]
 
@@ -243,8 +251,8 @@ class Rank:
 
     def _unplanned(self, step: Step, messages: list[MessageRecord]) -> list[str]:
         """How the messages differ from those of the plan."""
-        plan, stage = step.plans[self.groups.replica], self.groups.pipeline_rank
-        planned = self._planned(plan, lower(plan)[stage])
+        plan, rank = step.plans[self.groups.replica], self.groups.pipeline_rank
+        planned = self._planned(plan, lower(plan)[rank])
         problems = []
         # Sends follow the program; receives are posted ahead, in the order of their link.
         links = {(message.way, message.group, message.peer) for message in (*planned, *messages)}
@@ -254,8 +262,8 @@ class Rank:
             if wanted != seen:
                 way, group, peer = link
                 problems.append(
-                    f"stage {stage}: {way} {group} with {peer}: messages of {seen} elements where "
-                    f"{wanted} were planned"
+                    f"{plan.rank_name(rank)}: {way} {group} with {peer}: messages of {seen} "
+                    f"elements where {wanted} were planned"
                 )
         return problems
 
@@ -272,7 +280,7 @@ class Rank:
                 MessageRecord(
                     "send" if sends else "receive",
                     f"epp_{message.payload.name.lower()}",
-                    self.groups.pipeline_ranks[message.target if sends else message.source],
+                    self.groups.pipeline_ranks[message.link[1] if sends else message.link[0]],
                     rows * numbers,
                 )
             )

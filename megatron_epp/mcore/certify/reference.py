@@ -33,6 +33,7 @@ from megatron_epp.mcore.model.kinds.registry import (
 )
 from megatron_epp.mcore.model.quantisation import quantises
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.placing.asked import place_of
 
 # Added to every weight: norms of exactly one and biases of zero would hide what is left out.
 JITTER = 0.1
@@ -105,6 +106,7 @@ class PlainModel:
             vocabulary_parallel=vocabulary_parallel(small.elastic),
             ranks=degrees.cp,
             whole=whole_documents(small.elastic),
+            place=place_of(small.elastic),
         )
         return ModelSetup(
             pickle.dumps(small.elastic),

@@ -17,10 +17,10 @@ def forget_losses() -> None:
 
 
 class RoutingNotes:
-    """Notes what ``model``'s routers leave, one iteration after the other."""
+    """Notes what the routers of ``models``, parts of one, leave, one iteration after the other."""
 
-    def __init__(self, model: Any):
-        self.model = model
+    def __init__(self, *models: Any):
+        self.models = models
         self._counts: dict[int, numpy.ndarray] = {}
 
     def before(self, finalize: Callable[..., None]) -> Callable[..., None]:
@@ -36,7 +36,8 @@ class RoutingNotes:
         """As they are now."""
         self._counts = {
             logged_number(layer): layer.router.local_tokens_per_expert.double().cpu().numpy()
-            for _, layer in moe_layers(self.model)
+            for model in self.models
+            for _, layer in moe_layers(model)
             if layer.router.enable_expert_bias
         }
 

@@ -18,6 +18,7 @@ from megatron_epp.mcore.certify.kept_layers import small_kinds
 from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers, pattern_of, refuse_segments
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import stage_layers
+from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placement, placed_values
 
 HEAD_SIZE = 8
 VOCABULARY = 61  # about: every tensor-parallel rank gets the same share
@@ -98,7 +99,11 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
             raise ValueError(f"{flag} is missing among the model flags; expected at least {flag} 1")
     args = Namespace(**{**vars(args), "context_parallel_size": degrees.cp})
     tp = degrees.tp
-    stages = stage_layers(args, degrees.pp, layout)
+    placement = asked_placement(args, degrees.pp)
+    if placement is None:
+        stages = stage_layers(args, degrees.pp, layout)
+    else:
+        stages = list(layers_of_placement(placement, args.num_layers))
     counts = fewer(stages) if pattern is None else [min(count, HALF_LAYERS) for count in stages]
     wanted = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else wanted
@@ -113,7 +118,7 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
     ffn = 4.0 if args.ffn_hidden_size is None else args.ffn_hidden_size / args.hidden_size
     if args.ffn_hidden_size is None and args.swiglu:
         ffn = 8 / 3  # what Megatron takes by default
-    parts = tp * degrees.pp if vocabulary_parallel(args) else tp
+    parts = tp * len(stages) if vocabulary_parallel(args) else tp
     vocabulary = -(-VOCABULARY // parts) * parts
     changed = {
         "num_layers": sum(counts),
@@ -142,6 +147,9 @@ def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | N
         changed["decoder_first_pipeline_num_layers"] = counts[0]
     if args.decoder_last_pipeline_num_layers is not None and pattern is None:
         changed["decoder_last_pipeline_num_layers"] = counts[-1]
+    if placement is not None:
+        pattern = changed.get("hybrid_layer_pattern")
+        changed |= placed_values(placement, counts, args.mtp_num_layers or 0, pattern)
     if layout is not None:
         changed["pipeline_model_parallel_layout"] = "|".join(
             "E" * stage.count("E") + "t" * count + "m" * stage.count("m") + "L" * stage.count("L")

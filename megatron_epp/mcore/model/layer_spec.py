@@ -38,7 +38,8 @@ def mend_layer_spec(description: Any) -> None:
 
     def spec(description: Any, vp_stage: int | None = None) -> Any:
         if wanted is None:
-            blocks = (part.local_block(config, vp_stage) for part in MEGATRON_PARTS)
+            own = description.transformer  # a part's, where a rank has several
+            blocks = (part.local_block(own, vp_stage) for part in MEGATRON_PARTS)
             made = next((block for block in blocks if block is not None), None)
             made = default_layer_spec(description, vp_stage) if made is None else made
         else:

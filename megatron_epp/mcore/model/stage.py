@@ -1,6 +1,6 @@
 """One stage of the model as the executor sees it: what F, B, I and W compute."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from inspect import signature
@@ -80,6 +80,10 @@ class ModelStage:
         self._last_gradients = _last(order, MAKE_GRADIENTS)
         self._last_backward = _last(order, BACKWARDS)
         self._no_sync = ExitStack()
+        # Where a rank has several stages: whose reductions wait for this one's, and whether this
+        # one's do (reduce_in_turn).
+        self._behind: list[ModelStage] = []
+        self._waits = False
         self._patched = ExitStack()
         self._deferred = {
             op.chunk: DeferredWeightGrads(self._set_aside) for op in order if op.kind is Kind.INPUT
@@ -215,8 +219,9 @@ class ModelStage:
         op = Op(Kind.HEAD_WEIGHT, chunk)
         self._reduce_from(op)
         self.head_ops.weight_gradient(chunk)
-        if op == self._last_gradients and self._ready is not None:
+        if op == self._last_gradients and self._ready is not None and not self._waits:
             self._ready.finish()
+        self._reduce_behind(op)
 
     def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
         """Gradient of every token's loss: what ``backward_step`` will begin with, times its
@@ -232,8 +237,11 @@ class ModelStage:
         return self.config.grad_scale_func(torch.ones((), device=device))
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        self._reduce_from(Op(Kind.BACKWARD, chunk))
-        return self._run_backward(Op(Kind.BACKWARD, chunk), gradient)
+        op = Op(Kind.BACKWARD, chunk)
+        self._reduce_from(op)
+        made = self._run_backward(op, gradient)
+        self._reduce_behind(op)
+        return made
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
         return self._run_backward(Op(Kind.INPUT, chunk), gradient)
@@ -241,10 +249,11 @@ class ModelStage:
     def weight_backward(self, chunk: int) -> None:
         op, deferred = Op(Kind.WEIGHT, chunk), self._deferred.pop(chunk)
         self._reduce_from(op)
-        if op == self._last_gradients and self._ready is not None:
+        if op == self._last_gradients and self._ready is not None and not self._waits:
             self._ready.finish(deferred)
         else:
             deferred.accumulate_all()
+        self._reduce_behind(op)
 
     def _run_backward(self, op: Op, gradient: Tensor | None) -> Tensor | None:
         received, output = self._saved.pop(op.chunk)
@@ -286,12 +295,37 @@ class ModelStage:
 
     def _reduce_from(self, op: Op) -> None:
         """Wake DDP's hooks for the stage's last op that makes gradients."""
-        if op == self._last_gradients and self._hooks_reduce:
+        if op == self._last_gradients and self._hooks_reduce and not self._waits:
             self._no_sync.close()
-            reduces = self.training and self.config.no_sync_func is not None
-            if reduces and op == self._last_backward:
+            if self._reduces_early and op == self._last_backward:
                 for weight in self._of_head:
                     self._report_ready(weight)
+
+    @property
+    def _reduces_early(self) -> bool:
+        """Whether reductions start during the ops."""
+        return self.training and self.config.no_sync_func is not None and self._hooks_reduce
+
+    def reduce_behind(self, other: "ModelStage") -> None:
+        """Start no reduction before ``other`` of this rank has started its own, whose last op that
+        makes gradients comes later."""
+        if not (self._reduces_early and other._reduces_early):
+            return
+        self._waits = True
+        if self._ready is None:
+            self._ready = ReadyOrder(self.model, self._report_ready, self._of_head)
+        other._behind.append(self)
+
+    def _reduce_behind(self, op: Op) -> None:
+        """Behind the last op that makes gradients: the stages that waited start theirs."""
+        if op != self._last_gradients:
+            return
+        for other in self._behind:
+            other._no_sync.close()
+            for weight in other._of_head:
+                other._report_ready(weight)
+            if other._ready is not None:
+                other._ready.finish()
 
     @property
     def _of_head(self) -> tuple[Parameter, ...]:
@@ -302,6 +336,19 @@ class ModelStage:
     def _report_ready(self, parameter: Parameter) -> None:
         groups = self.model.param_to_bucket_group
         groups[parameter].register_grad_ready(parameter, self.model.force_all_reduce)
+
+
+def reduce_in_turn(stages: Mapping[int, ModelStage], ran: Sequence[tuple[int, Op]]) -> None:
+    """Have the ``stages`` of a rank start their reductions in one order, the model's last stage
+    first: replicas wait for each other in them and have other plans, by whose orders any stage may
+    be done first. ``ran``: (stage, op) of the rank in the order they run."""
+    ends = {stage: at for at, (stage, op) in enumerate(ran) if op.kind in MAKE_GRADIENTS}
+    latest = max(stages)
+    for stage in sorted(ends, reverse=True):
+        if ends[stage] < ends[latest]:
+            stages[stage].reduce_behind(stages[latest])
+        else:
+            latest = stage
 
 
 def _last(order: tuple[Op, ...], kinds: tuple[Kind, ...]) -> Op | None:

@@ -23,7 +23,7 @@ from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.ir import OFFLOAD, Kind, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.loops.context import attend_over_ranks, context_forward_step
-from megatron_epp.mcore.certify.models import elastic_model
+from megatron_epp.mcore.certify.models import elastic_models
 from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
@@ -75,9 +75,9 @@ class LoopRank(Rank):
             before.remove()
         super().prepare(prepared)
 
-    def build(self) -> Any:
+    def build(self) -> list[Any]:
         self.ran: list[CallRecord] = []
-        model = elastic_model(self.args, lambda description: None, self.trial.lora_rank)
+        (model,) = elastic_models(self.args, lambda description: None, self.trial.lora_rank)
         get_model_config(model).variable_seq_lengths = True
         Installation(
             Settings(
@@ -90,7 +90,8 @@ class LoopRank(Rank):
             attend_over_ranks(model.module)
         if self.frame.sliced:
             attach_to(model, Samples(loop_loss), "auto", head_again=True)
-        return model
+        self.model = model
+        return [model]
 
     def problems(self, drawn: Any, messages: Any) -> list[str]:
         return []  # a loop's messages are not compared

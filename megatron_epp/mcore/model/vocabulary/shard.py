@@ -8,7 +8,7 @@ Where the embedding is tied to it, stage 0 has all of rank i's embedding, as eve
 shard, too, and those of the other stages are copies of its words (tied.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ class VocabularyShard(nn.Module):
 
     Its forward is H's arithmetic, so that whoever waits for a module's weights waits for these.
     ``weight``: a parameter of its own, or the first words of one, ``of``, that is another module's.
+    ``place``: the pipeline rank of every stage.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class VocabularyShard(nn.Module):
         tp: Any,
         scattered: bool,
         of: Parameter | None = None,
+        place: tuple[int, ...] = (),
     ):
         super().__init__()
         assert (weight_VH is None) == (of is not None)
         self.weight = weight_VH
         self._of: tuple[Parameter, ...] = () if of is None else (of,)  # no parameter of this module
-        self.index, self.shards = index, shards
+        self.index, self.shards, self.place = index, shards, place
         self.tp_group, self.scattered = tp, scattered
         self.hold: Callable[[Tensor], Any] = id  # what counts logits, of the iteration that runs
         self._register_load_state_dict_pre_hook(
@@ -180,39 +182,49 @@ _OF_OUTPUT_WEIGHTS = {
 }
 
 
-def spread_output_layer(model: Any, device: torch.device) -> None:
-    """Give this stage its words in the place of the last stage's whole output layer, which is where
-    their weights come from; of the first stage's embedding, where the two are tied. Collective over
-    the pipeline; ``device``: where it speaks."""
+def spread_output_layer(
+    models: Mapping[int, Any], place: Sequence[int], device: torch.device
+) -> None:
+    """Give this rank's stages their words in the place of the last stage's whole output layer,
+    which is where their weights come from; of the first stage's embedding, where the two are tied.
+    Collective over the pipeline.
+
+    models   of this rank's stages        place   the rank of every stage; none: stage i on rank i
+    device   where it speaks
+    """
     group, tp = mpu.get_pipeline_model_parallel_group(), mpu.get_tensor_model_parallel_group()
-    stages, stage, config = group.size(), group.rank(), model.config
-    tied = model.share_embeddings_and_output_weights
-    if stage == stages - 1:
-        assert type(model.output_layer) is ColumnParallelLinear, "another output layer"
+    place = tuple(place) or tuple(range(group.size()))
+    stages, one = len(place), next(iter(models.values()))
+    config, tied = one.config, one.share_embeddings_and_output_weights
+    if stages - 1 in models:
+        assert type(models[stages - 1].output_layer) is ColumnParallelLinear, "another output layer"
     source, whole_VH = 0 if tied else stages - 1, None
-    if stage == source:
-        whole_VH = model.shared_embedding_or_output_weight().data
-    words = model.vocab_size // (tp.size() * stages)
-    where, dtype = next(model.parameters()).device, config.params_dtype
-    weight = Parameter(torch.empty(words, config.hidden_size, dtype=dtype, device=where))
+    if source in models:
+        whole_VH = models[source].shared_embedding_or_output_weight().data
+    words = one.vocab_size // (tp.size() * stages)
+    where, dtype = next(one.parameters()).device, config.params_dtype
     for target in range(stages):
-        part = torch.empty(weight.shape, dtype=dtype, device=device)
+        part = torch.empty(words, config.hidden_size, dtype=dtype, device=device)
         if whole_VH is not None:
             part.copy_(whole_VH[target * words : (target + 1) * words])
-        dist.broadcast(part, dist.get_process_group_ranks(group)[source], group=group)
-        if target == stage:
-            weight.data.copy_(part)
-    shared = tied and stage == 0  # with the embedding: it has no copy
-    for name, value in _OF_OUTPUT_WEIGHTS.items():
-        setattr(weight, name, value)
-    model.output_layer = VocabularyShard(
-        None if shared else weight,
-        tp.rank() * stages + stage,
-        tp.size() * stages,
-        tp,
-        scattered=bool(config.sequence_parallel),
-        of=model.shared_embedding_or_output_weight() if shared else None,
-    )
+        dist.broadcast(part, dist.get_process_group_ranks(group)[place[source]], group=group)
+        if target not in models:
+            continue
+        weight = Parameter(torch.empty(part.shape, dtype=dtype, device=where))
+        weight.data.copy_(part)
+        shared = tied and target == 0  # with the embedding: it has no copy
+        for name, value in _OF_OUTPUT_WEIGHTS.items():
+            setattr(weight, name, value)
+        model = models[target]
+        model.output_layer = VocabularyShard(
+            None if shared else weight,
+            tp.rank() * stages + target,
+            tp.size() * stages,
+            tp,
+            scattered=bool(config.sequence_parallel),
+            of=model.shared_embedding_or_output_weight() if shared else None,
+            place=place,
+        )
 
 
 def shard_of(model: Any) -> VocabularyShard | None:

@@ -7,6 +7,7 @@ stage do. The gradient norm counts the embedding only, and a checkpoint has it o
 parts as there are shards, since all copies of a tensor must be cut alike.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,11 @@ from torch.nn import Parameter
 from megatron_epp.mcore.model.vocabulary.shard import VocabularyShard, shard_of, sharded_words
 
 
-def tie(model: Any, device: torch.device) -> None:
-    """``model``, which is not wrapped yet, has a shard that is a copy of its embedding's words, if
-    the two are tied. Collective over the pipeline. ValueError: somebody else exchanges their
-    gradients."""
-    if not model.share_embeddings_and_output_weights:
+def tie(models: Sequence[Any], device: torch.device) -> None:
+    """``models``, this rank's stages, not wrapped yet, have shards that are copies of the
+    embedding's words, if the two are tied. Collective over the pipeline. ValueError: somebody else
+    exchanges their gradients."""
+    if not models[0].share_embeddings_and_output_weights:
         return
     # Only the ranks of such a group know of it; all refuse alike.
     own = mpu.get_embedding_group(check_initialized=False)
@@ -38,13 +39,14 @@ def tie(model: Any, device: torch.device) -> None:
             "get_embedding_ranks=megatron_epp.mcore.megatron_gpt.embedding_ranks, or leave the "
             "flag out"
         )
-    weight = model.output_layer.weight
-    model.tie_embeddings_and_output_weights_state_dict = partial(_tie_state_dict, model)
-    if weight is None:
-        return
-    weight.shared = True  # the norm counts the embedding
-    # In a bucket of its own under the distributed optimizer, as the embedding is.
-    weight.shared_embedding = True
+    for model in models:
+        weight = model.output_layer.weight
+        model.tie_embeddings_and_output_weights_state_dict = partial(_tie_state_dict, model)
+        if weight is None:
+            continue
+        weight.shared = True  # the norm counts the embedding
+        # In a bucket of its own under the distributed optimizer, as the embedding is.
+        weight.shared_embedding = True
 
 
 def _tie_state_dict(
@@ -61,7 +63,7 @@ def _tie_state_dict(
             embedding_key, shard.weight, shard.index, shard.shards, replica=(1, 0, group.rank())
         )
         return
-    count = mpu.get_pipeline_model_parallel_group().size()
+    count = len(shard.place)
 
     def build(key: str, weight: Tensor, replica: Any, flattened: slice | None) -> list:
         assert flattened is None, "optimizer states of a part of a tensor"
@@ -83,28 +85,53 @@ def _tie_state_dict(
     )
 
 
-def add_up_tied_gradients(model: Any) -> None:
+def add_up_tied_gradients(models: Sequence[Any]) -> None:
     """Give both copies of every word the sum of their gradients. Collective over the pipeline,
-    once per iteration, when those over the replicas are done. ``model`` is wrapped by DDP."""
-    shard = shard_of(model)
-    if shard is None or not unwrap_model(model).share_embeddings_and_output_weights:
+    once per iteration, when those over the replicas are done. ``models``, of this rank's stages,
+    are wrapped by DDP."""
+    shard = shard_of(models[0])
+    if shard is None or not unwrap_model(models[0]).share_embeddings_and_output_weights:
         return
-    group = mpu.get_pipeline_model_parallel_group()
-    if shard.weight is not None:
-        own = _whole_gradient(model, shard.weight)
-        dist.gather(own, group=group, group_dst=0)
-        dist.scatter(own, group=group, group_src=0)
-        return
-    total = _whole_gradient(model, unwrap_model(model).embedding.word_embeddings.weight)
-    first, *others = total.chunk(group.size())
-    nothing = torch.empty_like(first)  # of stage 0 itself, which has added up its own
-    parts = [nothing, *map(torch.empty_like, others)]
-    dist.gather(nothing, parts, group=group, group_dst=0)
-    for mine, part in zip(others, parts[1:], strict=True):
-        mine += part
-    dist.scatter(
-        nothing, [part.contiguous() for part in (first, *others)], group=group, group_src=0
-    )
+    group, place = mpu.get_pipeline_model_parallel_group(), shard.place
+    own: list[Tensor] = []  # of this rank's stages
+    total: Tensor | None = None
+    for model in models:
+        weight = shard_of(model).weight  # type: ignore[union-attr]
+        if weight is not None:
+            own.append(_whole_gradient(model, weight))
+            continue
+        total = _whole_gradient(model, unwrap_model(model).embedding.word_embeddings.weight)
+        # Of stage 0 itself, which has added up its own.
+        own.append(torch.empty_like(total.chunk(len(place))[0]))
+    rounds = max(place.count(rank) for rank in range(group.size()))
+    own += [torch.empty_like(own[0])] * (rounds - len(own))  # where others have more stages
+    for number, mine in enumerate(own):
+        if total is None:
+            dist.gather(mine, group=group, group_dst=place[0])
+            continue
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.gather(mine, parts, group=group, group_dst=place[0])
+        for stage, rows in _words_of(total, place, number).items():
+            if stage > 0:
+                rows += parts[place[stage]]
+    for number, mine in enumerate(own):
+        if total is None:
+            dist.scatter(mine, group=group, group_src=place[0])
+            continue
+        parts = [torch.empty_like(mine) for _ in range(group.size())]
+        for stage, rows in _words_of(total, place, number).items():
+            parts[place[stage]] = rows.contiguous()
+        dist.scatter(mine, parts, group=group, group_src=place[0])
+
+
+def _words_of(total: Tensor, place: Sequence[int], number: int) -> dict[int, Tensor]:
+    """By stage, its rows of the embedding's ``total``: of each rank's stage ``number``."""
+    parts, seen, found = total.chunk(len(place)), [0] * (1 + max(place)), {}
+    for stage, rank in enumerate(place):
+        if seen[rank] == number:
+            found[stage] = parts[stage]
+        seen[rank] += 1
+    return found
 
 
 def _whole_gradient(model: Any, weight: Parameter) -> Tensor:

@@ -1,0 +1,177 @@
+"""Placements: which rank of the pipeline has which stages of the model.
+
+even             0 1 2 3             stage i on rank i
+interleaved 2    0 1 2 3 0 1 2 3
+v                3 2 1 0 0 1 2 3     the model's open ends lie on the last rank
+a file           a line of a plan, ``place 0 1 1 0``, or a line for each rank:
+
+    rank 0: 0 3                      # its stages
+    rank 1: 1 2
+    layers 3 2 2 1                   # of every stage; left out: by who asks
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron_epp.ir.errors import PlanError
+from megatron_epp.ir.plan import MOST_LAYERS
+from megatron_epp.ir.span import NUMBER
+
+EVENLY, INTERLEAVED = "even", "interleaved"
+MOST_STAGES = 64  # on a rank
+
+_NUMBERS = re.compile(rf"{NUMBER}( {NUMBER})*")
+_RANK = re.compile(rf"rank ({NUMBER}):(.*)")
+_INTERLEAVED = re.compile(rf"{INTERLEAVED} ({NUMBER})")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """``place[s]``: the rank of stage s. ``layers`` of every stage; () where nobody has said."""
+
+    place: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return len(self.place)
+
+    @property
+    def ranks(self) -> int:
+        return 1 + max(self.place)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether stage i lies on rank i."""
+        return self.place == tuple(range(self.stages))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.place))
+
+
+def picture(stages: dict[int, list[str]], ranks: int) -> str:
+    """``rank 0: 0 3 | rank 1: 1 2``: the stages of every rank, in one line."""
+    every = sorted({*range(ranks), *stages})
+    return " | ".join(f"rank {rank}: {' '.join(stages.get(rank, ())) or '-'}" for rank in every)
+
+
+def named_placement(text: str, ranks: int) -> Placement | None:
+    """The placement that ``text`` names for a pipeline of ``ranks``; None: it is no name.
+    PlanError: a name with a number that cannot be."""
+    if text == EVENLY:
+        return Placement(tuple(range(ranks)))
+    if text == "v":
+        return Placement((*reversed(range(ranks)), *range(ranks)))
+    found = _INTERLEAVED.fullmatch(text)
+    if found is None and text.split(" ")[0] == INTERLEAVED:
+        raise PlanError(f"{text!r}: expected a number of stages for every rank, as interleaved 2")
+    if found is None:
+        return None
+    times = int(found[1])
+    if not 1 <= times <= MOST_STAGES:
+        raise PlanError(f"{text!r}: expected from 1 to {MOST_STAGES} stages on every rank")
+    return Placement(tuple(range(ranks)) * times)
+
+
+def read_placement(text: str, ranks: int, read: Callable[[str], str]) -> Placement:
+    """The placement that ``text`` names, or that the file ``text`` has, whose contents ``read``
+    gives. PlanError: one line with the picture of what was asked. OSError: as ``read`` raises."""
+    named = named_placement(text, ranks)
+    return placement_of_file(read(text), ranks) if named is None else named
+
+
+def placement_of_file(text: str, ranks: int) -> Placement:
+    """The placement that a file's ``text`` has for a pipeline of ``ranks``. PlanError: one line."""
+    place: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
+    of_ranks: dict[int, list[int]] = {}
+    for number, words in _lines(text):
+        key, _, rest = words.partition(" ")
+        if (found := _RANK.fullmatch(words)) is not None:
+            if int(found[1]) in of_ranks:
+                raise PlanError(f"line {number} ({words!r}): rank {found[1]} has a line already")
+            of_ranks[int(found[1])] = list(_numbers(number, words, found[2].strip()))
+        elif key == "place" and not place:
+            place = _numbers(number, words, rest)
+        elif key == "layers" and not layers:
+            layers = _numbers(number, words, rest)
+        else:
+            raise PlanError(
+                f"line {number} ({words[:40]!r}): expected 'place' and the rank of every stage, "
+                "or 'rank 0:' and its stages, and 'layers' if wanted"
+            )
+    if bool(place) == bool(of_ranks):
+        raise PlanError(
+            "expected one line 'place 0 1 1 0', the rank of every stage, or a line 'rank 0: 0 3' "
+            "for every rank"
+        )
+    made = Placement(_place_of(of_ranks, ranks) if of_ranks else place, layers)
+    _require_every_rank(made, ranks)
+    if layers and (len(layers) != made.stages or not all(0 < n <= MOST_LAYERS for n in layers)):
+        raise PlanError(
+            f"layers {' '.join(map(str, layers))}: expected at least one for each of "
+            f"{made.stages} stages"
+        )
+    return made
+
+
+def require_last_stage(placement: Placement) -> None:
+    """Raise a PlanError where Megatron could not build it: the last stage, which makes the loss,
+    lies elsewhere than on the last rank, from which the trainer takes it."""
+    if placement.place[-1] != placement.ranks - 1:
+        _fail(
+            placement,
+            f"the last stage, {placement.stages - 1}, lies on rank {placement.place[-1]}; expected "
+            f"rank {placement.ranks - 1}, from which Megatron takes the loss",
+        )
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """(number, words with a blank between) of lines with any."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if words := " ".join(line.split("#")[0].split()):
+            yield number, words
+
+
+def _numbers(number: int, line: str, text: str) -> tuple[int, ...]:
+    if _NUMBERS.fullmatch(text) is None:
+        raise PlanError(f"line {number} ({line[:40]!r}): expected whole numbers")
+    return tuple(map(int, text.split(" ")))
+
+
+def _place_of(of_ranks: dict[int, list[int]], ranks: int) -> tuple[int, ...]:
+    """The rank of every stage, each of which must lie on one."""
+    said = {rank: list(map(str, stages)) for rank, stages in of_ranks.items()}
+    every = [stage for stages in of_ranks.values() for stage in stages]
+    if not every or max(every) >= MOST_STAGES * ranks or max(of_ranks) >= ranks:
+        raise PlanError(
+            f"expected ranks below {ranks}, which the pipeline has, and stages below "
+            f"{MOST_STAGES * ranks}: {picture(said, 0)}"
+        )
+    for stage in every:
+        if every.count(stage) > 1:
+            raise PlanError(f"stage {stage} lies on several ranks: {picture(said, ranks)}")
+    if missing := set(range(1 + max(every))) - set(every):
+        raise PlanError(f"stage {min(missing)} lies on no rank: {picture(said, ranks)}")
+    where = {stage: rank for rank, stages in of_ranks.items() for stage in stages}
+    return tuple(where[stage] for stage in range(len(where)))
+
+
+def _require_every_rank(placement: Placement, ranks: int) -> None:
+    if placement.ranks > ranks:
+        _fail(placement, f"there is no rank {placement.ranks - 1}: the pipeline has {ranks}")
+    for rank in range(ranks):
+        count = placement.place.count(rank)
+        if not count:
+            _fail(placement, f"rank {rank} has no stage; expected at least one", ranks)
+        if count > MOST_STAGES:
+            _fail(placement, f"rank {rank} has {count} stages; expected at most {MOST_STAGES}")
+
+
+def _fail(placement: Placement, what: str, ranks: int = 0) -> NoReturn:
+    of_ranks: dict[int, list[str]] = {}
+    for stage, rank in enumerate(placement.place):
+        of_ranks.setdefault(rank, []).append(str(stage))
+    raise PlanError(f"{what}: {picture(of_ranks, ranks)}")

@@ -1,0 +1,98 @@
+"""The placement that a job's flags ask for, and what it needs on Megatron's args.
+
+Megatron's own checks see a pipeline of as many stages as there are ranks; its model is built part
+by part (parts.py).
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_epp.cost.build import even_layers
+from megatron_epp.ir import PlanError
+from megatron_epp.ir.placement import EVENLY, Placement, read_placement, require_last_stage
+from megatron_epp.mcore.config import PLACEMENT_FLAGS, PLACING_FLAGS
+from megatron_epp.mcore.model.hybrid.pattern import with_borders
+
+# On Megatron's args, not flags: the rank and the layers of every stage; plain lists, as checkpoints
+# hold args. Empty where stage i lies on rank i.
+PLACE, STAGE_LAYERS = "epp_place", "epp_stage_layers"
+
+
+def place_of(args: Any) -> tuple[int, ...]:
+    """The rank of every stage; () where stage i lies on rank i."""
+    return tuple(getattr(args, PLACE, None) or ())
+
+
+def stages_of(args: Any) -> int:
+    """Stages of the job's pipeline, however many ranks they lie on."""
+    return len(place_of(args)) or args.pipeline_model_parallel_size
+
+
+def own_stages(place: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The stages of a pipeline rank, first to last."""
+    return tuple(stage for stage, where in enumerate(place) if where == rank) or (rank,)
+
+
+def asked_placement(args: Namespace, ranks: int) -> Placement | None:
+    """The placement that --epp-placement asks for on ``ranks``; None: stage i on rank i.
+    ValueError: one line."""
+    text = getattr(args, "epp_placement", None)
+    if text in (None, EVENLY, PLACEMENT_FLAGS) or not args.epp:
+        return None
+    try:
+        made = read_placement(text, ranks, lambda path: Path(path).read_text(encoding="utf-8"))
+        require_last_stage(made)
+    except OSError as error:
+        raise ValueError(
+            f"--epp-placement {text}: {error.strerror}; expected even, v, interleaved N, or a file"
+        ) from error
+    except (PlanError, UnicodeDecodeError) as refusal:
+        raise ValueError(f"--epp-placement {text}: {refusal}") from refusal
+    if made.is_even:
+        return None
+    if ranks == 1:
+        raise ValueError(
+            f"--epp-placement {text}: has no effect with one pipeline rank; leave it out"
+        )
+    for name, silent in PLACING_FLAGS.items():
+        if getattr(args, name) != silent:
+            raise ValueError(
+                f"--epp-placement {text}: --{name.replace('_', '-')} says how many layers each "
+                "rank has; say with lines 'place' and 'layers' of a file what each stage has"
+            )
+    return made
+
+
+def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
+    """Layers of every stage: those that the placement says, or even ones. ValueError: one line."""
+    said = placement.layers
+    if said and sum(said) != layers:
+        raise ValueError(
+            f"--epp-placement: layers {' '.join(map(str, said))} are {sum(said)}; expected "
+            f"{layers}, those of the model"
+        )
+    if layers < placement.stages:
+        raise ValueError(
+            f"--epp-placement: {placement.stages} stages for {layers} layers; expected at most one "
+            "stage per layer"
+        )
+    return said or even_layers(layers, placement.stages)
+
+
+def placed_values(
+    placement: Placement, layers: Sequence[int], further: int, pattern: str | None = None
+) -> dict[str, Any]:
+    """Values on Megatron's args for stages of ``layers``, the last of which predicts ``further``
+    tokens; ``pattern``: of a HybridModel. To Megatron's checks a rank has the layers of all its
+    stages."""
+    from megatron_epp.planner.partition import layout_text
+
+    of_ranks = [0] * placement.ranks
+    for stage, rank in enumerate(placement.place):
+        of_ranks[rank] += layers[stage]
+    borders = {"pipeline_model_parallel_layout": layout_text(of_ranks, further)}
+    if pattern is not None:
+        borders = {"hybrid_layer_pattern": with_borders(pattern, of_ranks)}
+    return {PLACE: list(placement.place), STAGE_LAYERS: list(layers), **borders}

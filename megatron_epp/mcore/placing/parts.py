@@ -1,0 +1,158 @@
+"""Parts of the model, one for each stage that lies on this rank.
+
+To Megatron each part is what a rank of a longer pipeline builds, one with a rank for every stage:
+
+    place 1 0 0 1 on two ranks: rank 0 builds what ranks 1 and 2 of four would
+
+A part has a configuration, a layout and a pipeline group of its own that say so; which layers it
+has, their numbers, embedding, last norm and output layer follow as ever, and so do the keys of
+checkpoints, which know nothing of stages. Groups of the trainer are the job's, so losses, norms and
+the optimizer see a pipeline of as many ranks as there are.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.models.hybrid import HybridModelBuilder
+
+from megatron_epp.mcore.model.hybrid.pattern import with_borders
+from megatron_epp.mcore.placing.asked import STAGE_LAYERS, own_stages, place_of
+
+
+class PartGroup:
+    """Pipeline group of a part: one rank for every stage. Nothing is sent over it."""
+
+    def __init__(self, stage: int, stages: int):
+        self.stage, self.stages = stage, stages
+        # HybridModel asks torch.distributed, which looks up whom it knows.
+        dist.distributed_c10d._world.pg_group_ranks[self] = {dist.get_rank(): stage}  # type: ignore[index]
+
+    def rank(self) -> int:
+        return self.stage
+
+    def size(self) -> int:
+        return self.stages
+
+
+class PartLayout(PipelineParallelLayerLayout):
+    """Layout of all stages, asked about one of them whoever asks."""
+
+    def __init__(self, text: str, stages: int, stage: int):
+        super().__init__(text, stages)
+        self.stage = stage
+
+    def get_num_layers_to_build(self, *args: Any, **others: Any) -> int:
+        return super().get_num_layers_to_build(*args, **others | {"pp_rank": self.stage})
+
+    def get_layer_offset(self, *args: Any, **others: Any) -> int:
+        return super().get_layer_offset(*args, **others | {"pp_rank": self.stage})
+
+
+class _Parts:
+    """Before one of Megatron's builders: ``build_model`` builds the part of the rank's first stage,
+    ``further_parts`` those of the others."""
+
+    _model_config: Any
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        place = self._model_config.epp_place
+        return own_stages(place, mpu.get_pipeline_model_parallel_group().rank())
+
+    def build_model(self, pg_collection: Any, *args: Any, **others: Any) -> Any:
+        return self.part(pg_collection, self.stages[0])
+
+    def further_parts(self, models: list[Any], pg_collection: Any) -> list[Any]:
+        made = [self.part(pg_collection, stage) for stage in self.stages[1:]]
+        for model in made:
+            model.model_type = models[0].model_type
+        return [*models, *made]
+
+    def part(self, pg_collection: Any, stage: int) -> Any:
+        """The part of the model that is ``stage``."""
+        whole, layers = self._model_config, self._model_config.epp_layers
+        own, groups = copy.copy(whole), copy.copy(pg_collection)
+        own.transformer = config = copy.copy(whole.transformer)
+        config.pipeline_model_parallel_size = stages = len(layers)
+        if getattr(whole, "hybrid_layer_pattern", None) is None:
+            from megatron_epp.planner.partition import layout_text
+
+            text = layout_text(layers, config.mtp_num_layers or 0)
+            config.pipeline_model_parallel_layout = PartLayout(text, stages, stage)
+        else:
+            own.hybrid_layer_pattern = with_borders(whole.hybrid_layer_pattern, layers)
+        groups.pp = PartGroup(stage, stages)
+        builder = type(self)(own)  # type: ignore[call-arg]
+        with _as_rank(stage, stages):
+            return super(_Parts, builder).build_model(  # type: ignore[misc]
+                groups, pre_process=stage == 0, post_process=stage == stages - 1
+            )
+
+
+class GPTParts(_Parts, GPTModelBuilder):
+    """GPTModels of a rank's stages."""
+
+
+class HybridParts(_Parts, HybridModelBuilder):
+    """HybridModels of a rank's stages."""
+
+
+_BUILDERS = {GPTModelBuilder: GPTParts, HybridModelBuilder: HybridParts}
+
+
+@contextmanager
+def _as_rank(stage: int, stages: int) -> Iterator[None]:
+    """To whoever asks Megatron, this is rank ``stage`` of a pipeline of ``stages``."""
+    mpu.set_pipeline_model_parallel_rank(stage)
+    mpu.set_pipeline_model_parallel_world_size(stages)
+    try:
+        yield
+    finally:
+        mpu.set_pipeline_model_parallel_rank(None)
+        mpu.set_pipeline_model_parallel_world_size(None)
+
+
+def place_parts(description: Any, args: Any) -> None:
+    """Have Megatron's trainer build the stages that ``args`` place on this rank from
+    ``description`` (its ModelConfig), whose other hooks follow; as ever where they place none."""
+    if not place_of(args):
+        return
+    made = _BUILDERS[description.get_builder_cls()]
+    description.builder = f"{made.__module__}.{made.__qualname__}"
+    description.epp_place = place_of(args)
+    description.epp_layers = tuple(getattr(args, STAGE_LAYERS))
+    description.pre_wrap_hooks.insert(0, partial(_build_further, description))
+    description.post_wrap_hooks.insert(0, _in_groups_of_the_job)
+
+
+def _build_further(description: Any, models: list[Any]) -> list[Any]:
+    """Megatron's pre-wrap hook: the parts of the rank's other stages behind its first."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    builder = description.get_builder_cls()(description)
+    return builder.further_parts(models, ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _in_groups_of_the_job(models: list[Any]) -> list[Any]:
+    """Megatron's post-wrap hook: who asks a part from outside for its groups learns the job's."""
+    for model in models:
+        module = model
+        while module is not None:
+            groups = vars(module).get("pg_collection")
+            stage = getattr(groups, "pp", None)
+            if isinstance(stage, PartGroup):
+                module.pg_collection = copy.copy(groups)
+                module.pg_collection.pp = mpu.get_pipeline_model_parallel_group()
+                if isinstance(module, Float16Module):
+                    # By these two it tells the last part, whose losses it makes float32.
+                    module.vp_stage, module.vp_size = stage.rank(), stage.size()
+            module = getattr(module, "module", None)
+    return models
