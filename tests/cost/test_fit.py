@@ -200,6 +200,39 @@ def test_a_whole_backward_follows_its_halves_where_only_they_were_measured() -> 
             )
 
 
+def test_what_slices_pay_for_their_context_is_not_taken_for_their_pairs() -> None:
+    """Else whole documents seem slower than they are, and short slices cheaper: with a price of 7
+    us a token of context, by a tenth and more."""
+    model = MODELS["gpt-7b"]
+    truth = profile(model, DEVICES["cpu"], kv_read=True)
+    slices = [(512, 8192), (512, 2048), (1024, 4096), (1024, 1024), (256, 4096), (256, 1024)]
+    rows = [
+        Sample(
+            "k", False, 0, tokens, tokens * context + tokens * tokens // 2, 0, 0.0, (), (), context
+        )
+        for tokens, context in [*slices, (256, 0), (512, 0), (1024, 0), (2048, 0)] * 4
+    ]
+
+    def value(row: Sample) -> float:
+        price = 7e-4 * row.context  # against the model's sizes what 7 us are to 256 channels
+        return seconds_of(truth, Kind.BACKWARD, row) + price
+
+    found = {
+        known: fit_profile(
+            profile(model, DEVICES["cpu"], kv_read=known),
+            WHERE,
+            seconds={Kind.BACKWARD: valued(rows, [value(row) for row in rows])},
+        ).profile
+        for known in (True, False)
+    }
+    assert found[True].context_seconds[Kind.BACKWARD] == pytest.approx(7e-4, rel=1e-2)
+    assert found[True].context_seconds[Kind.WEIGHT] == 0
+    whole = Sample("k", False, 0, 16_384, 16_384 * 8_192, 0, 0.0)
+    right = value(whole)
+    assert seconds_of(found[True], Kind.BACKWARD, whole) == pytest.approx(right, rel=1e-2)
+    assert seconds_of(found[False], Kind.BACKWARD, whole) > 1.05 * right
+
+
 def test_noise_is_seen_in_the_quality() -> None:
     rows = measured(noise=0.05)
     rows.pop("truth")

@@ -46,7 +46,8 @@ def test_windows_and_halves_without_attention_carry_no_context() -> None:
 
 def test_the_papers_constants_have_none_and_a_device_without_a_rate_neither() -> None:
     assert not profile(MODELS["gpt-13b"], DEVICES["a100-80g"], kv_read=True).context_seconds
-    assert not profile(MODELS["llama3-8b"], DEVICES["cpu"], kv_read=True).context_seconds
+    unknown = dataclasses.replace(DEVICES["cpu"], memory_bytes_per_second=0.0)
+    assert not profile(MODELS["llama3-8b"], unknown, kv_read=True).context_seconds
 
 
 def test_backward_moves_seven_times_as_much() -> None:

@@ -240,6 +240,8 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     assert made.saved_bytes["n"].per_token == pytest.approx(by_hand - 2 * norm, abs=1)
     assert made.saved_bytes["c"].per_token == pytest.approx(by_hand - heads - 4 * element, abs=1)
     assert made.kv_bytes_per_token == made.kv_gradient_bytes_per_token == kv
+    # What a slice pays for its context is a figure of its own.
+    assert Kind.BACKWARD in made.context_seconds
     # No logits are kept: a hidden state's gradient, and what the last norm saves.
     assert made.last_bytes.per_token < 6 * HIDDEN * element
     assert made.last_workspace_bytes[Kind.FORWARD].per_token > 128 * element

@@ -63,7 +63,7 @@ def _fitted(
     every: Sequence[Readings], model: Model, kind: str, origin: Provenance, where: Conditions
 ) -> Profile:
     layer = model.shapes[kind]
-    template = analytic_profile(model, named_device(where.device)).of_kind(kind)
+    template = analytic_profile(model, named_device(where.device), kv_read=True).of_kind(kind)
     best_link: dict[int, float] = {}
     for tokens, seconds in (pair for readings in every for pair in readings.link):
         best_link[tokens] = min(seconds, best_link.get(tokens, seconds))
