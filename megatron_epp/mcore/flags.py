@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from megatron_epp.mcore import config, replaced
 from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.segments import SEGMENTS
 
 
 def read_flags() -> Namespace:
@@ -30,7 +31,6 @@ def read_flags() -> Namespace:
 
     from megatron_epp.mcore import megatron_gpt, partition
     from megatron_epp.mcore.capabilities import refusals
-    from megatron_epp.mcore.model.hybrid.pattern import refuse_segments
     from megatron_epp.mcore.model.kinds.registry import part_defaults, require_pattern
 
     with refusals_as_value_errors():
@@ -43,7 +43,6 @@ def read_flags() -> Namespace:
         refusals.require_parts(wanted)
         if wanted.epp:
             refusals.require_equal_stages(wanted)
-            refuse_segments(wanted)
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             parser = prepare_parser(parser)
@@ -74,9 +73,9 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 
 
 def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise is taken
-    out, too."""
-    return replaced.watch(config.add_arguments(parser), replaced_by_parts())
+    """Megatron's ``parser`` with --epp's flags; with it, what kinds of layers do otherwise and
+    segments of interleaved pipelines are taken out, too."""
+    return replaced.watch(config.add_arguments(parser), (*replaced_by_parts(), *SEGMENTS))
 
 
 def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:

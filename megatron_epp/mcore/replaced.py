@@ -9,8 +9,8 @@ rank 0 together with what does its job. What would change results is refused (ca
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -23,13 +23,13 @@ NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
 @dataclass(frozen=True, slots=True)
 class ReplacedFlags:
     """``names``: destinations of Megatron's parser, blanks between; those that a version lacks are
-    passed over. ``by``: what does the job. ``neutral``: values to set where they are not the
-    parser's defaults. ``same``: whether ``args`` ask for what gives the same results.
-    ``default_too``: whether the parser's own defaults are taken out."""
+    passed over. ``by``: what does the job. ``neutral``: of ``args`` as they are given, values to
+    set where they are not the parser's defaults. ``same``: whether ``args`` ask for what gives the
+    same results. ``default_too``: whether the parser's own defaults are taken out."""
 
     names: str
     by: str
-    neutral: dict[str, Any] = field(default_factory=dict)
+    neutral: Callable[[argparse.Namespace], Mapping[str, Any]] = lambda args: {}
     same: Callable[[argparse.Namespace], bool] = lambda args: True
     default_too: bool = False
 
@@ -69,13 +69,13 @@ REPLACED = (
     ReplacedFlags(
         "micro_batch_size eval_micro_batch_size",
         "a plan says what is computed together; --global-batch-size counts documents",
-        neutral={"micro_batch_size": 1},
+        neutral=lambda args: {"micro_batch_size": 1},
     ),
     ReplacedFlags(
         "calculate_per_token_loss",
         "the loss is the mean over all tokens of the batch, which the mean of micro-batches of "
         "equally many tokens is, too",
-        neutral={"calculate_per_token_loss": True},
+        neutral=lambda args: {"calculate_per_token_loss": True},
         # With masked tokens Megatron's micro-batches weigh them differently: refused.
         same=lambda args: not args.eod_mask_loss,
     ),
@@ -105,7 +105,7 @@ REPLACED = (
     ReplacedFlags(
         "dataloader_type",
         "documents come in Megatron's order of samples, which single means, too",
-        neutral={"dataloader_type": "external"},
+        neutral=lambda args: {"dataloader_type": "external"},
         same=lambda args: args.dataloader_type == "single",
     ),
 )
@@ -153,7 +153,8 @@ def take_out(
     taken = [*getattr(args, TAKEN, ())]
     for one in rows:
         known = [name for name in one.names.split() if name in options]
-        neutral = {name: one.neutral.get(name, parser.get_default(name)) for name in known}
+        instead = one.neutral(args)
+        neutral = {name: instead.get(name, parser.get_default(name)) for name in known}
         default = {name: () if one.default_too else (parser.get_default(name),) for name in known}
         harmless = {name: (*default[name], neutral[name], None) for name in known}
         asked = [name for name in known if getattr(args, name) not in harmless[name]]

@@ -31,7 +31,13 @@ from megatron_epp.planner import ALL, PLANNERS, Options
 DEVICE = "h100-80g"
 # Pipeline stages of eight devices (TP 8, and as many for the experts), and replicas, over which
 # the optimizer is spread.
-LAYOUTS = {"qwen3-30b-a3b": (4, 1), "deepseek-v3": (16, 8), "gpt-oss-120b": (4, 4)}
+LAYOUTS = {
+    "qwen3-30b-a3b": (4, 1),
+    "deepseek-v3": (16, 8),
+    "gpt-oss-120b": (4, 4),
+    "nemotron-h-8b": (4, 1),
+    "qwen3-next-80b": (4, 1),
+}
 OTHERS = ("packing", "infinipipe", "megatron-hybrid-cp")
 HEAD = ("model", "seconds", *(f"{name} / epp" for name in OTHERS), "layers moved", "idle",
         "recompute", "exchanges", "GiB", "planned in")  # fmt: skip

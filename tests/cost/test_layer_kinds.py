@@ -440,6 +440,26 @@ def test_layers_with_a_state_by_hand() -> None:
     assert delta.carried.state * 4 == 2 * 2**20 and delta.carried.tail * 2 == 48 * 2**10
 
 
+@pytest.mark.parametrize(
+    ("name", "layers", "state_mib"), [("nemotron-h-8b", 24, 4), ("qwen3-next-80b", 36, 2)]
+)
+def test_a_border_costs_its_states_whatever_the_tokens(name, layers, state_mib) -> None:
+    """Beside K and V of the attention layers: so many borders, layers and states, over the ranks of
+    a stage."""
+    known = model(name)
+    made = profile(known, DEVICES["h100-80g"])
+    cost = Cost(made, even_layers(known.layers, 4), (1e15,) * 4, 1, 8, layer_kinds=known.layer_kinds)
+    attention = made.kinds["attention"].kv_bytes_per_token * known.layer_kinds.count("attention")
+    for tokens in (1024, 65_536):
+        for slices in (2, 5):
+            spans = [Span(0, n * tokens, (n + 1) * tokens) for n in range(slices)]
+            loads = cost.loads([Chunk((span,)) for span in spans], (slices * tokens,))
+            kept = attention * (slices - 1) * tokens
+            states = (cost.kv_bytes(loads).sum() * 8 - kept) / 2**20
+            rows = states / (slices - 1) / layers - state_mib
+            assert 0 < rows < 0.1  # those in front of the border, for the convolution
+
+
 def test_flops_by_hand() -> None:
     """Linears 2 x parameters, pairs QK' and PV, in each of the shapes."""
     qwen = model("qwen3-30b-a3b").shapes["experts"]

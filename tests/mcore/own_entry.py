@@ -16,6 +16,7 @@ from megatron.core.enums import ModelType  # noqa: E402
 from megatron.training import pretrain, set_startup_timestamps  # noqa: E402
 from megatron.training.argument_utils import (  # noqa: E402
     gpt_config_from_args,
+    hybrid_config_from_args,
     pretrain_cfg_container_from_args,
 )
 
@@ -50,7 +51,8 @@ class Items(torch.utils.data.Dataset):
 def main():
     set_startup_timestamps(0.0, 0.0)
     args = read_flags()
-    model = gpt_config_from_args(args)
+    describe = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    model = describe(args)
     items = Items(pickle.loads(Path(os.environ["ITEMS"]).read_bytes()))
     forward_step, datasets = megatron_epp.install(args, model, lambda wanted: (items, None, None))
     pretrain(

@@ -6,6 +6,7 @@ which Megatron's attention needs a GPU, can be left out.
 """
 
 import json
+import sys
 from pathlib import Path
 
 from megatron_epp.mcore.patching import cpu_host
@@ -61,4 +62,5 @@ def datasets(samples, vp_stage=None):
 datasets.is_distributed = True
 
 if __name__ == "__main__":
-    entry.main(datasets=datasets)
+    hybrid = any(word.startswith("--hybrid-layer-pattern") for word in sys.argv)
+    entry.main(datasets=datasets, hybrid=hybrid)

@@ -15,7 +15,7 @@ from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
 from megatron_epp.mcore.certify.kept_layers import small_kinds
-from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages, refuse_segments
+from megatron_epp.mcore.model.hybrid.pattern import layers_of_stages
 from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
 from tests.mcore.certified import certified
@@ -209,13 +209,11 @@ def test_layers_of_stages_are_as_megatron_places_them() -> None:
             "3 segments for --pipeline-model-parallel-size 2; expected 2, one for each stage",
         ),
         (given("*|-", 2, decoder_last_pipeline_num_layers=1), "its | say where stages end; leave"),
-        (given("*-|*-|*-|*-", 2), "--epp does not run interleaved pipelines; expected 2, one for"),
     ],
 )
 def test_patterns_that_cannot_be_are_one_line(wanted, says) -> None:
     with pytest.raises(ValueError) as refusal:
         require_pattern(wanted)
-        refuse_segments(wanted)
     said = str(refusal.value)
     assert says in said and said.startswith("--hybrid-layer-pattern ") and "\n" not in said
 

@@ -17,7 +17,7 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.config import PLACING_FLAGS
-from megatron_epp.mcore.model.hybrid.pattern import refuse_segments, with_borders
+from megatron_epp.mcore.model.hybrid.pattern import with_borders
 from megatron_epp.mcore.model.kinds.registry import require_pattern
 from megatron_epp.mcore.partition import (
     KEPT,
@@ -258,7 +258,6 @@ def test_until_it_is_chosen_stages_are_even() -> None:
     hybrid = wanted(hybrid_layer_pattern="*-*-*", num_layers=None, num_experts=None)
     assert placeholder(hybrid) == {}
     require_pattern(hybrid)
-    refuse_segments(hybrid)
     assert with_borders("*-|*-*/*", (1, 4)) == "*|-*-*/*"
 
 

@@ -11,7 +11,7 @@ from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.replaced import REPLACED, TAKEN
 from tests.mcore.runs import Run, flags, train, write_corpus
 
-ROWS = (*REPLACED, *replaced_by_parts())
+ROWS = (*REPLACED, *replaced_by_parts())  # but SEGMENTS, of texts that are read
 # Every flag of the table, as a user types it.
 TYPED = {
     "recompute_granularity": "--recompute-granularity full",
@@ -148,6 +148,49 @@ def test_replicas_do_not_gather_rows_which_is_megatrons_default(parsed, degrees,
     said = replaced.warning(args)
     assert (said is not None and "--moe-token-dispatcher-type allgather (" in said) == taken
     assert parsed("--epp", *degrees.split()).moe_token_dispatcher_type == "allgather"
+
+
+@pytest.mark.parametrize(
+    ("words", "becomes"),
+    [
+        ("--pipeline-model-parallel-layout Et|(tt|)*2tmL", {"layout": "Ettt|tttmL"}),
+        ("--pipeline-model-parallel-layout E|t,|t|L", {"layout": "Et|tL"}),
+        ("--hybrid-layer-pattern *-|*|M-|M/*-/*-", {"layer": "*-*|M-M/*-/*-"}),
+        ("--hybrid-override-pattern *|-|*|-|*|-", {"override": "*-*|-*-"}),
+    ],
+)
+def test_segments_of_a_stage_become_one(parsed, words, becomes) -> None:
+    """Layers stay in their order, embedding and output layer at its ends."""
+    name, stages = "--pipeline-model-parallel-size", "2"
+    args = parsed("--epp", name, stages, *words.split())
+    placed = {
+        "layout": args.pipeline_model_parallel_layout,
+        "layer": args.hybrid_layer_pattern,
+        "override": args.hybrid_override_pattern,
+    }
+    assert {what: text for what, text in placed.items() if text is not None} == becomes
+    assert f"no effect: {words} (a stage computes" in (replaced.warning(args) or "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--pipeline-model-parallel-layout Et|tL",
+        "--pipeline-model-parallel-layout Et|t|tL",  # which Megatron refuses
+        "--hybrid-layer-pattern *-|*-/*",
+        "--hybrid-layer-pattern *-*-",
+        "--hybrid-layer-pattern *|-|*",
+    ],
+)
+def test_segments_that_are_stages_or_do_not_divide_are_left(parsed, words) -> None:
+    args = parsed("--epp", "--pipeline-model-parallel-size", "2", *words.split())
+    assert replaced.warning(args) is None
+    assert words.split()[1] in (args.pipeline_model_parallel_layout, args.hybrid_layer_pattern)
+
+
+def test_a_layout_that_is_none_is_one_line(parsed) -> None:
+    with pytest.raises(ValueError, match=r"^--pipeline-model-parallel-layout Ex\|tL: Invalid"):
+        parsed("--epp", "--pipeline-model-parallel-layout", "Ex|tL")
 
 
 def test_without_epp_they_are_megatrons(parsed) -> None:

@@ -9,12 +9,24 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
-from tests.mcore.runs import Run, flags, train, write_corpus
+from tests.mcore.runs import PROGRAM, Run, flags, train, write_corpus
 
+HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
 STOCK = (str(Path(__file__).with_name("stock_on_conversations.py")),)
 OWN_ENTRY = (str(Path(__file__).with_name("own_entry.py")),)
 # Every iteration trains on all of them, so that orders do not matter.
 BATCH = {"global_batch_size": len(CHATS), "seq_length": 128, "vocab_size": None}
+STATES = {
+    "hybrid_layer_pattern": "M*G-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +46,24 @@ def chat_flags(path: Path, **changes: object) -> list[str]:
     return flags(path, **BATCH | tokenizer | {"epp": True} | changes)
 
 
+@pytest.fixture(scope="module", params=[{}, STATES], ids=["a GPTModel", "a HybridModel"])
+def model(request) -> dict[str, object]:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def elastic(chats: Path) -> Run:
+def elastic(chats: Path, model) -> Run:
     """Three iterations over two stages, straight from the file of chats."""
     cache = chats.parent / "cached"
-    run = train(chat_flags(chats, sft=True, data_cache_path=cache))
+    words = chat_flags(chats, sft=True, data_cache_path=cache, **model)
+    run = train(words, program=HYBRID if model else PROGRAM)
     assert run.status == 0, run.output
     assert "6 conversations of 6 lines" in run.output
     assert len(run.losses) == 3
     return run
 
 
-def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, elastic) -> None:
+def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, model, elastic) -> None:
     stock = train(
         chat_flags(
             chats,
@@ -54,6 +72,7 @@ def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, elasti
             micro_batch_size=1,
             calculate_per_token_loss=True,
             dataloader_type="single",
+            **model,
         ),
         program=STOCK,
     )
@@ -62,17 +81,34 @@ def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, elasti
     assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
 
 
-def test_documents_from_python_train_as_the_file_of_chats(
-    chats, elastic, tmp_path, monkeypatch
-) -> None:
-    """Tokens and masks of the corpus that the first run has made, as items of Python, through an
-    entry script of one's own."""
+@pytest.fixture(scope="module")
+def masked(chats: Path, elastic) -> str:
+    """The corpus that the first run has made."""
     (corpus,) = {str(path)[: -len("_mask.idx")] for path in chats.parent.glob("cached/*_mask.idx")}
-    columns = (IndexedDataset(corpus), IndexedDataset(f"{corpus}_mask"))
+    return corpus
+
+
+def test_a_masked_corpus_trains_as_its_chats_wherever_layers_and_words_lie(
+    chats, masked, model, elastic
+) -> None:
+    places = {"epp_partition": "auto", "epp_vocab_parallel": "on"}
+    words = chat_flags(chats, **{"data_path": masked} | places | model)
+    run = train(words, program=HYBRID if model else PROGRAM)
+    assert run.status == 0, run.output
+    assert "--epp-partition auto: layers" in run.output
+    assert len(run.losses) == 3 and run.losses == pytest.approx(elastic.losses, rel=2e-6)
+    assert run.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)
+
+
+def test_documents_from_python_train_as_the_file_of_chats(
+    chats, masked, model, elastic, tmp_path, monkeypatch
+) -> None:
+    """Tokens and masks of that corpus as items of Python, through an entry script of one's own."""
+    columns = (IndexedDataset(masked), IndexedDataset(f"{masked}_mask"))
     documents = [tuple(column[i].tolist() for column in columns) for i in range(len(CHATS))]
     (tmp_path / "items").write_bytes(pickle.dumps(documents))
     monkeypatch.setenv("ITEMS", str(tmp_path / "items"))
-    words = chat_flags(chats, data_path=None)
+    words = chat_flags(chats, data_path=None, **model)
     items = train(words, program=OWN_ENTRY)
     assert items.status == 0, items.output
     assert len(items.losses) == 3

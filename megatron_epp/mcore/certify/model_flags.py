@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from megatron.core import fp8_utils
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.training.arguments import parse_args, validate_args
 
 from megatron_epp.certify.degrees import Degrees
@@ -25,6 +23,7 @@ from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_default
 from megatron_epp.mcore.model.shape import with_further
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 from megatron_epp.mcore.placing.asked import PLACE, place_of
+from megatron_epp.mcore.segments import layout_letters
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
 _OFF = """
@@ -89,10 +88,11 @@ _NOT_PLAIN: dict[str, Any] = {
 }
 
 
-def parsed(flags: Sequence[str]) -> Namespace:
-    """``flags`` as Megatron's parser reads them, with --epp: those whose job a plan does are taken
-    out. ValueError: one line."""
-    with refusals_as_value_errors(), _command_line([*flags, "--epp"]):
+def parsed(flags: Sequence[str], pp: int) -> Namespace:
+    """``flags`` as Megatron's parser reads them, with --epp over ``pp`` stages: those whose job a
+    plan does are taken out. ValueError: one line."""
+    stages = ["--pipeline-model-parallel-size", str(pp)]
+    with refusals_as_value_errors(), _command_line([*flags, *stages, "--epp"]):
         args = parse_args(prepare_parser)
     if args.epp_vocab_parallel == AUTO:  # a certificate is of what was asked for
         args.epp_vocab_parallel = OFF
@@ -118,7 +118,8 @@ def scaled(
             "--lora-rank: adapters do not run with --epp-vocab-parallel on; leave one of them out"
         )
     _require_engine(raw, lora_rank)
-    tiny = small(raw, degrees, _layout(raw))
+    layout = raw.pipeline_model_parallel_layout
+    tiny = small(raw, degrees, None if layout is None else layout_letters(layout))
     extra = OVERLAP if overlap else {}
     for part in MEGATRON_PARTS if dtype == BF16 else ():
         tiny.values.update(part.without_ties(tiny.values))
@@ -179,17 +180,6 @@ def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
     words += ["overlapped reduction"] * args.overlap_grad_reduce
     words += [f"frozen, with adapters of rank {lora_rank}"] * bool(lora_rank)
     return ", ".join(words)
-
-
-def _layout(raw: Namespace) -> list[list[str]] | None:
-    text = raw.pipeline_model_parallel_layout
-    if text is None:
-        return None
-    letters = {LayerType.embedding: "E", LayerType.loss: "L", LayerType.decoder: "t"}
-    letters[LayerType.mtp] = "m"
-    with refusals_as_value_errors():
-        stages = PipelineParallelLayerLayout.parse_str_to_list(text)
-    return [[letters.get(layer, "?") for layer in stage] for stage in stages]
 
 
 def _validated(

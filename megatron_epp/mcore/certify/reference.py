@@ -63,7 +63,7 @@ class PlainModel:
     def prepare(self, turn: int) -> ModelSetup:
         """Read the flags and build the model. ValueError: flags that cannot be used."""
         degrees, lora_rank = self.trial.degrees, self.trial.lora_rank
-        raw = parsed(self.flags(turn))
+        raw = parsed(self.flags(turn), degrees.pp)
         asked = raw.transformer_impl
         if self.trial.device != "cpu":
             raw.transformer_impl = "local"  # in this process, which has no GPU

@@ -15,7 +15,7 @@ from megatron_epp.certify.batches import CONTEXT
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.kept_layers import small_kinds
-from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers, pattern_of, refuse_segments
+from megatron_epp.mcore.model.hybrid.pattern import letters_of_layers, pattern_of
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placement, placed_values
@@ -38,7 +38,6 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
         part.read_pattern(made, pattern)
     made.pipeline_model_parallel_size = stages
     require_pattern(made)
-    refuse_segments(made)
     return made
 
 

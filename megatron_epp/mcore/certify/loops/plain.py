@@ -33,7 +33,8 @@ class PlainLoop(PlainModel):
 
     def prepare(self, turn: int) -> ModelSetup:
         """As of the trainer; the arguments of the ranks' model are those of a loop."""
-        raw, degrees = parsed(self.flags(turn)), self.trial.degrees
+        degrees = self.trial.degrees
+        raw = parsed(self.flags(turn), degrees.pp)
         if vocabulary_parallel(raw):
             raise ValueError(
                 "--epp-vocab-parallel on: a loop's last stage has the output layer; leave it out"

@@ -81,19 +81,6 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
     return (*([first] * (first is not None)), *each, *([last] * (last is not None)))
 
 
-def refuse_segments(args: Namespace) -> None:
-    """Raise a ValueError where the pattern of ``args`` has several segments for a stage."""
-    pattern, stages = pattern_of(args), args.pipeline_model_parallel_size
-    if pattern is None or placed_by_time(args):
-        return
-    segments = len(layers_of_stages(args))
-    if segments > stages:
-        raise ValueError(
-            f"{FLAG} {pattern}: {segments} segments for --pipeline-model-parallel-size {stages}: "
-            f"--epp does not run interleaved pipelines; expected {stages}, one for each stage"
-        )
-
-
 def joined(letters: Sequence[str]) -> str:
     """The pattern of stages with these layers."""
     return BORDER.join(letters)

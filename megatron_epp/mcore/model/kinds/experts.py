@@ -190,7 +190,7 @@ class MegatronExperts(MegatronPart):
             "moe_hybridep_pad_uneven_dispatch_inputs",
             "tokens go to their experts and back by alltoall, with as many rows from each rank as "
             "its chunk has",
-            neutral={"moe_token_dispatcher_type": "alltoall"},
+            neutral=lambda args: {"moe_token_dispatcher_type": "alltoall"},
             same=_exchanges_alike,
             default_too=True,
         ),

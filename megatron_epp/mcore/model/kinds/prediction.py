@@ -6,6 +6,7 @@ from megatron_epp.cost.kinds.prediction import PredictionPart
 from megatron_epp.mcore.model.hybrid.pattern import FURTHER
 from megatron_epp.mcore.model.kinds.base import MegatronPart
 from megatron_epp.mcore.model.limit import Limit, not_computed
+from megatron_epp.mcore.segments import layout_letters
 
 
 def _depths(args: Any) -> int:
@@ -23,11 +24,8 @@ def _elsewhere(args: Any) -> bool:
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if not _depths(args) or layout is None:
         return False
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    stages = PipelineParallelLayerLayout.parse_str_to_list(str(layout))
-    last = [layer.name for layer in stages[-1]]
-    return last.count("mtp") != _depths(args) or "decoder" not in last
+    last = layout_letters(str(layout))[-1]
+    return last.count("m") != _depths(args) or "t" not in last
 
 
 class MegatronPrediction(MegatronPart):
