@@ -25,13 +25,15 @@ class ReplacedFlags:
     """``names``: destinations of Megatron's parser, blanks between; those that a version lacks are
     passed over. ``by``: what does the job. ``neutral``: of ``args`` as they are given, values to
     set where they are not the parser's defaults. ``same``: whether ``args`` ask for what gives the
-    same results. ``default_too``: whether the parser's own defaults are taken out."""
+    same results. ``default_too``: whether the parser's own defaults are taken out; ``untyped``:
+    they alone, where the user typed nothing."""
 
     names: str
     by: str
     neutral: Callable[[argparse.Namespace], Mapping[str, Any]] = lambda args: {}
     same: Callable[[argparse.Namespace], bool] = lambda args: True
     default_too: bool = False
+    untyped: bool = False
 
 
 REPLACED = (
@@ -158,6 +160,8 @@ def take_out(
         default = {name: () if one.default_too else (parser.get_default(name),) for name in known}
         harmless = {name: (*default[name], neutral[name], None) for name in known}
         asked = [name for name in known if getattr(args, name) not in harmless[name]]
+        if one.untyped:
+            asked = [name for name in asked if typed.isdisjoint(options[name])]
         if not asked or not one.same(args):
             continue
         shown = (_as_typed(options[name], getattr(args, name), typed) for name in asked)

@@ -11,7 +11,8 @@ from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.replaced import REPLACED, TAKEN
 from tests.mcore.runs import Run, flags, train, write_corpus
 
-ROWS = (*REPLACED, *replaced_by_parts())  # but SEGMENTS, of texts that are read
+# But SEGMENTS, of texts that are read.
+ROWS = (*REPLACED, *(one for one in replaced_by_parts() if not one.untyped))
 # Every flag of the table, as a user types it.
 TYPED = {
     "recompute_granularity": "--recompute-granularity full",
@@ -100,7 +101,8 @@ def parsed(monkeypatch):
                 parser.set_defaults(**elastic_defaults(parser.parse_args([])))
             return parser
 
-        monkeypatch.setattr(sys, "argv", ["pretrain", *words])
+        dropout = () if "--attention-dropout" in words else ("--attention-dropout", "0")
+        monkeypatch.setattr(sys, "argv", ["pretrain", *words, *dropout])
         return parse_args(prepare)
 
     return parse
@@ -191,6 +193,22 @@ def test_segments_that_are_stages_or_do_not_divide_are_left(parsed, words) -> No
 def test_a_layout_that_is_none_is_one_line(parsed) -> None:
     with pytest.raises(ValueError, match=r"^--pipeline-model-parallel-layout Ex\|tL: Invalid"):
         parsed("--epp", "--pipeline-model-parallel-layout", "Ex|tL")
+
+
+def test_dropout_in_attention_is_megatrons_default_alone(parsed, monkeypatch) -> None:
+    """Nobody asked for it; who asks is refused."""
+    assert parsed("--epp", "--attention-dropout", "0.1").attention_dropout == 0.1
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--epp"])
+    from megatron.training.arguments import parse_args
+
+    from megatron_epp.mcore.flags import prepare_parser
+
+    args = parse_args(prepare_parser)
+    said = replaced.warning(args)
+    assert args.attention_dropout == 0 and said is not None
+    assert "--attention-dropout 0.1 (Megatron's default; " in said
+    monkeypatch.setattr(sys, "argv", ["pretrain"])
+    assert parse_args(prepare_parser).attention_dropout == 0.1
 
 
 def test_without_epp_they_are_megatrons(parsed) -> None:

@@ -6,6 +6,7 @@ from megatron_epp.cost.kinds.attention import AttentionPart
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart
 from megatron_epp.mcore.model.kinds.states import DELTA, MegatronDelta
 from megatron_epp.mcore.model.limit import Limit, given, not_computed
+from megatron_epp.mcore.replaced import ReplacedFlags
 
 
 class MegatronAttention(MegatronPart):
@@ -33,6 +34,16 @@ class MegatronAttention(MegatronPart):
             "give --attention-dropout 0: how a document is cut must not change its loss",
             given("attention_dropout", harmless=(0,)),
             slices=not_computed(attention_dropout="dropout in attention"),
+        ),
+    )
+    REPLACED = (
+        ReplacedFlags(
+            "attention_dropout",
+            "Megatron's default; attention goes without dropout, as how a document is cut must not "
+            "change its loss",
+            neutral=lambda args: {"attention_dropout": 0.0},
+            default_too=True,
+            untyped=True,
         ),
     )
 
