@@ -20,6 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E
 from megatron.training.datasets import sft_dataset  # noqa: E402
 
 from megatron_epp.mcore import entry, megatron_gpt  # noqa: E402
+from megatron_epp.mcore.patching import seams  # noqa: E402
 
 
 class Lines:
@@ -62,5 +63,7 @@ def datasets(samples, vp_stage=None):
 datasets.is_distributed = True
 
 if __name__ == "__main__":
+    # It draws from the generator from which layers with a state then draw theirs.
+    seams.install((seams.FUSION_WARM_UP,))
     hybrid = any(word.startswith("--hybrid-layer-pattern") for word in sys.argv)
     entry.main(datasets=datasets, hybrid=hybrid)

@@ -190,8 +190,8 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     # As if on a device: on a CPU nothing is read.
     monkeypatch.setattr("megatron_epp.planner.tuning.vocabulary.is_of_cpu", lambda profile: False)
     words = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
-    words += "--max-position-embeddings 64 --pipeline-model-parallel-size 2 --epp"
-    args = parsed(words.split())
+    words += "--max-position-embeddings 64"
+    args = parsed(words.split(), 2)
     filled = {"epp_vocab_parallel": "auto", "padded_vocab_size": 128, "data_parallel_size": 1}
     filled |= {"calculate_per_token_loss": True, "dataloader_type": "external"}
     filled |= {

@@ -54,7 +54,7 @@ def model(request) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def elastic(chats: Path, model) -> Run:
     """Three iterations over two stages, straight from the file of chats."""
-    cache = chats.parent / "cached"
+    cache = chats.parent / f"cached {len(model)}"
     words = chat_flags(chats, sft=True, data_cache_path=cache, **model)
     run = train(words, program=HYBRID if model else PROGRAM)
     assert run.status == 0, run.output
@@ -82,20 +82,18 @@ def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, model,
 
 
 @pytest.fixture(scope="module")
-def masked(chats: Path, elastic) -> str:
+def masked(chats: Path, model, elastic) -> str:
     """The corpus that the first run has made."""
-    (corpus,) = {str(path)[: -len("_mask.idx")] for path in chats.parent.glob("cached/*_mask.idx")}
-    return corpus
+    (mask,) = chats.parent.glob(f"cached {len(model)}/*_mask.idx")
+    return str(mask).removesuffix("_mask.idx")
 
 
-def test_a_masked_corpus_trains_as_its_chats_wherever_layers_and_words_lie(
+def test_a_masked_corpus_trains_as_its_chats_wherever_words_lie(
     chats, masked, model, elastic
 ) -> None:
-    places = {"epp_partition": "auto", "epp_vocab_parallel": "on"}
-    words = chat_flags(chats, **{"data_path": masked} | places | model)
+    words = chat_flags(chats, **{"data_path": masked, "epp_vocab_parallel": "on"} | model)
     run = train(words, program=HYBRID if model else PROGRAM)
     assert run.status == 0, run.output
-    assert "--epp-partition auto: layers" in run.output
     assert len(run.losses) == 3 and run.losses == pytest.approx(elastic.losses, rel=2e-6)
     assert run.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)
 
