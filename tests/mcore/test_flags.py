@@ -65,7 +65,7 @@ def test_patterns_and_sizes_that_cannot_be_are_one_line(flags: str, says: str) -
     words = f"--hidden-size 64 --num-attention-heads 4 --num-layers 4 {flags}".split()
     tensor = 2 if "tensor" in flags else 1
     with pytest.raises(ValueError) as refusal:
-        scaled(parsed(words), Degrees(2, tensor, 1), False)
+        scaled(parsed(words, 2), Degrees(2, tensor, 1), False)
     assert says in str(refusal.value) and "\n" not in str(refusal.value)
 
 

@@ -30,12 +30,12 @@ def test_flags_are_read_as_they_stand(name) -> None:
     words = recipe.words
     if recipe.layout:
         with pytest.raises(ValueError) as refusal:
-            scaled(parsed(words), Degrees(2, 1, 1), overlap=False)
+            scaled(parsed(words, 2), Degrees(2, 1, 1), overlap=False)
         flags = [word for word in recipe.layout.split() if word.startswith("--")]
         assert all(flag in str(refusal.value) for flag in flags), refusal.value
         assert "\n" not in str(refusal.value)
         words = words + recipe.layout.split()
-    made = scaled(parsed(words), Degrees(2, 1, 1), overlap=False)
+    made = scaled(parsed(words, 2), Degrees(2, 1, 1), overlap=False)
     # Of a pattern with letters, as many as show its kinds beside one another.
     most = 12 if made.elastic.hybrid_layer_pattern else 4
     assert len(made.layers) == 2 and sum(made.layers) <= most
