@@ -17,9 +17,9 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from megatron_epp.mcore import config, replaced
+from megatron_epp.mcore.model.hybrid.segments import SEGMENTS
 from megatron_epp.mcore.model.kinds.registry import replaced_by_parts
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.segments import SEGMENTS
 
 
 def read_flags() -> Namespace:

@@ -448,8 +448,9 @@ def test_a_border_costs_its_states_whatever_the_tokens(name, layers, state_mib) 
     a stage."""
     known = model(name)
     made = profile(known, DEVICES["h100-80g"])
-    cost = Cost(made, even_layers(known.layers, 4), (1e15,) * 4, 1, 8, layer_kinds=known.layer_kinds)
-    attention = made.kinds["attention"].kv_bytes_per_token * known.layer_kinds.count("attention")
+    kinds = known.layer_kinds
+    cost = Cost(made, even_layers(known.layers, 4), (1e15,) * 4, 1, 8, layer_kinds=kinds)
+    attention = made.kinds["attention"].kv_bytes_per_token * kinds.count("attention")
     for tokens in (1024, 65_536):
         for slices in (2, 5):
             spans = [Span(0, n * tokens, (n + 1) * tokens) for n in range(slices)]

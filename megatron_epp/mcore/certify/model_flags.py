@@ -19,11 +19,11 @@ from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
 from megatron_epp.mcore.flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.mcore.model.hybrid.pattern import further_of, letters_of_layers
+from megatron_epp.mcore.model.hybrid.segments import layout_letters
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, part_defaults
 from megatron_epp.mcore.model.shape import with_further
 from megatron_epp.mcore.patching import cpu_host, engine_on_cpu
 from megatron_epp.mcore.placing.asked import PLACE, place_of
-from megatron_epp.mcore.segments import layout_letters
 
 # How a run is fed, saved, logged and sped up says nothing about the model.
 _OFF = """

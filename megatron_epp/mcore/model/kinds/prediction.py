@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.prediction import PredictionPart
 from megatron_epp.mcore.model.hybrid.pattern import FURTHER
+from megatron_epp.mcore.model.hybrid.segments import layout_letters
 from megatron_epp.mcore.model.kinds.base import MegatronPart
 from megatron_epp.mcore.model.limit import Limit, not_computed
-from megatron_epp.mcore.segments import layout_letters
 
 
 def _depths(args: Any) -> int:
