@@ -24,6 +24,11 @@ class _Kept:
         tensors = (self.key_CGD, self.value_CGD, self.key_grad_CGD, self.value_grad_CGD)
         return sum(t.nbytes for t in tensors if t is not None)
 
+    @property
+    def addresses(self) -> set[int]:
+        """Where the memory of K's and V's buffers begins."""
+        return {t.untyped_storage().data_ptr() for t in (self.key_CGD, self.value_CGD)}
+
 
 class Store:
     """One preallocated buffer per (layer, cut document): no concatenation, no copy per slice.
@@ -50,6 +55,7 @@ class Store:
         self.context_tokens = dict(context_tokens)
         self.kept_tokens = self.context_tokens if kept_tokens is None else dict(kept_tokens)
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._addresses: set[int] = set()  # of the buffers' memory
         self.bytes = 0
         self.peak_bytes = 0
 
@@ -76,6 +82,7 @@ class Store:
             key, value = (t.new_empty(kept_rows, *t.shape[1:]) for t in (key_TGD, value_TGD))
             kept = _Kept(key, value)
             self._kept[layer, document] = kept
+            self._addresses |= kept.addresses
             self._grew(kept.bytes)
         stop = start + key_TGD.shape[0]
         if kept.filled >= stop:
@@ -144,13 +151,20 @@ class Store:
             if kept_layer == layer
         )
 
+    def counts(self, address: int) -> bool:
+        """Whether the memory that begins at ``address`` is a buffer's, and counted in ``bytes``."""
+        return address in self._addresses
+
     def release(self, layer: int, document: int):
         """Free a layer's K/V of a document and their gradients."""
-        self.bytes -= self._kept.pop((layer, document)).bytes
+        kept = self._kept.pop((layer, document))
+        self._addresses -= kept.addresses
+        self.bytes -= kept.bytes
 
     def clear(self):
         """Free everything, as after an iteration that failed."""
         self._kept.clear()
+        self._addresses.clear()
         self.bytes = 0
 
     def _grew(self, bytes_: int):
@@ -170,6 +184,9 @@ class StageStores:
     @property
     def bytes(self) -> int:
         return sum(store.bytes for store in self.stores)
+
+    def counts(self, address: int) -> bool:
+        return any(store.counts(address) for store in self.stores)
 
     def clear(self):
         for store in self.stores:

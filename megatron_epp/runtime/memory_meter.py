@@ -119,6 +119,8 @@ class SavedBytesMeter:
         where = storage.data_ptr()
         if where in self._ignored or where == 0:
             return tensor
+        if self._store is not None and self._store.counts(where):
+            return tensor  # a state that a slice begins with: the store's own bytes
         count = self._references.get(where, 0)
         self._references[where] = count + 1
         # Detached: an op that saves its own output would keep itself alive through it for ever, if

@@ -38,15 +38,21 @@ def mamba_by_row(x, dt, A, B, C, state) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs), state
 
 
-def delta_inputs(rows: int) -> tuple[Tensor, ...]:
+def delta_inputs(rows: int, decays: int = 1) -> tuple[Tensor, ...]:
+    """``decays`` of a head."""
     q, k = (F.normalize(drawn(rows, HEADS, KEYS), dim=-1) for _ in range(2))
-    return q, k, drawn(rows, HEADS, VALUES), -drawn(rows, HEADS).exp(), drawn(rows, HEADS).sigmoid()
+    g, beta = -drawn(rows, HEADS, decays).exp(), drawn(rows, HEADS).sigmoid()
+    return q, k, drawn(rows, HEADS, VALUES), g, beta
+
+
+def kimi_inputs(rows: int) -> tuple[Tensor, ...]:
+    return delta_inputs(rows, KEYS)
 
 
 def delta_by_row(q, k, v, g, beta, state) -> tuple[Tensor, Tensor]:
     outputs = []
     for row in range(len(q)):
-        state = g[row].exp()[:, None, None] * state
+        state = g[row].exp()[:, :, None] * state
         read = torch.einsum("hk,hkp->hp", k[row], state)
         changed = beta[row][:, None] * (v[row] - read)
         state = state + k[row][:, :, None] * changed[:, None]
@@ -64,8 +70,9 @@ def delta(q, k, v, g, beta, state) -> tuple[Tensor, Tensor]:
     [
         (selective_scan, mamba_by_row, mamba_inputs, (HEADS, VALUES, KEYS)),
         (delta, delta_by_row, delta_inputs, (HEADS, KEYS, VALUES)),
+        (delta, delta_by_row, kimi_inputs, (HEADS, KEYS, VALUES)),
     ],
-    ids=["mamba", "delta"],
+    ids=["mamba", "delta", "kimi"],
 )
 def test_a_scan_in_blocks_is_the_one_by_row(rows, scan, by_row, inputs, state) -> None:
     torch.manual_seed(rows)
@@ -83,15 +90,16 @@ def test_a_scan_in_blocks_is_the_one_by_row(rows, scan, by_row, inputs, state) -
 # --- over borders ---------------------------------------------------------------------------------
 
 CHANNELS = HEADS * VALUES + 2 * GROUPS * KEYS
-# Document 0 in slices whose last is one row, and 1 in two; whole ones before and behind slices.
+# Document 0 in slices whose last is one row, and 2 in two, the first of fewer rows than a
+# convolution sees; whole ones before and behind slices.
 PLAN = """plan v1
 replica 0 of 1
 documents 12 3 9 2
 layers 1
 chunk 0: 0[0:2]
-chunk 1: 1[0:3] 2[0:4]
+chunk 1: 1[0:3] 2[0:2]
 chunk 2: 0[2:11]
-chunk 3: 2[4:9] 3[0:2]
+chunk 3: 2[2:9] 3[0:2]
 chunk 4: 0[11:12]
 recompute 0: 1k 1k 1k 1k 1k
 stage 0: F0 F1 F2 F3 F4 B4 B3 B2 B1 B0
@@ -199,9 +207,9 @@ def test_a_call_has_one_state_in_and_one_out() -> None:
     store = store_for(plan, slices_of(plan), stores_last_slice=False)
     found = [calls_of(state_of(plan, n, store, True, 0), CHANNELS) for n in range(5)]
     assert found[0] == (Call(0, 2, (2,), 0, None, 0),)
-    assert found[1] == (Call(0, 7, (3, 4), 2, None, 0),)  # a first slice behind a whole document
+    assert found[1] == (Call(0, 5, (3, 2), 2, None, 0),)  # a first slice behind a whole document
     assert found[2] == (Call(0, 9, (9,), 0, 0, 1),)
-    assert found[3] == (Call(0, 7, (5, 2), 2, 0, None),)  # and a last one in front of it
+    assert found[3] == (Call(0, 9, (7, 2), 2, 0, None),)  # and a last one in front of it
     assert found[4] == (Call(0, 1, (1,), 0, 1, None),)
     state = state_of(plan, 2, store, True, 3)  # padding is nobody's
     assert calls_of(state, CHANNELS) == (Call(0, 9, (9,), 0, 0, 1), Call(9, 12, (3,), -1))

@@ -113,8 +113,17 @@ def test_wrong_layers_show_and_right_ones_pass(judged, way) -> None:
 
 # ------------------------------------------------------------------ trained
 
+# A layer of every kind, and a further token predicted.
 MODEL = {
-    "hybrid_layer_pattern": "*-E|*E-",
+    "hybrid_layer_pattern": "*-EM|GE/*-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "mamba_state_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
     "num_experts": 4,
     "moe_router_topk": 2,
     "moe_ffn_hidden_size": 16,
@@ -146,6 +155,8 @@ def test_three_and_three_are_six_bit_for_bit(six, tmp_path) -> None:
         "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
         "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
         "decoder.layers.2.pre_mlp_layernorm.weight",
+        "decoder.layers.3.mixer.in_proj.layer_norm_weight",
+        "decoder.layers.4.self_attention.in_proj.layer_norm_weight",
         "decoder.final_norm.weight",
     ):
         assert any(name.endswith(key) for name in weights), (key, sorted(weights))

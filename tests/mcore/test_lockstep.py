@@ -36,11 +36,11 @@ def spread(model: str, ranks: int) -> tuple[tuple[str, ...], ...]:
 
 
 # In turn: the third batch is of the third, and offloads a layer of attention of an empty chunk,
-# which saves nothing that is worth a copy.
+# which saves nothing that is worth a copy; others carry states.
 IN_TURN = (
     spread(MODEL, 2)
     + spread(DEEPSEEK, 2)
-    + spread(f"{LLAMA} {OF_HYBRID} --hybrid-layer-pattern=*-*|E*-", 2)
+    + spread(f"{LLAMA} {OF_HYBRID} --hybrid-layer-pattern=*M*|E*G", 2)
 )
 TRIALS = {
     "two replicas, two stages": Trial(Degrees(pp=2, tp=1, dp=2), IN_TURN, batches=6, overlap=True),

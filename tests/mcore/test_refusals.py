@@ -178,10 +178,6 @@ class Wanted:
         ({"use_mamba_mem_eff_path": False}, "fused kernel"),
         ({"hybrid_layer_pattern": "G*-", "tensor_model_parallel_size": 2}, "norm's gradients"),
         ({"hybrid_layer_pattern": "G*-", "deterministic_mode": True}, "that is"),
-        (
-            EXPERTS | {"hybrid_layer_pattern": "M*E", "expert_model_parallel_size": 2},
-            "layers with a state beside experts",
-        ),
         ({"hybrid_layer_pattern": "D-"}, "DeepSeek's sparse attention (D"),
         ({"heterogeneous_layers_config_path": "x.json"}, "a HybridModel"),
     ],

@@ -75,6 +75,23 @@ def test_the_stores_buffers_count(store) -> None:
     assert meter.peak_bytes == 2 * kv.nbytes
 
 
+def test_what_lies_in_the_stores_buffers_counts_once(store) -> None:
+    """Saved or not, as the state that a slice begins with; of memory that is theirs no more as any
+    other."""
+    meter = SavedBytesMeter([])
+    with meter.watch(store):
+        store.append(0, 0, 0, torch.ones(4, 1, 5), torch.ones(4, 1, 2))
+        held = meter.now
+        key = store.context(0, 0, 4)[0]
+        y = torch.ones(5, requires_grad=True) * key  # saves it
+        assert meter.now == held == 4 * 7 * 4
+        store.release(0, 0)
+        assert meter.now == 0
+        z = torch.ones(5, requires_grad=True) * key
+        assert meter.now == 4 * 5 * 4
+        del y, z
+
+
 def test_every_op_has_a_peak_of_its_own(store) -> None:
     meter = SavedBytesMeter([])
     with meter.watch(store):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.concatenated import concatenated
 
 # What a kernel counts elements of one tensor with is 32 bits wide; sizes of heads, blocks and
 # strides multiply what is addressed, so calls stay well below.
@@ -110,28 +111,35 @@ class CarriedStates:
     """States and rows in front of borders, in one pass of a chunk through layer ``layer`` of the
     stage: a layer asks for them call by call, in order.
 
-    ``taps`` of its convolution. A layer asks for the rows first (:meth:`front`), gives those that
-    the next call would see (:meth:`behind`), and hands in the state with the outputs
-    (:meth:`leave`).
+    ``taps`` of its convolution, or of each of its convolutions, whose channels lie one behind the
+    other. A layer asks for the rows first (:meth:`front`), gives those that the next call would see
+    (:meth:`behind`), and hands in the state with the outputs (:meth:`leave`).
     """
 
     def __init__(self, state: ChunkState, layer: int, taps: int, channels: int):
         self.state, self.layer, self.taps = state, layer, taps
         self.calls, self.most = calls_of(state, channels), most_rows(channels)
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
-        self._tails: dict[int, Tensor] = {}
-        self._within: tuple[Tensor, Tensor] | None = None
+        self._tails: dict[int, list[Tensor]] = {}
+        self._within: Tensor | None = None
 
-    def front(self, number: int, rows_LC: Tensor) -> Tensor | None:
-        """The W - 1 rows [W-1, C] in front of call ``number``, which computes ``rows``; None where
-        a document begins."""
+    def front(self, number: int, rows_LC: Tensor, first: int = 0) -> Tensor | None:
+        """The W - 1 rows [W-1, C] in front of call ``number``, which computes ``rows``, channels of
+        them all from ``first`` on; None where a document begins."""
         call = self.calls[number]
         if call.before is None:
             return None
         if call.before == WITHIN:
-            return self._tails[number - 1]
-        self._taken[number] = _Take.apply(rows_LC, self.state, self.layer, call)
-        return self._taken[number][1]
+            tail = self._tail(number - 1)
+        else:
+            if number not in self._taken:
+                self._taken[number] = _Take.apply(rows_LC, self.state, self.layer, call)
+            tail = self._taken[number][1]
+        return tail[:, first : first + rows_LC.shape[1]]
+
+    def _tail(self, number: int) -> Tensor:
+        """The last W - 1 rows of call ``number``, all channels."""
+        return concatenated(self._tails[number], 1)
 
     def initial(self, number: int) -> Tensor | None:
         """The state that call ``number`` begins with, once its front was asked for."""
@@ -140,19 +148,21 @@ class CarriedStates:
             return None
         if call.before == WITHIN:
             assert self._within is not None, "calls come in order"
-            return self._within[0]
+            return self._within
         return self._taken.pop(number)[0]
 
     def behind(self, number: int, rows_LC: Tensor) -> None:
-        """``rows`` of call ``number``, those in front of it included, as its convolution saw
-        them."""
-        if self.calls[number].after is None:
+        """``rows`` of call ``number``, those in front of it included, as its convolution saw them;
+        of several convolutions one after the other."""
+        call, wanted = self.calls[number], self.taps - 1
+        if call.after is None:
             return
-        wanted = self.taps - 1
-        if len(rows_LC) < wanted:  # a document that is shorter
+        if len(call.lengths) > 1:  # the slice behind whole documents sees nothing of theirs
+            rows_LC = rows_LC[len(rows_LC) - call.lengths[-1] :]
+        if len(rows_LC) < wanted:  # where its document begins
             nothing = rows_LC.new_zeros(wanted - len(rows_LC), rows_LC.shape[1])
             rows_LC = torch.cat((nothing, rows_LC))
-        self._tails[number] = rows_LC[len(rows_LC) - wanted :]
+        self._tails.setdefault(number, []).append(rows_LC[len(rows_LC) - wanted :])
 
     def leave(self, number: int, outputs: Tensor, final: Tensor | None) -> Tensor:
         """``outputs`` of call ``number``, with ``final``, the state behind its last row, kept where
@@ -161,11 +171,10 @@ class CarriedStates:
         if call.after is None:
             return outputs
         assert final is not None, "a call in front of a border gives its state"
-        tail = self._tails[number]
         if call.after == WITHIN:
-            self._within = final, tail
+            self._within = final
             return outputs
-        return _Leave.apply(outputs, final, tail, self.state, self.layer, call)
+        return _Leave.apply(outputs, final, self._tail(number), self.state, self.layer, call)
 
     def wants_final(self, number: int) -> bool:
         return self.calls[number].after is not None

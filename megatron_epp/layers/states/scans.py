@@ -63,38 +63,47 @@ def gated_delta_rule(
     q_LHK: Tensor,
     k_LHK: Tensor,
     v_LHP: Tensor,
-    g_LH: Tensor,
+    g_LHk: Tensor,
     beta_LH: Tensor,
     scale: float,
     state_HKP: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule: S = exp(g) S, then S = S + k beta (v - k'S)', output = scale q'S;
-    [L, H, P] and the state behind the last row [H, K, P].
+    [L, H, P] and the state behind the last row [H, K, P]. ``g`` is of a head (k = 1), or of each of
+    its channels (k = K), as in Kimi's delta attention.
 
     Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks (2025), eq. 10; a block's rows by one
-    triangular system, as in section 3.3.
+    triangular system, as in section 3.3. Kimi Linear (arXiv 2510.26692), eq. 1.
     """
     rows = len(q_LHK)
-    q, k, v = (_blocks(part).transpose(1, 2) for part in (q_LHK, k_LHK, v_LHP))  # [c, H, Q, .]
+    # [c, H, Q, .]
+    q, k, v, g = (_blocks(part).transpose(1, 2) for part in (q_LHK, k_LHK, v_LHP, g_LHk))
     beta = _blocks(beta_LH).transpose(1, 2)[..., None]
-    decayed = _blocks(g_LH).transpose(1, 2).cumsum(2)  # [c, H, Q]
-    within = _decay(decayed)
-    system = (beta * (k @ k.mT) * within).tril(-1)
+    decayed = g.cumsum(2)  # [c, H, Q, k]
+    within = _decay(decayed.mT).movedim(-3, -1)  # [c, H, Q, Q, k]
+
+    def scored(x: Tensor) -> Tensor:
+        """Products of rows of ``x`` and of K, with what is left of K's."""
+        if within.shape[-1] == 1:
+            return (x @ k.mT) * within[..., 0]
+        return torch.einsum("chik,chjk,chijk->chij", x, k, within)
+
+    system = (beta * scored(k)).tril(-1)
     system = system + torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
-    known = torch.cat((beta * v, beta * decayed.exp()[..., None] * k), -1)
+    known = torch.cat((beta * v, beta * decayed.exp() * k), -1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-    scores = (q @ k.mT) * within
-    left = (decayed[..., -1:] - decayed).exp()[..., None] * k
+    scores = scored(q)
+    left = (decayed[..., -1:, :] - decayed).exp() * k
     state = k.new_zeros(*k.shape[1:2], k.shape[-1], v.shape[-1])
     if state_HKP is not None:
         state = state_HKP.to(k.dtype)
     outputs = []
     for block in range(len(q)):
         changed = values[block] - keys[block] @ state
-        seen = (q[block] * decayed[block].exp()[..., None]) @ state
+        seen = (q[block] * decayed[block].exp()) @ state
         outputs.append(seen + scores[block] @ changed)
-        end = decayed[block, :, -1].exp()[:, None, None]
+        end = decayed[block, :, -1].exp()[..., None]
         state = end * state + left[block].mT @ changed
     o = scale * torch.stack(outputs).transpose(1, 2).flatten(0, 1)[:rows]
     return o, state

@@ -194,7 +194,7 @@ def chunk_gated_delta_rule(
             for start, stop in borders:
                 q, k, v, g, beta = (part[batch, start:stop].float() for part in parts)
                 state = inputs[5][len(finals)] if len(inputs) > 5 else None
-                y, final = gated_delta_rule(q, k, v, g, beta, scale, state)
+                y, final = gated_delta_rule(q, k, v, g[..., None], beta, scale, state)
                 of_batch.append(y)
                 finals.append(final)
             outputs.append(torch.cat(of_batch))

@@ -26,7 +26,7 @@ from megatron_epp.mcore.model.kinds.latents import MegatronLatents
 from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
 from megatron_epp.mcore.model.kinds.prediction import MegatronPrediction
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
-from megatron_epp.mcore.model.kinds.states import MegatronDelta, MegatronMamba
+from megatron_epp.mcore.model.kinds.states import MegatronDelta, MegatronKda, MegatronMamba
 from megatron_epp.mcore.model.kinds.window import MegatronWindow
 from megatron_epp.mcore.model.limit import Limit
 from megatron_epp.mcore.replaced import ReplacedFlags
@@ -41,6 +41,7 @@ MEGATRON_PARTS: tuple[MegatronPart, ...] = (
     MegatronLatents(),
     MegatronMamba(),
     MegatronDelta(),
+    MegatronKda(),
     MegatronMlp(),
     MegatronExperts(),
     MegatronWindow(),

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.states import DeltaPart, MambaPart
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart, mask_of_layers
-from megatron_epp.mcore.model.kinds.experts import MegatronExperts
 from megatron_epp.mcore.model.limit import Limit
 from megatron_epp.mcore.patching import cpu_host
 
@@ -101,16 +100,6 @@ class MegatronMamba(MegatronStates):
             "leave it out: Megatron does not train packed documents without it either",
             lambda args: not getattr(args, "use_mamba_mem_eff_path", True),
         ),
-        Limit(
-            "layers with a state beside experts spread over replicas (M or G, "
-            "--expert-model-parallel-size)",
-            "give an --expert-model-parallel-size that divides --tensor-model-parallel-size times "
-            "--context-parallel-size: in lockstep such models are not certified",
-            lambda args: (
-                MegatronExperts().lockstep(args) > 1
-                and (MegatronMamba().asked(args) or _has_deltas(args))
-            ),
-        ),
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
@@ -171,10 +160,6 @@ class MegatronMamba(MegatronStates):
         return state, (1, mixer.d_conv - 1, cp.conv1d_channels())
 
 
-def _has_deltas(args: Any) -> bool:
-    return MegatronDelta().asked(args)
-
-
 class MegatronDelta(MegatronStates):
     """The gated delta net: of a HybridModel, or in the place of attention in some layers
     (--experimental-attention-variant gated_delta_net, --linear-attention-freq).
@@ -191,7 +176,7 @@ class MegatronDelta(MegatronStates):
             "gated delta nets over tensor-parallel ranks that all hold the same rows",
             "give --sequence-parallel: Megatron adds up their norm's gradients with it alone",
             lambda args: (
-                _has_deltas(args)
+                MegatronDelta().asked(args)
                 and args.tensor_model_parallel_size > 1
                 and not args.sequence_parallel
             ),
@@ -199,7 +184,7 @@ class MegatronDelta(MegatronStates):
         Limit(
             "gated delta nets that must be deterministic (--deterministic-mode)",
             "leave it out: Megatron has no kernel for packed documents that is",
-            lambda args: _has_deltas(args) and getattr(args, "deterministic_mode", False),
+            lambda args: MegatronDelta().asked(args) and getattr(args, "deterministic_mode", False),
         ),
     )
 
@@ -284,3 +269,29 @@ class MegatronDelta(MegatronStates):
         convolved = net.conv_dim_local_tp // net.cp_size
         state = (1, heads, net.key_head_dim, net.value_head_dim)
         return state, (1, net.conv_kernel_dim - 1, convolved)
+
+
+class MegatronKda(MegatronPart):
+    """Kimi's delta attention, of frameworks' specifications: no flag of Megatron's asks for it."""
+
+    NAME, SLOT = "Kimi's delta attention", "self_attention"
+
+    def layers(self, args: Any) -> tuple[bool, ...]:
+        return (False,) * args.num_layers
+
+    def holds(self, module: Any) -> bool:
+        from megatron_epp.mcore.model.states.fla_layer import KDA
+
+        return all(hasattr(module, name) for name in KDA.convolutions)
+
+    def install(self, place: LayerPlace) -> None:
+        from megatron_epp.mcore.model.states.fla_layer import KDA, install_fla_layer
+
+        install_fla_layer(place.layer.self_attention, place.index, KDA)
+
+    def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
+        net = layer.self_attention
+        q, k, v = (convolution.weight for convolution in (net.q_conv1d, net.k_conv1d, net.v_conv1d))
+        heads, channels = net.A_log.numel(), len(q) + len(k) + len(v)
+        state = (1, heads, net.dt_bias.numel() // heads, len(v) // heads)
+        return state, (1, q.shape[-1] - 1, channels)

@@ -1,8 +1,6 @@
 """Megatron's gated delta net on chunks: in the place of what it does between its projections.
 
-Its rule takes sequences of any lengths, with a state each. Its convolution's own state is wrong for
-sequences of a row or two in released kernels, so the rows in front of a border go into the
-convolution as rows, and are dropped behind it.
+Its convolution and its rule are flash-linear-attention's (layers/states/fla_calls.py).
 
 T rows of a chunk, C channels of Q, K, V, gate, beta and alpha one behind the other, H heads of V of
 P channels.
@@ -12,17 +10,16 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core.ssm.gated_delta_net import gdn
 from torch import Tensor
 
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.recompute.outputs import DroppedOutputs, recomputable_all
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
 from megatron_epp.layers.states.by_heads import Section, scan_by_heads
 from megatron_epp.layers.states.carried import CarriedStates
+from megatron_epp.layers.states.fla_calls import apply_rule, convolve_calls
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.model.elastic_attention import SingleRank
 from megatron_epp.mcore.model.kinds.base import LayerPlace
@@ -86,57 +83,29 @@ class DeltaScan:
         )
         A_log, dt_bias = (gdn.get_parameter_local_cp(x, 0, group) for x in (net.A_log, net.dt_bias))
         g, beta = net._compute_g_and_beta(A_log, dt_bias, alpha, beta)
-        y_1THP = self.apply_rule((q, k, v, g, beta), states)
+        rule, inputs = net.gated_delta_rule, (q, k, v, g, beta)
+        y_1THP = apply_rule(rule, inputs, states, use_qk_l2norm_in_kernel=False)
         return self._normed(net, y_1THP, gate)[0]
 
     def _convolve(
         self, rows_TC: Tensor, states: CarriedStates, weight_CW: Tensor, group: Any
     ) -> Tensor:
-        net, outputs = self.net, []
-        bias = net.conv1d.bias
+        net, bias = self.net, self.net.conv1d.bias
         if bias is not None:
             bias = gdn.get_parameter_local_cp(bias, 0, group, _convolved(net))
-        for number, call in enumerate(states.calls):
-            rows = rows_TC[call.start : call.stop]
-            front = states.front(number, rows)
-            count = 0 if front is None else len(front)
-            if front is not None:
-                rows = torch.cat((front, rows))
-            states.behind(number, rows)
-            made, _ = gdn.causal_conv1d(
-                x=rows[None],
+
+        def convolution(rows_1LC: Tensor, borders: Tensor) -> Tensor:
+            return gdn.causal_conv1d(
+                x=rows_1LC,
                 weight=weight_CW,
                 bias=bias,
                 activation=net.activation,
                 initial_state=None,
                 output_final_state=False,
-                cu_seqlens=states.borders(number, count, rows.device),
-            )
-            outputs.append(made[0, count:])
-        return concatenated(outputs)
+                cu_seqlens=borders,
+            )[0]
 
-    def apply_rule(self, inputs: tuple[Tensor, ...], states: CarriedStates) -> Tensor:
-        """Outputs [1, T, H, P] of the rule on q, k, v [1, T, H, .], g and beta [1, T, H]."""
-        outputs = []
-        for number, call in enumerate(states.calls):
-            q, k, v, g, beta = (x[:, call.start : call.stop] for x in inputs)
-            initial, wants = states.initial(number), states.wants_final(number)
-            if initial is not None:  # whole documents behind the slice begin with nothing
-                others = initial.new_zeros(len(call.lengths) - 1, *initial.shape)
-                initial = torch.cat((initial[None], others))
-            y, finals = self.net.gated_delta_rule(
-                q,
-                k,
-                v,
-                g=g,
-                beta=beta,
-                initial_state=initial,
-                output_final_state=wants,
-                use_qk_l2norm_in_kernel=False,
-                cu_seqlens=states.borders(number, 0, q.device),
-            )
-            outputs.append(states.leave(number, y, finals[-1] if wants else None))
-        return concatenated(outputs, 1)
+        return convolve_calls(rows_TC, states, convolution)
 
     def _normed(self, net: Any, y_1THP: Tensor, gate_1THP: Tensor) -> Tensor:
         """The rule's outputs normed and gated; dropped where norms are, and not exchanged yet."""
