@@ -163,7 +163,7 @@ class Wanted:
         ({**FP8, "fp8_recipe": "delayed"}, "give --fp8-recipe blockwise or mxfp8"),
         ({**FP8, "transformer_impl": "local"}, "fp8 in Megatron's local layers"),
         ({**FP8, "fp8_param_gather": True}, "fp8 beyond products of linears"),
-        ({**FP8, **FURTHER}, "further tokens predicted in fp8"),
+        ({**FP8, **FURTHER, **EXPERTS}, "further tokens predicted by experts in fp8"),
         ({"rampup_batch_size": ["1", "1", "10"]}, "ramp-up"),
         ({"recompute_granularity": "full"}, "--epp-memory-budget-gib"),
         ({"cpu_offloading_num_layers": 2}, "offloading"),

@@ -25,12 +25,13 @@ SABOTAGE = Path(__file__).with_name("sabotage_fp8.py")
 HYBRID = " --fp8-format hybrid --fp8-recipe blockwise"
 E4M3 = " --fp8-format e4m3 --fp8-recipe blockwise"
 MXFP8 = " --fp8-format e4m3 --fp8-recipe mxfp8"
+FURTHER = " --mtp-num-layers 1"
 DENSE = f"{LLAMA} --num-layers 2{HYBRID}"
 
 EVERY_DEGREE = {
     "one process": Trial(
         Degrees(1, 1, 1),
-        models(DENSE, DEEPSEEK + GROUPED + HYBRID, EXPERTS + E4M3, V3 + E4M3),
+        models(DENSE, DEEPSEEK + GROUPED + HYBRID, EXPERTS + E4M3, V3 + FURTHER + E4M3),
         batches=8,
     ),
     "tensor-parallel ranks": Trial(

@@ -14,6 +14,8 @@ from typing import Any
 from megatron.core import fp8_utils
 from torch import nn
 
+from megatron_epp.mcore.model.prediction.depths import depths_of
+
 _KEPT = "_fp8_workspaces"  # of a module of Transformer Engine's: quantised weights by their names
 
 
@@ -27,6 +29,8 @@ def quantise_everywhere(model: nn.Module, config: Any) -> None:
         number = getattr(layer, "layer_number", None)
         if number is not None:
             numbers |= dict.fromkeys(filter(quantises, layer.modules()), number)
+    for depth in depths_of(model):  # counted anew, and never among the first and last in bf16
+        numbers |= dict.fromkeys(filter(quantises, depth.module.modules()), 0)
     for module, number in numbers.items():
         module.disable_parameter_transpose_cache = False
         module.forward = _in_fp8(module.forward, config, number - 1)

@@ -45,9 +45,11 @@ class MegatronPrediction(MegatronPart):
             _tied_over_stages,
         ),
         Limit(
-            "further tokens predicted in fp8 (--mtp-num-layers, --fp8-format)",
+            "further tokens predicted by experts in fp8 (--mtp-num-layers, --num-experts, "
+            "--fp8-format): Megatron moves the mask of padding with the tokens, so its routers "
+            "count other rows there",
             "train in bf16",
-            lambda args: bool(getattr(args, "mtp_num_layers", None) and getattr(args, "fp8", None)),
+            lambda args: bool(_depths(args) and args.num_experts and getattr(args, "fp8", None)),
         ),
         Limit(
             "layers that predict further tokens on another stage than the last, or alone there "
