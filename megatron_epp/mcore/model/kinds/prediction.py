@@ -9,6 +9,9 @@ from megatron_epp.mcore.model.kinds.base import MegatronPart
 from megatron_epp.mcore.model.limit import Limit, not_computed
 
 
+_BY_EXPERTS_IN_FP8 = ("mtp_num_layers", "num_experts", "fp8")
+
+
 def _depths(args: Any) -> int:
     return getattr(args, "mtp_num_layers", None) or 0
 
@@ -49,7 +52,7 @@ class MegatronPrediction(MegatronPart):
             "--fp8-format): Megatron moves the mask of padding with the tokens, so its routers "
             "count other rows there",
             "train in bf16",
-            lambda args: bool(_depths(args) and args.num_experts and getattr(args, "fp8", None)),
+            lambda args: all(getattr(args, name, None) for name in _BY_EXPERTS_IN_FP8),
         ),
         Limit(
             "layers that predict further tokens on another stage than the last, or alone there "
