@@ -8,7 +8,6 @@ from megatron_epp.mcore.model.hybrid.segments import layout_letters
 from megatron_epp.mcore.model.kinds.base import MegatronPart
 from megatron_epp.mcore.model.limit import Limit, not_computed
 
-
 _BY_EXPERTS_IN_FP8 = ("mtp_num_layers", "num_experts", "fp8")
 
 
