@@ -105,6 +105,65 @@ def install_schedule(
     )
 
 
+def log_probs(
+    model: Any,
+    labels: Any,
+    *,
+    temperature: Any = 1.0,
+    entropy: bool = False,
+    **inputs: Any,
+) -> Any:
+    """Log-probabilities of tokens by a model of Megatron's, without its logits: no more of them
+    than a block of rows' live at once, in forward and backward.
+
+    For a forward step, in the place of ``model(**inputs)``: under any schedule, with any model that
+    holds Megatron's GPTModel or HybridModel, whole or in slices, without :func:`attach` as well.
+    On the last stage returns log-probabilities [B, S] of ``labels``, in float32 (float64 where the
+    model is), or with ``entropy`` them and the entropies [B, S] of the words' distributions; on
+    other stages what the model returns. Gradients go through both.
+
+    labels        [B, S]: the token that each token is to predict; None may be on other stages
+                  than the last. Over context-parallel ranks: of this rank's tokens
+    temperature   by which logits are divided: a number, or a tensor that expands to [B, S]
+    inputs        of the model's forward, but no labels of its own
+
+    Softmax is over all words of the output layer, those that pad it among them, as in Megatron's
+    loss. ValueError: labels of another shape; an output layer with a bias or adapters; a model that
+    predicts further tokens.
+    """
+    from megatron_epp.mcore.loops.token_log_probs import model_log_probs
+
+    return model_log_probs(model, labels, temperature, entropy, inputs)
+
+
+def divide(
+    lengths: Sequence[int],
+    replicas: int,
+    *,
+    model: str,
+    device: str = "h100-80g",
+    profile: Any = None,
+    same_count: bool = False,
+) -> tuple[tuple[int, ...], ...]:
+    """Divide samples of these ``lengths`` (tokens) over data-parallel replicas by the seconds that
+    they take: the longest first, each to the replica that is done first, as --epp divides.
+
+    Returns the numbers of every replica's samples, in the order given; each has one at least. For
+    loops that divide by themselves; imports no torch.
+
+    model        a name of the catalogue (``python -m megatron_epp plan --help``), or a JSON file
+    device       the same, of devices
+    profile      a file that ``python -m megatron_epp profile`` measured, in the place of the
+                 device's assumptions
+    same_count   as many samples on every replica, as loops want whose steps count them
+
+    A ValueError says in one line what cannot be divided.
+    """
+    from megatron_epp.planner.division import divided
+
+    return divided(lengths, replicas, model, device, profile, same_count)
+
+
 def attach(
     model_chunks: Any,
     adapter: Any,
@@ -119,7 +178,8 @@ def attach(
     ``get_forward_backward_func`` is then run in slices, losses that need whole documents included.
     ``install_schedule`` is called with its defaults where it was not.
 
-    model_chunks   the loop's model, or its list of one
+    model_chunks   the loop's model, or its list of one: whatever is or holds a GPTModel or a
+                   HybridModel of Megatron's, or a subclass
     adapter        lengths, rows and loss of micro-batches (mcore/loops/adapter.py);
                    mcore/loops/adapters has two for common forms
     attention      as --epp-attention

@@ -17,6 +17,7 @@ from megatron_epp.ir.placement import read_placement
 
 MOST_RANKS = 64
 LEVELS = ("level0", "level1")
+SUBCLASS, ENCODER = LOOP_MODELS = ("subclass", "encoder")
 FLOAT64, BF16 = DTYPES = ("float64", "bf16")
 # A run without model flags certifies both kinds.
 LLAMA = (
@@ -98,6 +99,13 @@ class Trial:
         "slices of their documents (default: Megatron's trainer)",
         metavar="LEVEL",
     )
+    loop_model: str | None = flag(
+        None,
+        "a model of another class around the layers: subclass, which turns rows by their "
+        "positions itself, or encoder, which has one in front of its language model (default: "
+        "Megatron's own)",
+        metavar="CLASS",
+    )
 
     def __post_init__(self) -> None:
         degrees, least = self.degrees, {"batches": 1, "seed": 0, "lora_rank": 0, "timeout": 1}
@@ -118,18 +126,18 @@ class Trial:
             )
         if self.loop is not None:
             self._require_loop(self.loop)
+        elif self.loop_model is not None:
+            raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop level1")
 
     def _require_loop(self, level: str) -> None:
         if level not in LEVELS:
             raise ValueError(f"--loop {level}: expected {' or '.join(LEVELS)}")
         if self.device != "cpu":
             raise ValueError(f"--loop {level}: loops are certified on CPUs; leave out --device")
-        if level == "level1" and self.degrees.cp > 1:
-            raise ValueError(
-                f"--loop level1 --cp {self.degrees.cp}: a forward step that takes its own part of "
-                "a micro-batch over context-parallel ranks cannot be handed a slice; certify "
-                "--loop level0, or --epp (without --loop), with --cp"
-            )
+        if self.loop_model is not None and self.loop_model not in LOOP_MODELS:
+            raise ValueError(f"--loop-model {self.loop_model}: expected {' or '.join(LOOP_MODELS)}")
+        if self.loop_model is not None and level != "level1":
+            raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop level1")
 
     @property
     def title(self) -> str:

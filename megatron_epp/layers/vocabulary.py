@@ -98,8 +98,8 @@ class Statistics:
         rows = None
         if self.rows is not None and other.rows is not None:
             mean_tH, others_tH = self.rows.mean_tH, other.rows.mean_tH
-            mean_tH *= _mass(self.lse_t, lse_t, mean_tH)
-            others_tH *= _mass(other.lse_t, lse_t, mean_tH)
+            mean_tH *= softmax_mass(self.lse_t, lse_t, mean_tH)
+            others_tH *= softmax_mass(other.lse_t, lse_t, mean_tH)
             mean_tH += others_tH
             label_tH = self.rows.label_tH
             label_tH += other.rows.label_tH
@@ -140,12 +140,12 @@ def statistics(
     own = _statistics_of_own_words(hidden_TH, labels_T, words, gradient)
     if words.ranks == 1:
         return own
-    lse_T = _log_of_sums(own.lse_t, words)
+    lse_T = log_of_sums(own.lse_t, words)
     logit_T = own.logit_t.clone()
     dist.all_reduce(logit_T, group=words.group)
     rows = None
     if own.rows is not None:
-        mean_TH = own.rows.mean_tH * _mass(own.lse_t, lse_T, own.rows.mean_tH)
+        mean_TH = own.rows.mean_tH * softmax_mass(own.lse_t, lse_T, own.rows.mean_tH)
         # [T, 2, H], so that a sum that scatters gives each rank its rows of both.
         both = torch.stack((mean_TH, own.rows.label_tH), 1)
         both = words.summed(both)
@@ -163,10 +163,10 @@ def _statistics_of_own_words(
     rows = None
     if gradient:
         rows = WeightRows(torch.empty_like(hidden_TH), torch.empty_like(hidden_TH))
-    for block in _blocks(total, words.block):
+    for block in row_blocks(total, words.block):
         logits_tV = (hidden_TH[block] @ weight_VH.t()).to(dtype)
         token = words.hold(logits_tV)
-        place_t, met_t = _places(labels_T[block], words)
+        place_t, met_t = label_places(labels_T[block], words)
         lse_t = lse_T[block] = torch.logsumexp(logits_tV, 1)
         label_t = logits_tV.gather(1, place_t[:, None])[:, 0]
         logit_T[block] = label_t.masked_fill(~met_t, 0)
@@ -189,11 +189,11 @@ def weight_gradients(
     """
     weight_VH = words.weight_VH
     hidden_TH, lse_T = words.gathered(hidden_tH).to(weight_VH.dtype), words.gathered(lse_t)
-    for block in _blocks(len(hidden_TH), words.block):
+    for block in row_blocks(len(hidden_TH), words.block):
         logits_tV = (hidden_TH[block] @ weight_VH.t()).to(lse_T.dtype)
         token = words.hold(logits_tV)
         slope_tV = logits_tV.sub_(lse_T[block, None]).exp_()
-        place_t, met_t = _places(labels_T[block], words)
+        place_t, met_t = label_places(labels_T[block], words)
         slope_tV.scatter_add_(1, place_t[:, None], -met_t[:, None].to(slope_tV.dtype))
         slope_tV *= weights_T[block, None].to(slope_tV.dtype)
         gradient_VH = slope_tV.to(hidden_TH.dtype).t() @ hidden_TH[block]
@@ -201,7 +201,7 @@ def weight_gradients(
         yield gradient_VH
 
 
-def _log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
+def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
     """Log-sum-exp over all ranks' words."""
     most_T = lse_T.clone()
     dist.all_reduce(most_T, dist.ReduceOp.MAX, group=words.group)
@@ -210,19 +210,19 @@ def _log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
     return most_T + sum_T.log_()
 
 
-def _mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
+def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
     """Softmax mass of some words among more words: [t, 1]."""
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 
 
-def _places(labels_t: Tensor, words: OutputWeightShard) -> tuple[Tensor, Tensor]:
+def label_places(labels_t: Tensor, words: OutputWeightShard) -> tuple[Tensor, Tensor]:
     """Where the labels stand among the words, and whether they do."""
     place_t = labels_t - words.first
     met_t = (place_t >= 0) & (place_t < len(words.weight_VH))
     return place_t.masked_fill(~met_t, 0), met_t
 
 
-def _blocks(total: int, size: int) -> Iterator[slice]:
+def row_blocks(total: int, size: int) -> Iterator[slice]:
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 

@@ -33,10 +33,12 @@ def balance_replicas(
     overhead: Sequence[float] | None = None,
     least: int = 1,
     seconds: np.ndarray | None = None,
+    most: int | None = None,
 ) -> Deals:
     """Give every document to a replica: longest first, each to the replica that is done first.
 
-    Returns the documents of every replica, in the order of the batch; at least ``least`` each.
+    Returns the documents of every replica, in the order of the batch; at least ``least`` each, and
+    at most ``most`` (None: as many as it comes to).
 
     overhead   per replica, seconds that its plan takes beside its documents' own work
     seconds    of every document's own work; None: as of one that all context-parallel ranks share
@@ -58,12 +60,15 @@ def balance_replicas(
         replica = number % replicas
         deals[replica].append(document)
         start[replica] += own[document]
-    heap = [(taken, replica) for replica, taken in enumerate(start)]
+    rooms = [documents if most is None else most - least] * replicas
+    heap = [(taken, replica) for replica, taken in enumerate(start) if rooms[replica]]
     heapq.heapify(heap)
     for document in order[replicas * least :]:
-        taken, replica = heap[0]
+        taken, replica = heapq.heappop(heap)
         deals[replica].append(document)
-        heapq.heapreplace(heap, (taken + own[document], replica))
+        rooms[replica] -= 1
+        if rooms[replica]:
+            heapq.heappush(heap, (taken + own[document], replica))
     return tuple(tuple(sorted(held)) for held in deals)
 
 

@@ -31,6 +31,7 @@ LOSSES = ("tokens", "mean", "sequence")
 COUNTED = ("tokens", "sequences")  # what a mean over all micro-batches is taken of
 CLIP, DIVERGENCE = 0.2, 0.1
 MULTIPLE = 4  # of rows, where only tensor-parallel ranks share them
+PIXELS = 3  # of a token, for an encoder
 MicroBatch = Mapping[str, Any]
 
 
@@ -49,12 +50,20 @@ class LoopFrame:
     per_token   Megatron's calculate_per_token_loss
     sliced      documents are cut (level 1)
     multiple    of rows, as loops pad them for all ranks of a stage
+    pixels      whether tokens have some, for an encoder
     """
 
     model: Frame
     per_token: bool
     sliced: bool
     multiple: int = MULTIPLE
+    pixels: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Parts of a micro-batch, of which the loop's own forward step takes one. Slices come to it
+        cut."""
+        return 1 if self.sliced else self.model.ranks
 
     def draw(self, seed: int, number: int) -> DrawnMicroBatches:
         random = Random(f"loop {seed} {number}")
@@ -67,7 +76,7 @@ class LoopFrame:
                 count = random.randint(2, 6)
             lengths = [_lengths(random) for _ in range(count)]
             drawn = [_micro_batch(one, loss, generator, self) for one in lengths]
-            if self.model.ranks > 1:  # in both of the forms in which ranks take their parts
+            if self.parts > 1:  # in both of the forms in which ranks take their parts
                 drawn[1::2] = [_in_a_row(one, self.multiple) for one in drawn[1::2]]
             made.append(tuple(drawn))
         return DrawnMicroBatches(tuple(made), loss)
@@ -109,7 +118,12 @@ def _micro_batch(
         "advantages": torch.from_numpy(generator.standard_normal(samples)),
         "lengths": lengths,
         "loss": loss,
+        **({"pixels": _pixels(samples, rows, generator)} if frame.pixels else {}),
     }
+
+
+def _pixels(samples: int, rows: int, generator: numpy.random.Generator) -> Tensor:
+    return torch.from_numpy(generator.standard_normal((samples, rows, PIXELS)))
 
 
 def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:

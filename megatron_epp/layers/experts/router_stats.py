@@ -54,11 +54,32 @@ class Balancing:
         return sum(coefficient for _, coefficient in self.auxiliary)
 
 
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Documents whose tokens are balanced together, as where several are a loop's micro-batch: all
+    forwards of a pool come before its first backward.
+
+    of             the pool of every document
+    shares         factor of a pool's auxiliary losses, which weigh by its tokens
+    token_shares   the same of its tokens' z-losses
+    """
+
+    of: Sequence[int]
+    shares: Sequence[float]
+    token_shares: Sequence[float]
+
+    @classmethod
+    def each_alone(cls, documents: int) -> "Pools":
+        """Every document a pool of its own, weighted by its tokens."""
+        return cls(range(documents), (1.0,) * documents, (1.0,) * documents)
+
+
 class RouterStats:
     """Counts and scores that a stage's routers have seen in one iteration.
 
-    ``documents[d]``: T_d. ``scale``: factor of the loss before backward. Tokens are counted in a
-    layer's first run of a chunk, not in those that recompute it.
+    ``documents[d]``: T_d. ``scale``: factor of the loss before backward. ``pools``: documents that
+    are balanced together, None: each alone. Tokens are counted in a layer's first run of a chunk,
+    not in those that recompute it. D below counts pools.
     """
 
     def __init__(
@@ -67,14 +88,19 @@ class RouterStats:
         documents: Sequence[int],
         layers: int,
         scale: Tensor | float = 1.0,
+        pools: Pools | None = None,
     ):
-        self.balancing, self.documents, self.layers = balancing, documents, layers
+        self.balancing, self.layers = balancing, layers
+        self.pools = Pools.each_alone(len(documents)) if pools is None else pools
+        self.tokens = [0] * len(self.pools.shares)  # of every pool
+        for tokens, pool in zip(documents, self.pools.of, strict=True):
+            self.tokens[pool] += tokens
         self.scale = scale
         self._passed: set[tuple[int, int]] = set()
         self._summed: set[int] = set()
-        self._counts_DLE: Tensor | None = None  # a row behind the documents for padding
+        self._counts_DLE: Tensor | None = None  # a row behind the pools for padding
         self._scores_DLE: Tensor | None = None  # of this rank's rows
-        self._inverse_D: Tensor | None = None  # 1 / T_d; padding's is 0
+        self._of_pools: dict[str, Tensor] = {}
         self._auxiliary_L: Tensor | None = None
         self._z_L: Tensor | None = None
 
@@ -87,7 +113,7 @@ class RouterStats:
     # -------------------------------------------------------------- rows
 
     def owners(self, state: ChunkState, device: torch.device) -> Tensor:
-        """The document of each of this rank's rows, [t] int64; of padding: their number."""
+        """The pool of each of this rank's rows, [t] int64; of padding: their number."""
         return state.once("owners", lambda: on_device(self._owners(state), device))
 
     def _owners(self, state: ChunkState) -> Tensor:
@@ -99,15 +125,15 @@ class RouterStats:
         return torch.from_numpy(owners.copy())
 
     def _owners_of(self, state: ChunkState) -> numpy.ndarray:
-        """The document of each row that ``state`` counts."""
-        owners = numpy.full(state.tokens, len(self.documents), dtype=numpy.int64)
+        """The pool of each row that ``state`` counts."""
+        owners = numpy.full(state.tokens, len(self.tokens), dtype=numpy.int64)
         for rows in state.rows:
-            owners[rows.start : rows.stop] = rows.span.document
+            owners[rows.start : rows.stop] = self.pools.of[rows.span.document]
         return owners
 
     def valid(self, state: ChunkState, device: torch.device) -> Tensor:
         """Mask of this rank's rows that are no padding, [t] bool."""
-        return self.owners(state, device) < len(self.documents)
+        return self.owners(state, device) < len(self.tokens)
 
     # -------------------------------------------------------------- auxiliary losses
 
@@ -140,15 +166,18 @@ class RouterStats:
             assert self._counts_DLE is not None
             rules = self.balancing
             factor = share * rules.coefficient * rules.experts / rules.topk * self.scale
-            per_document_DE = self._counts_DLE[:, layer] * self._inverse(scores_tE)[:, None]
-            return (per_document_DE * factor).index_select(0, owners_t).to(scores_tE.dtype)
+            weights_D = self._inverse(scores_tE) * self._once(
+                "shares", self.pools.shares, scores_tE
+            )
+            per_pool_DE = self._counts_DLE[:, layer] * weights_D[:, None]
+            return (per_pool_DE * factor).index_select(0, owners_t).to(scores_tE.dtype)
 
         return _Attached.apply(logits_tE, scores_tE, gradient)
 
     def _sums(self, scores_tE: Tensor) -> tuple[Tensor, Tensor]:
         if self._counts_DLE is None:
             dtype = torch.promote_types(scores_tE.dtype, torch.float32)
-            shape = (len(self.documents) + 1, self.layers, self.balancing.experts)
+            shape = (len(self.tokens) + 1, self.layers, self.balancing.experts)
             self._counts_DLE = torch.zeros(shape, dtype=dtype, device=scores_tE.device)
             self._scores_DLE = torch.zeros_like(self._counts_DLE)
             self._auxiliary_L = torch.zeros(self.layers, dtype=dtype, device=scores_tE.device)
@@ -156,10 +185,11 @@ class RouterStats:
         return self._counts_DLE, self._scores_DLE
 
     def _sum_over_ranks(self, state: ChunkState) -> None:
-        """Complete the counts of the chunk's documents, all layers at once: in the backward of a
+        """Complete the counts of the chunk's pools, all layers at once: in the backward of a
         document's last slice, whichever layer comes first."""
         mine = [rows.span.document for rows in state.rows] + list(state.local_documents)
-        new = [document for document in dict.fromkeys(mine) if document not in self._summed]
+        pools = dict.fromkeys(self.pools.of[document] for document in mine)
+        new = [pool for pool in pools if pool not in self._summed]
         if not new:
             return
         self._summed.update(new)
@@ -177,11 +207,15 @@ class RouterStats:
         self._auxiliary_L += (losses_DL * weights_D[:, None]).sum(0) * (rules.experts / rules.topk)
 
     def _inverse(self, like: Tensor) -> Tensor:
-        if self._inverse_D is None:
+        return self._once("inverse", [1 / tokens for tokens in self.tokens], like)
+
+    def _once(self, name: str, of_pools: Sequence[float], like: Tensor) -> Tensor:
+        """[D + 1] on the device of ``like``, made the first time; padding's is 0."""
+        if name not in self._of_pools:
             dtype = torch.promote_types(like.dtype, torch.float32)
-            inverse = [*(1 / tokens for tokens in self.documents), 0.0]
-            self._inverse_D = on_device(torch.tensor(inverse, dtype=dtype), like.device)
-        return self._inverse_D
+            made = torch.tensor([*of_pools, 0.0], dtype=dtype)
+            self._of_pools[name] = on_device(made, like.device)
+        return self._of_pools[name]
 
     # -------------------------------------------------------------- z-loss
 
@@ -203,8 +237,10 @@ class RouterStats:
             return logits_tE
 
         def gradient() -> Tensor:
-            valid_t = self.valid(state, squares_t.device).to(squares_t.dtype)
-            return valid_t * (coefficient * self.scale)
+            shares_D = self._once("token shares", self.pools.token_shares, squares_t)
+            return shares_D.index_select(0, owners_t).to(squares_t.dtype) * (
+                coefficient * self.scale
+            )
 
         return _Attached.apply(logits_tE, squares_t, gradient)
 

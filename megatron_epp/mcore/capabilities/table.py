@@ -60,24 +60,12 @@ def _fp8_needs_engine(args: Any) -> str | None:
     return _needs_gpu("--fp8-format", _FLOATS, setting="fp8")(args)
 
 
-def _other_model(model: Any) -> str | None:
-    from megatron.core.models.gpt import GPTModel
-
-    said = f"a {type(model).__name__} computes no slices, expected Megatron's GPTModel"
-    return None if type(model) is GPTModel else said
-
-
-def _spread(model: Any) -> str | None:
-    said = (
-        "slices are not spread over context-parallel ranks in loops, whose forward steps take "
-        "their own part of a micro-batch (context_parallel_size)"
-    )
-    return said if model.config.context_parallel_size > 1 else None
-
-
 def _positions(model: Any) -> str | None:
     kind = model.position_embedding_type
-    return None if kind in _POSITIONS else f"slices do not compute positions of type {kind}"
+    if kind == "mrope" and model.config.context_parallel_size > 1:
+        return "positions of several axes (mrope) are not spread over context-parallel ranks"
+    known = kind in (*_POSITIONS, "yarn", "mrope")
+    return None if known else f"slices do not compute positions of type {kind}"
 
 
 def _graphs(call: Any) -> str | None:
@@ -106,11 +94,6 @@ def _groups_by_size(call: Any) -> str | None:
 
 TABLE: tuple[Limit, ...] = (
     Limit(
-        "slices of other models than GPTModel in loops (HybridModel, others' own)",
-        _LOOPS,
-        slices=_other_model,
-    ),
-    Limit(
         "interleaved pipelines (--virtual-pipeline-model-parallel-size and its kin)",
         "leave them out: slices of long documents shrink the warm-up instead",
         given(
@@ -132,7 +115,6 @@ TABLE: tuple[Limit, ...] = (
             _groups_by_size,
         ),
     ),
-    Limit("slices in loops over context-parallel ranks", _LOOPS, slices=_spread),
     Limit(
         "fully sharded data parallelism (--use-megatron-fsdp, --use-torch-fsdp2)",
         "give --use-distributed-optimizer, which shards the optimizer's state",
@@ -234,8 +216,9 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(
         "position embeddings other than rope, yarn, learned_absolute, none "
-        "(--position-embedding-type; in slices of loops yarn, too)",
-        "use one of these four",
+        "(--position-embedding-type; in slices of loops also mrope, but not over context-parallel "
+        "ranks)",
+        "use one of these",
         lambda args: args.position_embedding_type not in (*_POSITIONS, "yarn"),
         slices=_positions,
     ),
@@ -293,5 +276,6 @@ def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any)
     for limit in TABLE:
         asked = getattr(limit, place)
         if asked is not None and (said := asked(asked_of)):
-            return f"--epp does not run {limit.what}: {limit.instead}" if said is True else said
+            runs = "slices do not compute" if place == "slices" else "--epp does not run"
+            return said if isinstance(said, str) else f"{runs} {limit.what}: {limit.instead}"
     return None

@@ -96,16 +96,21 @@ class ChangingWeights:
 
 
 def elastic_models(
-    args: Namespace, install: Callable[[Any], None], lora_rank: int = 0
+    args: Namespace,
+    install: Callable[[Any], None],
+    lora_rank: int = 0,
+    around: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
     """This rank's stages, each in Megatron's DDP, wired as ``train`` wires them
     (training/training.py:3530); ``install`` hooks the job into the model's configuration, after
-    whoever puts adapters there."""
+    whoever puts adapters there. ``around``: makes Megatron's model another's."""
     description = described(args)
     mend_layer_spec(description)
     description.pre_wrap_hooks.append(partial(_make_double, args))
     if lora_rank:
         description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])
+    if around is not None:
+        description.pre_wrap_hooks.append(lambda models: [around(one) for one in models])
     install(description)
     place_parts(description, args)
     models = description.get_builder_cls()(description).build_distributed_models(

@@ -75,7 +75,7 @@ class PlainModel:
         left_out = ", not in fp8" * bool(raw.fp8 and not args.fp8)
         begin(args, self.seed)
         with refusals_as_value_errors(), self._exactly():
-            self.model = plain_model(args, by_engine)
+            self.model = self.built(args, by_engine)
         if lora_rank:
             adapt(self.model, lora_rank)
         self.routing = RoutingNotes(self.model)
@@ -85,7 +85,7 @@ class PlainModel:
         for key, tensor in sorted(weights.items()):
             weights[key] = tensor + scale * generator.standard_normal(tensor.shape)
         if small.own is not None:
-            self.own = plain_model(small.own, by_engine).to(small.own.params_dtype)
+            self.own = self.built(small.own, by_engine).to(small.own.params_dtype)
             fill(self.own, weights)
             weights = whole(shards(self.own, lambda parameter: parameter.data))
         fill(self.model, weights)
@@ -114,6 +114,10 @@ class PlainModel:
             weights,
             describe(small.layers, small.elastic, lora_rank) + left_out,
         )
+
+    def built(self, args: Any, by_engine: bool) -> Any:
+        """The plain model of ``args``."""
+        return plain_model(args, by_engine)
 
     def compute(self, number: int) -> Reference:
         """Loss and gradients of batch ``number``."""
@@ -190,9 +194,11 @@ def token_losses(
     labels_1T: Tensor,
     mask_T: Tensor | None = None,
     rows: int = 1,
+    **besides: Tensor,
 ) -> Tensor:
     """[T] of one document alone. ``mask`` of targets: where further tokens are predicted. Behind it
-    is padding up to a multiple of ``rows``, which no token before it sees."""
+    is padding up to a multiple of ``rows``, which no token before it sees. ``besides``: what else
+    the model's forward is given."""
     length = tokens_1T.shape[1]
     missing = -length % rows
     places_T = torch.arange(length + missing)
@@ -201,9 +207,10 @@ def token_losses(
         places_T[None],
         torch.ones(1, 1, length + missing, length + missing, dtype=torch.bool).triu(1),
         labels=pad(labels_1T, (0, missing)),
-        loss_mask=None if mask_T is None else pad(mask_T, (0, missing))[None].double(),
+        **({} if mask_T is None else {"loss_mask": pad(mask_T, (0, missing))[None].double()}),
         # For routers, which would count it.
         **({"padding_mask": (places_T >= length)[None]} if missing else {}),
+        **besides,
     )
     return losses_1T[0, :length]
 

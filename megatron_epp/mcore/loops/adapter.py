@@ -1,4 +1,5 @@
-"""Three functions by which slices know the micro-batches of a loop of others."""
+"""Three functions by which slices know the micro-batches of a loop of others, and a fourth for
+models that see documents whole before their layers do."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,6 +12,17 @@ class Adapter(Protocol):
     """Tells a loop's micro-batches apart into documents, for :func:`megatron_epp.attach`.
 
     A micro-batch is whatever the loop's iterator gives. L tokens of a document, t of a slice.
+
+    Where something stands in front of the layers that wants a document whole, as an encoder of
+    pictures does, there is a fourth function:
+
+        inputs(micro_batch, document) -> arguments of the model's forward for all of a document,
+                                         by name, its pictures among them
+
+    It is called once for a document, on every rank of every stage, and the model runs with them up
+    to its layers; slices are cut out of what reaches these: embeddings, and positions of several
+    axes [axes, 1, L]. Without it, what stands in front sees slice after slice: of text, where a
+    token's place is its position on every axis.
     """
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
@@ -24,6 +36,8 @@ class Adapter(Protocol):
 
         Labels are those of the whole document: the last token of a slice predicts the first of the
         next. Positions and attention follow from the slice; nobody reads those that are given.
+        Where context-parallel ranks share a document, each draws some of these rows, one behind the
+        other: its forward step takes no part of its own.
         """
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:

@@ -6,24 +6,28 @@ those of the chunk. Generation, evaluation of another kind, another schedule mee
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import FULL
+from megatron_epp.layers.attention.varlen import on_device
+from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import Adapter
+from megatron_epp.mcore.loops.model_front import ChunkInputs, ReachedError, language_part
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
+from megatron_epp.mcore.model.kinds.registry import layer_parts
 from megatron_epp.planner.calls.call_cost import ActivationBudget
-
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
 
 _HERE = "_megatron_epp_attached"
 
@@ -31,6 +35,7 @@ _HERE = "_megatron_epp_attached"
 class AttachedModel:
     """A model that computes slices by ``adapter``; ``slicing`` turns that on and off.
 
+    part         the module of it that holds Megatron's layers, often the model itself
     context      the most tokens of a document
     stores_last_slice   the attention wants K and V of a document's last slice kept
     head_again   of slices whose loss comes later, the head runs again in the backward, so that no
@@ -41,40 +46,69 @@ class AttachedModel:
 
     def __init__(
         self,
-        model: "GPTModel",
+        model: Any,
+        part: Any,
         adapter: Adapter,
         attention: Attention,
         head_again: bool,
         memory: ActivationBudget | None,
     ):
         self.adapter, self.head_again, self.memory = adapter, head_again, memory
-        self._config = model.config
+        self.part, self._config = part, part.config
         self.slicing = True
-        self.context = model.max_sequence_length
+        self.context = part.max_sequence_length
         self._chunk: ChunkParams | None = None
-        self._again = False
+        self._front: ChunkInputs | None = None
+        self._again = self._catching = False
         self._letters = ""
         self.stores_last_slice = attention.stores_last_slice
         # Here, not above: whole micro-batches run with Megatrons that have no hybrid models.
         from megatron_epp.mcore.model.elastic_layers import install_in_model
 
-        install_in_model(model, self.context, attention)
-        for index, layer in enumerate(model.decoder.layers):
+        install_in_model(part, self.context, attention)
+        for index, layer in enumerate(part.decoder.layers):
             layer.forward = self._whole(layer.forward, index)
-        model.forward = self._with_chunk(model.forward)
-        if model.post_process:
-            model._postprocess = self._head(model._postprocess)
+        part.decoder.forward = self._rotated(part.decoder.forward)
+        part.forward = self._with_chunk(part.forward)
+        if part is not model:
+            model.forward = self._past_the_front(model.forward)
+        if part.post_process and hasattr(part, "_postprocess"):
+            part._postprocess = self._head(part._postprocess)
         object.__setattr__(model, _HERE, self)
 
+    @property
+    def has_front(self) -> bool:
+        """Whether something stands in front of the layers that sees documents whole."""
+        return hasattr(self.adapter, "inputs")
+
     @contextmanager
-    def computing(self, chunk: ChunkParams, head_again: bool) -> Iterator[None]:
-        """The model's forwards in this context compute ``chunk``."""
-        self._chunk, self._again = chunk, head_again and self.head_again
+    def computing(
+        self, chunk: ChunkParams, head_again: bool, front: ChunkInputs | None = None
+    ) -> Iterator[None]:
+        """The model's forwards in this context compute ``chunk``; ``front``: from what has seen its
+        documents whole."""
+        self._chunk, self._front = chunk, front
+        self._again = head_again and self.head_again
         try:
             with self._planned_recompute():
                 yield
         finally:
-            self._chunk, self._again = None, False
+            self._chunk, self._front, self._again = None, None, False
+
+    def reached_with(self, model: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Arguments that reach the layers' part of the loop's ``model``, called with ``inputs``:
+        what stands in front of it has run. ValueError: they do not reach it."""
+        self._catching = True
+        try:
+            model(**inputs)
+        except ReachedError as reached:
+            return reached.given
+        finally:
+            self._catching = False
+        raise ValueError(
+            f"a {type(self.part).__name__} was not reached by the model's forward with the "
+            f"adapter's inputs ({', '.join(inputs)}); expected those of a whole document"
+        )
 
     @contextmanager
     def recomputing(self, letters: str) -> Iterator[None]:
@@ -105,7 +139,7 @@ class AttachedModel:
             if self._letters[index : index + 1] != FULL or not torch.is_grad_enabled():
                 return forward(hidden_states=hidden_states, **others)
             hidden = tensor_parallel.checkpoint(
-                lambda x: forward(hidden_states=x, **others)[0],
+                lambda x: hidden_of(forward(hidden_states=x, **others)),
                 bool(self._config.distribute_saved_activations),
                 hidden_states,
             )
@@ -114,33 +148,125 @@ class AttachedModel:
         return whole
 
     def _with_chunk(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(forward)
+        signature, part = inspect.signature(forward), self.part
+        whole_heads = hasattr(part, "_postprocess")
 
+        @wraps(forward)
         def with_chunk(*args: Any, **named: Any) -> Any:
-            chunk = self._chunk
+            if self._catching:
+                raise ReachedError(_by_name(signature, args, named))
+            chunk, front = self._chunk, self._front
             if chunk is None:
                 return forward(*args, **named)
-            given = signature.bind_partial(*args, **named).arguments
-            assert chunk.positions is not None
+            given = _by_name(signature, args, named)
             given |= {
-                "position_ids": chunk.positions[None],
+                "position_ids": self._positions(chunk, front),
                 "attention_mask": None,
                 "packed_seq_params": chunk,
             }
+            if front is not None and front.hidden is not None:
+                given["decoder_input"] = front.hidden
             given.setdefault("input_ids", None)
-            return forward(**given)
+            if self._makes_again and part.post_process and not whole_heads:
+                given["output_processor"] = _made_again
+            rotary = self._rotary
+            if rotary is not None:
+                rotary.computed = chunk
+            try:
+                return forward(**given)
+            finally:
+                if rotary is not None:
+                    rotary.computed = None
 
         return with_chunk
 
+    @property
+    def _rotary(self) -> Any:
+        """The module that turns rows by their positions, if not by several axes."""
+        rotary = getattr(self.part, "rotary_pos_emb", None)
+        return rotary if hasattr(rotary, "computed") else None
+
+    def _rotated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of the decoder, which models of others may hand the table's first rows."""
+        signature = inspect.signature(forward)
+
+        def rotated(*args: Any, **named: Any) -> Any:
+            if self._chunk is None or self._rotary is None:
+                return forward(*args, **named)
+            given = _by_name(signature, args, named)
+            given["rotary_pos_emb"] = self._rotary.replaced(given.get("rotary_pos_emb"))
+            return forward(**given)
+
+        return rotated
+
+    def _positions(self, chunk: ChunkParams, front: ChunkInputs | None) -> Tensor:
+        """[1, t], or [axes, 1, t] where the model tells positions of several."""
+        if self.part.position_embedding_type != "mrope":
+            return chunk.positions[None]
+        if self._config.apply_rope_fusion:
+            borders = on_device(chunk.cu_seqlens_q, chunk.positions.device)
+            chunk.cu_seqlens_q = chunk.cu_seqlens_kv = borders
+        if front is not None and front.positions is not None:
+            return front.positions
+        return chunk.positions.expand(3, 1, -1)  # of text, whose axes are one
+
+    def _past_the_front(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of what holds the language part: a chunk whose documents it has seen whole
+        goes straight there."""
+        signature = inspect.signature(forward)
+        known = inspect.signature(self.part.forward).parameters
+
+        def past_the_front(*args: Any, **named: Any) -> Any:
+            if self._front is None:
+                return forward(*args, **named)
+            given = _by_name(signature, args, named)
+            return self.part(**{name: x for name, x in given.items() if name in known})
+
+        return past_the_front
+
+    @property
+    def _makes_again(self) -> bool:
+        return self._again and torch.is_grad_enabled()
+
     def _head(self, postprocess: Callable[..., Any]) -> Callable[..., Any]:
         def head(hidden_states: Any, **others: Any) -> Any:
-            if not (self._again and torch.is_grad_enabled()):
+            if not (self._makes_again and self.part.post_process):
                 return postprocess(hidden_states=hidden_states, **others)
             return tensor_parallel.checkpoint(
                 lambda hidden: postprocess(hidden_states=hidden, **others), False, hidden_states
             )
 
         return head
+
+
+def _by_name(
+    signature: inspect.Signature, args: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a call by their names."""
+    given = dict(signature.bind_partial(*args, **named).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    return given
+
+
+def _made_again(*, hidden_states: Tensor, **given: Any) -> Tensor:
+    """An ``output_processor``: the output layer and the loss, which run again in the backward."""
+    labels, scale = given["labels"], given["scale_logits"]
+
+    def output(hidden_t1H: Tensor) -> Tensor:
+        logits, _ = given["output_layer"](
+            hidden_t1H,
+            weight=given["output_weight"],
+            runtime_gather_output=given["runtime_gather_output"],
+        )
+        if labels is None:
+            made: Tensor = scale(logits).transpose(0, 1).contiguous()
+        else:
+            made = given["compute_language_model_loss"](labels, scale(logits))
+        return made
+
+    return tensor_parallel.checkpoint(output, False, hidden_states)
 
 
 def attached(model: Any) -> AttachedModel | None:
@@ -171,16 +297,34 @@ def attach_to(
     (model,) = unwrap_model(list(chunks))
     if attached(model) is not None:
         raise ValueError("attach: this model is attached already")
-    reason = limit_for("slices", model)
-    if reason is not None:
-        raise ValueError(f"attach: {reason}; whole micro-batches (install_schedule) can be run")
+    whole = "whole micro-batches (install_schedule) can be run"
     try:
-        chosen = attention_for(attention, model.config, this_device())
+        part = language_part(model)
+    except ValueError as refusal:
+        raise ValueError(f"attach: {refusal}; {whole}") from None
+    if part is not model and mpu.get_context_parallel_world_size() > 1:
+        raise ValueError(
+            f"attach: what stands in front of a {type(model).__name__}'s layers takes its own part "
+            f"of a document over context-parallel ranks; {whole}"
+        )
+    known = inspect.signature(part.forward).parameters.values()
+    if not any(p.name == "packed_seq_params" or p.kind is p.VAR_KEYWORD for p in known):
+        raise ValueError(
+            f"attach: a {type(part).__name__}'s forward takes no packed_seq_params, by which its "
+            f"layers are told of a slice; {whole}"
+        )
+    reason = limit_for("slices", part)
+    if reason is not None:
+        raise ValueError(f"attach: {reason}; {whole}")
+    try:
+        for layer in part.decoder.layers:  # refuses a kind that is not known
+            layer_parts(layer)
+        chosen = attention_for(attention, part.config, this_device())
     except ValueError as refusal:
         raise ValueError(f"attach: {refusal}") from None
     memory = None
     if memory_gib is not None:
         if not 0 < memory_gib < math.inf:
             raise ValueError(f"attach(memory_gib={memory_gib}): expected more than 0")
-        memory = ActivationBudget.of(model.config, model.vocab_size, memory_gib * GIB)
-    return AttachedModel(model, adapter, chosen, head_again, memory)
+        memory = ActivationBudget.of(part.config, part.vocab_size, memory_gib * GIB)
+    return AttachedModel(model, part, adapter, chosen, head_again, memory)

@@ -17,6 +17,7 @@ from megatron.core import parallel_state as mpu
 
 from megatron_epp.autoload import first_line
 from megatron_epp.ir import Plan, lower_rank
+from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.loops.attached import AttachedModel, attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall, fixed_shape, not_ours, process_groups
 from megatron_epp.mcore.loops.failure_guard import FailureGuard
@@ -35,7 +36,7 @@ from megatron_epp.mcore.loops.replica.rank_status import (
 )
 from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
-from megatron_epp.mcore.loops.slice_stage import SliceStage, padded_rows
+from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
@@ -271,15 +272,14 @@ class LoopSchedule:
         key = (tuple(lengths), call.forward_only, options, rates.tobytes(), "sliced")
         plan = pipeline.plan(key, lambda: make(lengths, layers, rates, options, call.forward_only))
         config = call.config
-        multiple = groups.tp.size() if config.sequence_parallel else 1
+        splits = groups.tp.size() if config.sequence_parallel else 1
+        share = RowShare(groups.cp.size(), groups.cp.rank(), splits)
 
         def make_stage() -> LoopStage:
-            return SliceStage(
-                call, batches, plan, pipeline.stage, groups.cp.size(), model, lengths, multiple
-            )
+            return SliceStage(call, batches, plan, pipeline.stage, groups, model, lengths, share)
 
         def shape(chunk: int) -> tuple[int, ...]:
-            return padded_rows(plan, chunk, multiple) // multiple, 1, config.hidden_size
+            return share.message(share.rows(plan.chunks[chunk])), 1, config.hidden_size
 
         sizes = features([c.tokens for c in plan.chunks], [c.pairs for c in plan.chunks])
         return _CallRun(plan, make_stage, shape, sizes)

@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
 from megatron_epp.ir import Plan, PlanError
+from megatron_epp.mcore.loops.attached import attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.replica.rank_status import (
     RankStatus,
@@ -149,6 +150,8 @@ class Pipelines:
         groups = programs.groups
         stage = 0 if groups is None else groups.pipeline_rank
         (model,) = unwrap_model([call.one_model])
+        sliced = attached(model)
+        model = model if sliced is None else sliced.part
         decoder = getattr(model, "decoder", None)
         layers = len(getattr(decoder, "layers", ()) or ())
         words = getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0

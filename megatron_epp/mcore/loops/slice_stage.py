@@ -1,39 +1,37 @@
 """One stage of a loop's model as the executor sees it, where documents are cut.
 
 last stage   F of every chunk of a micro-batch    outputs per token are kept, without a graph
+                                                  (all of them, of all context-parallel ranks)
              behind the last of them              the loop's loss, once, on whole documents
              B of a chunk                         from the loss' gradient at its tokens
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_epp.ir import Kind, Op, Plan, PlanError, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.data.row_share import RowShare
 from megatron_epp.mcore.loops.adapter import rows_of, side_by_side
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.micro_batch_stage import NoBatchBuilder, scalar
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches, SingleValue
+from megatron_epp.mcore.loops.model_front import EncodedDocuments
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
 
 
-def padded_rows(plan: Plan, chunk: int, multiple: int) -> int:
-    """Rows of the chunk over all ranks: its tokens, padded."""
-    return -(-plan.chunks[chunk].tokens // multiple) * multiple
-
-
 class SliceStage(ModelStage):
-    """lengths[micro-batch]: of its documents. multiple: rows of a chunk are padded to it.
+    """lengths[micro-batch]: of its documents. share: of a chunk's rows, which this rank computes;
+    the others of ``groups.cp`` have the rest.
 
     data[micro-batch]   what the loop's loss returned beside the loss
     """
@@ -44,21 +42,21 @@ class SliceStage(ModelStage):
         batches: MicroBatches,
         plan: Plan,
         stage: int,
-        cp_size: int,
+        groups: Any,
         attached: AttachedModel,
         lengths: list[tuple[int, ...]],
-        multiple: int,
+        share: RowShare,
     ):
         self._slices = slices_of(plan)
-        store = store_for(plan, self._slices, attached.stores_last_slice)
-        builder: Any = NoBatchBuilder(stage, this_device())
-        super().__init__(call.one_model, call.config, call.forward_step_func, builder, plan, store)
-        self.call, self.batches, self.plan, self.cp_size = call, batches, plan, cp_size
-        self.attached, self.multiple = attached, multiple
-        self.data: dict[int, list[Any]] = {}
+        self.call, self.plan, self.attached, self.lengths = call, plan, attached, lengths
         # Documents are counted through the call; each is document _place[d] of its micro-batch.
         of = [(number, place) for number, of in enumerate(lengths) for place in range(len(of))]
         self._of, self._place = [number for number, _ in of], [place for _, place in of]
+        store = store_for(plan, self._slices, attached.stores_last_slice)
+        builder: Any = NoBatchBuilder(stage, this_device())
+        super().__init__(call.one_model, call.config, call.forward_step_func, builder, plan, store)
+        self.batches, self.groups, self.share = batches, groups, share
+        self.data: dict[int, list[Any]] = {}
         self._documents = [
             [d for d, other in enumerate(self._of) if other == number]
             for number in range(len(lengths))
@@ -67,6 +65,19 @@ class SliceStage(ModelStage):
         self._left = [self._group.count(number) for number in range(len(lengths))]
         self._outputs: dict[int, dict[int, Tensor]] = {}  # [document][start]
         self._gradients: dict[int, Tensor] = {}  # [document], of whole documents' outputs
+        self._front: EncodedDocuments | None = None
+        if attached.has_front:
+            self._front = EncodedDocuments(
+                self._encode, plan.documents, share, groups.tp, self.training
+            )
+
+    @property
+    def layers_model(self) -> Any:
+        return self.attached.part
+
+    @property
+    def balanced_together(self) -> Sequence[Sequence[int]] | None:
+        return self.lengths
 
     # -------------------------------------------------------------- forward
 
@@ -78,16 +89,16 @@ class SliceStage(ModelStage):
             config.timers("forward-compute", log_level=2).start()
         self._left[number] -= 1
         later = self._left[number] > 0  # the loss comes with another chunk
-        get_attr_wrapped_model(self.model, "set_input_tensor")([received])
+        self.attached.part.set_input_tensor(received)
         autocast: Any = nullcontext()
         if config.enable_autocast:
             autocast = torch.autocast("cuda", dtype=config.autocast_dtype)
-        with (
-            autocast,
-            self._deferring(chunk),
-            self.attached.computing(self._params(chunk), head_again=later),
-        ):
-            output, _ = self.forward_step(self._drawn(chunk), self.model)
+        with autocast, self._deferring(chunk):
+            params, front = self._params(chunk), None
+            if self._front is not None:
+                front = self._front.inputs(chunk, params.state.rows, params.state.tokens)
+            with self.attached.computing(params, later, front):
+                output, _ = self.forward_step(self._drawn(chunk), self.model)
         if not self.is_last:
             self._stop_timer()
             sent = output.detach()
@@ -110,7 +121,7 @@ class SliceStage(ModelStage):
             self.config.timers("forward-compute").stop()
 
     def _params(self, chunk: int) -> ChunkParams:
-        total = padded_rows(self.plan, chunk, self.multiple)
+        total = self.share.rows(self.plan.chunks[chunk])
         rows = chunk_rows(self.plan, self._slices, chunk)
         state = ChunkState(
             chunk,
@@ -119,12 +130,25 @@ class SliceStage(ModelStage):
             self.plan.recompute[self.stage][chunk],
             self.store,
             self.training,
+            router_stats=self._router_stats,
         )
         device = next(self.model.parameters()).device
         positions = torch.zeros(total, dtype=torch.int64)
         for part in rows:
             positions[part.start : part.stop] = torch.arange(part.span.start, part.span.stop)
-        return ChunkParams.of(state, positions.to(device, non_blocking=True))
+        mine = positions[self.share.mine(total)]
+        return ChunkParams.of(state, mine.to(device, non_blocking=True))
+
+    def _encode(self, document: int) -> Mapping[str, Any]:
+        """Arguments that reach the layers for a whole document."""
+        if not self.batches.readable:
+            raise ValueError(
+                "a rank has no data iterator; expected one on every rank, as each runs what stands "
+                "in front of the model's layers"
+            )
+        batch = self.batches.item(self._of[document])
+        inputs = self.attached.adapter.inputs(batch, self._place[document])  # type: ignore[attr-defined]
+        return self.attached.reached_with(self.model, inputs)
 
     def _drawn(self, chunk: int) -> Any:
         """The chunk's rows, which the forward step draws, where this rank has an iterator."""
@@ -136,12 +160,16 @@ class SliceStage(ModelStage):
             rows_of(adapter, batch, number, self._place[span.document], span.start, span.stop)
             for span in self.plan.chunks[chunk].spans
         ]
-        return SingleValue(side_by_side(parts, padded_rows(self.plan, chunk, self.multiple)))
+        total = self.share.rows(self.plan.chunks[chunk])
+        mine = self.share.mine(total)
+        joined = side_by_side(parts, total)
+        return SingleValue({name: None if x is None else x[:, mine] for name, x in joined.items()})
 
     # -------------------------------------------------------------- the loss
 
     def _keep(self, chunk: int, output: Any) -> None:
-        rows = padded_rows(self.plan, chunk, self.multiple)
+        total = self.share.rows(self.plan.chunks[chunk])
+        rows = total // self.share.parts
         if not isinstance(output, Tensor) or output.dim() < 2 or output.shape[:2] != (1, rows):
             found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
@@ -149,9 +177,11 @@ class SliceStage(ModelStage):
                 f"tensor [1, {rows}, ...] with one entry for each of the chunk's tokens (its loss, "
                 "log-probability, ...), from which the adapter's loss follows"
             )
-        start = 0
+        whole, start = output.detach()[0], 0
+        if self.share.parts > 1:
+            whole = _of_all_ranks(whole, self.groups.cp)
         for span in self.plan.chunks[chunk].spans:
-            piece = output.detach()[0, start : start + span.tokens]
+            piece = whole[start : start + span.tokens]
             self._outputs.setdefault(span.document, {})[span.start] = piece
             start += span.tokens
 
@@ -166,24 +196,34 @@ class SliceStage(ModelStage):
             whole = [outputs.requires_grad_() for outputs in whole]
         data: list[Any] = []
         batch = self.batches.item(number) if self.batches.readable else None
+        returned: list[Any] = []
+
+        def loss_of(_: Tensor, **named: Any) -> Any:
+            returned.append(self.attached.adapter.loss(batch, whole, **named))
+            return returned[0]
+
         loss, tokens = schedules.forward_step_calc_loss(
             self.model,
-            whole,
-            partial(self.attached.adapter.loss, batch),
+            whole[0],  # whose device is asked for
+            loss_of,
             self.config,
             None,
             call.collect_non_loss_data,
             call.num_microbatches,
             data,
-            self.cp_size,
+            self.share.parts,
             True,
         )
         self.batches.let_go(number)
         self.data[number] = data
-        self.tokens = self.tokens + tokens
+        if self.share.part == 0:  # all ranks of a document see the whole of it: counted once
+            self.tokens = self.tokens + tokens
         if not self.training:
             return
         loss = scalar(loss, f"micro-batch {number}")
+        if len(returned[0]) == 3 and not self.config.calculate_per_token_loss:
+            # Megatron takes the mean of context-parallel ranks' means; each here is of all rows.
+            loss = loss * self.share.parts
         if self.config.grad_scale_func is not None:
             loss = self.config.grad_scale_func(loss)
         gradients = torch.autograd.grad(loss, whole, allow_unused=True)
@@ -194,14 +234,15 @@ class SliceStage(ModelStage):
         if not self.is_last:
             return super()._run_backward(op, gradient)
         _, output = self._saved[op.chunk]
-        made, start = torch.zeros_like(output), 0
+        total = self.share.rows(self.plan.chunks[op.chunk])
+        made, start = output.new_zeros(1, total, *output.shape[2:]), 0
         for span in self.plan.chunks[op.chunk].spans:
             mine = self._gradients[span.document][span.start : span.stop]
             made[0, start : start + span.tokens] = mine
             start += span.tokens
             if span.start == 0:  # of a document's slices, the first one's backward comes last
                 del self._gradients[span.document]
-        return self._backward_from(op, made)
+        return self._backward_from(op, made[:, self.share.mine(total)])
 
     def _backward_from(self, op: Op, gradient: Tensor) -> Tensor | None:
         """As ``_run_backward``, from the gradient of an output that still has its data."""
@@ -214,18 +255,32 @@ class SliceStage(ModelStage):
             self._ready.noting() if self._ready is not None and noting else nullcontext(),
         ):
             torch.autograd.backward(output, gradient)
+            self._run_front_backward(op.chunk)
         if self.config.timers is not None:
             self.config.timers("backward-compute").stop()
         return None if received is None else received.grad
+
+    def _run_front_backward(self, chunk: int) -> None:
+        if self._front is not None:
+            self._front.backward(chunk)
 
     def abandon(self) -> None:
         super().abandon()
         self._outputs.clear()
         self._gradients.clear()
+        if self._front is not None:
+            self._front.clear()
 
     def in_callers_order(self) -> list[Any]:
         """Megatron's forward_data_store; nothing on stages before the last."""
         return [item for number in sorted(self.data) for item in self.data[number]]
+
+
+def _of_all_ranks(mine: Tensor, group: Any) -> Tensor:
+    """[t, ...] of every context-parallel rank, one behind the other. Collective."""
+    whole = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
+    dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
+    return whole
 
 
 def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:

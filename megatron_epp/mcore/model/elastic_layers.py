@@ -29,12 +29,21 @@ class PositionedRotary(nn.Module):
     The rows are one sequence to Megatron, with a table of their own, so a kernel that counts
     positions from 0 in every sequence (``fused``) finds the right ones, too. What is no chunk has
     Megatron's own.
+
+    ``computed``: the chunk that a model computes which may never ask for its length here. It gets
+    the whole table, and what it makes of that is replaced before the layers see it.
     """
 
     def __init__(self, rotary: Any, context: int, fused: bool):
         super().__init__()
         self.rotary, self.context, self.fused = rotary, context, fused
         self._positions: Tensor | None = None
+        self.computed: ChunkParams | None = None
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """Frequencies, which models of others read."""
+        return self.rotary.inv_freq
 
     def get_rotary_seq_len(self, *args: Any) -> int:
         self._positions = None
@@ -42,20 +51,39 @@ class PositionedRotary(nn.Module):
         if not isinstance(params, ChunkParams):
             return self.rotary.get_rotary_seq_len(*args)
         self._positions = params.positions
-        if self.fused:
-            borders = on_device(params.cu_seqlens_q, params.positions.device)
-            params.cu_seqlens_q = params.cu_seqlens_kv = borders
+        self._put_borders(params)
         return self.context
 
     def forward(self, length: int, *args: Any, **others: Any) -> Tensor | tuple[Tensor, float]:
         positions, self._positions = self._positions, None
-        if positions is None:
+        if positions is None and self.computed is None:
             return self.rotary(length, *args, **others)
         # packed_seq: the whole table, of which Megatron's context parallelism would take a part.
-        made = self.rotary(length, packed_seq=True)
-        if isinstance(made, tuple):  # YaRN's, with the factor that attention applies
-            return made[0].index_select(0, positions), made[1]
-        return made.index_select(0, positions)
+        made = self.rotary(self.context, packed_seq=True)
+        if positions is None:
+            return made
+        self.computed = None  # the layers see what they must
+        return _rows_of(made, positions)
+
+    def replaced(self, given: Any) -> Any:
+        """The embedding for the layers, where a model hands them ``given``."""
+        params, self.computed = self.computed, None
+        if params is None or given is None:
+            return given
+        self._put_borders(params)
+        made = _rows_of(self.rotary(self.context, packed_seq=True), params.positions)
+        return made[0] if isinstance(made, tuple) else made
+
+    def _put_borders(self, params: ChunkParams) -> None:
+        if self.fused:
+            borders = on_device(params.cu_seqlens_q, params.positions.device)
+            params.cu_seqlens_q = params.cu_seqlens_kv = borders
+
+
+def _rows_of(made: Any, positions: Tensor) -> Any:
+    if isinstance(made, tuple):  # YaRN's, with the factor that attention applies
+        return made[0].index_select(0, positions), made[1]
+    return made.index_select(0, positions)
 
 
 def install_in_model(model: GPTModel | HybridModel, context: int, attention: Attention) -> None:
@@ -68,7 +96,8 @@ def install_in_model(model: GPTModel | HybridModel, context: int, attention: Att
     if isinstance(model, HybridModel) or depths_of(model):
         take_output_processor(model)
     install_depths(model)
-    if getattr(model, "rotary_pos_emb", None) is not None:
+    rotates_axes = model.position_embedding_type == "mrope"  # by the positions that it is given
+    if getattr(model, "rotary_pos_emb", None) is not None and not rotates_axes:
         fused = model.config.apply_rope_fusion
         model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb, context, fused)
     for part in MEGATRON_PARTS:

@@ -14,7 +14,7 @@ class Limit:
     what      it in words, with its flags
     instead   what to do
     epp       whether flags ask for it, which --epp then refuses
-    slices    text on a loop's model that asks for it, which `attach` then refuses
+    slices    text on a loop's model that asks for it, which `attach` then refuses; True: the row's
     calls     text on a loop's call that asks for it, which Megatron's own schedule then runs
     no_gpu    text on flags that ask for it, which hosts without a GPU refuse
     """
@@ -22,7 +22,7 @@ class Limit:
     what: str
     instead: str
     epp: Callable[[Any], Any] | None = None
-    slices: Said | None = None
+    slices: Callable[[Any], str | bool | None] | None = None
     calls: Said | None = None
     no_gpu: Said | None = None
 
@@ -52,3 +52,8 @@ def settings(before: str = "", **words: str) -> Said:
 def not_computed(**words: str) -> Said:
     """Text on the first of these settings with which slices would compute something else."""
     return settings("slices do not compute ", **words)
+
+
+def of_config(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    """The same asked of a loop's model, whose configuration has the flags' names."""
+    return lambda model: bool(asked(model.config))

@@ -94,8 +94,18 @@ class ModelStage:
         self._abandoned = False
         self._router_stats = self._stats_of_routers(plan) if self.training else None
 
+    @property
+    def layers_model(self) -> Any:
+        """The module that holds Megatron's layers, wrapped or not."""
+        return self.model
+
+    @property
+    def balanced_together(self) -> Sequence[Sequence[int]] | None:
+        """Lengths of documents that experts are balanced over together; None: each alone."""
+        return None
+
     def _stats_of_routers(self, plan: Plan) -> RouterStats | None:
-        return router_stats_for(self.model, plan, self._loss_scale)
+        return router_stats_for(self.layers_model, plan, self._loss_scale, self.balanced_together)
 
     # -------------------------------------------------------------- an iteration
 
@@ -114,9 +124,9 @@ class ModelStage:
         if self._abandoned and self.training:
             self._reduce_anyway()
         if self._router_stats is not None:
-            drop_routing(self.model)
+            drop_routing(self.layers_model)
             if error[0] is None and not self._abandoned:
-                report(self._router_stats, self.model)
+                report(self._router_stats, self.layers_model)
         if error[0] is None and self.training:
             assert not self._saved, "a chunk's forward has no backward"
             assert not self._deferred, "a chunk's I has no W"
@@ -272,7 +282,11 @@ class ModelStage:
                 config=self.config,
                 **_MODEL_TYPE,
             )
+            self._run_front_backward(op.chunk)
         return made if self.head_ops is None else self.head_ops.hand_back(op.chunk, made)
+
+    def _run_front_backward(self, chunk: int) -> None:
+        """Run that of what stands in front of the model's layers, where that is apart."""
 
     # -------------------------------------------------------------- weight gradients
 

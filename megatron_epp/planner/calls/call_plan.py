@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_epp.ir import FULL, KEEP, KIND_CODE, Kind, Op, Plan, Prediction
-from megatron_epp.planner.calls.call_cost import CallChunks, token_table
+from megatron_epp.planner.calls.call_cost import CallChunks, byte_table, token_table
 from megatron_epp.planner.calls.call_options import AS_GIVEN, PAYS_FROM, PLANNED, CallOptions
 from megatron_epp.planner.calls.cuttings import cuttings
 from megatron_epp.planner.calls.group_order import (
@@ -49,11 +49,28 @@ def sliced_plan(
     options: CallOptions,
     forward_only: bool,
 ) -> Plan:
-    """As :func:`whole_plan`, micro-batches cut or whole; lengths[micro-batch] of documents."""
+    """As :func:`whole_plan`, micro-batches cut or whole; lengths[micro-batch] of documents. On one
+    stage, where cutting saves bytes and no time, only those that do not fit whole are."""
     whole = [KIND_CODE[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)]
     mean_3 = rates_SK3[:, whole].sum(axis=1).mean(axis=0)
-    candidates = list(cuttings(lengths, Rates(*mean_3.tolist())))
+    cut = None
+    if len(layers) == 1 and options.memory is not None:
+        cut = [n for n, of in enumerate(lengths) if not _fits(of, layers, rates_SK3, options)]
+    candidates = list(cuttings(lengths, Rates(*mean_3.tolist()), cut))
     return _fastest(candidates, layers, rates_SK3, options, forward_only)
+
+
+def _fits(
+    lengths: Sequence[int], layers: Sequence[int], rates_SK3: np.ndarray, options: CallOptions
+) -> bool:
+    """Whether one stage holds a micro-batch whole, with nothing recomputed."""
+    assert options.memory is not None
+    spans = [(number, 0, length) for number, length in enumerate(lengths)]
+    alone = CallChunks.of([[spans]], lengths)
+    cost = options.memory.cost(layers)
+    table = byte_table(alone, rates_SK3, cost, np.zeros((1, 1)))
+    problem = problem_of_call(alone, table, np.array(cost.budget_bytes))
+    return given_order(problem, alone.sizes).schedule.over_bytes <= 0
 
 
 def _fastest(

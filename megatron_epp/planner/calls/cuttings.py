@@ -1,6 +1,6 @@
 """A call's documents cut into slices of about equal time, finer and finer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,17 +13,22 @@ CUTS = (2, 3, 4, 6, 8, 12, 16)
 LEAST_TOKENS = 16  # of a slice
 
 
-def cuttings(lengths: Sequence[Sequence[int]], rates: Rates) -> Iterator[CallChunks]:
-    """First with every micro-batch whole, then cut; lengths[micro-batch] of documents."""
-    longest = max(float(rates.document_seconds(np.array(of)).sum()) for of in lengths)
+def cuttings(
+    lengths: Sequence[Sequence[int]], rates: Rates, cut: Collection[int] | None = None
+) -> Iterator[CallChunks]:
+    """First with every micro-batch whole, then cut; lengths[micro-batch] of documents. ``cut``: the
+    micro-batches that may be (None: all)."""
+    may = range(len(lengths)) if cut is None else cut
+    takes = (float(rates.document_seconds(np.array(lengths[number])).sum()) for number in may)
+    longest = max(takes, default=1.0)
     documents = tuple(length for of in lengths for length in of)
     firsts = np.cumsum([0, *map(len, lengths)])[:-1].tolist()
     seen = set()
     for parts in (1, *CUTS):
         target = longest / parts * (1 + 1e-9)
         groups = tuple(
-            tuple(_chunks(first, of, target, rates))
-            for first, of in zip(firsts, lengths, strict=True)
+            tuple(_chunks(first, of, target if number in may else np.inf, rates))
+            for number, (first, of) in enumerate(zip(firsts, lengths, strict=True))
         )
         if groups not in seen:
             seen.add(groups)

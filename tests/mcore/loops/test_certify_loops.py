@@ -82,6 +82,22 @@ def test_loops_compute_what_the_plain_model_computes(
     assert "values in the caller's order" in verdict(judged)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "llama", "kind"),
+    [
+        (Degrees(2, 2, 1), "", "encoder"),
+        (Degrees(1, 1, 1, cp=2), AUXILIARY, "subclass"),
+    ],
+)
+def test_slices_of_models_of_others(degrees, llama, kind) -> None:
+    """An encoder that sees whole documents once; rows of a slice over context-parallel ranks, and
+    experts among these, balanced over a micro-batch as Megatron balances them."""
+    _, judged = certified(trial(degrees, 4, llama, loop="level1", loop_model=kind))
+    assert sum(batch.coverage.cut for batch in judged) > 0
+    shares = [batch.collectives["outputs of a slice"] > 0 for batch in judged]
+    assert all(shares) == (degrees.cp > 1)
+
+
 def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
     """Rows cut side by side and by document, experts over the same ranks; in one batch the schedule
     takes each rank for the only one."""
@@ -121,8 +137,10 @@ def test_the_command_line() -> None:
         main(["--loop", "level0", "--ep", "0"])
     with pytest.raises(ValueError, match="--batches 0: expected at least 1"):
         main(["--loop", "level1", "--batches", "0"])
-    with pytest.raises(ValueError, match="--loop level1 --cp 2: a forward step that takes its own"):
-        main(["--loop", "level1", "--cp", "2"])
+    with pytest.raises(ValueError, match="--loop-model encoder: of slices; give --loop level1"):
+        main(["--loop", "level0", "--loop-model", "encoder"])
+    with pytest.raises(ValueError, match="--loop-model other: expected subclass or encoder"):
+        main(["--loop", "level1", "--loop-model", "other"])
     with pytest.raises(ValueError, match="--window-size: a loop's attention over context-parallel"):
         main(["--loop", "level0", "--cp", "2", *WINDOWS.split(), *LLAMA.split(), "--num-layers=2"])
     with pytest.raises(ValueError, match="ranks is certified without auxiliary losses; give none"):

@@ -70,7 +70,7 @@ BAD = {
     "again": "install_schedule was called before",
     "half an adapter": "attach: the adapter has no function 'lengths'; expected lengths, rows and",
     "two chunks": "attach: 2 model chunks on a rank; expected one",
-    "no GPT": "attach: a Linear computes no slices, expected Megatron's GPTModel",
+    "no GPT": "attach: a Linear holds no module of Megatron's with a decoder of Megatron's layers",
     "attached again": "attach: this model is attached already",
     "lying": "rank 0: the adapter's rows of micro-batch 1, document 0, tokens",
     "short masks": "rank 0: the adapter's rows of micro-batch",

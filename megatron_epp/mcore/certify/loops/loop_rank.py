@@ -23,6 +23,7 @@ from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.ir import OFFLOAD, Kind, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.loops.context import attend_over_ranks, context_forward_step
+from megatron_epp.mcore.certify.loops.other_models import AROUND, PixelSamples
 from megatron_epp.mcore.certify.models import elastic_models
 from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.loops.adapters.samples import Samples
@@ -59,6 +60,12 @@ _OURS = (
         r"megatron_epp\.mcore\.(certify\.loops\.context|patching\.unequal_rows)\..*",
         "the loop's attention and losses over ranks that share its documents",
     ),
+    AllowedCollective(
+        "outputs of a slice",
+        "CONTEXT_PARALLEL_GROUP",
+        r"megatron_epp\.mcore\.loops\.slice_stage\._of_all_ranks",
+        "each rank computes some of its rows; the loop's loss sees whole documents, on every rank",
+    ),
 )
 _NOT_OURS = ("plan text", "plan digest", "report", "records", "memory limit")
 LOOP = (*_OURS, *(entry for entry in SCHEDULE if entry.name not in _NOT_OURS))
@@ -77,7 +84,13 @@ class LoopRank(Rank):
 
     def build(self) -> list[Any]:
         self.ran: list[CallRecord] = []
-        (model,) = elastic_models(self.args, lambda description: None, self.trial.lora_rank)
+        kind, frame = self.trial.loop_model, self.frame
+        (model,) = elastic_models(
+            self.args,
+            lambda description: None,
+            self.trial.lora_rank,
+            None if kind is None else AROUND[kind],
+        )
         get_model_config(model).variable_seq_lengths = True
         Installation(
             Settings(
@@ -86,10 +99,11 @@ class LoopRank(Rank):
                 observe=self.ran.append,
             )
         )
-        if self.frame.model.ranks > 1:
+        if frame.parts > 1:
             attend_over_ranks(model.module)
-        if self.frame.sliced:
-            attach_to(model, Samples(loop_loss), "auto", head_again=True)
+        if frame.sliced:
+            adapter = PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss)
+            attach_to(model, adapter, "auto", head_again=True)
         self.model = model
         return [model]
 
@@ -105,7 +119,7 @@ class LoopRank(Rank):
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Megatron's forward_data_store."""
         batches = drawn.micro_batches[mpu.get_data_parallel_rank()]
-        forward_step = loop_forward_step if self.frame.model.ranks == 1 else context_forward_step
+        forward_step = loop_forward_step if self.frame.parts == 1 else context_forward_step
         self.model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(

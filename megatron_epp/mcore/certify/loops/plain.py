@@ -22,7 +22,9 @@ from megatron_epp.certify.loops.micro_batches import (
     zigzag,
 )
 from megatron_epp.certify.protocol import ModelSetup
+from megatron_epp.certify.trial import ENCODER
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
+from megatron_epp.mcore.certify.loops.other_models import WithEncoder
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.certify.reference import Gradients, PlainModel, Sums, off, token_losses
 from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, MIXER_FLAGS
@@ -41,7 +43,8 @@ class PlainLoop(PlainModel):
             )
         if raw.fp8 and raw.transformer_impl != "local":
             raise ValueError("--fp8-format: loops are not certified in fp8; leave it out")
-        if degrees.cp > 1:
+        sliced = self.trial.loop == "level1"
+        if degrees.cp > 1 and not sliced:
             _refuse_for_context(raw)
         made, per_token = super().prepare(turn), bool(turn % 2)
         for model in filter(None, (self.model, self.own)):
@@ -50,11 +53,16 @@ class PlainLoop(PlainModel):
                     module.calculate_per_token_loss = per_token
         args = pickle.loads(made.args)
         args.calculate_per_token_loss = per_token
-        multiple = MULTIPLE if degrees.cp == 1 else 2 * degrees.cp * degrees.tp
-        self.frame = LoopFrame(made.frame, per_token, self.trial.loop == "level1", multiple)
+        multiple = MULTIPLE if sliced or degrees.cp == 1 else 2 * degrees.cp * degrees.tp
+        pixels = self.trial.loop_model == ENCODER
+        self.frame = LoopFrame(made.frame, per_token, sliced, multiple, pixels)
         loss = "all tokens" if per_token else "micro-batches"
         description = f"{made.description}, mean over {loss}"
         return ModelSetup(pickle.dumps(args), self.frame, made.weights, description)
+
+    def built(self, args: Any, by_engine: bool) -> Any:
+        made = super().built(args, by_engine)
+        return WithEncoder(made) if self.trial.loop_model == ENCODER else made
 
     def compute(self, number: int) -> LoopReference:
         """Losses and gradients of batch ``number``."""
@@ -86,7 +94,7 @@ class PlainLoop(PlainModel):
             run.outputs.append([])
             for batch in replica:
                 samples = batch.get("side by side", batch)
-                outputs_BS = _losses(model, samples)
+                outputs_BS = _losses(model, samples, self.frame.sliced)
                 found = loop_loss(samples, outputs_BS)
                 run.sums[-1].append(loop_loss(samples, outputs_BS.detach(), non_loss_data=True))
                 loss = found[0]
@@ -126,7 +134,7 @@ class PlainLoop(PlainModel):
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
         """Mean loss, as Megatron's schedules make it of a sum and a number of tokens; where every
         context-parallel rank gives those of its tokens, the mean of the ranks' means."""
-        samples, ranks = batch.get("side by side", batch), self.frame.model.ranks
+        samples, ranks = batch.get("side by side", batch), self.frame.parts
         mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
         means = []
         for rank in range(ranks):
@@ -151,18 +159,23 @@ class LoopRun:
     gradients: Gradients = field(default_factory=dict)
 
 
-def _losses(model: Any, batch: MicroBatch) -> Tensor:
-    """[B, S] of every document alone, zeros on padding."""
+def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
+    """[B, S] of every document alone, zeros on padding. Experts' losses of a micro-batch are those
+    of its padding, too, where that is computed: not in slices."""
     config = get_model_config(model)
+    samples, rows = batch["tokens"].shape
     if any(part.weighs_besides(config) for part in MEGATRON_PARTS):
         places, mask = batch["position_ids"], batch["attention_mask"]
-        whole_BS: Tensor = model(batch["tokens"], places, mask, labels=batch["labels"])
+        padding_BS = places >= torch.tensor(batch["lengths"])[:, None] if sliced else None
+        whole_BS: Tensor = model(
+            batch["tokens"], places, mask, labels=batch["labels"], padding_mask=padding_BS
+        )
         return whole_BS
-    samples, rows = batch["tokens"].shape
     out_BS = torch.zeros(samples, rows)
     for sample, length in enumerate(batch["lengths"]):
         mine: Any = slice(sample, sample + 1), slice(0, length)
-        losses_T = token_losses(model, batch["tokens"][mine], batch["labels"][mine])
+        besides = {"pixels": batch["pixels"][mine]} if "pixels" in batch else {}
+        losses_T = token_losses(model, batch["tokens"][mine], batch["labels"][mine], **besides)
         where = torch.full((length,), sample), torch.arange(length)
         out_BS = torch.index_put(out_BS, where, losses_T)
     return out_BS

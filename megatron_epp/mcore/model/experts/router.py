@@ -11,9 +11,10 @@ experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
     sinkhorn_load_balancing     balances every document alone (layers/experts/sinkhorn.py)
 
 Outside of an iteration, as in calibration and evaluation, a router adds no loss and counts nothing.
+What is no chunk, as whole micro-batches of a training loop's model, has Megatron's own.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ from torch import Tensor
 
 from megatron_epp.ir import Plan
 from megatron_epp.layers.experts.current_chunk import CurrentChunk, note_in_layer, taken_along
-from megatron_epp.layers.experts.router_stats import Balancing, RouterStats
+from megatron_epp.layers.experts.router_stats import Balancing, Pools, RouterStats
 from megatron_epp.layers.experts.sinkhorn import balanced_weights
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.data.chunk_params import state_of
 from megatron_epp.mcore.model.experts.activation import wrap_activations
 from megatron_epp.mcore.model.experts.biases import mend_biases
+from megatron_epp.mcore.model.kinds.experts import balancing_types
 from megatron_epp.mcore.model.prediction.depths import layers_of
 
 # Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
@@ -55,14 +57,17 @@ class ChunkRouter:
     def __init__(self, router: Any, index: int, current_chunk: CurrentChunk):
         self.router, self.index, self.current_chunk = router, index, current_chunk
         self._first = False  # whether this run of the chunk counts: set by ``losses``
-        router.apply_z_loss = self.losses
-        router.is_aux_loss_enabled = lambda: False
-        router._apply_expert_bias = self.count
+        self._z_loss, router.apply_z_loss = router.apply_z_loss, self.losses
+        plain = router.is_aux_loss_enabled
+        router.is_aux_loss_enabled = lambda: current_chunk.state is None and plain()
+        self._count, router._apply_expert_bias = router._apply_expert_bias, self.count
         self._sinkhorn = router.sinkhorn_load_balancing
         router.sinkhorn_load_balancing = self.sinkhorn
 
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """In place of ``apply_z_loss(logits [t, E])``."""
+        if self.current_chunk.state is None:
+            return self._z_loss(logits_tE, **_if_given(padding_mask))
         assert padding_mask is None, "the router stats know padding"
         router_stats, state = self._router_stats()
         if router_stats is None:
@@ -76,6 +81,9 @@ class ChunkRouter:
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
         """In place of ``_apply_expert_bias(routing_map [t, E])``."""
         router = self.router
+        if self.current_chunk.state is None:
+            self._count(routing_map_tE, **_if_given(padding_mask))
+            return
         router_stats, state = self._router_stats()
         if router_stats is None or not router.enable_expert_bias or not self._first:
             return
@@ -111,6 +119,11 @@ class ChunkRouter:
         return state.router_stats, state
 
 
+def _if_given(padding_mask: Tensor | None) -> dict[str, Tensor]:
+    """As a keyword, which Megatron before 0.19 does not know."""
+    return {} if padding_mask is None else {"padding_mask": padding_mask}
+
+
 def install_in_experts(layer: Any, index: int, dropped: DroppedOutputs) -> None:
     """Make the experts of Megatron's ``layer`` compute chunks. ``dropped``: what it drops.
 
@@ -137,10 +150,14 @@ def install_in_experts(layer: Any, index: int, dropped: DroppedOutputs) -> None:
 
 
 def router_stats_for(
-    model: Any, plan: Plan, scale: Callable[[torch.device], Tensor | float]
+    model: Any,
+    plan: Plan,
+    scale: Callable[[torch.device], Tensor | float],
+    micro_batches: Sequence[Sequence[int]] | None = None,
 ) -> RouterStats | None:
     """An iteration's statistics of this rank's stage, for ``plan``; None where no router asks:
-    without experts, and in loops of others, whose routers are Megatron's own."""
+    without experts, and in loops of others, whose routers are Megatron's own. ``micro_batches``:
+    lengths of the documents of each of a loop's (None: every document is balanced alone)."""
     model = unwrap_model(model)
     routers = [layer.router for _, layer in moe_layers(model)]
     if not any("apply_z_loss" in vars(router) for router in routers):
@@ -148,7 +165,41 @@ def router_stats_for(
     for router in routers:
         _count_in_full(router)
     layers, device = len(layers_of(model)), routers[0].weight.device
-    return RouterStats(balancing_of(model.config), plan.documents, layers, scale(device))
+    rules = balancing_of(model.config)
+    pools = None if micro_batches is None else pools_of(micro_batches, model.config)
+    return RouterStats(rules, plan.documents, layers, scale(device), pools)
+
+
+def pools_of(lengths: Sequence[Sequence[int]], config: Any) -> Pools:
+    """What experts are balanced over in the slices of micro-batches with documents of ``lengths``:
+    what they are over in whole ones, padding left out.
+
+    aux_loss       all tokens of a micro-batch
+    seq_aux_loss   a document's, of which Megatron takes each for as long as their mean
+    """
+    alone = "seq_aux_loss" in balancing_types(config)
+    of: list[int] = []
+    shares: list[float] = []
+    token_shares: list[float] = []
+    for number, of_batch in enumerate(lengths):
+        tokens, count = sum(of_batch), len(of_batch)
+        # Megatron divides losses of micro-batches by their number, and by all that reduce them.
+        scale, each = 1.0, 1.0
+        if not config.calculate_per_token_loss:
+            scale = config.context_parallel_size / len(lengths)
+            each = scale / tokens
+        if alone:
+            of += range(len(shares), len(shares) + count)
+            weight = (
+                count / tokens if config.calculate_per_token_loss else scale * count / tokens**2
+            )
+            shares += [length * weight for length in of_batch]
+            token_shares += [each] * count
+        else:
+            of += [number] * count
+            shares.append(each)
+            token_shares.append(each)
+    return Pools(of, shares, token_shares)
 
 
 def _count_in_full(router: Any) -> None:
@@ -161,8 +212,7 @@ def _count_in_full(router: Any) -> None:
 
 def balancing_of(config: Any) -> Balancing:
     """How Megatron's ``config`` keeps experts balanced, on this rank."""
-    kinds = config.moe_router_load_balancing_type
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    kinds = balancing_types(config)
     coefficients = config.moe_aux_loss_coeff
     if not isinstance(coefficients, list):
         coefficients = [coefficients] * len(kinds)

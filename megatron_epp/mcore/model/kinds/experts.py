@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from megatron_epp.cost.kinds.experts import ExpertPart
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart, mask_of_layers
 from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
-from megatron_epp.mcore.model.limit import Limit, given, not_computed, settings
+from megatron_epp.mcore.model.limit import Limit, given, of_config, settings
 from megatron_epp.mcore.replaced import ReplacedFlags
 
 SMALL_EXPERTS = 8
@@ -29,6 +29,11 @@ def _experts(holder: Any) -> bool:
 
 def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
     return lambda args: _experts(args) and bool(asked(args))
+
+
+def _both(asked: Callable[[Any], Any]) -> dict[str, Any]:
+    """Of a Limit of --epp and of slices in loops."""
+    return {"epp": asked, "slices": of_config(asked)}
 
 
 def _expert_ranks(args: Any) -> int:
@@ -55,6 +60,11 @@ def balancing_types(holder: Any) -> list[str]:
     return [types] if isinstance(types, str) else list(types)
 
 
+def _two_pools(config: Any) -> bool:
+    types = set(balancing_types(config))
+    return _experts(config) and (_SINKHORN in types or {"aux_loss", "seq_aux_loss"} <= types)
+
+
 class MegatronExperts(MegatronPart):
     """--num-experts, --moe-layer-freq or the pattern.
 
@@ -70,9 +80,16 @@ class MegatronExperts(MegatronPart):
     FLAGS: ClassVar = {"num_experts": None}
     LIMITS = (
         Limit(
-            "slices of mixtures of experts in loops (--num-experts)",
+            "experts spread over replicas, in slices of loops (--expert-model-parallel-size)",
             "run whole micro-batches (install_schedule)",
-            slices=not_computed(num_moe_experts="mixture of experts"),
+            slices=of_config(lambda config: _lockstep(config) > 1),
+        ),
+        Limit(
+            "balancing by sinkhorn, or by aux_loss beside seq_aux_loss, in slices of loops "
+            "(--moe-router-load-balancing-type)",
+            "give one of aux_loss, seq_aux_loss and none, or run whole micro-batches "
+            "(install_schedule)",
+            slices=of_config(_two_pools),
         ),
         Limit(
             "experts spread over parts of replicas (--expert-model-parallel-size times "
@@ -80,10 +97,12 @@ class MegatronExperts(MegatronPart):
             "is a multiple of them)",
             "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
             "--tensor-model-parallel-size times --context-parallel-size, or is a multiple of it",
-            _if_experts(
-                lambda args: (
-                    _expert_ranks(args) % _dense_ranks(args) != 0
-                    and _dense_ranks(args) % _expert_ranks(args) != 0
+            **_both(
+                _if_experts(
+                    lambda args: (
+                        _expert_ranks(args) % _dense_ranks(args) != 0
+                        and _dense_ranks(args) % _expert_ranks(args) != 0
+                    )
                 )
             ),
         ),
@@ -102,17 +121,22 @@ class MegatronExperts(MegatronPart):
         Limit(
             "experts over tensor-parallel ranks that all hold the same rows",
             "give --sequence-parallel, as Megatron asks in training",
-            _if_experts(
-                lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
+            **_both(
+                _if_experts(
+                    lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
+                )
             ),
         ),
         Limit(
             "biases of experts whose matrices are split (--expert-tensor-parallel-size above 1, by "
             "default the tensor ranks)",
             "give --expert-tensor-parallel-size 1, or --disable-bias-linear, as Megatron asks",
-            _if_experts(
-                lambda args: (
-                    getattr(args, "add_bias_linear", False) and args.expert_tensor_parallel_size > 1
+            **_both(
+                _if_experts(
+                    lambda args: (
+                        getattr(args, "add_bias_linear", False)
+                        and args.expert_tensor_parallel_size > 1
+                    )
                 )
             ),
         ),
@@ -121,18 +145,20 @@ class MegatronExperts(MegatronPart):
             "global_aux_loss, quantile_balancing)",
             "give aux_loss, seq_aux_loss or sinkhorn, which are per document here, or none and "
             "--moe-router-enable-expert-bias",
-            _if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT),
+            **_both(_if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT)),
         ),
         Limit(
             "experts of limited capacity (--moe-expert-capacity-factor, "
             "--moe-pad-expert-input-to-capacity)",
             "leave them out: which tokens are dropped would depend on the plan; "
             "--moe-aux-loss-coeff or --moe-router-enable-expert-bias keep experts balanced",
-            _if_experts(
-                lambda args: (
-                    (getattr(args, "moe_expert_capacity_factor", None) or -1) >= 0
-                    or given("moe_pad_expert_input_to_capacity", "moe_token_dropping")(args)
-                    or given("moe_expert_rank_capacity_factor")(args)
+            **_both(
+                _if_experts(
+                    lambda args: (
+                        (getattr(args, "moe_expert_capacity_factor", None) or -1) >= 0
+                        or given("moe_pad_expert_input_to_capacity", "moe_token_dropping")(args)
+                        or given("moe_expert_rank_capacity_factor")(args)
+                    )
                 )
             ),
         ),
@@ -140,29 +166,37 @@ class MegatronExperts(MegatronPart):
             "routing at random (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
             "--moe-router-force-biased)",
             "leave it out: a recomputed layer would choose other experts",
-            given(
-                "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_router_force_biased"
+            **_both(
+                given(
+                    "moe_input_jitter_eps",
+                    "moe_router_force_load_balancing",
+                    "moe_router_force_biased",
+                )
             ),
         ),
         Limit(
             "routing replay (--moe-enable-routing-replay)",
             "leave it out: it replays first in, first out, and slices run backward in reverse",
-            given("moe_enable_routing_replay"),
+            **_both(given("moe_enable_routing_replay")),
         ),
         Limit(
             "other exchanges of tokens (--moe-token-dispatcher-type flex)",
             "give --moe-token-dispatcher-type alltoall or allgather",
-            _if_experts(given("moe_token_dispatcher_type", harmless=("allgather", "alltoall"))),
+            **_both(
+                _if_experts(given("moe_token_dispatcher_type", harmless=("allgather", "alltoall")))
+            ),
         ),
         Limit(
             "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
             "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
             "leave them out: chunks of other documents keep the device busy",
-            given(
-                "moe_shared_expert_overlap",
-                "overlap_moe_expert_parallel_comm",
-                "delay_wgrad_compute",
-                "overlap_dispatch_backward_with_experts_wgrad",
+            **_both(
+                given(
+                    "moe_shared_expert_overlap",
+                    "overlap_moe_expert_parallel_comm",
+                    "delay_wgrad_compute",
+                    "overlap_dispatch_backward_with_experts_wgrad",
+                )
             ),
             calls=settings(
                 overlap_moe_expert_parallel_comm="experts' communication overlapped by two "

@@ -8,7 +8,7 @@ from megatron_epp.cost.kinds.latents import LatentPart
 from megatron_epp.mcore.config import AUTO, EXPANDED, LATENTS
 from megatron_epp.mcore.model.kinds.base import LayerPlace
 from megatron_epp.mcore.model.kinds.self_attention import MegatronAttention
-from megatron_epp.mcore.model.limit import Limit, given, not_computed
+from megatron_epp.mcore.model.limit import Limit, given
 
 if TYPE_CHECKING:
     from megatron_epp.cost.profile import LayerFigures
@@ -30,11 +30,6 @@ class MegatronLatents(MegatronAttention):
     FLAGS: ClassVar = {"multi_latent_attention": False}
     CHOICE, VALUES = "epp_mla_keeps", (EXPANDED, LATENTS)
     LIMITS = (
-        Limit(
-            "slices of multi-latent attention in loops (--multi-latent-attention)",
-            "run whole micro-batches (install_schedule)",
-            slices=not_computed(multi_latent_attention="multi-latent attention"),
-        ),
         Limit(
             "one product for both latents, and latents cached (--mla-down-proj-fusion, "
             "--cache-mla-latents)",

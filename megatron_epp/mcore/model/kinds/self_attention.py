@@ -5,8 +5,24 @@ from typing import Any, ClassVar
 from megatron_epp.cost.kinds.attention import AttentionPart
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart
 from megatron_epp.mcore.model.kinds.states import DELTA, MegatronDelta
-from megatron_epp.mcore.model.limit import Limit, given, not_computed
+from megatron_epp.mcore.model.limit import Limit, given, not_computed, of_config
 from megatron_epp.mcore.replaced import ReplacedFlags
+
+
+def _undivided(model: Any) -> str | None:
+    """Text on heads that context-parallel ranks cannot share."""
+    from megatron_epp.layers.attention.ulysses import refuse_heads
+
+    config = model.config
+    heads, groups = config.num_attention_heads, config.num_query_groups or 0
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    if config.multi_latent_attention or not groups:
+        groups = heads
+    try:
+        refuse_heads(heads // tensor, max(1, groups // tensor), context)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
 
 
 class MegatronAttention(MegatronPart):
@@ -22,7 +38,12 @@ class MegatronAttention(MegatronPart):
             "other attention variants (--experimental-attention-variant)",
             "use plain softmax attention, or run without --epp",
             given("experimental_attention_variant", harmless=(DELTA,)),
-            slices=not_computed(experimental_attention_variant="an attention variant"),
+            slices=of_config(given("experimental_attention_variant", harmless=(DELTA,))),
+        ),
+        Limit(
+            "heads that do not divide over context-parallel ranks, in slices of loops",
+            "choose a context-parallel degree that divides them",
+            slices=_undivided,
         ),
         Limit(
             "clipping and logging of attention logits (--qk-clip, --log-max-attention-logit)",

@@ -1,0 +1,184 @@
+"""The part of a loop's model that slices are computed by, and what stands in front of it.
+
+    encoder, word embedding, ...    see a document whole, once, with its first slice
+    language part                   holds Megatron's layers, and computes slice by slice
+
+The encoder's backward runs once, too: behind that of the document's first slice, which comes last.
+L tokens of a document, t rows of a chunk on this rank, T on all, H hidden size
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_epp.layers.chunk_state import Rows
+from megatron_epp.mcore.data.row_share import RowShare
+
+# Arguments of a language part's forward that slices take, or that follow from them.
+_KNOWN = frozenset(
+    [
+        "input_ids",
+        "position_ids",
+        "attention_mask",
+        "decoder_input",
+        "labels",
+        "loss_mask",
+        "packed_seq_params",
+        "inference_context",
+        "inference_params",
+        "runtime_gather_output",
+    ]
+)
+
+
+def language_part(model: Any) -> Any:
+    """The module of a loop's unwrapped ``model`` that holds Megatron's layers of the decoder, often
+    the model itself. ValueError: none does, or several."""
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(module, LanguageModule)
+        and getattr(getattr(module, "decoder", None), "layers", None) is not None
+    ]
+    if len(found) == 1:
+        return found[0]
+    holds = "several modules with" if found else "no module of Megatron's with"
+    raise ValueError(
+        f"a {type(model).__name__} holds {holds} a decoder of Megatron's layers (TransformerBlock "
+        "or HybridStack); expected one, as GPTModel and HybridModel are, or contain"
+    )
+
+
+class ReachedError(Exception):
+    """Ends the forward of a model where its language part begins. ``given``: its arguments."""
+
+    def __init__(self, given: Mapping[str, Any]):
+        super().__init__("the language part of the model was reached")
+        self.given = given
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInputs:
+    """Inputs of a chunk that come from in front of the language part. hidden: a leaf of autograd
+    [t, 1, H], None behind the first stage; positions [axes, 1, t]: None where there is one axis."""
+
+    hidden: Tensor | None
+    positions: Tensor | None
+
+
+@dataclass(slots=True, eq=False)
+class _Document:
+    """hidden [L, 1, H], with the graph of what made it; positions [axes, 1, L]."""
+
+    hidden: Tensor | None
+    positions: Tensor | None
+    gradient: Tensor | None = None
+
+
+@dataclass(eq=False)
+class EncodedDocuments:
+    """What stands in front made of a call's documents.
+
+    encode   (document) -> arguments that reach the language part for all of it
+    share    of a chunk's rows, that is this rank's
+    """
+
+    encode: Callable[[int], Mapping[str, Any]]
+    lengths: Sequence[int]
+    share: RowShare
+    tp_group: Any
+    training: bool
+    _documents: dict[int, _Document] = field(default_factory=dict)
+    _chunks: dict[int, tuple[Tensor, tuple[Rows, ...], int]] = field(default_factory=dict)
+
+    def inputs(self, chunk: int, rows: Sequence[Rows], total: int) -> ChunkInputs:
+        """Those of a chunk of ``total`` rows, in its forward."""
+        for part in rows:
+            if part.span.start == 0:
+                self._documents[part.span.document] = self._encoded(part.span.document)
+        whole = [self._documents[part.span.document] for part in rows]
+        mine = self._mine(total)
+        hidden = positions = None
+        if (like := whole[0].hidden) is not None:
+            hidden = like.new_zeros(total, *like.shape[1:])
+            for part, document in zip(rows, whole, strict=True):
+                assert document.hidden is not None
+                made = document.hidden.detach()[part.span.start : part.span.stop]
+                hidden[part.start : part.stop] = made
+            hidden = hidden[mine]
+            if self.training:
+                hidden.requires_grad_()
+                self._chunks[chunk] = hidden, tuple(rows), total
+        if (of := whole[0].positions) is not None:
+            positions = of.new_zeros(*of.shape[:-1], total)
+            for part, document in zip(rows, whole, strict=True):
+                assert document.positions is not None
+                span = slice(part.span.start, part.span.stop)
+                positions[..., part.start : part.stop] = document.positions[..., span]
+            positions = positions[..., self.share.mine(total)]
+        if not self.training:
+            for part in rows:
+                if part.last:
+                    del self._documents[part.span.document]
+        return ChunkInputs(hidden, positions)
+
+    def backward(self, chunk: int) -> None:
+        """Behind the chunk's backward: of documents that have none left, what stands in front."""
+        if chunk not in self._chunks:
+            return
+        hidden, rows, total = self._chunks.pop(chunk)
+        gradient = hidden.new_zeros(total, *hidden.shape[1:])
+        if hidden.grad is not None:
+            gradient[self._mine(total)] = hidden.grad
+        for part in rows:
+            document = self._documents[part.span.document]
+            assert document.hidden is not None
+            if document.gradient is None:
+                document.gradient = torch.zeros_like(document.hidden)
+            span = slice(part.span.start, part.span.stop)
+            document.gradient[span] += gradient[part.start : part.stop]
+            if part.span.start == 0:
+                del self._documents[part.span.document]
+                if document.hidden.requires_grad:
+                    torch.autograd.backward(document.hidden, document.gradient)
+
+    def clear(self) -> None:
+        self._documents.clear()
+        self._chunks.clear()
+
+    def _encoded(self, number: int) -> _Document:
+        given, length = self.encode(number), self.lengths[number]
+        strange = [n for n, value in given.items() if value is not None and n not in _KNOWN]
+        if strange:
+            raise ValueError(
+                f"what stands in front of the model's layers hands them {', '.join(strange)}; "
+                "expected only what slices take: run whole micro-batches (install_schedule)"
+            )
+        hidden, positions = given.get("decoder_input"), given.get("position_ids")
+        if hidden is not None and self.share.splits > 1:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        if positions is not None and positions.dim() < 3:
+            positions = None  # a token's place, which the slice knows
+        for found in (x.shape[at] for x, at in ((hidden, 0), (positions, -1)) if x is not None):
+            if found < length:
+                raise ValueError(
+                    f"what stands in front of the model's layers gives {found} rows of a document "
+                    f"of {length} tokens; expected all of them (adapter.lengths count what the "
+                    "layers see, and no rank takes a part before them)"
+                )
+        return _Document(hidden, positions)
+
+    def _mine(self, total: int) -> slice:
+        """This rank's of a chunk's rows between linear layers."""
+        if self.share.splits == 1:
+            return self.share.mine(total)
+        count = total // self.share.parts // self.share.splits
+        first = self.share.mine(total).start + self.tp_group.rank() * count
+        return slice(first, first + count)

@@ -1,0 +1,111 @@
+"""Log-probabilities of tokens by a loop's model, whose logits are never all there at once.
+
+The model runs up to its last norm, under whatever schedule, whole or in slices; the rest is done on
+its hidden states, a block of rows at a time (layers/log_probs.py).
+
+B samples of S tokens, H hidden size
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_epp.layers.log_probs import block_log_probs
+from megatron_epp.layers.vocabulary import OutputWeightShard, statistics_dtype
+from megatron_epp.mcore.loops.model_front import language_part
+from megatron_epp.mcore.model.early_head import rows_at_once
+
+
+def model_log_probs(
+    model: Any,
+    labels_BS: Tensor | None,
+    temperature: float | Tensor,
+    entropy: bool,
+    inputs: Mapping[str, Any],
+) -> Any:
+    """As :func:`megatron_epp.log_probs`."""
+    (inner,) = unwrap_model([model])
+    part = language_part(inner)
+    if not part.post_process:
+        return model(**inputs)
+    weight_VH = _output_weight(part)
+    part.post_process = False  # the decoder, which has the last norm, keeps its own
+    try:
+        hidden_SBH = model(**inputs)
+    finally:
+        part.post_process = True
+    if labels_BS is None:
+        raise ValueError("log_probs: labels=None on the last stage; expected [B, S] tokens")
+    ranks, group = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_group()
+    scattered = ranks > 1 and bool(part.output_layer.sequence_parallel)
+    rows = hidden_SBH.shape[0] * (ranks if scattered else 1), hidden_SBH.shape[1]
+    if labels_BS.dim() != 2 or tuple(labels_BS.t().shape) != rows:
+        raise ValueError(
+            f"log_probs: labels are {list(labels_BS.shape)}, the model's hidden states are of "
+            f"{rows[1]} samples of {rows[0]} tokens; expected a label for every token, [B, S]"
+        )
+    words = OutputWeightShard(
+        weight_VH.detach(),
+        mpu.get_tensor_model_parallel_rank() * len(weight_VH),
+        rows_at_once(len(weight_VH), weight_VH.is_cuda),
+        group if ranks > 1 else None,
+        scattered,
+    )
+    made_T, entropy_T = block_log_probs(
+        hidden_SBH.flatten(0, 1),
+        weight_VH,
+        labels_BS.t().flatten(),
+        words,
+        _temperatures(part.config, temperature, labels_BS, statistics_dtype(weight_VH.dtype)),
+        entropy,
+    )
+    made_BS, entropy_BS = (one.view(rows).t().contiguous() for one in (made_T, entropy_T))
+    return (made_BS, entropy_BS) if entropy else made_BS
+
+
+def _output_weight(part: Any) -> Any:
+    """The output layer's weight of this rank's words. ValueError: it is no plain linear."""
+    if part.config.mtp_num_layers:
+        raise ValueError(
+            "log_probs: the model predicts further tokens (mtp_num_layers), whose losses are made "
+            "of its logits; expected a model without"
+        )
+    layer = part.output_layer
+    if part.share_embeddings_and_output_weights:
+        weight = part.shared_embedding_or_output_weight()
+    else:
+        weight = getattr(layer, "weight", None)
+    besides = [one for one in layer.parameters() if one is not weight]
+    if weight is None or besides:
+        raise ValueError(
+            f"log_probs: the output layer, a {type(layer).__name__}, has {len(besides)} tensors "
+            "beside its weight (a bias, adapters); expected one weight"
+        )
+    return weight
+
+
+def _temperatures(
+    config: Any, temperature: float | Tensor, labels_BS: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """[T] by which logits are divided; None: by nothing. ValueError: it is no temperature."""
+    scale = getattr(config, "mup_output_mult", 1.0) if getattr(config, "use_mup", False) else 1.0
+    if not isinstance(temperature, Tensor):
+        if not temperature > 0:
+            raise ValueError(f"log_probs: temperature {temperature}; expected more than 0")
+        if temperature / scale == 1:
+            return None
+        return torch.full(
+            (labels_BS.numel(),), temperature / scale, dtype=dtype, device=labels_BS.device
+        )
+    try:
+        every_BS = temperature.to(dtype).expand(labels_BS.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"log_probs: temperature is {list(temperature.shape)}, labels are "
+            f"{list(labels_BS.shape)}; expected one that expands to them"
+        ) from None
+    return every_BS.t().flatten() / scale

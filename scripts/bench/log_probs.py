@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""Log-probabilities and entropies of tokens, from logits and by blocks of them: seconds and peaks.
+
+    scripts/bench/log_probs.py
+    scripts/bench/log_probs.py --tokens 8192 --words 32768 --hidden 256 --threads 2
+
+Each way runs alone in a process of this host: hidden states [T, H] and an output weight [V, H] in
+float32, forward and backward of a loss of log-probabilities and entropies, as a loop's loss wants
+them. The peak is what the process holds above what it held before the forward; beside it is what
+is predicted, and the same for 32K tokens of 150K words in bf16.
+
+    plain      logits, their log-softmax, exponentials, products and the gradients of these
+    by blocks  two tensors of a block's logits, and the weight's gradient
+"""
+
+import argparse
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+WAYS = ("plain", "by blocks")
+GIB = 2**30
+
+
+def held_bytes(peak: bool) -> int:
+    """Bytes of memory of this process, now or at most since the peak was last cleared."""
+    name = "VmHWM" if peak else "VmRSS"
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if name in one)
+    return int(line.split()[1]) * 1024
+
+
+def measured(way: str, tokens: int, words: int, hidden: int, threads: int) -> tuple[float, int]:
+    """(seconds of forward and backward, bytes at the peak above those before)."""
+    import torch
+
+    from megatron_epp.layers.log_probs import block_log_probs
+    from megatron_epp.layers.vocabulary import OutputWeightShard
+    from megatron_epp.mcore.model.early_head import rows_at_once
+
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    hidden_TH = torch.randn(tokens, hidden).requires_grad_()
+    weight_VH = (torch.randn(words, hidden) / hidden**0.5).requires_grad_()
+    labels_T = torch.randint(words, (tokens,))
+
+    def loss(rows: int) -> torch.Tensor:
+        if way == "plain":
+            every = (hidden_TH[:rows] @ weight_VH.t()).log_softmax(1)
+            made = every.gather(1, labels_T[:rows, None])[:, 0]
+            entropies = -(every.exp() * every).sum(1)
+        else:
+            shard = OutputWeightShard(weight_VH.detach(), 0, rows_at_once(words, False))
+            made, entropies = block_log_probs(hidden_TH[:rows], weight_VH, labels_T[:rows], shard)
+        return (made + 0.01 * entropies).sum()
+
+    loss(64).backward()  # whatever is done for the first time
+    hidden_TH.grad = weight_VH.grad = None
+    Path("/proc/self/clear_refs").write_text("5")
+    before, began = held_bytes(peak=False), time.perf_counter()
+    loss(tokens).backward()
+    return time.perf_counter() - began, held_bytes(peak=True) - before
+
+
+def predicted_bytes(way: str, tokens: int, words: int, hidden: int, element: int) -> float:
+    """Peak of a way, in elements of so many bytes; statistics and softmaxes are float32."""
+    gradients = tokens * hidden * element + words * hidden * 4
+    if way == "plain":  # log-softmax, its exponentials, their product's two gradients
+        return 4 * tokens * words * 4 + gradients
+    from megatron_epp.mcore.model.early_head import rows_at_once
+
+    block = min(tokens, rows_at_once(words, element == 2))
+    # The logits, what is made of them, and one product that adds to the weight's gradient.
+    return 2 * block * words * 4 + gradients + words * hidden * element + tokens * hidden * element
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    for name, default in (("tokens", 4096), ("words", 32768), ("hidden", 256), ("threads", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    chosen = parser.parse_args()
+    sizes = chosen.tokens, chosen.words, chosen.hidden
+    if min(*sizes, chosen.threads) < 1:
+        parser.error("expected sizes of at least 1")
+    print(f"{chosen.tokens} tokens, {chosen.words} words, hidden {chosen.hidden}, float32")
+    print("way         seconds  peak GiB  predicted GiB  predicted: 32K x 150K, hidden 4096, bf16")
+    for way in WAYS:
+        with get_context("spawn").Pool(1) as alone:
+            seconds, peak = alone.apply(measured, (way, *sizes, chosen.threads))
+        here = predicted_bytes(way, *sizes, 4) / GIB
+        large = predicted_bytes(way, 32 * 1024, 150_000, 4096, 2) / GIB
+        print(f"{way:<10} {seconds:8.2f} {peak / GIB:9.2f} {here:14.2f} {large:15.1f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
