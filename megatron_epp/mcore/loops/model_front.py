@@ -82,7 +82,7 @@ class _Document:
 
 @dataclass(eq=False)
 class EncodedDocuments:
-    """What stands in front made of a call's documents.
+    """Documents of a call as what stands in front of the layers has seen them.
 
     encode   (document) -> arguments that reach the language part for all of it
     share    of a chunk's rows, that is this rank's

@@ -32,7 +32,7 @@ def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 
 def _both(asked: Callable[[Any], Any]) -> dict[str, Any]:
-    """Of a Limit of --epp and of slices in loops."""
+    """Fields of a Limit of --epp and of slices in loops."""
     return {"epp": asked, "slices": of_config(asked)}
 
 
