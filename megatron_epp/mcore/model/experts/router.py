@@ -171,8 +171,8 @@ def router_stats_for(
 
 
 def pools_of(lengths: Sequence[Sequence[int]], config: Any) -> Pools:
-    """Pools that experts are balanced over in slices of micro-batches with documents of ``lengths``:
-    those of whole ones, padding left out.
+    """Pools that experts are balanced over in slices of micro-batches, with documents of
+    ``lengths``: those of whole ones, padding left out.
 
     aux_loss       all tokens of a micro-batch
     seq_aux_loss   a document's, of which Megatron takes each for as long as their mean
