@@ -67,13 +67,13 @@ def measured(way: str, tokens: int, words: int, hidden: int, threads: int) -> tu
 def predicted_bytes(way: str, tokens: int, words: int, hidden: int, element: int) -> float:
     """Peak of a way, in elements of so many bytes; statistics and softmaxes are float32."""
     gradients = tokens * hidden * element + words * hidden * 4
-    if way == "plain":  # log-softmax, its exponentials, their product's two gradients
-        return 4 * tokens * words * 4 + gradients
+    if way == "plain":  # log-softmax, its exponentials, and the gradients of their product
+        return 5 * tokens * words * 4 + gradients
     from megatron_epp.mcore.model.early_head import rows_at_once
 
     block = min(tokens, rows_at_once(words, element == 2))
-    # The logits, what is made of them, and one product that adds to the weight's gradient.
-    return 2 * block * words * 4 + gradients + words * hidden * element + tokens * hidden * element
+    # The logits, their exponentials, and the hidden states, which autograd keeps.
+    return 2 * block * words * 4 + gradients + tokens * hidden * element
 
 
 def main() -> int:

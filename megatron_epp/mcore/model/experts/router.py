@@ -33,7 +33,6 @@ from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_nor
 from megatron_epp.mcore.data.chunk_params import state_of
 from megatron_epp.mcore.model.experts.activation import wrap_activations
 from megatron_epp.mcore.model.experts.biases import mend_biases
-from megatron_epp.mcore.model.kinds.experts import balancing_types
 from megatron_epp.mcore.model.prediction.depths import layers_of
 
 # Megatron's kinds of auxiliary loss that a document can have, and their names in its log.
@@ -166,18 +165,18 @@ def router_stats_for(
         _count_in_full(router)
     layers, device = len(layers_of(model)), routers[0].weight.device
     rules = balancing_of(model.config)
-    pools = None if micro_batches is None else pools_of(micro_batches, model.config)
+    pools = None if micro_batches is None else pools_of(micro_batches, model.config, rules)
     return RouterStats(rules, plan.documents, layers, scale(device), pools)
 
 
-def pools_of(lengths: Sequence[Sequence[int]], config: Any) -> Pools:
+def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
     """Pools that experts are balanced over in slices of micro-batches, with documents of
     ``lengths``: those of whole ones, padding left out.
 
     aux_loss       all tokens of a micro-batch
     seq_aux_loss   a document's, of which Megatron takes each for as long as their mean
     """
-    alone = "seq_aux_loss" in balancing_types(config)
+    alone = AUXILIARY["seq_aux_loss"] in dict(rules.auxiliary)
     of: list[int] = []
     shares: list[float] = []
     token_shares: list[float] = []
@@ -212,7 +211,8 @@ def _count_in_full(router: Any) -> None:
 
 def balancing_of(config: Any) -> Balancing:
     """How Megatron's ``config`` keeps experts balanced, on this rank."""
-    kinds = balancing_types(config)
+    kinds = config.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
     coefficients = config.moe_aux_loss_coeff
     if not isinstance(coefficients, list):
         coefficients = [coefficients] * len(kinds)
