@@ -13,6 +13,7 @@ from megatron_epp.control.accept import accept
 from megatron_epp.control.step_source import SourcedStep
 from megatron_epp.ir import Plan, PlanError, Step
 from megatron_epp.mcore.certify.command import certify_training
+from tests.mcore.certified import certified
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.sabotages import stand_in_order
 
@@ -69,6 +70,12 @@ def test_what_is_broken_shows(judged, way) -> None:
     assert not batch.problems and not batch.passed
     assert batch.loss_error > 1e4 * BOUND, batch
     assert (batch.gradient_error <= BOUND) == (way == "balance in evaluation"), batch
+
+
+def test_context_parallel_ranks_choose_as_one() -> None:
+    """Over all rows of a document, whichever ranks have them."""
+    model = MODEL.replace("--sequence-parallel ", "")
+    certified(Trial(Degrees(pp=1, tp=1, dp=1, cp=2), (tuple(model.split()),), batches=2))
 
 
 def test_a_plan_that_cuts_is_refused() -> None:
