@@ -25,8 +25,10 @@ EXPERTS = (
     "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
 )
 MAMBA = "--mamba-num-heads 32 --mamba-num-groups 8 "
-# Every fourth layer has attention, as in Qwen3-Next.
+# Qwen3-Next's shape: every fourth layer has attention, its outputs gated.
 DELTA = (
+    f"{EXPERTS} --qk-layernorm --apply-layernorm-1p --attention-output-gate --kv-channels 128 "
+    "--moe-shared-expert-intermediate-size 256 --moe-shared-expert-gate --rotary-percent 0.25 "
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --num-layers 8 "
     "--linear-num-key-heads 16 --linear-num-value-heads 32 "
 )
