@@ -25,7 +25,7 @@ def count_padding() -> AbstractContextManager:
 
     def owners(self: RouterStats, state):
         found = plain(self, state)
-        found[found == len(self.documents)] = documents(state)[-1]
+        found[found == len(self.tokens)] = documents(state)[-1]
         return found
 
     return patch.object(RouterStats, "_owners", owners)
@@ -48,7 +48,7 @@ def mix_documents() -> AbstractContextManager:
 
     def owners(self: RouterStats, state):
         found = plain(self, state)
-        found[found < len(self.documents)] = documents(state)[0]
+        found[found < len(self.tokens)] = documents(state)[0]
         return found
 
     return patch.object(RouterStats, "_owners", owners)

@@ -26,7 +26,7 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.loops.model_front import ChunkInputs, ReachedError, language_part
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
-from megatron_epp.mcore.model.kinds.registry import layer_parts
+from megatron_epp.mcore.model.kinds.registry import MEGATRON_PARTS, layer_parts
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 _HERE = "_megatron_epp_attached"
@@ -66,6 +66,8 @@ class AttachedModel:
         from megatron_epp.mcore.model.elastic_layers import install_in_model
 
         install_in_model(part, self.context, attention)
+        for kind in MEGATRON_PARTS:
+            kind.keep_outside(part)
         for index, layer in enumerate(part.decoder.layers):
             layer.forward = self._whole(layer.forward, index)
         part.decoder.forward = self._rotated(part.decoder.forward)

@@ -11,7 +11,8 @@ experts are Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
     sinkhorn_load_balancing     balances every document alone (layers/experts/sinkhorn.py)
 
 Outside of an iteration, as in calibration and evaluation, a router adds no loss and counts nothing.
-What is no chunk, as whole micro-batches of a training loop's model, has Megatron's own.
+In a training loop of others, what is no chunk, as whole micro-batches, has Megatron's own
+(``keep_routers_outside``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,16 +57,21 @@ class ChunkRouter:
     def __init__(self, router: Any, index: int, current_chunk: CurrentChunk):
         self.router, self.index, self.current_chunk = router, index, current_chunk
         self._first = False  # whether this run of the chunk counts: set by ``losses``
+        self.outside = False  # whether what is no chunk is Megatron's own
         self._z_loss, router.apply_z_loss = router.apply_z_loss, self.losses
         plain = router.is_aux_loss_enabled
-        router.is_aux_loss_enabled = lambda: current_chunk.state is None and plain()
+        router.is_aux_loss_enabled = lambda: self._is_outside and plain()
         self._count, router._apply_expert_bias = router._apply_expert_bias, self.count
         self._sinkhorn = router.sinkhorn_load_balancing
         router.sinkhorn_load_balancing = self.sinkhorn
 
+    @property
+    def _is_outside(self) -> bool:
+        return self.outside and self.current_chunk.state is None
+
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """In place of ``apply_z_loss(logits [t, E])``."""
-        if self.current_chunk.state is None:
+        if self._is_outside:
             return self._z_loss(logits_tE, **_if_given(padding_mask))
         assert padding_mask is None, "the router stats know padding"
         router_stats, state = self._router_stats()
@@ -80,7 +86,7 @@ class ChunkRouter:
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
         """In place of ``_apply_expert_bias(routing_map [t, E])``."""
         router = self.router
-        if self.current_chunk.state is None:
+        if self._is_outside:
             self._count(routing_map_tE, **_if_given(padding_mask))
             return
         router_stats, state = self._router_stats()
@@ -121,6 +127,12 @@ class ChunkRouter:
 def _if_given(padding_mask: Tensor | None) -> dict[str, Tensor]:
     """As a keyword, which Megatron before 0.19 does not know."""
     return {} if padding_mask is None else {"padding_mask": padding_mask}
+
+
+def keep_routers_outside(model: Any) -> None:
+    """Let routers of ``model``, which computes chunks, do as Megatron's do with all else."""
+    for _, layer in moe_layers(model):
+        layer.router.apply_z_loss.__self__.outside = True
 
 
 def install_in_experts(layer: Any, index: int, dropped: DroppedOutputs) -> None:

@@ -241,6 +241,9 @@ class MegatronPart:
         """Make it compute chunks."""
         raise NotImplementedError
 
+    def keep_outside(self, model: Any) -> None:
+        """Let a loop's ``model``, which computes chunks, do as Megatron's does with all else."""
+
     def kept_shapes(self, layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of what earlier slices, of ``context`` inputs, leave in the store, on this rank:
         two tensors, or none. Asked of a layer that computes chunks."""

@@ -484,6 +484,12 @@ class MegatronExperts(MegatronPart):
         if _experts(config):
             prepare_log(config)
 
+    def keep_outside(self, model: Any) -> None:
+        if _experts(model.config):
+            from megatron_epp.mcore.model.experts.router import keep_routers_outside
+
+            keep_routers_outside(model)
+
     def install(self, place: LayerPlace) -> None:
         from megatron_epp.mcore.model.experts.router import install_in_experts
 
