@@ -21,7 +21,7 @@ from megatron_epp.ir import (
     Transfer,
     lower,
 )
-from megatron_epp.ir.random_plan import arbitrary_plan, by_stage
+from megatron_epp.ir.random_plan import arbitrary_plan, arbitrary_prefixes, by_stage
 
 # The plan of docs/plans.md: a cut document, a hybrid chunk, a whole document.
 EXAMPLE = """\
@@ -83,9 +83,10 @@ def plans(
     split_backward: float | None = None,
     vocabulary_parallel: bool = False,
     shares_ranks: bool = False,
+    trees: bool = False,
 ) -> Plan:
     """Plans that run: any cut, packing, order and recompute; ``shares_ranks``: with stages that lie
-    on any rank."""
+    on any rank; ``trees``: with documents that continue others."""
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=7))
     fewest = 2 if vocabulary_parallel else 1
     layers = draw(st.lists(st.integers(0, 4), min_size=fewest, max_size=most_stages))
@@ -99,12 +100,14 @@ def plans(
         letters=LETTERS,
         vocabulary_parallel=vocabulary_parallel,
         place=random_place(len(layers), random) if shares_ranks else (),
+        prefixes=arbitrary_prefixes(lengths, random) if trees else (),
     )
 
 
 def any_plans(places: bool = True) -> st.SearchStrategy[Plan]:
-    """With vocabulary parallelism and without; ``places``: and with stages on any rank."""
-    one_each = (plans(), plans(vocabulary_parallel=True))
+    """With vocabulary parallelism and without, and with documents that continue others; ``places``:
+    and with stages on any rank."""
+    one_each = (plans(), plans(vocabulary_parallel=True), plans(trees=True))
     shared = [plans(6, vocabulary_parallel=cut, shares_ranks=True) for cut in (False, True)]
     return st.one_of(*one_each, *(shared if places else ()))
 

@@ -8,7 +8,12 @@ from typing import Any, ClassVar
 import numpy
 
 from megatron_epp.ir import KEEP, OFFLOAD, SELECTIVE, Chunk, Kind, Op, Plan, Step, slices_of
-from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan, with_local
+from megatron_epp.ir.random_plan import (
+    arbitrary_block,
+    arbitrary_plan,
+    arbitrary_prefixes,
+    with_local,
+)
 
 MASKED = 0.15  # share of tokens that carry no loss
 TURN = 8  # inputs of a turn, about, where a document is a conversation
@@ -28,6 +33,7 @@ class Frame:
     ranks            context-parallel ones of a stage, to which documents may be local
     whole            whether documents stay whole, on all ranks
     place            the rank of every stage; () where stage i lies on rank i
+    trees            whether documents continue others
     """
 
     vocabulary: int
@@ -40,6 +46,7 @@ class Frame:
     ranks: int = 1
     whole: bool = False
     place: tuple[int, ...] = ()
+    trees: bool = False
 
     def draw(self, seed: int, number: int) -> "RandomBatch":
         return draw(seed, number, self)
@@ -68,10 +75,23 @@ class RandomBatch:
     loss_masks: tuple[numpy.ndarray, ...]
     step: Step
     evaluation: Step
+    _before: Any = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return tuple(len(tokens) - 1 for tokens in self.tokens)
+
+    def sequence(self, document: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+        """Inputs, labels and loss mask of ``document`` with its own copy of all that it continues,
+        where no label counts: that is counted where it is computed."""
+        if self._before is None:
+            object.__setattr__(self, "_before", _documents_before(self.step))
+        parts = [(d, stop, 0.0) for d, stop in self._before[document]]
+        parts.append((document, len(self.loss_masks[document]), 1.0))
+        inputs = [self.tokens[d][:stop] for d, stop, _ in parts]
+        labels = [self.tokens[d][1 : stop + 1] for d, stop, _ in parts]
+        masks = [self.loss_masks[d][:stop] * numpy.float32(own) for d, stop, own in parts]
+        return numpy.concatenate(inputs), numpy.concatenate(labels), numpy.concatenate(masks)
 
     @property
     def loss_tokens(self) -> int:
@@ -112,6 +132,8 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     """Batch ``number``: the same on every process that asks for it."""
     random = Random(f"{seed} {number}")
     lengths = _lengths(number, random, frame.replicas)
+    if frame.trees:  # so that those that continue others fit behind them
+        lengths = [-(-length // 3) for length in lengths]
     generator = numpy.random.default_rng([seed, number])
     tokens = tuple(generator.integers(0, frame.vocabulary, length + 1) for length in lengths)
     # None, some or all backwards are split.
@@ -123,9 +145,16 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
         where = Random(f"{seed} {number} local")
         plans = tuple(with_local(plan, where, frame.ranks) for plan in plans)
     step = Step(deals, plans, frame.lockstep)
+    masks = _loss_masks(number, generator, step)
+    if frame.trees and number % 2:
+        # What several documents continue counts once for each of them, as their own loss would.
+        for plan, deal in zip(step.plans, deals, strict=True):
+            for prefix in plan.prefixes:
+                if prefix is not None:
+                    masks[deal[prefix.document]][: prefix.stop] *= 2
     return RandomBatch(
         tokens,
-        _loss_masks(number, generator, step),
+        masks,
         step,
         Step(deals, tuple(map(forwards_of, plans)), frame.lockstep),
     )
@@ -154,6 +183,7 @@ def _plans(
                 vocabulary_parallel=frame.vocabulary_parallel,
                 place=frame.place,
                 whole=frame.whole,
+                prefixes=arbitrary_prefixes(each, random, CONTEXT - 1) if frame.trees else (),
             )
             for replica, each in enumerate(dealt)
         )
@@ -172,6 +202,15 @@ def _plans(
             whole=frame.whole,
         )
     )
+
+
+def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
+    """Prefixes of every document of the batch: (document, inputs) in order."""
+    return {
+        document: [(deal[span.document], span.stop) for span in plan.prefix_of(number)]
+        for plan, deal in zip(step.plans, step.deals, strict=True)
+        for number, document in enumerate(deal)
+    }
 
 
 def _loss_masks(
@@ -259,6 +298,7 @@ class StepCoverage:
     empty       chunks without a document, of replicas in lockstep
     local       documents that one context-parallel rank computes alone; mixed: chunks that hold
                 such ones beside what is spread
+    branches    documents that continue others; beside: in one chunk with what they continue
     """
 
     ERROR: ClassVar = "loss error"
@@ -281,6 +321,8 @@ class StepCoverage:
     empty: int = 0
     local: int = 0
     mixed: int = 0
+    branches: int = 0
+    beside: int = 0
     untargeted: UntargetedCounts = field(default_factory=UntargetedCounts)
 
     @classmethod
@@ -309,6 +351,8 @@ class StepCoverage:
             empty=kinds.count("empty"),
             local=sum(span.local for plan in step.plans for c in plan.chunks for span in c.spans),
             mixed=sum(c.has_local and c.spread_tokens > 0 for p in step.plans for c in p.chunks),
+            branches=sum(p is not None for plan in step.plans for p in plan.prefixes),
+            beside=sum(map(_beside, step.plans)),
             untargeted=drawn.untargeted,
         )
 
@@ -332,11 +376,16 @@ class StepCoverage:
             f", {total('local')} documents local to a rank, in {total('mixed')} chunks beside "
             "spread rows"
         ) * (total("local") > 0)
+        branches = (
+            f", {total('branches')} documents that continue others, {total('beside')} of them in "
+            "one chunk with what they continue"
+        ) * (total("branches") > 0)
         return [
             f"chunks: {total('packed')} packed, {total('split')} split, {total('hybrid')} hybrid"
-            f"{empty}{local}; up to {max(one.window for one in every)} in flight on a stage; "
-            f"{total('recomputed')} of {total('layers')} layers recomputed, {total('selective')} "
-            f"in part, {total('offloaded')} offloaded; {total('halved')} backwards in two halves",
+            f"{empty}{local}{branches}; up to {max(one.window for one in every)} in flight on a "
+            f"stage; {total('recomputed')} of {total('layers')} layers recomputed, "
+            f"{total('selective')} in part, {total('offloaded')} offloaded; "
+            f"{total('halved')} backwards in two halves",
             f"without any target: {total('slices', 'untargeted')} slices, "
             f"{total('chunks', 'untargeted')} chunks, {total('replicas', 'untargeted')} replicas",
         ]
@@ -354,6 +403,25 @@ def _chunk_kinds(plan: Plan) -> list[str]:
         else "hybrid"
         for chunk, document in zip(plan.chunks, documents, strict=True)
     ]
+
+
+def _beside(plan: Plan) -> int:
+    """Documents that are in one chunk with what they continue."""
+    ends = {
+        (span.document, span.stop): number
+        for number, chunk in enumerate(plan.chunks)
+        for span in chunk.spans
+    }
+    firsts = {
+        span.document: number
+        for number, chunk in enumerate(plan.chunks)
+        for span in chunk.spans
+        if span.start == 0
+    }
+    return sum(
+        prefix is not None and ends[prefix.document, prefix.stop] == firsts[document]
+        for document, prefix in enumerate(plan.prefixes)
+    )
 
 
 def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> int:

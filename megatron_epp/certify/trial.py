@@ -93,6 +93,11 @@ class Trial:
         "the plain model has in it itself, and two of them are allowed (default: float64)",
         choices=DTYPES,
     )
+    trees: bool = flag(
+        False,
+        "let documents continue others, which are computed once; the plain model has a copy of "
+        "them in front of each",
+    )
     loop: str | None = flag(
         None,
         "certify training loops of others: level0, whole micro-batches in any order, or level1, "
@@ -123,6 +128,10 @@ class Trial:
             raise ValueError(
                 f"--lora-rank {self.lora_rank}: adapters are certified in float64; leave out "
                 f"--dtype {self.dtype}"
+            )
+        if self.trees and self.loop == "level0":
+            raise ValueError(
+                "--trees: whole micro-batches share nothing; expected --loop level1, or no --loop"
             )
         if self.loop is not None:
             self._require_loop(self.loop)

@@ -77,7 +77,7 @@ class CostMonitor:
             choice,
             *ends,
             max(1, one.tokens),  # an empty chunk is a row of padding
-            chunk.pairs,
+            plan.pairs(one.chunk),
             0,
             one.measured,
             kinds=cost.layer_kinds[first : first + len(choice)],

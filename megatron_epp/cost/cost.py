@@ -32,7 +32,7 @@ from megatron_epp.cost.backward_peak import (
     runs_of_plan,
 )
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, plan_loads
+from megatron_epp.cost.loads import Loads, loads_of_plan, plan_loads
 from megatron_epp.cost.memory import ChunkMemory
 from megatron_epp.ir import (
     BACKWARDS,
@@ -47,7 +47,6 @@ from megatron_epp.ir import (
     Plan,
     Table,
     check_ranks,
-    slices_of,
 )
 
 
@@ -69,7 +68,7 @@ class Cost(ChunkMemory):
         if plan.vocabulary_parallel != self.vocabulary_parallel:
             return self.with_vocabulary(plan.vocabulary_parallel).table(plan)
         check_ranks(plan, self.cp)
-        loads = plan_loads(plan.chunks, plan.documents, slices_of(plan), self.cp)
+        loads = loads_of_plan(plan, self.cp)
         counts = self.kinds.of_plan(plan)
         runs = runs_of_plan(self, plan, loads, counts)
         return self._table(loads, counts, runs, plan.forward_only)

@@ -1,12 +1,12 @@
 """The load of a chunk: what a stage's time and memory depend on."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
 
-from megatron_epp.ir import Chunk, Slices, Span, slices_in
+from megatron_epp.ir import Chunk, KeptDocument, Plan, Slices, Span, slices_in, slices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Loads:
     spans             (chunk, start, stop) of every span, as arrays; what windows see follows
     local             None: every span is spread over the context-parallel ranks. Else tokens and
                       pairs are those that the busiest rank makes of a chunk, times the ranks
+    kept              None: documents whose K and V are kept are the cut ones
     """
 
     tokens: np.ndarray
@@ -69,6 +70,7 @@ class Loads:
     lengths: np.ndarray
     spans: tuple[np.ndarray, np.ndarray, np.ndarray]
     local: LocalSpans | None = field(default=None, kw_only=True)
+    kept: Sequence[KeptDocument] | None = field(default=None, kw_only=True)
 
     @property
     def chunks(self) -> int:
@@ -142,6 +144,68 @@ class Loads:
         documents = self.document[last]
         context[documents] = self.lengths[documents] - self.cut_tokens[last]
         return context
+
+
+@dataclass(frozen=True)
+class TreeLoads(Loads):
+    """Loads where documents continue others, of whose inputs they begin at the position behind:
+    ``spans`` has positions, and ``borders_of[d]`` those within document d that others attend to.
+
+    lone   [C] inputs of the chunk where they are one span of a kept document, else 0
+    read   [C] of those, inputs that others attend to
+    """
+
+    borders_of: tuple[tuple[int, ...], ...] = field(kw_only=True)
+    lone: np.ndarray = field(kw_only=True)
+    read: np.ndarray = field(kw_only=True)
+
+    def tail_tokens(self, window: int) -> np.ndarray:
+        if not window:
+            return self.context_tokens
+        slices = (np.diff((0, *borders)) for borders in self.borders_of)
+        return np.array([np.minimum(each, window - 1).sum() for each in slices], np.float64)
+
+    @cached_property
+    def _kept(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.read, self.lone
+
+    @cached_property
+    def borders(self) -> np.ndarray:
+        return np.array([len(each) for each in self.borders_of])
+
+    @property
+    def context_tokens(self) -> np.ndarray:
+        return np.array([max(each, default=0) for each in self.borders_of], np.float64)
+
+
+def loads_of_plan(plan: Plan, ranks: int) -> Loads:
+    """The loads of a plan's chunks on so many context-parallel ``ranks``."""
+    slices = slices_of(plan)
+    loads = plan_loads(plan.chunks, plan.documents, slices, ranks)
+    if not plan.prefixes:
+        return loads
+    offset = [plan.offset(document) for document in range(len(plan.documents))]
+    begins = np.array([offset[s.document] for chunk in plan.chunks for s in chunk.spans], np.int64)
+    chunk, start, stop = loads.spans
+    before = begins * (stop - start)
+    if loads.local is None:
+        before = np.bincount(chunk, weights=before, minlength=loads.chunks)
+    else:
+        before = over_ranks(chunk, loads.local.rank, before, ranks, loads.chunks)
+    borders = {each.document: each.borders for each in slices.kept}
+    lone, read = np.zeros((2, loads.chunks))
+    for number, content in enumerate(plan.chunks):
+        if len(content.spans) == 1 and (span := content.spans[0]).document in borders:
+            lone[number] = span.tokens
+            read[number] = span.tokens * (span.stop in borders[span.document])
+    own = {each.name: getattr(loads, each.name) for each in fields(Loads)}
+    own |= {"pairs": loads.pairs + before, "spans": (chunk, start + begins, stop + begins)}
+    return TreeLoads(
+        **own | {"kept": slices.kept},
+        borders_of=tuple(borders.get(d, ()) for d in range(len(plan.documents))),
+        lone=lone,
+        read=read,
+    )
 
 
 def pairs_before(position: np.ndarray | float, window: int) -> np.ndarray:

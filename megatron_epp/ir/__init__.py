@@ -8,6 +8,8 @@ Standard library only. Everything else in the project speaks in these words:
     pack       several short documents side by side
     chunk      what a stage computes at once: a pack, a slice, or a slice beside a pack (hybrid)
     tail       the last slice of a cut document
+    prefix     the inputs of another document that a document continues, as others may
+    branch     a document with a prefix
     local      of a whole document: computed by one context-parallel rank alone, not spread over all
     stage      a part of the model: some of its layers
     rank       a process; computes one stage, or several (the plan's ``place``)
@@ -43,7 +45,7 @@ from megatron_epp.ir.op import (
     StageOp,
     Transfer,
 )
-from megatron_epp.ir.plan import Plan, Prediction
+from megatron_epp.ir.plan import Plan, Prediction, Prefixes
 from megatron_epp.ir.program.lower import Program, lower, lower_rank
 from megatron_epp.ir.program.skeleton import check_skeletons
 from megatron_epp.ir.recompute import FULL, IN_FLIGHT, KEEP, OFFLOAD, SELECTIVE
@@ -59,7 +61,7 @@ from megatron_epp.ir.rules import (
     StagePosition,
     rules_for,
 )
-from megatron_epp.ir.slices import Slices, slices_in, slices_of
+from megatron_epp.ir.slices import KeptDocument, Slices, slices_in, slices_of
 from megatron_epp.ir.span import ALL_RANKS, Span
 from megatron_epp.ir.step import Step
 from megatron_epp.ir.table import Table

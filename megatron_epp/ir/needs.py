@@ -28,8 +28,9 @@ def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = Non
     """Look up what an op of ``plan`` needs: ``for need, stage, ops in needs_of(plan)(stage, op)``.
 
     A need that speaks of a stage before the first or behind the last, or of other stages than the
-    op's, or of a slice that the chunk's document has not, does not exist. A need that speaks of
-    several slices comes once for each. Stages are those of the pipeline, wherever they run.
+    op's, or of a slice that the chunk's documents have not, does not exist. A need that speaks of
+    several slices, as a backward's of all branches, comes once for each. Stages are those of the
+    pipeline, wherever they run.
 
     rules    default: those that govern ``plan``
     slices   of ``plan``, where they are known already

@@ -20,6 +20,10 @@ letters of ``recompute`` mean is said in :mod:`megatron_epp.ir.recompute`. A chu
 (``chunk 3: -``): replicas in lockstep have as many chunks each (:mod:`megatron_epp.ir.step`).
 ``2[0:900]@1``: context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
 
+``prefix 3: 0[0:4000]``, behind ``documents``: document 3 continues these inputs of document 0, as
+several may, which are computed once. Its own inputs count from 0, its positions from 4000; where
+the prefix ends a span of document 0 ends (:mod:`megatron_epp.ir.slices`).
+
 Stages are parts of the model; stage i lies on rank i of the pipeline unless a line behind
 ``layers`` says otherwise. Where a rank has several stages, orders are those of ranks, and their ops
 name their stage: ``F3.0`` is F of stage 3 on chunk 0. ``peak_gib`` is that of every rank.
@@ -42,7 +46,7 @@ from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
 from megatron_epp.ir.op import MAKE_GRADIENTS, OF_HEAD, Kind, Op, StageOp
 from megatron_epp.ir.recompute import KEEP, LETTERS, format_recompute, parse_recompute
-from megatron_epp.ir.span import NUMBER
+from megatron_epp.ir.span import NUMBER, Span
 
 _NUMBER = re.compile(NUMBER)
 # As Python prints floats: 16 digits before the point, 20 behind it (0.00012345678901234567).
@@ -50,6 +54,7 @@ _DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
 MOST_LAYERS = 9999  # of a stage: four digits in a recompute choice
 Orders = tuple[tuple[Op, ...], ...]
 Turns = tuple[tuple[int, ...], ...]
+Prefixes = tuple[Span | None, ...]  # of every document: what it continues
 _PLANNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
 
@@ -86,6 +91,8 @@ class Plan:
     place[s]          the rank on which stage s lies; () where stage i lies on rank i
     turns[r]          the stage of every op of rank r in the order they run; () where every rank has
                       one stage
+    prefixes[d]       inputs of another document that document d continues, from its first on; None:
+                      it continues none. () where no document does
 
     The value is well-formed (indices and sizes fit); that it computes every token once and never
     deadlocks is what :func:`megatron_epp.ir.check.check` proves.
@@ -101,6 +108,7 @@ class Plan:
     predicted: Prediction | None = None
     place: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
+    prefixes: Prefixes = ()
     # Pure functions of the fields above, kept by whoever asks first (ir.slices; kinds).
     _slices: Any = field(default=None, init=False, repr=False, compare=False)
     _kinds: Any = field(default=None, init=False, repr=False, compare=False)
@@ -155,6 +163,7 @@ class Plan:
                         f"stage {stage}: {op} names chunk {op.chunk}; there are {len(self.chunks)}"
                     )
         self._check_placement()
+        object.__setattr__(self, "prefixes", checked_prefixes(self.documents, self.prefixes))
         if self.predicted is not None and len(self.predicted.peak_gib) != self.ranks:
             what = "ranks" if self.shares_ranks else "stages"
             raise PlanError(
@@ -239,6 +248,26 @@ class Plan:
     def tokens(self) -> int:
         return sum(self.documents)
 
+    def prefix_of(self, document: int) -> tuple[Span, ...]:
+        """Inputs of other documents in front of those of ``document``, in the order of their
+        positions."""
+        found: list[Span] = []
+        while self.prefixes and (prefix := self.prefixes[document]) is not None:
+            found.append(prefix)
+            document = prefix.document
+        return tuple(reversed(found))
+
+    def offset(self, document: int) -> int:
+        """Position of the first input of ``document``."""
+        return sum(prefix.tokens for prefix in self.prefix_of(document))
+
+    def pairs(self, chunk: int) -> int:
+        """Query-key pairs of a chunk's attention, those with inputs of other documents that its own
+        continue included."""
+        spans = self.chunks[chunk].spans if self.prefixes else ()
+        before = sum(self.offset(span.document) * span.tokens for span in spans)
+        return self.chunks[chunk].pairs + before
+
     @property
     def forward_only(self) -> bool:
         """Whether no stage runs a backward: a plan for evaluation."""
@@ -273,6 +302,7 @@ class Plan:
         yield "plan v1"
         yield f"replica {self.replica} of {self.replicas}"
         yield f"documents {' '.join(map(str, self.documents))}"
+        yield from prefix_lines(self.prefixes).values()
         yield f"layers {' '.join(map(str, self.layers))}"
         if self.place:
             yield f"place {' '.join(map(str, self.place))}"
@@ -296,6 +326,47 @@ class Plan:
         return _Reader(text).plan()
 
 
+def prefix_lines(prefixes: Prefixes) -> dict[int, str]:
+    """By document, the line that says what it continues."""
+    return {d: f"prefix {d}: {span}" for d, span in enumerate(prefixes) if span is not None}
+
+
+def checked_prefixes(documents: tuple[int, ...], prefixes: Prefixes) -> Prefixes:
+    """``prefixes``, or () where no document has one. PlanError: one is no beginning of another
+    document, or a document continues itself."""
+    if all(prefix is None for prefix in prefixes):
+        return ()
+    if len(prefixes) != len(documents):
+        raise PlanError(f"{len(prefixes)} prefixes for {len(documents)} documents")
+    for number, prefix in enumerate(prefixes):
+        _check_prefix(documents, number, prefix)
+    ended: set[int] = set()  # documents that are known to descend from one without a prefix
+    for number, prefix in enumerate(prefixes):
+        path = {number: prefix}
+        at = prefix
+        while at is not None and at.document not in ended:
+            if at.document in path:
+                line = prefix_lines(prefixes)[number]
+                raise PlanError(f"{line}: document {at.document} continues itself")
+            path[at.document] = prefixes[at.document]
+            at = prefixes[at.document]
+        ended |= path.keys()
+    return prefixes
+
+
+def _check_prefix(documents: tuple[int, ...], number: int, prefix: Span | None) -> None:
+    if prefix is None:
+        return
+    line = f"prefix {number}: {prefix}"
+    if prefix.document >= len(documents):
+        raise PlanError(f"{line}: document {prefix.document}; there are {len(documents)}")
+    if prefix.start or prefix.stop > documents[prefix.document] or prefix.local:
+        raise PlanError(
+            f"{line}: expected inputs of document {prefix.document} from the first to one of its "
+            f"{documents[prefix.document]}, on all ranks"
+        )
+
+
 class _Reader:
     """Reads the lines of a plan in order; every error names its line."""
 
@@ -309,6 +380,7 @@ class _Reader:
         self.expect(["plan", "v1"])
         replica, replicas = self.replica()
         documents = self.numbers("documents")
+        prefixes = self.prefixes(documents)
         layers = self.numbers("layers")
         if max(layers) > MOST_LAYERS:  # before a choice of that many letters is made
             self.fail(f"expected at most {MOST_LAYERS} layers on a stage", self.at - 1)
@@ -319,13 +391,23 @@ class _Reader:
         predicted = self.predicted()
         if self.at < len(self.lines):
             self.fail(
-                "did not expect this line here; the order is plan, replica, documents, "
+                "did not expect this line here; the order is plan, replica, documents, prefix, "
                 f"layers, place, chunk, recompute, {'rank' if turns else 'stage'}, predicted"
             )
         if not recompute:
             recompute = tuple((KEEP * count,) * len(chunks) for count in layers)
         return Plan(
-            documents, layers, chunks, recompute, orders, replica, replicas, predicted, place, turns
+            documents,
+            layers,
+            chunks,
+            recompute,
+            orders,
+            replica,
+            replicas,
+            predicted,
+            place,
+            turns,
+            prefixes,
         )
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
@@ -368,6 +450,30 @@ class _Reader:
             here = self.at if words is None else self.at - 1
             self.fail(f"expected '{key}' and whole numbers", here)
         return tuple(map(self.number, words))
+
+    def prefixes(self, documents: tuple[int, ...]) -> Prefixes:
+        found: list[Span | None] = [None] * len(documents)
+        last = -1
+        while (words := self.words("prefix")) is not None:
+            number = words[0].removesuffix(":") if words else ""
+            if len(words) != 2 or words[0] == number or _NUMBER.fullmatch(number) is None:
+                self.fail(
+                    "expected 'prefix DOCUMENT: SPAN', as in prefix 3: 0[0:4000]", self.at - 1
+                )
+            if not last < int(number) < len(documents):
+                self.fail(
+                    f"expected a document behind {last}, of {len(documents)}"
+                    if last >= 0
+                    else f"document {number}; there are {len(documents)}",
+                    self.at - 1,
+                )
+            last = int(number)
+            try:
+                found[last] = Span.parse(words[1])
+                _check_prefix(documents, last, found[last])
+            except PlanError as error:
+                self.fail(str(error), self.at - 1)
+        return tuple(found) if last >= 0 else ()
 
     def place(self, stages: int) -> tuple[int, ...]:
         words = self.words("place")

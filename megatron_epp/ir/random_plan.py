@@ -17,6 +17,7 @@ from megatron_epp.ir import (
     Kind,
     Op,
     Plan,
+    Prefixes,
     Span,
     needs_of,
     rules_for,
@@ -36,6 +37,7 @@ def arbitrary_plan(
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
     whole: bool = False,
+    prefixes: Prefixes = (),
 ) -> Plan:
     """A plan for documents of ``lengths`` inputs on stages of ``layers``.
 
@@ -43,9 +45,14 @@ def arbitrary_plan(
     choices to draw from; ``vocabulary_parallel``: with H and G; ``place``: the rank of every stage,
     default stage i on rank i. Long documents are cut into up to five slices, unless they are to
     stay ``whole``, the rest is packed, some of it beside a slice. The orders are one random walk of
-    all stages through what is ready.
+    all stages through what is ready. ``prefixes``: of documents that continue others, which then
+    lie in chunks behind these or in one with them.
     """
-    chunks = arbitrary_chunks(lengths, random, whole=whole)
+    chunks = (
+        tree_chunks(lengths, prefixes, random)
+        if any(prefix is not None for prefix in prefixes)
+        else arbitrary_chunks(lengths, random, whole=whole)
+    )
     bare = Plan(
         documents=tuple(lengths),
         layers=tuple(layers),
@@ -57,6 +64,7 @@ def arbitrary_plan(
         orders=tuple(() for _ in layers),
         replica=replica,
         replicas=replicas,
+        prefixes=tuple(prefixes),
     )
     walked = random_walk(bare, random, split_backward, vocabulary_parallel=vocabulary_parallel)
     return placed(replace(bare, orders=by_stage(bare, walked)), place, [s for s, _ in walked])
@@ -139,13 +147,18 @@ def arbitrary_block(
 
 def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
     """``plan`` with some of its whole documents local to one of ``ranks``: none, some or all of a
-    chunk's, dealt at random, so that a rank may have none of them."""
+    chunk's, dealt at random, so that a rank may have none of them. Those that continue others, or
+    are continued, stay spread."""
+    tied = {d for d, prefix in enumerate(plan.prefixes) if prefix is not None}
+    tied |= {prefix.document for prefix in plan.prefixes if prefix is not None}
     chunks = []
     for chunk in plan.chunks:
         share = random.choice((0.0, 0.5, 1.0))
         spans = [
             replace(span, rank=random.randrange(ranks))
-            if span.tokens == plan.documents[span.document] and random.random() < share
+            if span.tokens == plan.documents[span.document]
+            and span.document not in tied
+            and random.random() < share
             else span
             for span in chunk.spans
         ]
@@ -193,6 +206,107 @@ def arbitrary_chunks(
             chunk.insert(random.randint(0, len(chunk)), span)
     random.shuffle(made)
     return tuple(Chunk(tuple(spans)) for spans in made)
+
+
+def arbitrary_prefixes(
+    lengths: Sequence[int], random: Random, context: int | None = None
+) -> Prefixes:
+    """Prefixes for documents of ``lengths``: some continue one before them, any part of it from
+    the first input on. Several may continue one, and be continued; some have a lone branch.
+
+    context   positions that there are; None: any number
+    """
+    found: list[Span | None] = [None]
+    begins = [0]
+    for number in range(1, len(lengths)):
+        # Now and then the last one, so that trees are deep; now and then the first, so that wide.
+        parent = random.choice((0, number - 1, random.randrange(number)))
+        length = lengths[parent]
+        stop = length if random.random() < 0.6 else random.randint(1, length)
+        position = begins[parent] + stop
+        fits = context is None or position + lengths[number] <= context
+        if random.random() < 0.25 or not fits:
+            found.append(None)
+            begins.append(0)
+        else:
+            found.append(Span(parent, 0, stop))
+            begins.append(position)
+    return tuple(found)
+
+
+def tree_chunks(
+    lengths: Sequence[int], prefixes: Prefixes, random: Random, first: int = 0
+) -> tuple[Chunk, ...]:
+    """Documents of ``lengths``, counted from ``first`` on, of which some continue others, cut where
+    they branch and anywhere else, and packed: beside each other, behind what they continue, and in
+    one chunk with it."""
+    made: list[list[Span]] = []
+    before: list[int] = []  # the chunk that each continues, or -1
+    cut_in: list[bool] = []  # whether it has a slice of a document in several
+    lies: dict[Span, int] = {}
+
+    def descends(chunk: int, other: int) -> bool:
+        while chunk >= 0 and chunk != other:
+            chunk = before[chunk]
+        return chunk == other
+
+    def place(span: Span, behind: int, cut: bool) -> None:
+        able = [
+            c
+            for c, held in enumerate(made)
+            if len(held) < 5
+            and span.document not in {one.document for one in held}
+            and not (cut and cut_in[c])
+            and (behind in (-1, c, before[c]) or (before[c] < 0 and not descends(behind, c)))
+        ]
+        if able and random.random() < 0.6:
+            chunk = random.choice(able)
+            made[chunk].append(span)
+            cut_in[chunk] |= cut
+        else:
+            chunk = len(made)
+            made.append([span])
+            before.append(-1)
+            cut_in.append(cut)
+        if behind not in (-1, chunk):
+            before[chunk] = behind
+        lies[span] = chunk
+
+    for document in _parents_first(prefixes or (None,) * len(lengths)):
+        length = lengths[document]
+        wanted = {p.stop for p in prefixes if p is not None and p.document == document} - {length}
+        more = random.randint(0, 2) if length >= 8 and random.random() < 0.4 else 0
+        inner = sorted(wanted | set(random.sample(range(1, length), min(more, length - 1))))
+        prefix = prefixes[document] if prefixes else None
+        behind = -1
+        if prefix is not None:
+            behind = next(
+                c for s, c in lies.items() if (s.document, s.stop) == (prefix.document, prefix.stop)
+            )
+        for border in pairwise([0, *inner, length]):
+            span = Span(document, *border)
+            place(span, behind, bool(inner))
+            behind = lies[span]
+    names = random.sample(range(len(made)), len(made))
+    return tuple(
+        Chunk(tuple(replace(span, document=first + span.document) for span in made[name]))
+        for name in names
+    )
+
+
+def _parents_first(prefixes: Prefixes) -> list[int]:
+    order: list[int] = []
+
+    def add(document: int) -> None:
+        prefix = prefixes[document]
+        if prefix is not None and prefix.document not in order:
+            add(prefix.document)
+        if document not in order:
+            order.append(document)
+
+    for document in range(len(prefixes)):
+        add(document)
+    return order
 
 
 def by_stage(plan: Plan, walked: Sequence[tuple[int, Op]]) -> tuple[tuple[Op, ...], ...]:

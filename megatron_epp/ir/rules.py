@@ -5,8 +5,9 @@ need that another stage meets; the executor runs what lowering made, so no need 
 there. The planner's loops (planner/order/compiled) know the needs, for speed: their plans are
 checked and simulated by the table before they leave, and tests hold the clocks equal
 (tests/planner/test_virtual.py, test_judges.py). ``c`` is the op's chunk, ``s`` its stage. A
-document cut into slices ties the chunks of its slices together:
-``earlier`` is the chunk with the slice before, ``later`` the one with the slice after.
+document cut into slices ties the chunks of its slices together, and so does a document that
+continues another: ``earlier`` is the chunk with the slice before, ``later`` are those with a slice
+after: one, or, where documents branch, several.
 
     op  needs                                    makes                      frees
     F   F of c on s-1   (its input)              activations of c           workspace
@@ -14,7 +15,7 @@ document cut into slices ties the chunks of its slices together:
                                                  workspace
     B   F of c on s     (what it saved)          K/V gradients (last)       activations of c
         B|I of c on s+1 (its output's gradient)  workspace                  K/V, K/V grads (1st)
-        B|I of later on s (dK, dV of c)                                     workspace
+        B|I of all later on s (dK, dV of c)                                 workspace
     I   as B                                     as B, weight inputs of c   as B
     W   I of c on s     (inputs, output grads)   workspace                  weight inputs of c
                                                                             workspace
@@ -37,7 +38,9 @@ gradients, so G needs no message of its own; it fills bubbles, as W does.
 of a cut document lies in one buffer per layer, made whole by its first slice's forward and freed
 whole by its first slice's backward, the document's last; so do the gradients of its K and V,
 from the last slice's backward on. Whole documents keep nothing. What an op makes it holds from
-its start; what it frees it holds until its stop.
+its start; what it frees it holds until its stop. A document that others continue is kept like a cut
+one; its last slice then is the last of theirs: of all chunks that attend to it, on each stage, the
+one whose backward comes first, and in evaluation the one whose forward comes last.
 
 A plan of forwards only (evaluation) makes no activations, and a document's K/V is freed by its
 last slice's forward. With vocabulary parallelism it has H besides, which holds nothing when it is
@@ -70,15 +73,15 @@ class Relation(Enum):
 
     SAME = 0
     EARLIER = 1  # the chunk with the slice before, where there is one
-    LATER = 2  # the chunk with the slice after, where there is one
+    LATER = 2  # the chunks with a slice after: none, one, or several branches
 
 
 class SlicePosition(Enum):
     """For which chunks a row holds."""
 
     ANY = 0
-    FIRST = 1  # the chunk holds the first slice of a cut document
-    LAST = 2  # the chunk holds the last slice of a cut document
+    FIRST = 1  # the chunk holds the first slice of a kept document
+    LAST = 2  # the chunk holds the last slice that attends to a kept document
 
 
 class StagePosition(Enum):

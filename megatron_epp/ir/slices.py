@@ -1,14 +1,30 @@
-"""How the slices of cut documents tie chunks together."""
+"""How the slices of cut documents, and documents that continue others, tie chunks together."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.plan import Plan
-from megatron_epp.ir.rules import Relation, SlicePosition
+from megatron_epp.ir.plan import Plan, Prefixes, prefix_lines
+from megatron_epp.ir.rules import Relation
 from megatron_epp.ir.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class KeptDocument:
+    """A document whose K and V are kept: it is cut, or others continue it.
+
+    first     the chunk with its first slice
+    readers   chunks that attend to its K and V from other spans: its later slices, in order, and
+              those of all documents that descend from it; maybe ``first`` among them
+    borders   where those of its spans end behind which another begins, of it or of a branch
+    """
+
+    document: int
+    first: int
+    readers: tuple[int, ...]
+    borders: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,51 +32,50 @@ class Slices:
     """For every chunk: its cut document, and the chunks with the slices before and after.
 
     document[c]   the cut document of which chunk c holds a slice, or -1
-    earlier[c]    the chunk with the slice before, or -1
-    later[c]      the chunk with the slice after, or -1
+    earlier[c]    the chunk with the slice before, be it of a document that one of c continues; -1:
+                  none. One at most: chunks are a forest
+    later[c]      the chunk with the slice after, of the same document, or -1
+    children[c]   all chunks that have c as earlier: several where documents branch
+    kept          documents whose K and V are kept, in order
     """
 
     document: tuple[int, ...]
     earlier: tuple[int, ...]
     later: tuple[int, ...]
+    children: tuple[tuple[int, ...], ...]
+    kept: tuple[KeptDocument, ...]
+    _borders: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
-    def related(self, chunk: int, relation: Relation) -> int:
-        """The chunk that stands in ``relation`` to ``chunk``, or -1."""
-        match relation:
-            case Relation.SAME:
-                return chunk
-            case Relation.EARLIER:
-                return self.earlier[chunk]
-            case Relation.LATER:
-                return self.later[chunk]
+    @property
+    def borders(self) -> Mapping[int, tuple[int, ...]]:
+        """Those of kept documents, by document."""
+        if self.kept and not self._borders:
+            self._borders.update((each.document, each.borders) for each in self.kept)
+        return self._borders
 
     def all_related(self, chunk: int, relation: Relation) -> tuple[int, ...]:
         """Every chunk that stands in ``relation`` to ``chunk``."""
-        related = self.related(chunk, relation)
-        return (related,) if related >= 0 else ()
-
-    def holds(self, chunk: int, place: SlicePosition) -> bool:
-        """Whether a row for ``place`` speaks of ``chunk``."""
-        match place:
-            case SlicePosition.ANY:
-                return True
-            case SlicePosition.FIRST:
-                return self.document[chunk] >= 0 and self.earlier[chunk] < 0
-            case SlicePosition.LAST:
-                return self.document[chunk] >= 0 and self.later[chunk] < 0
+        match relation:
+            case Relation.SAME:
+                return (chunk,)
+            case Relation.EARLIER:
+                return (self.earlier[chunk],) if self.earlier[chunk] >= 0 else ()
+            case Relation.LATER:
+                return self.children[chunk]
 
 
 def slices_of(plan: Plan) -> Slices:
     """The slices of ``plan``, worked out once and kept on the value; see :func:`slices_in`."""
     if plan._slices is None:
-        object.__setattr__(plan, "_slices", slices_in(plan.documents, plan.chunks))
+        made = slices_in(plan.documents, plan.chunks, plan.prefixes)
+        object.__setattr__(plan, "_slices", made)
     return plan._slices
 
 
-def slices_in(documents: Sequence[int], chunks: Sequence[Chunk]) -> Slices:
+def slices_in(documents: Sequence[int], chunks: Sequence[Chunk], prefixes: Prefixes = ()) -> Slices:
     """How ``chunks`` cut ``documents``; a :class:`PlanError` where a token is computed twice or
-    never, or where a chunk holds slices of two cut documents (their K/V would have to live
-    together).
+    never, where a chunk holds slices of two cut documents (their K/V would have to live together),
+    or where documents continue what is no border, or what lies in several chunks.
     """
     places: list[list[tuple[Span, int]]] = [[] for _ in documents]
     for index, chunk in enumerate(chunks):
@@ -96,4 +111,81 @@ def slices_in(documents: Sequence[int], chunks: Sequence[Chunk]) -> Slices:
                     "expected at most one cut document in a chunk"
                 )
             document[index] = number
-    return Slices(tuple(document), tuple(earlier), tuple(later))
+    if prefixes:
+        _tie_branches(chunks, prefixes, places, earlier)
+    children: list[list[int]] = [[] for _ in chunks]
+    for index, before in enumerate(earlier):
+        if before >= 0:
+            children[before].append(index)
+    kept = _kept(prefixes, places)
+    return Slices(tuple(document), tuple(earlier), tuple(later), tuple(map(tuple, children)), kept)
+
+
+Places = Sequence[Sequence[tuple[Span, int]]]  # of every document: its spans, and their chunks
+
+
+def _tie_branches(
+    chunks: Sequence[Chunk], prefixes: Prefixes, places: Places, earlier: list[int]
+) -> None:
+    """Tie the first slices of documents to the chunks that they continue."""
+    for number, prefix in enumerate(prefixes):
+        if prefix is None:
+            continue
+        parent = next((p for p in places[prefix.document] if p[0].stop == prefix.stop), None)
+        line = prefix_lines(prefixes)[number]
+        if parent is None:
+            stops = ", ".join(str(span.stop) for span, _ in places[prefix.document])
+            raise PlanError(
+                f"{line}: document {prefix.document} has no border there; expected the end of one "
+                f"of its spans ({stops})"
+            )
+        (span, before), (own, index) = parent, places[number][0]
+        for one in (span, own):
+            if one.local:
+                raise PlanError(f"{line}: {one} is local to a rank; expected spread documents")
+        if before == index:
+            spans = chunks[index].spans
+            if spans.index(span) > spans.index(own):
+                raise PlanError(
+                    f"chunk {index}: {own} continues {span}, which stands behind it; expected it in"
+                    " front"
+                )
+        elif earlier[index] not in (-1, before):
+            raise PlanError(
+                f"chunk {index}: continues slices of chunks {earlier[index]} and {before}; expected"
+                " one chunk before it"
+            )
+        else:
+            earlier[index] = before
+    for index in range(len(chunks)):
+        seen, at = {index}, earlier[index]
+        while at >= 0 and at not in seen:
+            seen.add(at)
+            at = earlier[at]
+        if at == index:
+            raise PlanError(
+                f"chunk {index}: continues chunk {earlier[index]}, which continues it; expected "
+                "chunks of which one comes first"
+            )
+
+
+def _kept(prefixes: Prefixes, places: Places) -> tuple[KeptDocument, ...]:
+    readers = [[index for _, index in spans[1:]] for spans in places]
+    borders = [{span.stop for span, _ in spans[:-1]} for spans in places]
+    for number, prefix in enumerate(prefixes):
+        own = dict.fromkeys(index for _, index in places[number])
+        if prefix is not None:
+            borders[prefix.document].add(prefix.stop)
+        while prefix is not None:
+            readers[prefix.document] += own
+            prefix = prefixes[prefix.document]
+    return tuple(
+        KeptDocument(
+            number,
+            places[number][0][1],
+            tuple(dict.fromkeys(found)),
+            tuple(sorted(borders[number])),
+        )
+        for number, found in enumerate(readers)
+        if found
+    )

@@ -1,6 +1,7 @@
 """State of a chunk on its way through a stage's layers."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,10 @@ from megatron_epp.runtime.kv_store import Store
 class Rows:
     """Rows [start, stop) of a chunk's tensors hold ``span``.
 
-    ``cut``: the span is a slice of a cut document; ``last``: the last one, so nobody attends to
-    its K and V later.
+    ``cut``: the span is a slice of a document whose K and V are kept, as it is cut or others
+    continue it; ``last``: nobody attends to its K and V later.
+
+    prefix   inputs of other documents in front of those of its own, in the order of positions
     """
 
     start: int
@@ -22,6 +25,20 @@ class Rows:
     span: Span
     cut: bool
     last: bool
+    prefix: tuple[Span, ...] = ()
+
+    @property
+    def offset(self) -> int:
+        """Position of its document's first input."""
+        return sum(span.tokens for span in self.prefix)
+
+    @property
+    def context(self) -> tuple[tuple[int, int], ...]:
+        """(document, inputs of it from its first on) of all that the span sees of other spans, in
+        the order of positions."""
+        others = [(span.document, span.stop) for span in self.prefix]
+        own = [(self.span.document, self.span.start)] if self.span.start else []
+        return (*others, *own)
 
 
 @dataclass(slots=True)
@@ -80,38 +97,37 @@ def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) ->
     """The rows of ``chunk``: its spans one behind the other, those that all context-parallel ranks
     share, or those local to ``rank``."""
     rows, start = [], 0
+    borders = slices.borders
     for span in plan.chunks[chunk].spans:
         if span.rank != rank:
             continue
-        cut = span.tokens < plan.documents[span.document]
-        last = span.stop == plan.documents[span.document]
-        rows.append(Rows(start, start + span.tokens, span, cut, last))
+        cut = span.document in borders
+        last = not cut or span.stop not in borders[span.document]
+        prefix = plan.prefix_of(span.document)
+        rows.append(Rows(start, start + span.tokens, span, cut, last, prefix))
         start += span.tokens
     return tuple(rows)
 
 
-def context_tokens(plan: Plan, slices: Slices) -> dict[int, int]:
-    """For every cut document, the inputs that a later slice attends to: all but its last slice."""
-    contexts = {}
-    for chunk, document in enumerate(slices.document):
-        if document >= 0 and slices.later[chunk] < 0:
-            spans: Sequence[Span] = plan.chunks[chunk].spans
-            contexts[document] = next(s.start for s in spans if s.document == document)
-    return contexts
-
-
 def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
     """An empty store for an iteration; ``stores_last_slice``: with room for last slices, too."""
-    contexts = context_tokens(plan, slices)
+    contexts = {document: borders[-1] for document, borders in slices.borders.items()}
     kept = {d: plan.documents[d] for d in contexts} if stores_last_slice else contexts
-    return Store(contexts, kept, borders_of(plan, contexts))
+    readers: Counter[int] = Counter()
+    followers: Counter[int] = Counter()
+    if plan.prefixes:
+        chunks = range(len(plan.chunks))
+        every = [rows for c in chunks for rows in chunk_rows(plan, slices, c) if rows.context]
+        readers.update(document for rows in every for document, _ in rows.context)
+        followers.update(rows.context[-1][0] for rows in every)
+    return Store(contexts, kept, slices.borders, readers, followers)
 
 
-def borders_of(plan: Plan, documents: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """Ends of the slices, but the last, of each of the cut ``documents``."""
-    stops: dict[int, list[int]] = {document: [] for document in documents}
-    for chunk in plan.chunks:
-        for span in chunk.spans:
-            if span.document in stops and span.stop < plan.documents[span.document]:
-                stops[span.document].append(span.stop)
-    return {document: tuple(sorted(found)) for document, found in stops.items()}
+def let_go(state: ChunkState, layer: int, rows: Rows) -> None:
+    """In evaluation, once ``layer`` has computed ``rows``: free what no other span will see."""
+    store = state.store
+    if store.readers:
+        for document, _ in rows.context:
+            store.seen(layer, document, store.readers[document])
+    elif rows.cut and rows.last:
+        store.release(layer, rows.span.document)

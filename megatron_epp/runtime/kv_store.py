@@ -40,6 +40,11 @@ class Store:
     adds n contributions, and the plain model rounds their sum once. Everything of a layer is freed
     when the first slice's backward has taken its gradients, or, in evaluation, by ``release``.
 
+    Where documents continue others (``readers[d]``: how many spans see document ``d``), gradients
+    of a context may come in any order of its branches, each of a part of it, and in evaluation all
+    is freed when the last of them has seen it (``seen``). ``followers[d]``: how many of them begin
+    right behind a border of it, and so see its state there.
+
     A layer that sees only a window keeps less, at places of its own (layers/attention/tails.py):
     ``rows`` of the buffer are then its, and ``borders[d]``, where the slices of document ``d`` but
     the last end, say which.
@@ -50,7 +55,11 @@ class Store:
         context_tokens: Mapping[int, int],
         kept_tokens: Mapping[int, int] | None = None,
         borders: Mapping[int, tuple[int, ...]] | None = None,
+        readers: Mapping[int, int] | None = None,
+        followers: Mapping[int, int] | None = None,
     ):
+        self.readers, self.followers = dict(readers or {}), dict(followers or {})
+        self._unseen: dict[tuple[int, int], int] = {}
         self.borders = {} if borders is None else dict(borders)
         self.context_tokens = dict(context_tokens)
         self.kept_tokens = self.context_tokens if kept_tokens is None else dict(kept_tokens)
@@ -127,7 +136,11 @@ class Store:
             dtype = torch.promote_types(kept.key_CGD.dtype, torch.float32)
             # The last slice's backward comes first and its context is all of it: a copy, where a
             # fill with zeros would pass over the memory twice.
-            assert rows == self.context_tokens[document], "the last slice's backward comes first"
+            whole = rows == self.context_tokens[document]
+            if not whole and document in self.readers:
+                self.add_window_gradient(layer, document, 0, key_grad_PGD, value_grad_PGD)
+                return
+            assert whole, "the last slice's backward comes first"
             kept.key_grad_CGD = key_grad_PGD.to(dtype, copy=True)
             kept.value_grad_CGD = value_grad_PGD.to(dtype, copy=True)
             self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
@@ -135,6 +148,10 @@ class Store:
         assert kept.value_grad_CGD is not None, "both gradients come together"
         kept.key_grad_CGD[:rows] += key_grad_PGD
         kept.value_grad_CGD[:rows] += value_grad_PGD
+
+    def has_gradient(self, layer: int, document: int) -> bool:
+        """Whether anybody has left any for the document in this layer."""
+        return self._kept[layer, document].key_grad_CGD is not None
 
     def gradient(self, layer: int, document: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Views of what later slices left for the K and V of inputs [start, stop)."""
@@ -155,6 +172,15 @@ class Store:
         """Whether the memory that begins at ``address`` is a buffer's, and counted in ``bytes``."""
         return address in self._addresses
 
+    def seen(self, layer: int, document: int, times: int):
+        """In evaluation: another span has seen the document's K and V in this layer, which will be
+        seen so many ``times``; the last one frees them."""
+        left = self._unseen.pop((layer, document), times) - 1
+        if left:
+            self._unseen[layer, document] = left
+        else:
+            self.release(layer, document)
+
     def release(self, layer: int, document: int):
         """Free a layer's K/V of a document and their gradients."""
         kept = self._kept.pop((layer, document))
@@ -165,6 +191,7 @@ class Store:
         """Free everything, as after an iteration that failed."""
         self._kept.clear()
         self._addresses.clear()
+        self._unseen.clear()
         self.bytes = 0
 
     def _grew(self, bytes_: int):

@@ -270,8 +270,8 @@ function needs(bar) {
   for (const [letters, step, relation, why, at] of data.kinds[bar.kind].needs) {
     if (!there[at]) continue;
     const where = step === "last" ? last : stage + step;
-    const other = relation === "SAME" ? bar.chunk : relation === "EARLIER" ? chunk.earlier : chunk.later;
-    for (const letter of letters) {
+    const others = relation === "SAME" ? [bar.chunk] : relation === "EARLIER" ? chunk.earlier : chunk.later;
+    for (const other of others) for (const letter of letters) {
       const source = byOp[bar.run].get(`${where} ${letter}${other}`);
       if (source) found.push({ source, why });
     }

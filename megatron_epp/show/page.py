@@ -114,12 +114,12 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
                 "name": names[number],
                 "spans": str(chunk),
                 "tokens": chunk.tokens,
-                "pairs": chunk.pairs,
+                "pairs": plan.pairs(number),
                 "fill": [paints.fill(kind, number) for kind in COMPUTE],
                 "ink": paints.ink(number),
                 "accent": paints.accent[number],
-                "earlier": slices.related(number, Relation.EARLIER),
-                "later": slices.related(number, Relation.LATER),
+                "earlier": slices.all_related(number, Relation.EARLIER),
+                "later": slices.all_related(number, Relation.LATER),
             }
             for number, chunk in enumerate(plan.chunks)
         ],

@@ -259,8 +259,17 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
         zip(plan.chunks, slice_places(slices), strict=True)
     ):
         document = slices.document[chunk]
-        whole = len(content.spans) - (count > 0)
         parts = [f"slice {place + 1} of {count} of document {document}"] if count else []
+        others = [span.document for span in content.spans if span.document != document or not count]
+        branches = [d for d in others if plan.prefixes and plan.prefixes[d] is not None]
+        whole = len(others) - len(branches)
+        if branches:
+            roots = sorted({str(plan.prefix_of(d)[0].document) for d in branches}, key=int)
+            many = "es" if len(branches) > 1 else ""
+            parts.append(
+                f"{len(branches)} branch{many} of document{'s' * (len(roots) > 1)} "
+                f"{' '.join(roots)}"
+            )
         if whole:
             ranks = [span.rank for span in content.spans if span.local]
             who = " ".join(map(str, sorted(set(ranks))))
@@ -275,7 +284,8 @@ def slice_places(slices: Slices) -> list[tuple[int, int]]:
     document has; (0, 0) without one."""
     places = [(0, 0)] * len(slices.document)
     for first, document in enumerate(slices.document):
-        if document < 0 or slices.earlier[first] >= 0:
+        before = slices.earlier[first]
+        if document < 0 or (before >= 0 and slices.later[before] == first):
             continue
         chain = [first]
         while (chunk := slices.later[chain[-1]]) >= 0:

@@ -51,7 +51,7 @@ def _ops(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "holds": names[chunk],
             "spans": str(content),
             "tokens": content.tokens,
-            "pairs": content.pairs,
+            "pairs": timeline.plan.pairs(chunk),
             "peak_gib": round(record.peak_bytes / GIB, 4),
             "recomputed_layers": timeline.plan.recompute[record.stage][chunk],
             "recomputed_share": recomputed_share(timeline.plan, record.stage, chunk),

@@ -51,7 +51,7 @@ class OpArrays(NamedTuple):
     moved_bytes[k, 0, s, c]   that the op makes at its start
     moved_bytes[k, 1, s, c]   that it frees at its stop
     resident[s]               bytes
-    earlier[c], later[c]      int64, -1 for none: ir.Slices
+    earlier[c]                int64, -1 for none: ir.Slices
     """
 
     seconds: np.ndarray
@@ -60,7 +60,6 @@ class OpArrays(NamedTuple):
     moved_bytes: np.ndarray
     resident: np.ndarray
     earlier: np.ndarray
-    later: np.ndarray
 
 
 class Run(NamedTuple):
@@ -159,15 +158,20 @@ def run_arrays(orders, arrays, needs):
     codes, stages, width = seconds.shape
     ops, ranks = len(kinds), len(offset) - 1
 
-    # related[r, c] stands in relation r to chunk c; related_to[r, c] is the inverse.
-    related = np.empty((3, width), np.int64)
-    related[SAME] = np.arange(width)
-    related[EARLIER] = arrays.earlier
-    related[LATER] = arrays.later
-    related_to = np.empty((3, width), np.int64)
-    related_to[SAME] = related[SAME]
-    related_to[EARLIER] = arrays.later
-    related_to[LATER] = arrays.earlier
+    # related[r, c]: how many chunks stand in relation r to chunk c. Those behind c, of which there
+    # are several where documents branch, are linked: child[c], and then sibling of each.
+    earlier = arrays.earlier
+    related = np.zeros((3, width), np.int64)
+    related[SAME] = 1
+    child = np.full(width, -1, np.int64)
+    sibling = np.full(width, -1, np.int64)
+    for chunk in range(width - 1, -1, -1):
+        parent = earlier[chunk]
+        if parent >= 0:
+            related[EARLIER, chunk] = 1
+            related[LATER, parent] += 1
+            sibling[chunk] = child[parent]
+            child[parent] = chunk
 
     # The rows by op kind: its needs, and the needs that it meets.
     mask = np.zeros((2, codes, len(needs)), np.bool_)
@@ -192,11 +196,10 @@ def run_arrays(orders, arrays, needs):
             where = met_on[row, stage]
             if where < 0:
                 continue
-            if related[needs[row, NEED_CHUNK], chunks[op]] < 0:
-                continue
-            missing[op] += 1
+            wanted = related[needs[row, NEED_CHUNK], chunks[op]]
+            missing[op] += wanted
             if rank_of[where] != rank_of[stage]:
-                remote += 1
+                remote += wanted
 
     start, stop = np.zeros(ops), np.zeros(ops)
     op_peak, op_left = np.zeros(ops), np.zeros(ops)
@@ -247,38 +250,45 @@ def run_arrays(orders, arrays, needs):
                     where = wanted_on[row, stage]
                     if where < 0:
                         continue
-                    waiting = related_to[needs[row, NEED_CHUNK], chunk]
-                    if waiting < 0:
-                        continue
-                    target = place[needs[row, NEED_KIND], where, waiting]
-                    if target < 0:
-                        continue
-                    arrival = end
-                    message = -1
-                    other = rank_of[where]
-                    if other != rank:
-                        length = min(stage, where)
-                        if needs[row, NEED_STAGE] == FROM_LAST:
-                            length = stages - 1
-                        message = sent
-                        sent += 1
-                        producer[message], consumer[message] = op, target
-                        ready[message] = end
-                        depart[message] = max(end, link_free[rank, other])
-                        if depart[message] > end:
-                            before[message] = link_last[rank, other]
-                        payload = needs[row, NEED_PAYLOAD]
-                        occupied = link_seconds[payload, length, chunk]
-                        link_free[rank, other] = depart[message] + occupied
-                        link_last[rank, other] = message
-                        arrive[message] = link_free[rank, other] + latency
-                        arrival = arrive[message]
-                    missing[target] -= 1
-                    if arrival > arrived[target]:
-                        arrived[target] = arrival
-                        need[target] = row
-                        source[target] = op
-                        brought[target] = message
+                    relation = needs[row, NEED_CHUNK]
+                    waiting = chunk
+                    if relation == EARLIER:
+                        waiting = child[chunk]
+                    elif relation == LATER:
+                        waiting = earlier[chunk]
+                    following = waiting
+                    while following >= 0:
+                        waiting = following
+                        following = sibling[waiting] if relation == EARLIER else -1
+                        target = place[needs[row, NEED_KIND], where, waiting]
+                        if target < 0:
+                            continue
+                        arrival = end
+                        message = -1
+                        other = rank_of[where]
+                        if other != rank:
+                            length = min(stage, where)
+                            if needs[row, NEED_STAGE] == FROM_LAST:
+                                length = stages - 1
+                            message = sent
+                            sent += 1
+                            producer[message], consumer[message] = op, target
+                            ready[message] = end
+                            depart[message] = max(end, link_free[rank, other])
+                            if depart[message] > end:
+                                before[message] = link_last[rank, other]
+                            payload = needs[row, NEED_PAYLOAD]
+                            occupied = link_seconds[payload, length, chunk]
+                            link_free[rank, other] = depart[message] + occupied
+                            link_last[rank, other] = message
+                            arrive[message] = link_free[rank, other] + latency
+                            arrival = arrive[message]
+                        missing[target] -= 1
+                        if arrival > arrived[target]:
+                            arrived[target] = arrival
+                            need[target] = row
+                            source[target] = op
+                            brought[target] = message
         if pending == before_round:
             makespan = np.inf
             break

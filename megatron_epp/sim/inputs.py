@@ -1,7 +1,7 @@
 """Orders, seconds and bytes as the arrays that the simulator's loop and a planner's read."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from megatron_epp.ir import (
     KIND_CODE,
     Effect,
     Item,
+    KeptDocument,
     Kind,
+    Op,
     Payload,
     Plan,
     Relation,
@@ -33,6 +35,9 @@ class Ties(Protocol):
     def earlier(self) -> Sequence[int] | np.ndarray: ...
     @property
     def later(self) -> Sequence[int] | np.ndarray: ...
+    @property
+    def kept(self) -> Sequence[KeptDocument] | None:
+        """Documents whose K and V are kept; None: the cut ones."""
 
 
 def orders_of(plan: Plan) -> Orders:
@@ -48,9 +53,14 @@ def orders_of(plan: Plan) -> Orders:
     )
 
 
-def op_arrays(table: Table, ties: Ties, rules: Rules) -> OpArrays:
+def op_arrays(
+    table: Table, ties: Ties, rules: Rules, orders: Sequence[Sequence[Op]] | None = None
+) -> OpArrays:
     """``table`` over chunks whose slices are tied like that, under ``rules``. Kinds that no plan on
-    the table has, H and G, have no rows."""
+    the table has, H and G, have no rows.
+
+    orders   of every stage, where they are known: see :func:`moved_bytes`
+    """
     chunks, stages = len(ties.document), len(table.resident_bytes)
     kinds = [kind for kind in COMPUTE if kind in table.seconds]
     codes = 1 + max(KIND_CODE[kind] for kind in kinds)
@@ -70,42 +80,88 @@ def op_arrays(table: Table, ties: Ties, rules: Rules) -> OpArrays:
         seconds,
         link_seconds,
         float(table.link_latency_seconds),
-        moved_bytes(table, ties, rules),
+        moved_bytes(table, ties, rules, orders),
         np.array(table.resident_bytes, np.float64),
         np.asarray(ties.earlier, np.int64),
-        np.asarray(ties.later, np.int64),
     )
 
 
-def moved_bytes(table: Table, ties: Ties, rules: Rules) -> np.ndarray:
+def moved_bytes(
+    table: Table, ties: Ties, rules: Rules, orders: Sequence[Sequence[Op]] | None = None
+) -> np.ndarray:
     """[kinds, 2, stages, chunks]: bytes that an op makes at its start and frees at its stop, read
-    off the rule table."""
-    document = np.asarray(ties.document, np.int64)
-    cut = document >= 0
-    related = {Relation.EARLIER: ties.earlier, Relation.LATER: ties.later}
-    holds = {
-        SlicePosition.ANY: None,
-        SlicePosition.FIRST: cut & (np.asarray(ties.earlier) < 0),
-        SlicePosition.LAST: cut & (np.asarray(ties.later) < 0),
-    }
+    off the rule table.
 
-    def moved(kind: Kind, effect: Effect) -> np.ndarray:
-        if effect.item is Item.WORKSPACE:
-            held = np.asarray(table.workspace_bytes[kind])
-        elif effect.item in DOCUMENT_ITEMS:
-            held = np.asarray(table.held_bytes[effect.item])[:, np.maximum(document, 0)] * cut
-        else:
-            held = np.asarray(table.held_bytes[effect.item])
-            if effect.chunk is not Relation.SAME:
-                owner = np.asarray(related[effect.chunk], np.int64)
-                held = held[:, np.maximum(owner, 0)] * (owner >= 0)
-        where = holds[effect.slice]
-        return held if where is None else held * where
-
+    orders   of every stage, by which the last of the chunks that attend to a document is known
+             where documents branch; None: as if they ran forward as ``ties.kept`` names them, and
+             backward in reverse
+    """
+    earlier = np.asarray(ties.earlier, np.int64)
+    owners = _owners(ties, len(table.resident_bytes), orders)
     codes = 1 + max(KIND_CODE[kind] for kind in (*table.seconds, *rules))
-    result = np.zeros((codes, 2, len(table.resident_bytes), len(document)))
+    result = np.zeros((codes, 2, len(table.resident_bytes), len(earlier)))
+
+    def move(into: np.ndarray, kind: Kind, effect: Effect) -> None:
+        if effect.item is Item.WORKSPACE:
+            into += np.asarray(table.workspace_bytes[kind])
+            return
+        held = np.asarray(table.held_bytes[effect.item], np.float64)
+        if effect.item in DOCUMENT_ITEMS:
+            assert effect.slice is not SlicePosition.ANY, "documents own it"
+            last = owners.last_forward if kind is Kind.FORWARD else owners.last_backward
+            first = effect.slice is SlicePosition.FIRST
+            chunks = np.broadcast_to(owners.first if first else last, last.shape)
+            stages = np.arange(len(into))[:, None]
+            np.add.at(into, (stages, chunks), held[:, owners.document])
+        elif effect.chunk is Relation.EARLIER:
+            into += held[:, np.maximum(earlier, 0)] * (earlier >= 0)
+        elif effect.chunk is Relation.LATER:
+            behind = np.flatnonzero(earlier >= 0)
+            np.add.at(into.T, earlier[behind], held[:, behind].T)
+        else:
+            into += held
+
     for kind, rule in rules.items():
         for when, effects in enumerate((rule.makes, rule.frees)):
             for effect in effects:
-                result[KIND_CODE[kind], when] += moved(kind, effect)
+                move(result[KIND_CODE[kind], when], kind, effect)
     return result
+
+
+class _Owners(NamedTuple):
+    """Kept documents [K], the chunk with the first slice of each, and on every stage [S, K] of the
+    chunks that attend to it the one whose forward is last and the one whose backward is first."""
+
+    document: np.ndarray
+    first: np.ndarray
+    last_forward: np.ndarray
+    last_backward: np.ndarray
+
+
+def _owners(ties: Ties, stages: int, orders: Sequence[Sequence[Op]] | None) -> _Owners:
+    if ties.kept is None:
+        document, later = np.asarray(ties.document, np.int64), np.asarray(ties.later, np.int64)
+        first = np.flatnonzero((document >= 0) & (np.asarray(ties.earlier) < 0))
+        ends = np.flatnonzero((document >= 0) & (later < 0))
+        first = first[np.argsort(document[first], kind="stable")]
+        ends = ends[np.argsort(document[ends], kind="stable")]
+        last = np.broadcast_to(ends, (stages, len(ends)))
+        return _Owners(document[first], first, last, last)
+    forward = np.array([[each.readers[-1] for each in ties.kept]] * stages, np.int64)
+    forward = forward.reshape(stages, len(ties.kept))
+    backward = forward.copy()
+    if orders is not None and any(len(each.readers) > 1 for each in ties.kept):
+        for stage, order in enumerate(orders):
+            done: dict[Kind, dict[int, int]] = {Kind.FORWARD: {}, Kind.BACKWARD: {}}
+            for at, op in enumerate(order):
+                if op.kind is Kind.FORWARD:
+                    done[Kind.FORWARD][op.chunk] = at
+                elif op.kind in BACKWARDS:
+                    done[Kind.BACKWARD][op.chunk] = at
+            for number, each in enumerate(ties.kept):
+                forward[stage, number] = max(each.readers, key=done[Kind.FORWARD].__getitem__)
+                if done[Kind.BACKWARD]:
+                    backward[stage, number] = min(each.readers, key=done[Kind.BACKWARD].__getitem__)
+    document = np.array([each.document for each in ties.kept], np.int64)
+    first = np.array([each.first for each in ties.kept], np.int64)
+    return _Owners(document, first, forward, backward)

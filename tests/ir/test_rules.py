@@ -15,7 +15,6 @@ from megatron_epp.ir import (
     COMPUTE,
     DOCUMENT_ITEMS,
     OF_LAYERS,
-    Chunk,
     Item,
     Kind,
     Need,
@@ -23,9 +22,7 @@ from megatron_epp.ir import (
     Payload,
     Plan,
     PlanError,
-    Relation,
     Rules,
-    Slices,
     Table,
     check,
     lower,
@@ -185,7 +182,7 @@ def ledger(plan: Plan, rules: Rules) -> str:
         workspace_bytes=dict.fromkeys(COMPUTE, WORKSPACE_BYTES * ones),
         resident_bytes=[0.0] * plan.stages,
     )
-    arrays = op_arrays(table, slices_of(plan), rules)
+    arrays = op_arrays(table, slices_of(plan), rules, plan.orders)
     result = run(orders_of(plan), arrays, needs_array(rules))
     pairs = zip(result.op_peak, result.op_left, strict=True)
     return " ".join(f"{peak:.0f}>{left:.0f}" for peak, left in pairs)
@@ -294,34 +291,28 @@ def test_needs_are_those_that_exist() -> None:
     assert said(1, "W1") == "I1 of 1"
 
 
-def test_every_slice_that_comes_later_is_needed() -> None:
-    """A document of a tree of slices, two of which follow the first, is no plan yet; its needs are
-    spelled already."""
-
-    class Tree(Slices):
-        def all_related(self, chunk: int, relation: Relation) -> tuple[int, ...]:
-            if relation is Relation.SAME:
-                return (chunk,)
-            return {Relation.LATER: {0: (1, 2)}, Relation.EARLIER: {1: (0,), 2: (0,)}}[
-                relation
-            ].get(chunk, ())
-
-    plan = plan_of("wholes")
-    three = dataclasses.replace(
-        plan,
-        documents=(5, 3, 2),
-        chunks=(*plan.chunks, Chunk.parse(["2[0:2]"])),
-        recompute=(("k", "k", "k"),),
-        orders=(tuple(map(Op.parse, ["F0", "F1", "F2", "B1", "B2", "B0"])),),
+def test_every_branch_is_needed() -> None:
+    """Two documents that continue a first one: its backward waits for those of both."""
+    plan = Plan.parse(
+        "plan v1\ndocuments 5 3 2\nprefix 1: 0[0:5]\nprefix 2: 0[0:5]\nlayers 1\n"
+        "chunk 0: 0[0:5]\nchunk 1: 1[0:3]\nchunk 2: 2[0:2]\nstage 0: F0 F1 F2 B1 B2 B0\n"
     )
-    tree = Tree((0, 0, 0), (-1, 0, 0), (1, -1, -1))
-    needs = needs_of(three, slices=tree)
+    needs = needs_of(plan)
     assert [ops[0] for _, _, ops in needs(0, Op.parse("B0"))] == list(
         map(Op.parse, ("F0", "B1", "B2"))
     )
-    assert [op for _, op in walk(three, tree)] == list(three.orders[0])
+    assert [op for _, op in walk(plan)] == list(plan.orders[0])
     early = dataclasses.replace(
-        three, orders=(tuple(map(Op.parse, ["F0", "F1", "F2", "B1", "B0", "B2"])),)
+        plan, orders=(tuple(map(Op.parse, ["F0", "F1", "F2", "B1", "B0", "B2"])),)
     )
     with pytest.raises(PlanError, match="stage 0 at B0: lacks B2 of stage 0"):
-        list(walk(early, tree))
+        check(early)
+    # K and V from the first forward to the last backward, their gradients from the first branch's.
+    assert ledger(plan, rules_for(False)) == (
+        "10011>11 10012>12 10013>13 10113>112 10112>111 10111>0"
+    )
+    other = "F0 F1 B1 F2 B2 B0"
+    plan = dataclasses.replace(plan, orders=(tuple(map(Op.parse, other.split())),))
+    assert ledger(plan, rules_for(False)) == (
+        "10011>11 10012>12 10112>111 10112>112 10112>111 10111>0"
+    )

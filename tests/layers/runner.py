@@ -10,7 +10,7 @@ from megatron_epp.ir import Chunk, Kind, Op, Plan, slices_of
 from megatron_epp.layers.attention.cpu import ChunkAttention
 from megatron_epp.layers.attention.reference import PlainKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, context_tokens, store_for
+from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.runtime.kv_store import Store
 
 LAYER = 3  # any: the store's key
@@ -67,7 +67,7 @@ class Runner:
     def __init__(self, plan: Plan, given: Documents, multiple: int = 1):
         self.plan, self.given, self.multiple = plan, given, multiple
         self.slices = slices_of(plan)
-        self.store = Store(context_tokens(plan, self.slices))
+        self.store = Store({d: ends[-1] for d, ends in self.slices.borders.items()})
         self.results = [
             tuple(torch.full_like(t, torch.nan) for t in (q, q, k, v)) for q, k, v, _ in given
         ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_epp.ir import Span, slices_of
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
-from megatron_epp.layers.chunk_state import chunk_rows, context_tokens
+from megatron_epp.layers.chunk_state import chunk_rows, store_for
 from tests.layers.runner import (
     NAMES,
     ROWS,
@@ -117,4 +117,4 @@ def test_spans_of_the_rows_are_those_of_the_plan() -> None:
     assert [(r.start, r.stop, r.cut, r.last) for r in first] == [(0, 6, True, False)]
     assert (short.start, short.stop, short.cut, short.span) == (0, 4, False, Span(1, 0, 4))
     assert (tail.start, tail.stop, tail.cut, tail.last) == (4, 9, True, True)
-    assert context_tokens(plan, slices_of(plan)) == {0: 6}
+    assert store_for(plan, slices_of(plan), False).context_tokens == {0: 6}

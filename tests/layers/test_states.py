@@ -208,11 +208,11 @@ def test_a_call_has_one_state_in_and_one_out() -> None:
     found = [calls_of(state_of(plan, n, store, True, 0), CHANNELS) for n in range(5)]
     assert found[0] == (Call(0, 2, (2,), 0, None, 0),)
     assert found[1] == (Call(0, 5, (3, 2), 2, None, 0),)  # a first slice behind a whole document
-    assert found[2] == (Call(0, 9, (9,), 0, 0, 1),)
-    assert found[3] == (Call(0, 9, (7, 2), 2, 0, None),)  # and a last one in front of it
-    assert found[4] == (Call(0, 1, (1,), 0, 1, None),)
+    assert found[2] == (Call(0, 9, (9,), 0, 0, 1, 0),)
+    assert found[3] == (Call(0, 9, (7, 2), 2, 0, None, 2),)  # and a last one in front of it
+    assert found[4] == (Call(0, 1, (1,), 0, 1, None, 0),)
     state = state_of(plan, 2, store, True, 3)  # padding is nobody's
-    assert calls_of(state, CHANNELS) == (Call(0, 9, (9,), 0, 0, 1), Call(9, 12, (3,), -1))
+    assert calls_of(state, CHANNELS) == (Call(0, 9, (9,), 0, 0, 1, 0), Call(9, 12, (3,), -1))
 
 
 def test_no_call_is_too_long_for_a_kernels_numbers() -> None:

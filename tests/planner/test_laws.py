@@ -45,7 +45,6 @@ def balanced(sizes: list[int], stages: int, forward: float, backward: float) -> 
             np.zeros((4, 2, stages, count)),
             np.zeros(stages),
             ties,
-            ties,
         ),
         starts[group] + starts[group + 1] - 1 - np.arange(count),
         np.repeat(starts[1:] - 1, sizes),

@@ -25,7 +25,7 @@ def work(stages: int, chunks: int, forward: float = 1.0, held: float = 1.0) -> O
     moved[3, 1] = held  # or W
     nothing = np.full(chunks, -1)
     links = np.zeros((2, max(1, stages - 1), chunks))
-    return OpArrays(seconds, links, 0.0, moved, np.zeros(stages), nothing, nothing)
+    return OpArrays(seconds, links, 0.0, moved, np.zeros(stages), nothing)
 
 
 def play(
@@ -108,13 +108,12 @@ def random_problem(place, cut: bool, seed: int) -> ScheduleProblem:
     stages, group = len(place), np.array([0, 0, 0, 1, 1, 1, 2, 3, 4])
     number, kinds = np.arange(9), 6 if cut else 4
     earlier = np.where(np.append(False, group[1:] == group[:-1]), number - 1, -1)
-    later = np.where(np.append(group[1:] == group[:-1], False), number + 1, -1)
     moved = random.uniform(0.0, 1.0, (kinds, 2, stages, 9))
     moved[1, 1], moved[2, 1] = moved[0, 0] + moved[1, 0], moved[0, 0] + moved[2, 0]
     links = random.uniform(0.0, 0.5, (3 if cut else 2, stages if cut else stages - 1, 9))
     ops = OpArrays(
         random.uniform(0.1, 2.0, (kinds, stages, 9)), links, 0.1, moved, np.zeros(stages),
-        earlier, later,
+        earlier,
     )  # fmt: skip
     last = np.array([np.flatnonzero(group == one).max() for one in group])
     backward = np.concatenate([np.flatnonzero(group == one)[::-1] for one in range(5)])

@@ -270,7 +270,7 @@ def test_the_trace_has_every_op_and_an_arrow_for_every_message():
     messages = sum(
         need.stage != 0
         and 0 <= stage + need.stage < run.plan.stages
-        and slices.related(op.chunk, need.chunk) >= 0
+        and bool(slices.all_related(op.chunk, need.chunk))
         for stage, order in enumerate(run.plan.orders)
         for op in order
         for need in rules[op.kind].needs

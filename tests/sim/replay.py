@@ -6,6 +6,7 @@ alive on every rank.
 """
 
 import heapq
+import itertools
 from collections import deque
 
 from megatron_epp.ir import Item, Kind, Op, Payload, Plan, Table
@@ -27,7 +28,16 @@ class Replay:
             )
             if len(spans) > 1:
                 self.slices[document] = [chunk for _, chunk in spans]
-        self.document = {c: d for d, chunks in self.slices.items() for c in chunks}
+        # Documents that continue others, read off the text, as a person would.
+        lines = [line for line in str(plan).split("\n") if line.startswith("prefix ")]
+        self.parent: dict[int, tuple[int, int]] = {}
+        for line in lines:
+            _, child, span = line.split()
+            parent, _, stop = span.rstrip("]").partition("[0:")
+            self.parent[int(child.rstrip(":"))] = int(parent), int(stop)
+        self.before: dict[int, int] = {}  # chunk -> the chunk with what it continues
+        self.kept: dict[int, tuple[int, set[int]]] = {}  # document -> its first chunk, its readers
+        self._tie()
         self.start: dict[tuple[int, Op], float] = {}
         self.stop: dict[tuple[int, Op], float] = {}
         self.op_peak: dict[tuple[int, Op], float] = {}
@@ -43,16 +53,28 @@ class Replay:
         self.sent: list[tuple] = []  # (payload, chunk, source, ready, depart, arrive)
         self._run()
 
+    def _tie(self) -> None:
+        lies = {(s.document, s.stop): c for c, k in enumerate(self.plan.chunks) for s in k.spans}
+        firsts = {
+            s.document: c for c, k in enumerate(self.plan.chunks) for s in k.spans if s.start == 0
+        }
+        for document, chunks in self.slices.items():
+            for one, other in itertools.pairwise(chunks):
+                self.before[other] = one
+            self.kept[document] = chunks[0], set(chunks[1:])
+        for document, place in self.parent.items():
+            if lies[place] != firsts[document]:
+                self.before[firsts[document]] = lies[place]
+            mine = {c for (d, _), c in lies.items() if d == document}
+            while document in self.parent:
+                document, _ = self.parent[document]
+                self.kept.setdefault(document, (firsts[document], set()))[1].update(mine)
+
     # --- what the rules say ----------------------------------------------------------------------
 
-    def _neighbour(self, chunk: int, step: int) -> int | None:
-        """The chunk with the slice before (step -1) or after (+1)."""
-        document = self.document.get(chunk)
-        if document is None:
-            return None
-        order = self.slices[document]
-        at = order.index(chunk) + step
-        return order[at] if 0 <= at < len(order) else None
+    def _after(self, chunk: int) -> list[int]:
+        """Chunks that continue what ``chunk`` holds."""
+        return [other for other, before in self.before.items() if before == chunk]
 
     def _done(self, stage: int, letters: str, chunk: int) -> bool:
         return any((stage, Op(Kind(letter), chunk)) in self.stop for letter in letters)
@@ -61,7 +83,7 @@ class Replay:
         chunk = op.chunk
         match op.kind:
             case Kind.FORWARD:
-                before = self._neighbour(chunk, -1)
+                before = self.before.get(chunk)
                 return (stage == 0 or (Payload.ACTIVATION, chunk) in inbox) and (
                     before is None or self._done(stage, "F", before)
                 )
@@ -69,12 +91,11 @@ class Replay:
                 if self.plan.forward_only:
                     raise AssertionError("a backward in a plan of forwards")
                 last = stage == self.plan.stages - 1
-                after = self._neighbour(chunk, +1)
                 loss = not self.vocabulary or self._done(stage, "H", chunk)
                 return (
                     self._done(stage, "F", chunk)
                     and (loss if last else (Payload.GRADIENT, chunk) in inbox)
-                    and (after is None or self._done(stage, "BI", after))
+                    and all(self._done(stage, "BI", after) for after in self._after(chunk))
                 )
             case Kind.HEAD:
                 return (Payload.HEAD, chunk) in inbox
@@ -93,23 +114,22 @@ class Replay:
     def _begin(self, stage: int, op: Op) -> None:
         rank = self.rank[stage]
         held, chunk, alive = self.table.held_bytes, op.chunk, self.alive[rank]
-        document = self.document.get(chunk)
-        first = document is not None and self.slices[document][0] == chunk
-        last = document is not None and self.slices[document][-1] == chunk
         new: dict[tuple, float] = {
             ("workspace",): self.table.workspace_bytes[op.kind][stage][chunk]
         }
         if op.kind is Kind.FORWARD:
             if not self.plan.forward_only:
                 new["activations", chunk] = held[Item.ACTIVATIONS][stage][chunk]
-            if first:
-                new["kv", document] = held[Item.KV][stage][document]
+            for document, (first, _) in self.kept.items():
+                if first == chunk:
+                    new["kv", document] = held[Item.KV][stage][document]
         elif op.kind is Kind.HEAD:
             if not self.plan.forward_only:
                 new["head inputs", chunk] = held[Item.HEAD_INPUTS][stage][chunk]
         elif op.kind in (Kind.BACKWARD, Kind.INPUT):
-            if last:
-                new["kv grads", document] = held[Item.KV_GRADIENTS][stage][document]
+            for document, (_, readers) in self.kept.items():
+                if chunk in readers and (stage, "kv grads", document) not in alive:
+                    new["kv grads", document] = held[Item.KV_GRADIENTS][stage][document]
             if op.kind is Kind.INPUT:
                 new["weight inputs", chunk] = held[Item.WEIGHT_INPUTS][stage][chunk]
         new = {(stage, *name): size for name, size in new.items()}
@@ -121,19 +141,21 @@ class Replay:
 
     def _end(self, stage: int, op: Op) -> None:
         chunk, alive = op.chunk, self.alive[self.rank[stage]]
-        document = self.document.get(chunk)
         gone: list[tuple] = [("workspace",)]
         if op.kind in (Kind.BACKWARD, Kind.INPUT):
             gone.append(("activations", chunk))
-            if document is not None and self.slices[document][0] == chunk:
-                gone += [("kv", document), ("kv grads", document)]
+            for document, (first, _) in self.kept.items():
+                if first == chunk:
+                    gone += [("kv", document), ("kv grads", document)]
         elif op.kind is Kind.WEIGHT:
             gone.append(("weight inputs", chunk))
         elif op.kind is Kind.HEAD_WEIGHT:
             gone.append(("head inputs", chunk))
-        ends = document is not None and self.slices[document][-1] == chunk
-        if self.plan.forward_only and op.kind is Kind.FORWARD and ends:
-            gone.append(("kv", document))
+        if self.plan.forward_only and op.kind is Kind.FORWARD:
+            for document, (_, readers) in self.kept.items():
+                seen = {c for c in readers if c == chunk or self._done(stage, "F", c)}
+                if chunk in readers and seen == readers:
+                    gone.append(("kv", document))
         for tensor in gone:
             del alive[(stage, *tensor)]  # a KeyError: freed before it was made
 

@@ -48,7 +48,7 @@ class LoopResult(RankResult):
     replica      of which this rank is part
     values       of the loss of each micro-batch, from the ranks of the last stage; else none
     collected    what a pass of forwards collected of each, from the same ranks
-    chunks, halved   of the plan: chunks, Ws of all stages
+    chunks, halved   of the plan: chunks, Ws of all stages; branches: documents that continue others
     """
 
     replica: int
@@ -56,6 +56,7 @@ class LoopResult(RankResult):
     collected: tuple[float, ...]
     chunks: int
     halved: int
+    branches: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class LoopCoverage:
     chunks: int = 0
     cut: int = 0
     halved: int = 0
+    branches: int = 0
 
     @property
     def cells(self) -> Mapping[str, object]:
@@ -83,10 +85,12 @@ class LoopCoverage:
 
     @staticmethod
     def summary(every: Sequence["LoopCoverage"]) -> list[str]:
+        branches = sum(batch.branches for batch in every)
+        shared = f", {branches} documents that continue others" if branches else ""
         losses = sorted(Counter(batch.loss for batch in every).items())
         return [
             f"losses: {', '.join(f'{name} {count}' for name, count in losses)}; "
             f"{sum(batch.chunks for batch in every)} chunks of "
-            f"{sum(batch.micro_batches for batch in every)} micro-batches, "
+            f"{sum(batch.micro_batches for batch in every)} micro-batches{shared}, "
             f"{sum(batch.halved for batch in every)} backwards in two halves"
         ]

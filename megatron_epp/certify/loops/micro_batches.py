@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_epp.certify.batches import CONTEXT, MASKED, Frame
 from megatron_epp.certify.loops.loop_results import LoopCoverage, LoopResult
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
-from megatron_epp.ir.random_plan import arbitrary_chunks, by_stage, random_walk
+from megatron_epp.ir.random_plan import arbitrary_chunks, by_stage, random_walk, tree_chunks
 
 LOSSES = ("tokens", "mean", "sequence")
 COUNTED = ("tokens", "sequences")  # what a mean over all micro-batches is taken of
@@ -76,6 +76,9 @@ class LoopFrame:
                 count = random.randint(2, 6)
             lengths = [_lengths(random) for _ in range(count)]
             drawn = [_micro_batch(one, loss, generator, self) for one in lengths]
+            if self.model.trees:
+                for one in drawn:
+                    _begin_alike(one, random)
             if self.parts > 1:  # in both of the forms in which ranks take their parts
                 drawn[1::2] = [_in_a_row(one, self.multiple) for one in drawn[1::2]]
             made.append(tuple(drawn))
@@ -86,7 +89,10 @@ class LoopFrame:
         replicas = {one.replica: one for one in computed}.values()
         chunks = sum(one.chunks for one in replicas)
         cut = chunks - count if replicas else 0
-        return LoopCoverage(drawn.loss, count, chunks, cut, sum(one.halved for one in replicas))
+        halved, branches = (
+            sum(getattr(one, name) for one in replicas) for name in ("halved", "branches")
+        )
+        return LoopCoverage(drawn.loss, count, chunks, cut, halved, branches)
 
 
 def _lengths(random: Random) -> tuple[int, ...]:
@@ -120,6 +126,16 @@ def _micro_batch(
         "loss": loss,
         **({"pixels": _pixels(samples, rows, generator)} if frame.pixels else {}),
     }
+
+
+def _begin_alike(batch: MicroBatch, random: Random) -> None:
+    """Samples begin as one before them does, in tokens and labels: for a few, for many, or all."""
+    for sample in range(1, len(batch["lengths"])):
+        other = random.randrange(sample)
+        most = min(batch["lengths"][sample], batch["lengths"][other])
+        shared = random.choice((0, most, random.randint(0, most)))
+        for name in ("tokens", "labels"):
+            batch[name][sample, :shared] = batch[name][other, :shared]
 
 
 def _pixels(samples: int, rows: int, generator: numpy.random.Generator) -> Tensor:
@@ -213,18 +229,29 @@ def arbitrary_sliced_plan(
     split: bool,
     forward_only: bool,
     letters: str,
+    parents: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """Documents of micro-batches cut, packed, ordered and recomputed in any way; chunks of one
-    micro-batch each. lengths[micro-batch] of its documents."""
-    firsts = accumulate(map(len, lengths), initial=0)
-    made = [
-        (chunk, number)
-        for number, (of, first) in enumerate(zip(lengths, firsts, strict=False))
-        for chunk in arbitrary_chunks(of, random, first)
-    ]
+    micro-batch each. lengths[micro-batch] of its documents; parents, where there are any: of each
+    the one of its micro-batch that it continues, or -1."""
+    firsts = list(accumulate(map(len, lengths), initial=0))
+    made, prefixes = [], []
+    for number, of in enumerate(lengths):
+        within = [
+            None if parent < 0 else Span(parent, 0, of[parent])
+            for parent in (parents[number] if parents else (-1,) * len(of))
+        ]
+        chunks = (
+            tree_chunks(of, tuple(within), random, firsts[number])
+            if any(within)
+            else arbitrary_chunks(of, random, firsts[number])
+        )
+        made += [(chunk, number) for chunk in chunks]
+        prefixes += [p and replace(p, document=firsts[number] + p.document) for p in within]
     random.shuffle(made)
     documents = [length for of in lengths for length in of]
     bare = _bare(documents, layers, [chunk for chunk, _ in made], random, letters)
+    bare = replace(bare, prefixes=tuple(prefixes))
     return _ordered(bare, [number for _, number in made], random, split, forward_only)
 
 

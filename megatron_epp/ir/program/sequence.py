@@ -68,4 +68,7 @@ def sequence(
 
 def _units(plan: Plan) -> list[int]:
     """The work of every chunk in one layer, in query-key pairs."""
-    return [PAIRS_PER_TOKEN * chunk.tokens + chunk.pairs for chunk in plan.chunks]
+    return [
+        PAIRS_PER_TOKEN * chunk.tokens + plan.pairs(number)
+        for number, chunk in enumerate(plan.chunks)
+    ]

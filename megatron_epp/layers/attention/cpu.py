@@ -8,7 +8,9 @@
                                         [    ##     ]
     doc 2                               [       #   ]
 
-Nothing else is computed: no document sees another, no masked-out part of the context is touched.
+Nothing else is computed: no document sees another, no masked-out part of the context is touched. A
+document that continues others sees what it continues of them as context, part by part, and so may
+rows of one chunk, those in front first.
 A slice's context part (no mask) and its own part (causal) are computed apart and merged by their
 log-sum-exp; their gradients follow from the merged one. In a layer with a window (window.py) only
 the tail of the context is seen, and kept (tails.py).
@@ -26,7 +28,7 @@ from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
 from megatron_epp.layers.attention.merge import merged, sinks_gradient, with_sinks
 from megatron_epp.layers.attention.tails import SliceTails
 from megatron_epp.layers.attention.window import attend_window, attend_window_backward
-from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
 
@@ -91,15 +93,16 @@ class ChunkAttention(torch.autograd.Function):
         # The value arrives as a view of the fused QKV projection's output: saved as it is, it
         # would keep the queries and keys of before the rotary embedding alive with it.
         v_TGD = v_TGD.contiguous()
-        out_THD, lse_TH = _attend_rows(q_THD, k_TGD, v_TGD, state, layer, seeing)
         for rows in state.rows:
             mine = slice(rows.start, rows.stop)
             if rows.cut and not rows.last and before is None:
                 store.append(layer, rows.span.document, rows.span.start, k_TGD[mine], v_TGD[mine])
             elif rows.cut and not rows.last:
                 seeing.tails(state, layer, rows).keep(k_TGD, v_TGD)
-            elif rows.cut and not state.training:
-                store.release(layer, rows.span.document)
+        out_THD, lse_TH = _attend_rows(q_THD, k_TGD, v_TGD, state, layer, seeing)
+        if not state.training:
+            for rows in state.rows:
+                let_go(state, layer, rows)
         ctx.state, ctx.layer, ctx.seeing = state, layer, seeing
         # The rows of a lone slice are in the store: what is there is not saved again.
         alone = len(state.rows) == 1 and state.rows[0].cut and not state.rows[0].last
@@ -133,7 +136,7 @@ class ChunkAttention(torch.autograd.Function):
         padded = q_THD.shape[0]
         dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         dk_TGD, dv_TGD = (t.new_empty(padded, *t.shape[1:]) for t in (k_TGD, v_TGD))
-        for rows in state.rows:
+        for rows in reversed(state.rows):  # what continues others of the chunk stands behind them
             mine = slice(rows.start, rows.stop)
             grad, q, out = grad_THD[mine], q_THD[mine], out_THD[mine]
             lse_HT = lse_TH[mine].transpose(0, 1)
@@ -152,12 +155,12 @@ class ChunkAttention(torch.autograd.Function):
                 dk_later, dv_later = store.gradient(layer, span.document, span.start, span.stop)
                 dk_TGD[mine] += dk_later
                 dv_TGD[mine] += dv_later
-            if span.start > 0:
-                k, v = store.context(layer, span.document, span.start)
+            for document, stop in rows.context:
+                k, v = store.context(layer, document, stop)
                 dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, False, scale)
                 dq_THD[mine] += dq
-                store.add_gradient(layer, span.document, dk, dv)
-            elif rows.cut:
+                store.add_gradient(layer, document, dk, dv)
+            if rows.cut and span.start == 0:
                 store.release(layer, span.document)
         used = state.used
         for gradient in (dq_THD, dk_TGD, dv_TGD):
@@ -226,7 +229,7 @@ def _window_backward(
             grad, q, k, v, seen, out, lse_HT, seeing.before, scale
         )
         front = None if context is None else (of_context[0], of_context[1])
-    if rows.cut:
+    if rows.cut or rows.prefix:
         tails.hand_over((dk, dv), front)
     return dq, dk, dv
 
@@ -245,8 +248,8 @@ def _attend_rows(
             out, lse = _window(q, k, v, state, layer, rows, seeing)
         else:
             out, lse = attend(q, k, v, True, seeing.scale)
-            if rows.span.start > 0:
-                context = state.store.context(layer, rows.span.document, rows.span.start)
+            for document, stop in rows.context:
+                context = state.store.context(layer, document, stop)
                 out, lse = merged(out, lse, *attend(q, *context, False, seeing.scale))
         if seeing.sinks_H is not None:
             out, lse = with_sinks(out, lse, seeing.sinks_H)

@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 
 from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
 from megatron_epp.layers.attention.merge import merged
-from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 
 BLOCK = 2048  # tokens of the context whose K and V live at a time
@@ -87,15 +87,16 @@ class _AttendLatents(torch.autograd.Function):
         recompute: AttentionRecompute | None,
     ) -> Tensor:
         ctx.state, ctx.layer, ctx.scale, ctx.recompute = state, layer, scale, recompute
-        out_THV, lse_TH = _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
         store = state.store
         for rows in state.rows:
             mine, document = slice(rows.start, rows.stop), rows.span.document
             if rows.cut and not rows.last:
                 parts = latent_T1R[mine], rotary_T1P[mine]
                 store.append(layer, document, rows.span.start, *parts)
-            elif rows.cut and not state.training:
-                store.release(layer, document)
+        out_THV, lse_TH = _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
+        if not state.training:
+            for rows in state.rows:
+                let_go(state, layer, rows)
         result = (out_THV, lse_TH) if recompute is None else ()
         if recompute is not None:
             recompute.of(ctx, _recomputed)
@@ -117,7 +118,7 @@ class _AttendLatents(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             dtype = torch.promote_types(weight_NR.dtype, torch.float32)
             dweight_NR = torch.zeros_like(weight_NR, dtype=dtype)
-        for rows in state.rows:
+        for rows in reversed(state.rows):
             mine, span = slice(rows.start, rows.stop), rows.span
             q, out, grad = q_THD[mine], out_THV[mine], grad_THV[mine]
             lse_HT = lse_TH[mine].transpose(0, 1)
@@ -128,23 +129,22 @@ class _AttendLatents(torch.autograd.Function):
                 later = store.gradient(layer, span.document, span.start, span.stop)
                 for gradient, part in zip(own, later, strict=True):
                     gradient[mine] = part
-            if span.start == 0:
-                if rows.cut:
-                    store.release(layer, span.document)
-                continue
-            context = store.context(layer, span.document, span.start)
-            to_store = tuple(torch.empty_like(t) for t in context)
-            for block in _blocks(span.start):
-                k, v = _expanded(context, block, weight_NR, v_THV)
-                dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, False, scale)
-                gradients[0][mine] += dq
-                head = k.shape[2] - to_store[1].shape[2]  # channels that the up-projection made
-                to_store[1][block] = dk[..., head:].sum(1, keepdim=True)
-                dkv_SN = torch.cat((dk[..., :head], dv), -1).flatten(1)
-                to_store[0][block, 0] = dkv_SN @ weight_NR
-                if dweight_NR is not None:
-                    dweight_NR += dkv_SN.t() @ context[0][block, 0]
-            store.add_gradient(layer, span.document, *to_store)
+            for document, inputs in rows.context:
+                context = store.context(layer, document, inputs)
+                to_store = tuple(torch.empty_like(t) for t in context)
+                for block in _blocks(inputs):
+                    k, v = _expanded(context, block, weight_NR, v_THV)
+                    dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, False, scale)
+                    gradients[0][mine] += dq
+                    head = k.shape[2] - to_store[1].shape[2]  # channels of the up-projection
+                    to_store[1][block] = dk[..., head:].sum(1, keepdim=True)
+                    dkv_SN = torch.cat((dk[..., :head], dv), -1).flatten(1)
+                    to_store[0][block, 0] = dkv_SN @ weight_NR
+                    if dweight_NR is not None:
+                        dweight_NR += dkv_SN.t() @ context[0][block, 0]
+                store.add_gradient(layer, document, *to_store)
+            if rows.cut and span.start == 0:
+                store.release(layer, span.document)
         used = state.rows[-1].stop
         for gradient in gradients:
             gradient[used:] = 0
@@ -183,12 +183,10 @@ def _context(
     rows: Rows, weight_NR: Tensor, v_THV: Tensor, ctx: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """K and V of the slice's context, block by block."""
-    span = rows.span
-    if span.start == 0:
-        return
-    context = ctx.state.store.context(ctx.layer, span.document, span.start)
-    for block in _blocks(span.start):
-        yield _expanded(context, block, weight_NR, v_THV)
+    for document, inputs in rows.context:
+        context = ctx.state.store.context(ctx.layer, document, inputs)
+        for block in _blocks(inputs):
+            yield _expanded(context, block, weight_NR, v_THV)
 
 
 def _blocks(tokens: int) -> Iterator[slice]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import torch
 from torch import Tensor
 
 from megatron_epp.layers.chunk_state import Rows
@@ -42,13 +43,15 @@ class Tails:
         places = list(accumulate(self._sizes(self.borders), initial=0))
         return places[self.borders.index(stop)], min(self.before, stop - start)
 
-    def seen(self, start: int) -> tuple[int, int]:
-        """[from, to) in the buffer of what the slice from ``start`` on sees of earlier ones."""
+    def seen(self, start: int, most: int | None = None) -> tuple[int, int]:
+        """[from, to) in the buffer of what the slice from ``start`` on sees of earlier ones: at
+        ``most`` so many rows, default all within the window."""
+        most = self.before if most is None else most
         if self.borders is None:
-            return max(0, start - self.before), start
+            return max(0, start - most), start
         sizes = self._sizes(self.borders)
         end = sum(sizes[: self.borders.index(start) + 1])
-        return end - min(self.before, start), end
+        return end - min(most, start), end
 
     def _sizes(self, borders: Sequence[int]) -> list[int]:
         return [min(self.before, stop - start) for start, stop in pairwise((0, *borders))]
@@ -65,42 +68,58 @@ class SliceTails:
     rows: Rows
     before: int
 
+    def _tails_of(self, document: int) -> Tails:
+        return Tails(self.before, self.store.borders.get(document))
+
     @property
-    def _tails(self) -> Tails:
-        return Tails(self.before, self.store.borders.get(self.rows.span.document))
+    def _seen(self) -> list[tuple[int, int, int]]:
+        """(document, from, to) in the buffers of what the slice sees of other spans, in the order
+        of their positions."""
+        found, left = [], self.before
+        for document, inputs in reversed(self.rows.context):
+            if left > 0:
+                found.append((document, *self._tails_of(document).seen(inputs, left)))
+                left -= inputs
+        return found[::-1]
 
     def keep(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Leave the end of the slice's rows of the chunk's k and v to later ones, if there are."""
-        span, tails = self.rows.span, self._tails
+        span = self.rows.span
         if self.rows.last:
             return
+        tails = self._tails_of(span.document)
         place, count = tails.kept(span.start, span.stop)
         tail = slice(self.rows.stop - count, self.rows.stop)
         kept = k_TGD[tail], v_TGD[tail]
         self.store.append(self.layer, span.document, place, *kept, tails.capacity)
 
     def context(self) -> tuple[Tensor, Tensor] | None:
-        """Views of k and v [P, G, D] in front of the slice; None: it is the document's first."""
-        span = self.rows.span
-        if span.start == 0:
-            return None
-        first, end = self._tails.seen(span.start)
-        return self.store.context(self.layer, span.document, end, first)
+        """k and v [P, G, D] in front of the slice, views where they are of one document; None: it
+        begins at the first position."""
+        parts = [self.store.context(self.layer, d, end, first) for d, first, end in self._seen]
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        keys, values = zip(*parts, strict=True)
+        return torch.cat(keys), torch.cat(values)
 
     def hand_over(
         self, own_tGD: tuple[Tensor, Tensor], front_PGD: tuple[Tensor, Tensor] | None
     ) -> None:
         """Add to the gradients of the slice's ``own`` k and v what later slices left for its tail,
-        rounded once, and leave those of the context, if there is one, to the slices before; else
-        the layer's tails are freed."""
-        span, tails = self.rows.span, self._tails
-        if not self.rows.last:
-            place, count = tails.kept(span.start, span.stop)
+        rounded once, and leave those of the context, if there is one, to the slices before. Behind
+        a document's first slice the layer's tails are freed."""
+        span = self.rows.span
+        if self.rows.cut and not self.rows.last:
+            place, count = self._tails_of(span.document).kept(span.start, span.stop)
             later = self.store.gradient(self.layer, span.document, place, place + count)
             for gradient_tGD, of_later in zip(own_tGD, later, strict=True):
                 gradient_tGD[-count:] += of_later
-        if front_PGD is None:
+        if front_PGD is not None:
+            begin = 0
+            for document, first, end in self._seen:
+                part = slice(begin, begin + end - first)
+                mine = (gradient_PGD[part] for gradient_PGD in front_PGD)
+                self.store.add_window_gradient(self.layer, document, first, *mine)
+                begin = part.stop
+        if self.rows.cut and span.start == 0:
             self.store.release(self.layer, span.document)
-            return
-        first, _ = tails.seen(span.start)
-        self.store.add_window_gradient(self.layer, span.document, first, *front_PGD)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.layers.attention.tails import SliceTails
-from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
@@ -112,7 +112,7 @@ class Kernel(Protocol):
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Rows [start, stop) of a chunk, for one call; ``slice``: the slice of a cut document that they
-    are, or None: whole documents.
+    are, or the branch of another; None: whole documents.
     """
 
     start: int
@@ -144,9 +144,10 @@ def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None):
             whole.clear()
 
     for r in rows:
-        if r.cut:
+        if r.cut or r.prefix:
             yield from side_by_side()
-            seen = r.span.start if before is None else min(before, r.span.start)
+            position = r.offset + r.span.start
+            seen = position if before is None else min(before, position)
             cu_seqlens = CuSeqlens.of([r.span.tokens], [seen + r.span.tokens], device)
             yield Piece(r.start, r.stop, r, cu_seqlens)
         else:
@@ -238,7 +239,7 @@ class _Attend(torch.autograd.Function):
         sinks_H = None if sinks_H is None else sinks_H.detach()
         call = _Call(seeing, state, layer, pieces, sinks_H)
         for piece in pieces:
-            if piece.slice is None:
+            if piece.slice is None or not piece.slice.cut:
                 continue
             if seeing.before is None:
                 span, mine = piece.slice.span, piece.mine
@@ -248,14 +249,14 @@ class _Attend(torch.autograd.Function):
         out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, backward and recompute is None)
         if not state.training:
             for piece in pieces:
-                if piece.slice is not None and piece.slice.last:
-                    store.release(layer, piece.slice.span.document)
+                if piece.slice is not None:
+                    let_go(state, layer, piece.slice)
         hooks = SavedTensorHooks()
         ctx.call, ctx.hooks, ctx.recompute = call, hooks, recompute
         ctx.kept = [_each_tensor(hooks.pack, needed) for needed in kept]
         if recompute is not None:
             recompute.of(ctx, _recomputed)
-        slices = bool(pieces) and all(piece.slice is not None for piece in pieces)
+        slices = bool(pieces) and all(p.slice is not None and p.slice.cut for p in pieces)
         stored = slices and seeing.before is None
         ctx.save_for_backward(q_THD, *(() if stored else (k_TGD, v_TGD)))
         return out_THD
@@ -320,7 +321,8 @@ class _Call:
         if sinks_H is not None:  # of all pieces, rounded once
             wide = torch.promote_types(sinks_H.dtype, torch.float32)
             dsinks_H = torch.zeros_like(sinks_H, dtype=wide)
-        for index, piece in enumerate(self.pieces):
+        # What continues others of the chunk stands behind them.
+        for index, piece in reversed(tuple(enumerate(self.pieces))):
             call = self._operands(piece, q_THD, k_TGD, v_TGD)
             dq, dk, dv, *others = self.seeing.kernel.backward(
                 grad_THD[piece.mine], call, kept[index]
@@ -336,7 +338,7 @@ class _Call:
             empty = nothing(q_THD), nothing(k_TGD), nothing(v_TGD)
             return *empty, None if sinks_H is None else nothing(sinks_H)
         dq_THD, dk_TGD, dv_TGD = (
-            self._joined(parts, q_THD) for parts in zip(*made, strict=True)
+            self._joined(parts, q_THD) for parts in zip(*reversed(made), strict=True)
         )  # fmt: skip
         of_sinks = None if sinks_H is None or dsinks_H is None else dsinks_H.to(sinks_H.dtype)
         return dq_THD, dk_TGD, dv_TGD, of_sinks
@@ -344,10 +346,22 @@ class _Call:
     def _operands(
         self, piece: Piece, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None
     ) -> Operands:
-        """Operands of the piece's call; a slice's begin with the keys and values of its context."""
+        """Operands of the piece's call; a slice's begin with the keys and values of its context.
+        Those of a branch are put together, as the kernels want them in one tensor: a copy."""
         if piece.slice is not None and self.seeing.before is None:
-            span = piece.slice.span
-            keys = self.state.store.context(self.layer, span.document, span.stop)
+            span, store = piece.slice.span, self.state.store
+            parts = [store.context(self.layer, *each) for each in piece.slice.context]
+            if piece.slice.cut:  # its own rows are there, too
+                parts[len(piece.slice.prefix) :] = [
+                    store.context(self.layer, span.document, span.stop)
+                ]
+            else:
+                assert k_TGD is not None and v_TGD is not None, "they lie in no store"
+                parts.append((k_TGD[piece.mine], v_TGD[piece.mine]))
+            keys = parts[0]
+            if len(parts) > 1:
+                k, v = zip(*parts, strict=True)
+                keys = torch.cat(k), torch.cat(v)
         else:
             assert k_TGD is not None and v_TGD is not None, "they lie in no store"
             keys = k_TGD[piece.mine], v_TGD[piece.mine]
@@ -363,18 +377,20 @@ class _Call:
         if self.seeing.before is not None:
             own = dk_SGD[-span.tokens :], dv_SGD[-span.tokens :]
             front = dk_SGD[: -span.tokens], dv_SGD[: -span.tokens]
-            self.tails(rows).hand_over(own, front if span.start else None)
+            self.tails(rows).hand_over(own, front if rows.context else None)
             return own
-        behind = span.start
-        own = dk_SGD[behind:], dv_SGD[behind:]
-        if not rows.last:
+        own = dk_SGD[-span.tokens :], dv_SGD[-span.tokens :]
+        if rows.cut and not rows.last:
             # In float32, where later slices' gradients have added up: rounded once.
             later = store.gradient(self.layer, span.document, span.start, span.stop)
             dk, dv = ((a + b).to(a.dtype) for a, b in zip(own, later, strict=True))
             own = dk, dv
-        if behind:
-            store.add_gradient(self.layer, span.document, dk_SGD[:behind], dv_SGD[:behind])
-        else:
+        begin = 0
+        for document, inputs in rows.context:
+            part = slice(begin, begin + inputs)
+            store.add_gradient(self.layer, document, dk_SGD[part], dv_SGD[part])
+            begin += inputs
+        if rows.cut and span.start == 0:
             store.release(self.layer, span.document)
         return own
 

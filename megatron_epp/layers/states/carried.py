@@ -10,6 +10,9 @@ first of them, and out of the last. So a slice behind a border begins a call, an
 of one ends it. At every border the store keeps a row: the state, and the W - 1 rows in front of it
 that a convolution of W taps sees. Their gradients go back the same way.
 
+A document that continues another begins with the state at a border of that: out of the store, or,
+where both are in one chunk, straight from the call that left it.
+
 A call that would be too long for a kernel's numbers of elements is made of several, whose states go
 from one to the next through autograd.
 """
@@ -37,9 +40,11 @@ WITHIN = -1  # the border between two calls of one slice
 class Call:
     """Rows [start, stop) of a chunk that one call of a kernel takes: sequences of ``lengths``.
 
-    before   border, of those of ``document``, whose state the first sequence begins with; None: it
-             begins its document
-    after    border at which the last one leaves its state; None: it ends its document
+    before   border, of those of ``of``, whose state the first sequence begins with; None: it
+             begins at the first position
+    after    border, of those of ``document``, at which the last one leaves its state; None: nothing
+             follows it
+    of       the document whose border ``before`` is
     """
 
     start: int
@@ -48,6 +53,7 @@ class Call:
     document: int
     before: int | None = None
     after: int | None = None
+    of: int = -1
 
 
 def calls_of(state: ChunkState, channels: int) -> tuple[Call, ...]:
@@ -91,20 +97,26 @@ def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
             begins = before if start == rows.start else WITHIN
             ends = after if stop == rows.stop else WITHIN
             document = rows.span.document if rows.cut else -1
-            yield Call(start, stop, (stop - start,), document, begins, ends)
+            of = rows.context[-1][0] if rows.context else -1
+            yield Call(start, stop, (stop - start,), document, begins, ends, of)
     if state.tokens > state.used:
         yield Call(state.used, state.tokens, (state.tokens - state.used,), -1)
 
 
 def _borders(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
-    """Borders, of those of its document, at which the span of ``rows`` begins and ends."""
-    if not rows.cut:
+    """Borders at which the span of ``rows`` begins, of those of the document in front of it, and
+    ends, of those of its own."""
+    if not (rows.cut or rows.prefix):
         return None, None
     start, stop = rows.span.start, rows.span.stop
     borders = state.store.borders.get(rows.span.document)
     if borders is None:  # in calibration, which knows one slice alone
         borders = (start, stop) if start else (stop,)
-    return borders.index(start) if start else None, None if rows.last else borders.index(stop)
+    before = borders.index(start) if start else None
+    if rows.prefix and not start:
+        document, inputs = rows.context[-1]
+        before = state.store.borders[document].index(inputs)
+    return before, borders.index(stop) if rows.cut and not rows.last else None
 
 
 class CarriedStates:
@@ -120,6 +132,13 @@ class CarriedStates:
         self.state, self.layer, self.taps = state, layer, taps
         self.calls, self.most = calls_of(state, channels), most_rows(channels)
         self._taken: dict[int, tuple[Tensor, Tensor]] = {}
+        # Which call leaves the state of a document's border, of those in this chunk.
+        self._leaves = {
+            (call.document, call.after): number
+            for number, call in enumerate(self.calls)
+            if call.after not in (None, WITHIN)
+        }
+        self._finals: dict[int, Tensor] = {}
         self._tails: dict[int, list[Tensor]] = {}
         self._within: Tensor | None = None
 
@@ -131,6 +150,8 @@ class CarriedStates:
             return None
         if call.before == WITHIN:
             tail = self._tail(number - 1)
+        elif (here := self._leaves.get((call.of, call.before))) is not None:
+            tail = self._tail(here)
         else:
             if number not in self._taken:
                 self._taken[number] = _Take.apply(rows_LC, self.state, self.layer, call)
@@ -149,6 +170,10 @@ class CarriedStates:
         if call.before == WITHIN:
             assert self._within is not None, "calls come in order"
             return self._within
+        here = self._leaves.get((call.of, call.before))
+        if here is not None:
+            _seen(self.state, self.layer, call)
+            return self._finals[here]
         return self._taken.pop(number)[0]
 
     def behind(self, number: int, rows_LC: Tensor) -> None:
@@ -174,6 +199,7 @@ class CarriedStates:
         if call.after == WITHIN:
             self._within = final
             return outputs
+        self._finals[number] = final
         return _Leave.apply(outputs, final, self._tail(number), self.state, self.layer, call)
 
     def wants_final(self, number: int) -> bool:
@@ -220,19 +246,29 @@ class _Take(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, state: ChunkState, layer: int, call: Call
     ) -> tuple[Tensor, ...]:
-        ctx.store, ctx.place, border = state.store, (layer, call.document), call.before
+        ctx.store, ctx.place, border = state.store, (layer, call.of), call.before
         assert border is not None, "asked behind a border"
         ctx.border = border
-        kept = state.store.context(layer, call.document, border + 1, border)
-        last = border == len(state.store.borders.get(call.document, ())) - 1
-        if last and not state.training:
-            state.store.release(layer, call.document)
-        return tuple(_own(part[0]) for part in kept)
+        kept = state.store.context(layer, call.of, border + 1, border)
+        taken = tuple(_own(part[0]) for part in kept)
+        _seen(state, layer, call)
+        return taken
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor):
         ctx.store.add_window_gradient(*ctx.place, ctx.border, *(one[None] for one in gradients))
         return None, None, None, None
+
+
+def _seen(state: ChunkState, layer: int, call: Call) -> None:
+    """In evaluation: free the states of a document that nobody will begin with any more."""
+    store, document = state.store, call.of
+    if state.training:
+        return
+    if document in store.followers:
+        store.seen(layer, document, store.followers[document])
+    elif call.before == len(store.borders.get(document, ())) - 1:
+        store.release(layer, document)
 
 
 def _own(row: Tensor) -> Tensor:
@@ -266,8 +302,10 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor):
         store, border = ctx.store, ctx.border
-        found = store.gradient(*ctx.place, border, border + 1)
-        of_final, of_tail = (part[0].clone() for part in found)
+        of_final = of_tail = None  # where all that follows is in the chunk, through autograd alone
+        if store.has_gradient(*ctx.place):
+            found = store.gradient(*ctx.place, border, border + 1)
+            of_final, of_tail = (part[0].clone() for part in found)
         if border == 0:
             store.release(*ctx.place)
         return gradient, of_final, of_tail, None, None, None

@@ -29,6 +29,7 @@ from megatron_epp.mcore.model.kinds.registry import (
     MEGATRON_PARTS,
     letters_of_parts,
     lockstep_of,
+    require_shared,
     whole_documents,
 )
 from megatron_epp.mcore.model.quantisation import quantises
@@ -107,7 +108,10 @@ class PlainModel:
             ranks=degrees.cp,
             whole=whole_documents(small.elastic),
             place=place_of(small.elastic),
+            trees=self.trial.trees,
         )
+        if self.trial.trees:
+            require_shared(small.elastic, "--trees")
         return ModelSetup(
             pickle.dumps(small.elastic),
             self.frame,
@@ -156,22 +160,19 @@ class PlainModel:
         total = 0.0
         self.model.eval()
         with self._exactly(), torch.no_grad():
-            for one, mask in zip(drawn.tokens, drawn.loss_masks, strict=True):
-                tokens_1T = torch.from_numpy(one)[None]
-                losses_T = token_losses(
-                    self.model, tokens_1T[:, :-1], tokens_1T[:, 1:], rows=self.rows
-                )
-                total += float((losses_T * torch.from_numpy(mask)).sum())
+            for document in range(len(drawn.tokens)):
+                tokens_T, labels_T, mask_T = map(torch.from_numpy, drawn.sequence(document))
+                losses_T = token_losses(self.model, tokens_T[None], labels_T[None], rows=self.rows)
+                total += float((losses_T * mask_T).sum())
         self.model.train()
         return total / drawn.loss_tokens
 
     def _of_documents(self, model: Any, drawn: RandomBatch) -> tuple[list[Tensor], Gradients]:
         """Weighted losses [T] of every document alone, and gradients of their mean."""
         sums, losses = Sums(model, drawn.loss_tokens), []
-        for one, mask in zip(drawn.tokens, drawn.loss_masks, strict=True):
-            tokens_1T = torch.from_numpy(one)[None]
-            mask_T = torch.from_numpy(mask)
-            losses_T = token_losses(model, tokens_1T[:, :-1], tokens_1T[:, 1:], mask_T, self.rows)
+        for document in range(len(drawn.tokens)):
+            tokens_T, labels_T, mask_T = map(torch.from_numpy, drawn.sequence(document))
+            losses_T = token_losses(model, tokens_T[None], labels_T[None], mask_T, self.rows)
             losses_T = losses_T * mask_T
             sums.backward(losses_T.sum())
             losses.append(losses_T.detach())

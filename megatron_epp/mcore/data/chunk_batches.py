@@ -134,7 +134,7 @@ class ChunkBatchBuilder:
         targets = TargetRows(self.predictions, count) if predicts else None
         for mine, span, start, stop in self._inputs(chunk):
             sample, length = int(self.samples[span.document]), self.plan.documents[span.document]
-            positions[0, mine] = numpy.arange(start, stop)
+            positions[0, mine] = numpy.arange(start, stop) + self.plan.offset(span.document)
             if tokens is not None:
                 tokens[0, mine] = self.documents.inputs(sample, start, stop)
             if further is not None:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_epp.corpus.shared_prefixes import PrefixForest
+
 
 class Adapter(Protocol):
     """Tells a loop's micro-batches apart into documents, for :func:`megatron_epp.attach`.
@@ -23,6 +25,14 @@ class Adapter(Protocol):
     to its layers; slices are cut out of what reaches these: embeddings, and positions of several
     axes [axes, 1, L]. Without it, what stands in front sees slice after slice: of text, where a
     token's place is its position on every axis.
+
+    Where documents begin alike, as answers to one question do, there may be a function
+
+        prefixes(micro_batch) -> what shared_prefixes(rows of every document) finds
+                                 (megatron_epp.corpus.shared_prefixes)
+
+    What several share is then computed once, drawn as rows of one of them; ``loss`` gets outputs of
+    every document whole, so that it decides how often they count.
     """
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
@@ -47,6 +57,17 @@ class Adapter(Protocol):
         they came from. Returns what Megatron's schedules take: (loss, report), or (loss, tokens,
         report); with ``non_loss_data`` anything, which is collected.
         """
+
+
+# Outputs of a token depend on it, on those before it, and on its label.
+ALIKE = ("tokens", "input_ids", "labels")
+
+
+def alike(micro_batch: Mapping[str, Any], keys: Iterable[str], where: tuple[slice, slice]) -> Any:
+    """[L, keys] of a document at ``where``, as far as the micro-batch has such tensors [B, S]: what
+    must be equal for its outputs to be those of another."""
+    found = parts_of(micro_batch, keys, where).values()
+    return torch.stack([part[0].cpu() for part in found if part is not None], dim=-1).numpy()
 
 
 def parts_of(
@@ -92,6 +113,26 @@ def side_by_side(
             whole = torch.cat([whole, whole.new_zeros(1, missing, *whole.shape[2:])], dim=1)
         joined[name] = whole
     return joined
+
+
+def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> PrefixForest:
+    """Documents of a micro-batch, and what they share by the adapter's ``prefixes``, if it has that
+    function. ValueError: as :func:`lengths_of`; what it finds to be shared is not."""
+    lengths = lengths_of(adapter, micro_batch, number, most)
+    find = getattr(adapter, "prefixes", None)
+    if find is None:
+        return PrefixForest.apart(lengths)
+    found = find(micro_batch)
+    if not isinstance(found, PrefixForest):
+        raise ValueError(
+            f"the adapter's prefixes of micro-batch {number} are {type(found).__name__}; expected "
+            "what megatron_epp.corpus.shared_prefixes finds"
+        )
+    try:
+        found.require(lengths)
+    except ValueError as error:
+        raise ValueError(f"the adapter's prefixes of micro-batch {number}: {error}") from None
+    return found
 
 
 def lengths_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> tuple[int, ...]:

@@ -38,6 +38,7 @@ from megatron_epp.mcore.loops.replica.replica_plans import counted
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.mcore.model.attention import this_device
+from megatron_epp.mcore.model.kinds.registry import require_shared
 from megatron_epp.planner.calls.call_cost import features
 from megatron_epp.planner.calls.call_options import AS_GIVEN, CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
@@ -265,23 +266,37 @@ class LoopSchedule:
         model: AttachedModel,
     ) -> _CallRun:
         """The documents of the micro-batches cut into slices."""
-        lengths = read_documents(call, pipeline, batches, model)
+        forests = read_documents(call, pipeline, batches, model)
+        lengths = [tuple(node.tokens for node in forest.nodes) for forest in forests]
+        parents = []
+        if any(forest.shares for forest in forests):
+            require_shared(call.config, "the adapter's prefixes")
+            if model.has_front:
+                raise ValueError(
+                    "the adapter's prefixes: what stands in front of the layers sees documents "
+                    "whole, so what they share cannot be computed once; leave prefixes out"
+                )
+            parents = [tuple(node.parent for node in forest.nodes) for forest in forests]
+        trees = [parents] if parents else []
         make, layers, rates = self.settings.make_sliced_plan, pipeline.layers, pipeline.rates_SK3
         options = pipeline.options(call, self.settings.options, [sum(of) for of in lengths])
         options = replace(options, memory=model.memory)
-        key = (tuple(lengths), call.forward_only, options, rates.tobytes(), "sliced")
-        plan = pipeline.plan(key, lambda: make(lengths, layers, rates, options, call.forward_only))
+        key = (tuple(lengths), tuple(parents), call.forward_only, options, rates.tobytes())
+        plan = pipeline.plan(
+            key, lambda: make(lengths, layers, rates, options, call.forward_only, *trees)
+        )
         config = call.config
         splits = groups.tp.size() if config.sequence_parallel else 1
         share = RowShare(groups.cp.size(), groups.cp.rank(), splits)
 
         def make_stage() -> LoopStage:
-            return SliceStage(call, batches, plan, pipeline.stage, groups, model, lengths, share)
+            return SliceStage(call, batches, plan, pipeline.stage, groups, model, forests, share)
 
         def shape(chunk: int) -> tuple[int, ...]:
             return share.message(share.rows(plan.chunks[chunk])), 1, config.hidden_size
 
-        sizes = features([c.tokens for c in plan.chunks], [c.pairs for c in plan.chunks])
+        chunks = range(len(plan.chunks))
+        sizes = features([c.tokens for c in plan.chunks], [plan.pairs(c) for c in chunks])
         return _CallRun(plan, make_stage, shape, sizes)
 
     # -------------------------------------------------------------- the ops, and behind them

@@ -5,7 +5,8 @@ from typing import Any
 
 from megatron.core import parallel_state as mpu
 
-from megatron_epp.mcore.loops.adapter import lengths_of
+from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.mcore.loops.adapter import forest_of
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
@@ -55,13 +56,14 @@ def read_shapes(
 
 def read_documents(
     call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, model: AttachedModel
-) -> list[tuple[int, ...]]:
-    """Lengths of every micro-batch's documents. Collective. ValueError: as :func:`read_shapes`."""
+) -> list[PrefixForest]:
+    """Every micro-batch's documents, and what they share. Collective. ValueError: as
+    :func:`read_shapes`."""
     found = _agreed(
         call,
         pipeline,
         batches,
-        lambda number: lengths_of(model.adapter, batches.item(number), number, model.context),
+        lambda number: forest_of(model.adapter, batches.item(number), number, model.context),
         "documents of",
     )
     if found is None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
+from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.ir import Kind, Op, Plan, PlanError, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
@@ -30,8 +31,9 @@ from megatron_epp.mcore.model.stage import ModelStage
 
 
 class SliceStage(ModelStage):
-    """lengths[micro-batch]: of its documents. share: of a chunk's rows, which this rank computes;
-    the others of ``groups.cp`` have the rest.
+    """forests[micro-batch]: its documents; those of the plan are the forests' nodes, parts of them
+    that several may share. share: of a chunk's rows, which this rank computes; the others of
+    ``groups.cp`` have the rest.
 
     data[micro-batch]   what the loop's loss returned beside the loss
     """
@@ -44,14 +46,14 @@ class SliceStage(ModelStage):
         stage: int,
         groups: Any,
         attached: AttachedModel,
-        lengths: list[tuple[int, ...]],
+        forests: Sequence[PrefixForest],
         share: RowShare,
     ):
         self._slices = slices_of(plan)
-        self.call, self.plan, self.attached, self.lengths = call, plan, attached, lengths
-        # Documents are counted through the call; each is document _place[d] of its micro-batch.
-        of = [(number, place) for number, of in enumerate(lengths) for place in range(len(of))]
-        self._of, self._place = [number for number, _ in of], [place for _, place in of]
+        self.call, self.plan, self.attached, self.forests = call, plan, attached, forests
+        # The plan's documents are counted through the call; each is a node of its micro-batch.
+        nodes = [(number, node) for number, forest in enumerate(forests) for node in forest.nodes]
+        self._of, self._nodes = [number for number, _ in nodes], [node for _, node in nodes]
         store = store_for(plan, self._slices, attached.stores_last_slice)
         builder: Any = NoBatchBuilder(stage, this_device())
         super().__init__(call.one_model, call.config, call.forward_step_func, builder, plan, store)
@@ -59,10 +61,10 @@ class SliceStage(ModelStage):
         self.data: dict[int, list[Any]] = {}
         self._documents = [
             [d for d, other in enumerate(self._of) if other == number]
-            for number in range(len(lengths))
+            for number in range(len(forests))
         ]
         self._group = groups_of(plan, self._of)
-        self._left = [self._group.count(number) for number in range(len(lengths))]
+        self._left = [self._group.count(number) for number in range(len(forests))]
         self._outputs: dict[int, dict[int, Tensor]] = {}  # [document][start]
         self._gradients: dict[int, Tensor] = {}  # [document], of whole documents' outputs
         self._front: EncodedDocuments | None = None
@@ -77,7 +79,7 @@ class SliceStage(ModelStage):
 
     @property
     def balanced_together(self) -> Sequence[Sequence[int]] | None:
-        return self.lengths
+        return [[node.tokens for node in forest.nodes] for forest in self.forests]
 
     # -------------------------------------------------------------- forward
 
@@ -135,7 +137,8 @@ class SliceStage(ModelStage):
         device = next(self.model.parameters()).device
         positions = torch.zeros(total, dtype=torch.int64)
         for part in rows:
-            positions[part.start : part.stop] = torch.arange(part.span.start, part.span.stop)
+            own = torch.arange(part.span.start, part.span.stop)
+            positions[part.start : part.stop] = own + part.offset
         mine = positions[self.share.mine(total)]
         return ChunkParams.of(state, mine.to(device, non_blocking=True))
 
@@ -147,7 +150,7 @@ class SliceStage(ModelStage):
                 "in front of the model's layers"
             )
         batch = self.batches.item(self._of[document])
-        inputs = self.attached.adapter.inputs(batch, self._place[document])  # type: ignore[attr-defined]
+        inputs = self.attached.adapter.inputs(batch, self._nodes[document].sequence)  # type: ignore[attr-defined]
         return self.attached.reached_with(self.model, inputs)
 
     def _drawn(self, chunk: int) -> Any:
@@ -156,10 +159,11 @@ class SliceStage(ModelStage):
             return self.batches.source
         number = self._group[chunk]
         batch, adapter = self.batches.item(number), self.attached.adapter
-        parts = [
-            rows_of(adapter, batch, number, self._place[span.document], span.start, span.stop)
-            for span in self.plan.chunks[chunk].spans
-        ]
+        parts = []
+        for span in self.plan.chunks[chunk].spans:
+            node = self._nodes[span.document]
+            where = node.start + span.start, node.start + span.stop
+            parts.append(rows_of(adapter, batch, number, node.sequence, *where))
         total = self.share.rows(self.plan.chunks[chunk])
         mine = self.share.mine(total)
         joined = side_by_side(parts, total)
@@ -194,12 +198,13 @@ class SliceStage(ModelStage):
             whole.append(torch.cat([pieces[start] for start in sorted(pieces)]))
         if self.training:
             whole = [outputs.requires_grad_() for outputs in whole]
+        samples = samples_of(self.forests[number], whole)
         data: list[Any] = []
         batch = self.batches.item(number) if self.batches.readable else None
         returned: list[Any] = []
 
         def loss_of(_: Tensor, **named: Any) -> Any:
-            returned.append(self.attached.adapter.loss(batch, whole, **named))
+            returned.append(self.attached.adapter.loss(batch, samples, **named))
             return returned[0]
 
         loss, tokens = schedules.forward_step_calc_loss(
@@ -281,6 +286,16 @@ def _of_all_ranks(mine: Tensor, group: Any) -> Tensor:
     whole = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
     dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
     return whole
+
+
+def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """[L, ...] of every document, whole, from those of the nodes that it consists of: the gradients
+    of what several share add up."""
+    paths = map(forest.path, range(len(forest.last)))
+    return [
+        outputs[path[0]] if len(path) == 1 else torch.cat([outputs[node] for node in path])
+        for path in paths
+    ]
 
 
 def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:

@@ -156,8 +156,8 @@ class LatentLayer:
             weight = self.around.linear_kv_up_proj.weight if expands else None
             return exchanged if weight is None else (*exchanged, weight.view_as(weight))
 
-        keeps = self.attention.latents and any(rows.cut for rows in state.rows)
-        expands = keeps and any(rows.span.start > 0 for rows in state.rows)
+        keeps = self.attention.latents and any(rows.cut or rows.prefix for rows in state.rows)
+        expands = keeps and any(rows.context for rows in state.rows)
         made_of = queries_sL, latent_sR, rotary_t1P
         with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
         if UP_PROJECTION in self.dropped.modules:

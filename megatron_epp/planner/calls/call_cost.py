@@ -19,7 +19,7 @@ from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads
+from megatron_epp.cost.loads import Loads, loads_of_plan
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import (
     BACKWARDS,
@@ -30,7 +30,9 @@ from megatron_epp.ir import (
     Item,
     Kind,
     Payload,
+    Plan,
     PlanError,
+    Prefixes,
     Table,
 )
 from megatron_epp.planner.chunks.chunking import Chunking
@@ -134,13 +136,15 @@ class CallChunks:
 
     chunking    groups in the order of their forwards
     documents   tokens of each
+    prefixes    what some of them continue
     """
 
     chunking: Chunking
     documents: tuple[int, ...]
+    prefixes: Prefixes = ()
 
     @classmethod
-    def of(cls, groups: Groups, documents: Sequence[int]) -> "CallChunks":
+    def of(cls, groups: Groups, documents: Sequence[int], prefixes: Prefixes = ()) -> "CallChunks":
         """groups[g][c]: the spans of each chunk, as (document, start, stop)."""
         chunks = [chunk for group in groups for chunk in group]
         rows = [(number, *span) for number, chunk in enumerate(chunks) for span in chunk]
@@ -148,7 +152,11 @@ class CallChunks:
         starts = np.cumsum([0, *map(len, groups)])
         cut = stop - start < np.array(documents)[document]
         spans = Spans(document, start, stop)
-        return cls(Chunking.of_spans(spans, chunk, starts, cut), tuple(documents))
+        made = cls(Chunking.of_spans(spans, chunk, starts, cut), tuple(documents), prefixes)
+        if not any(prefixes):
+            return made
+        pairs = made.loads.pairs.astype(np.int64)
+        return dataclasses.replace(made, chunking=dataclasses.replace(made.chunking, pairs=pairs))
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -156,7 +164,21 @@ class CallChunks:
 
     @cached_property
     def loads(self) -> Loads:
+        if any(self.prefixes):
+            return loads_of_plan(self.plan((1,)), 1)
         return loads_of(self.chunking, np.array(self.documents))
+
+    def plan(self, layers: Sequence[int]) -> Plan:
+        """Its chunks on stages of ``layers``, without an order; nothing is recomputed."""
+        chunks = self.chunking.ir_chunks(range(len(self.documents)))
+        return Plan(
+            documents=self.documents,
+            layers=tuple(layers),
+            chunks=chunks,
+            recompute=tuple((KEEP * count,) * len(chunks) for count in layers),
+            orders=((),) * len(layers),
+            prefixes=self.prefixes,
+        )
 
     @property
     def losses(self) -> np.ndarray:
@@ -165,7 +187,7 @@ class CallChunks:
 
     def arranged(self, order: Sequence[int]) -> "CallChunks":
         """The same groups in another order."""
-        return CallChunks(self.chunking.arranged(order), self.documents)
+        return CallChunks(self.chunking.arranged(order), self.documents, self.prefixes)
 
 
 def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:

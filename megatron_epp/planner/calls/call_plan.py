@@ -19,6 +19,7 @@ from megatron_epp.planner.calls.group_order import (
 )
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.calls.recompute import RecomputeFit
+from megatron_epp.planner.calls.tree_cutting import Parents
 from megatron_epp.planner.chunks.slicing import Rates
 
 
@@ -48,15 +49,19 @@ def sliced_plan(
     rates_SK3: np.ndarray,
     options: CallOptions,
     forward_only: bool,
+    parents: Sequence[Parents] = (),
 ) -> Plan:
     """As :func:`whole_plan`, micro-batches cut or whole; lengths[micro-batch] of documents. On one
-    stage, where cutting saves bytes and no time, only those that do not fit whole are."""
+    stage, where cutting saves bytes and no time, only those that do not fit whole are.
+
+    parents   of every micro-batch, where documents continue others of it, which are computed once
+    """
     whole = [KIND_CODE[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)]
     mean_3 = rates_SK3[:, whole].sum(axis=1).mean(axis=0)
     cut = None
-    if len(layers) == 1 and options.memory is not None:
+    if len(layers) == 1 and options.memory is not None and not parents:
         cut = [n for n, of in enumerate(lengths) if not _fits(of, layers, rates_SK3, options)]
-    candidates = list(cuttings(lengths, Rates(*mean_3.tolist()), cut))
+    candidates = list(cuttings(lengths, Rates(*mean_3.tolist()), cut, parents))
     return _fastest(candidates, layers, rates_SK3, options, forward_only)
 
 
@@ -163,10 +168,8 @@ def _plan(
 ) -> Plan:
     """again: layers [stages, chunks] that are recomputed; None: nothing is."""
     counts = np.zeros((len(layers), call.chunking.count)) if again is None else again
-    return Plan(
-        documents=call.documents,
-        layers=tuple(layers),
-        chunks=call.chunking.ir_chunks(range(len(call.documents))),
+    return replace(
+        call.plan(layers),
         recompute=tuple(
             tuple(FULL * int(n) + KEEP * int(count - n) for n in row)
             for count, row in zip(layers, counts, strict=True)

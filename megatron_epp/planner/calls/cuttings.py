@@ -5,7 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron_epp.ir import Prefixes, Span
 from megatron_epp.planner.calls.call_cost import CallChunks
+from megatron_epp.planner.calls.tree_cutting import Parents, tree_seconds
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
 
 # Slices of the longest micro-batch that are tried; sizes in between follow from the others.
@@ -14,25 +16,45 @@ LEAST_TOKENS = 16  # of a slice
 
 
 def cuttings(
-    lengths: Sequence[Sequence[int]], rates: Rates, cut: Collection[int] | None = None
+    lengths: Sequence[Sequence[int]],
+    rates: Rates,
+    cut: Collection[int] | None = None,
+    parents: Sequence[Parents] = (),
 ) -> Iterator[CallChunks]:
     """First with every micro-batch whole, then cut; lengths[micro-batch] of documents. ``cut``: the
-    micro-batches that may be (None: all)."""
+    micro-batches that may be (None: all).
+
+    parents   of every micro-batch, where documents continue others
+    """
     may = range(len(lengths)) if cut is None else cut
-    takes = (float(rates.document_seconds(np.array(lengths[number])).sum()) for number in may)
-    longest = max(takes, default=1.0)
     documents = tuple(length for of in lengths for length in of)
     firsts = np.cumsum([0, *map(len, lengths)])[:-1].tolist()
+    trees = [tree_seconds(*pair, rates) for pair in zip(lengths, parents, strict=bool(parents))]
+    prefixes: Prefixes = ()
+    if trees:
+        longest = max(tree.total for tree in trees)
+        prefixes = tuple(
+            None if parent < 0 else Span(first + parent, 0, of[parent])
+            for first, of, tree in zip(firsts, lengths, trees, strict=True)
+            for parent in tree.parents
+        )
+    else:
+        takes = (float(rates.document_seconds(np.array(lengths[number])).sum()) for number in may)
+        longest = max(takes, default=1.0)
     seen = set()
     for parts in (1, *CUTS):
         target = longest / parts * (1 + 1e-9)
         groups = tuple(
-            tuple(_chunks(first, of, target if number in may else np.inf, rates))
+            tuple(
+                trees[number].chunks(first, target, LEAST_TOKENS)
+                if trees
+                else _chunks(first, of, target if number in may else np.inf, rates)
+            )
             for number, (first, of) in enumerate(zip(firsts, lengths, strict=True))
         )
         if groups not in seen:
             seen.add(groups)
-            yield CallChunks.of(groups, documents)
+            yield CallChunks.of(groups, documents, prefixes)
 
 
 def _chunks(

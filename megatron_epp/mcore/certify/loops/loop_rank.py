@@ -102,7 +102,10 @@ class LoopRank(Rank):
         if frame.parts > 1:
             attend_over_ranks(model.module)
         if frame.sliced:
-            adapter = PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss)
+            shares = int(frame.model.trees)
+            adapter = (
+                PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss, share_from=shares)
+            )
             attach_to(model, adapter, "auto", head_again=True)
         self.model = model
         return [model]
@@ -114,7 +117,8 @@ class LoopRank(Rank):
         plan, values = self.ran[-1].plan, tuple(item["value"] for item in trained)
         halved = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
         replica = mpu.get_data_parallel_rank()
-        return replica, values, tuple(evaluated), len(plan.chunks), halved
+        branches = sum(prefix is not None for prefix in plan.prefixes)
+        return replica, values, tuple(evaluated), len(plan.chunks), halved, branches
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Megatron's forward_data_store."""
@@ -152,9 +156,12 @@ class LoopRank(Rank):
         rates: numpy.ndarray,
         freedom: CallOptions,
         forward_only: bool,
+        parents: Sequence[Sequence[int]] = (),
     ) -> Plan:
         letters, random = letters_drawn(EXECUTABLE.replace(OFFLOAD, "")), self._random(forward_only)
-        return arbitrary_sliced_plan(lengths, layers, random, freedom.split, forward_only, letters)
+        return arbitrary_sliced_plan(
+            lengths, layers, random, freedom.split, forward_only, letters, parents
+        )
 
     def _random(self, forward_only: bool) -> Random:
         block = mpu.get_data_parallel_rank() // self.frame.model.lockstep  # one order for all of it

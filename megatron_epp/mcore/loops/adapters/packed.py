@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.mcore.loops.adapter import parts_of
+from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
+from megatron_epp.mcore.loops.adapter import ALIKE, alike, parts_of
 
 _TOKENS = ("input_ids", "tokens")
 
@@ -23,18 +24,30 @@ _TOKENS = ("input_ids", "tokens")
 class PackedDocuments:
     """loss_of(micro-batch, outputs [1, T, ...]) is the loop's own loss; padding's outputs are 0.
 
-    keys   what forward steps draw, as far as micro-batches have it: tensors [1, T, ...]
+    keys         what forward steps draw, as far as micro-batches have it: tensors [1, T, ...]
+    share_from   as of samples (samples.py)
     """
 
     def __init__(
         self,
         loss_of: Callable[..., Any],
         keys: Sequence[str] = ("input_ids", "tokens", "labels", "loss_mask", "position_ids"),
+        share_from: int = 0,
     ):
+        self.share_from = share_from
         self.loss_of, self.keys = loss_of, tuple(keys)
 
     def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:
         return tuple(stop - start for start, stop in documents_of(micro_batch))
+
+    def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
+        if not self.share_from:
+            return PrefixForest.apart(self.lengths(micro_batch))
+        rows = [
+            alike(micro_batch, ALIKE, (slice(None), slice(*border)))
+            for border in documents_of(micro_batch)
+        ]
+        return shared_prefixes(rows, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int

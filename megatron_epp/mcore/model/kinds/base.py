@@ -201,6 +201,11 @@ class MegatronPart:
         flags, or a model's configuration."""
         return False
 
+    def unshared(self, holder: Any) -> str:
+        """Name of what cannot be computed once for documents that begin alike, as it follows from
+        a document whole; "": nothing. ``holder``: flags, or a model's configuration."""
+        return ""
+
     def weigh_losses(self, scale: Tensor) -> None:
         """Have the losses that its layers add count ``scale`` times."""
 

@@ -441,6 +441,9 @@ class MegatronExperts(MegatronPart):
         balanced = {*balancing_types(holder)} - {"none"}
         return _experts(holder) and bool(holder.moe_z_loss_coeff or balanced)
 
+    def unshared(self, holder: Any) -> str:
+        return "experts, whose routers count the tokens of documents" if _experts(holder) else ""
+
     def weigh_losses(self, scale: Any) -> None:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 

@@ -77,6 +77,9 @@ class MegatronPrediction(MegatronPart):
         if FURTHER in letters:
             args.mtp_num_layers = letters.count(FURTHER)
 
+    def unshared(self, holder: Any) -> str:
+        return "further tokens, predicted behind whole documents" if _depths(holder) else ""
+
     def weigh_losses(self, scale: Any) -> None:
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 

@@ -111,6 +111,13 @@ def whole_documents(args: Any) -> bool:
     return any(part.wants_whole(args) for part in MEGATRON_PARTS)
 
 
+def require_shared(holder: Any, what: str) -> None:
+    """ValueError: a part of a layer needs every document whole, so that ``what`` cannot be."""
+    found = ", ".join(filter(None, (part.unshared(holder) for part in MEGATRON_PARTS)))
+    if found:
+        raise ValueError(f"{what}: not with {found}; expected a model without")
+
+
 def _limit_of_letter(letter: str, what: str) -> Limit:
     def asked(args: Any) -> bool:
         return letter in (getattr(args, "hybrid_layer_pattern", None) or "")

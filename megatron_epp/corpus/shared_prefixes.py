@@ -1,0 +1,153 @@
+"""Sequences that begin alike, as a forest in which what they share stands once.
+
+0  a b c d e        node 0  a b c      of sequences 0, 1, 2
+1  a b c d f        node 1    d        of 0 and 1, continues node 0
+2  a b c x          node 2, 3 e | f    node 4  x
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LEAST = 32  # tokens that are worth sharing: a document more costs about as much
+_BLOCK = 64  # rows that are compared at first, then twice as many
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSpan:
+    """Tokens [start, stop) of ``sequence``, and of all others that go through this node.
+
+    parent   the node that it continues, which stands before it; -1: it begins them
+    """
+
+    sequence: int
+    start: int
+    stop: int
+    parent: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixForest:
+    """nodes; last[s]: the one that sequence s ends with, and so all that it consists of."""
+
+    nodes: tuple[SharedSpan, ...]
+    last: tuple[int, ...]
+
+    @classmethod
+    def apart(cls, lengths: Sequence[int]) -> "PrefixForest":
+        """Sequences of ``lengths`` that share nothing."""
+        nodes = (SharedSpan(number, 0, length, -1) for number, length in enumerate(lengths))
+        return cls(tuple(nodes), tuple(range(len(lengths))))
+
+    def require(self, lengths: Sequence[int]) -> None:
+        """ValueError: it does not consist of sequences of ``lengths``, each from its first token to
+        its last."""
+        if len(self.last) != len(lengths):
+            raise ValueError(f"{len(self.last)} sequences; expected {len(lengths)}")
+        for number, node in enumerate(self.nodes):
+            if not -1 <= node.parent < number:
+                raise ValueError(
+                    f"node {number} continues node {node.parent}; expected one before it, or -1"
+                )
+            begin = 0 if node.parent < 0 else self.nodes[node.parent].stop
+            if not 0 <= node.sequence < len(lengths):
+                raise ValueError(f"node {number} is of sequence {node.sequence}; there are "
+                                 f"{len(lengths)}")  # fmt: skip
+            if node.start != begin or not begin < node.stop <= lengths[node.sequence]:
+                raise ValueError(
+                    f"node {number} holds tokens [{node.start}:{node.stop}] of sequence "
+                    f"{node.sequence}, of {lengths[node.sequence]}; expected some from {begin} on, "
+                    "where what it continues ends"
+                )
+        for sequence, last in enumerate(self.last):
+            if not 0 <= last < len(self.nodes) or self.nodes[last].stop != lengths[sequence]:
+                raise ValueError(
+                    f"sequence {sequence} ends with node {last}; expected one that ends at its "
+                    f"{lengths[sequence]} tokens"
+                )
+
+    @property
+    def shares(self) -> bool:
+        return any(node.parent >= 0 for node in self.nodes) or len(self.nodes) < len(self.last)
+
+    def path(self, sequence: int) -> tuple[int, ...]:
+        """Nodes of ``sequence``, in the order of its tokens."""
+        found, node = [], self.last[sequence]
+        while node >= 0:
+            found.append(node)
+            node = self.nodes[node].parent
+        return tuple(reversed(found))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are to be computed."""
+        return sum(node.tokens for node in self.nodes)
+
+
+def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> PrefixForest:
+    """The forest of ``sequences``, in time proportional to their tokens.
+
+    sequences   [tokens, ...] each, of at least one: rows that must be equal to be shared. A row
+                whose output depends on its label has that beside its token
+    least       shared tokens of fewer rows are left to each sequence, as its own
+    """
+    rows = [np.ascontiguousarray(each) for each in sequences]
+    for number, each in enumerate(rows):
+        if not len(each):
+            raise ValueError(f"sequence {number} has no token; expected at least one")
+    if least < 1:
+        raise ValueError(f"least {least}: expected at least 1 token to share")
+    nodes: list[SharedSpan] = []
+    last = [-1] * len(rows)
+    # (sequences that agree up to ``reached``, which of it is in nodes already, the last of these)
+    open_groups = [(group, 0, 0, -1) for group in reversed(list(_apart(rows, range(len(rows)), 0)))]
+    while open_groups:
+        group, begin, reached, parent = open_groups.pop()
+        first = group[0]
+        stop = len(rows[first]) if len(group) == 1 else _agree(rows, group, reached)
+        ended = [s for s in group if len(rows[s]) == stop]
+        shares = stop - begin >= least or len(group) == 1 or len(ended) == len(group)
+        if shares and stop > begin:
+            nodes.append(SharedSpan(first, begin, stop, parent))
+            parent, begin = len(nodes) - 1, stop
+        for sequence in ended:
+            if begin < stop:  # too little to share: its own
+                nodes.append(SharedSpan(sequence, begin, stop, parent))
+                last[sequence] = len(nodes) - 1
+            else:
+                last[sequence] = parent
+        going_on = [s for s in group if len(rows[s]) > stop]
+        for further in reversed(list(_apart(rows, going_on, stop))):
+            open_groups.append((further, begin, stop, parent))
+    return PrefixForest(tuple(nodes), tuple(last))
+
+
+def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iterator[list[int]]:
+    """Sequences of ``group`` by their row at ``place``, in the order in which they are met."""
+    found: dict[bytes, list[int]] = {}
+    for sequence in group:
+        found.setdefault(rows[sequence][place].tobytes(), []).append(sequence)
+    yield from found.values()
+
+
+def _agree(rows: Sequence[np.ndarray], group: Sequence[int], reached: int) -> int:
+    """Rows in which all of ``group`` agree, of which ``reached`` are known to be alike."""
+    first = rows[group[0]]
+    end = min(len(rows[sequence]) for sequence in group)
+    for sequence in group[1:]:
+        at, block = reached, _BLOCK
+        while at < end:
+            stop = min(at + block, end)
+            unlike = first[at:stop] != rows[sequence][at:stop]
+            if unlike.ndim > 1:
+                unlike = unlike.any(axis=tuple(range(1, unlike.ndim)))
+            if unlike.any():
+                end = at + int(unlike.argmax())
+                break
+            at, block = stop, 2 * block
+    return end

@@ -1,0 +1,124 @@
+"""A micro-batch whose documents continue others, cut into chunks of about equal time.
+
+    parents      - 0 0 0 2          chunks      [0 first half] [0 second half, 1] [2, 4] [3]
+    0 ----- 1                       continues    -             the first           the second, both
+      |---- 2 --- 4
+      `---- 3
+
+What is continued is computed, and paid, once. A chunk continues one other at most: whole subtrees
+lie together behind what they continue, in its chunk where there is room, or several to a chunk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_epp.planner.chunks.slicing import Rates
+
+Parents = Sequence[int]  # of every document of a micro-batch, one before it, or -1
+Spans = tuple[tuple[int, int, int], ...]  # (document, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """offsets   positions of the documents' first inputs
+    own          seconds of each document behind what it continues
+    below        and of all that descend from it, itself included
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    rates: Rates
+    offsets: tuple[int, ...]
+    own: tuple[float, ...]
+    below: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds of all, each document once."""
+        return sum(self.own)
+
+    def chunks(self, first: int, target: float, least: int) -> list[Spans]:
+        """Chunks of about ``target`` seconds, each behind the one that it continues.
+
+        first   number of the first document; least: tokens of a slice
+        """
+        children: dict[int, list[int]] = {}
+        for document, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(document)
+        made: list[list[tuple[int, int, int]]] = []
+        # Siblings, with the chunk that they continue and the seconds that it has already.
+        waiting: list[tuple[list[int], int, float]] = [(children.get(-1, []), -1, 0.0)]
+        while waiting:
+            siblings, behind, filled = waiting.pop()
+            bins = [] if behind < 0 else [(filled, behind)]
+            large = []
+            for document in sorted(siblings, key=lambda d: -self.below[d]):
+                takes = self.below[document]
+                if takes > target:
+                    large.append(document)
+                    continue
+                place = min(bins, default=(np.inf, -1))
+                if place[0] + takes > target:
+                    made.append([])
+                    place = 0.0, len(made) - 1
+                else:
+                    bins.remove(place)
+                bins.append((place[0] + takes, place[1]))
+                made[place[1]] += self._subtree(document, children)
+            for document in large:
+                length = self.lengths[document]
+                pieces = min(round(self.own[document] / target), max(1, length // least))
+                points = self._points(document, max(1, pieces))
+                made += ([(document, *pair)] for pair in pairwise(points))
+                taken = self.own[document] / (len(points) - 1)
+                waiting.append((children.get(document, []), len(made) - 1, taken))
+        return [tuple((first + d, start, stop) for d, start, stop in spans) for spans in made]
+
+    def _subtree(self, document: int, children: dict[int, list[int]]) -> list[tuple[int, int, int]]:
+        found, open_ones = [], [document]
+        while open_ones:
+            document = open_ones.pop()
+            found.append((document, 0, self.lengths[document]))
+            open_ones += reversed(children.get(document, []))
+        return found
+
+    def _points(self, document: int, pieces: int) -> list[int]:
+        """Where a document is cut into ``pieces`` of equal time, its ends among them."""
+        before = self.rates.document_seconds(np.array([self.offsets[document]]))[0]
+        shares = before + self.own[document] * np.arange(1, pieces) / pieces
+        inner = np.rint(self.rates.reach(shares)).astype(np.int64) - self.offsets[document]
+        length = self.lengths[document]
+        inner = np.unique(inner[(inner > 0) & (inner < length)])
+        return [0, *inner.tolist(), length]
+
+
+def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree:
+    """The tree of a micro-batch. ValueError: its parents are none."""
+    require_parents(lengths, parents)
+    offsets = [0] * len(lengths)
+    for document, parent in enumerate(parents):
+        if parent >= 0:
+            offsets[document] = offsets[parent] + lengths[parent]
+    starts = np.array(offsets)
+    own = rates.document_seconds(starts + np.array(lengths)) - rates.document_seconds(starts)
+    below = own.tolist()
+    for document in reversed(range(len(lengths))):
+        if parents[document] >= 0:
+            below[parents[document]] += below[document]
+    return Tree(
+        tuple(lengths), tuple(parents), rates, tuple(offsets), tuple(own.tolist()), tuple(below)
+    )
+
+
+def require_parents(lengths: Sequence[int], parents: Parents) -> None:
+    """ValueError unless every document continues one before it, or none."""
+    if len(parents) != len(lengths):
+        raise ValueError(f"{len(parents)} parents of {len(lengths)} documents; expected one each")
+    for document, parent in enumerate(parents):
+        if not -1 <= parent < document:
+            raise ValueError(
+                f"document {document} continues document {parent}; expected one before it, or -1"
+            )

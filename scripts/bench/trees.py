@@ -1,0 +1,199 @@
+"""What samples that begin alike share, computed once: loops by Megatron's schedule, in slices, and
+in slices of trees.
+
+    python scripts/bench/trees.py [--model llama3-8b] [--stages 4] [--tp 8] [--groups 8]
+                                  [--prefixes 1 4 16] [--answers 8 16] [--turns 12] [--tokens 32]
+                                  [--seed 1] [-o RESULT.md]
+
+Everything here is simulated with the cost model of megatron_epp.cost, from the model's shape and
+the H100's assumed rates: nothing ran on a GPU. A call of a loop is planned as the loops' planner
+does, by the rates of that model, and played with all its costs and messages.
+
+    group        one question of ``prefixes`` K tokens and ``answers`` of 100 to 4000 tokens
+    trajectory   turns of an agent: each sees what was said before, without the thoughts of then
+
+Without trees a micro-batch has at most ``tokens`` K tokens, or one sample; with them it is a group.
+The bound is the busiest stage's seconds for all that must be computed, each token once: no stage
+waits, no op costs anything besides its tokens and pairs. ``split``: half of every group's answers
+on each of two replicas, which both compute the question; seconds of the first, as a share of those
+of a replica that has every second group whole.
+"""
+
+import argparse
+import dataclasses
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from headline import ROOT, heading, host, write
+
+sys.path.insert(0, str(ROOT))
+
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import OF_LAYERS, Kind, Plan
+from megatron_epp.planner.calls.call_options import CallOptions
+from megatron_epp.planner.calls.call_plan import sliced_plan
+from megatron_epp.sim.play import play
+
+K = 1024
+DEVICE = "h100-80g"
+STOCK = CallOptions(reorder=False, split=False)
+HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "bound", "trees / bound",
+        "gain of trees", "that the bound allows", "peak: stock", "slices", "trees",
+        "split")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """Samples that begin alike: ``lengths`` of the parts that are computed once, each behind its
+    ``parents``; ``samples[s]``: the part that a sample ends with."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    samples: tuple[int, ...]
+
+    @property
+    def whole(self) -> list[int]:
+        """Tokens of every sample."""
+        ends: list[int] = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            ends.append(length + (ends[parent] if parent >= 0 else 0))
+        return [ends[part] for part in self.samples]
+
+
+def answers_to(question: int, answers: int, random: Random) -> Group:
+    lengths = [min(4000, max(100, round(random.lognormvariate(6.7, 0.8)))) for _ in range(answers)]
+    return Group((question, *lengths), (-1, *[0] * answers), tuple(range(1, answers + 1)))
+
+
+def trajectory(turns: int, random: Random) -> Group:
+    lengths, parents, samples, trunk = [random.randint(2000, 4000)], [-1], [], 0
+    for _ in range(turns):
+        lengths.append(random.randint(200, 2000))  # thoughts, and what is said
+        parents.append(trunk)
+        samples.append(len(lengths) - 1)
+        lengths.append(random.randint(100, 3000))  # what is said, and what came of it
+        parents.append(trunk)
+        trunk = len(lengths) - 1
+    return Group(tuple(lengths[:-1]), tuple(parents[:-1]), tuple(samples))
+
+
+def packed(groups: Sequence[Group], most: int) -> list[tuple[int, ...]]:
+    """Micro-batches of the groups' samples in their order, of at most ``most`` tokens or one."""
+    batches: list[list[int]] = []
+    for group in groups:
+        for length in group.whole:
+            if not batches or sum(batches[-1]) + length > most:
+                batches.append([])
+            batches[-1].append(length)
+    return [tuple(batch) for batch in batches]
+
+
+def halves(group: Group) -> Group:
+    """A question with every second of its answers."""
+    kept = group.lengths[1::2]
+    count = len(kept)
+    return Group((group.lengths[0], *kept), (-1, *[0] * count), tuple(range(1, count + 1)))
+
+
+def seconds_and_peak(plan: Plan, cost: Cost) -> tuple[float, float]:
+    played = play(plan, cost.table(plan))
+    return played.seconds, max(played.peak_bytes) / GIB
+
+
+def rates_of(cost: Cost) -> np.ndarray:
+    """[stages, kinds, 3]: what a loop's stages would have measured."""
+    return np.stack([cost.seconds_per(kind)[:, :3] for kind in OF_LAYERS], axis=1)
+
+
+def bound_seconds(groups: Sequence[Group], cost: Cost) -> float:
+    tokens = pairs = 0.0
+    for group in groups:
+        ends: list[int] = []
+        for length, parent in zip(group.lengths, group.parents, strict=True):
+            begin = ends[parent] if parent >= 0 else 0
+            ends.append(begin + length)
+            tokens += length
+            pairs += length * (length + 1) / 2 + begin * length
+    per = cost.seconds_per(Kind.FORWARD) + cost.seconds_per(Kind.BACKWARD)
+    return float((per[:, :2] @ np.array([tokens, pairs])).max())
+
+
+def with_trees(groups: Sequence[Group], cost: Cost) -> Plan:
+    layers, rates = cost.layers, rates_of(cost)
+    lengths = [group.lengths for group in groups]
+    parents = [group.parents for group in groups]
+    return sliced_plan(lengths, layers, rates, CallOptions(), False, parents)
+
+
+def row(name: str, groups: Sequence[Group], cost: Cost, most: int, splits: bool) -> list[str]:
+    layers, rates = cost.layers, rates_of(cost)
+    samples = packed(groups, most)
+    stock = seconds_and_peak(sliced_plan(samples, layers, rates, STOCK, False), cost)
+    slices = seconds_and_peak(sliced_plan(samples, layers, rates, CallOptions(), False), cost)
+    trees = seconds_and_peak(with_trees(groups, cost), cost)
+    bound = bound_seconds(groups, cost)
+    split = "-"
+    if splits and len(groups) > 1:
+        whole, _ = seconds_and_peak(with_trees(groups[::2], cost), cost)
+        half, _ = seconds_and_peak(with_trees([halves(group) for group in groups], cost), cost)
+        split = f"{half / whole:.2f}"
+    once = sum(sum(group.lengths) for group in groups)
+    return [
+        name,
+        f"{sum(map(sum, samples)) / K:.0f}K",
+        f"{once / K:.0f}K",
+        *(f"{seconds:.2f} s" for seconds, _ in (stock, slices, trees)),
+        f"{bound:.2f} s",
+        f"{bound / trees[0]:.2f}",
+        f"{slices[0] / trees[0]:.2f}",
+        f"{slices[0] / bound:.2f}",
+        *(f"{peak:.1f} GiB" for _, peak in (stock, slices, trees)),
+        split,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=8, help="of a replica's call")
+    parser.add_argument("--prefixes", type=int, nargs="+", default=[1, 4, 16], metavar="K")
+    parser.add_argument("--answers", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=32, metavar="K", help="of a micro-batch")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    args = parser.parse_args()
+    cost = named_cost(args.model, DEVICE, pp=args.stages, tp=args.tp)
+    cost = dataclasses.replace(cost, budget_bytes=(float("inf"),) * args.stages)
+    text = io.StringIO()
+    print(f"### {args.model}, pp {args.stages} tp {args.tp}, {args.groups} groups a call and "
+          f"replica, {DEVICE}; all simulated\n", file=text)  # fmt: skip
+    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", file=text)
+    random = Random(args.seed)
+    kinds = [
+        (f"{question}K and {answers} answers",
+         [answers_to(question * K, answers, random) for _ in range(args.groups)], True)
+        for question in args.prefixes
+        for answers in args.answers
+    ]  # fmt: skip
+    turns = [trajectory(args.turns, random) for _ in range(args.groups)]
+    kinds.append((f"trajectories of {args.turns} turns", turns, False))
+    for name, groups, splits in kinds:
+        print(name, file=sys.stderr, flush=True)
+        line = row(name, groups, cost, args.tokens * K, splits)
+        print(f"| {' | '.join(line)} |", file=text)
+    print(file=text)
+    print(text.getvalue())
+    write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
+
+
+if __name__ == "__main__":
+    main()

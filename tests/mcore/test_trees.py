@@ -1,0 +1,120 @@
+"""Documents that continue others compute what the plain model computes of whole copies."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.certify.batches import Frame, draw, letters_drawn
+from megatron_epp.certify.command import BatchVerdict
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.trial import LLAMA, Trial
+from megatron_epp.ir import Plan
+from megatron_epp.layers.recompute.wrap import EXECUTABLE
+from megatron_epp.mcore.certify.command import certify_training, main
+from tests.mcore.certified import certified
+from tests.mcore.sabotages import stand_in_order
+
+SABOTAGE = Path(__file__).with_name("sabotage_trees.py")
+WAYS = (
+    "nothing",
+    "lose a branch",
+    "begin anew",
+    "see the nearest",
+    "mistake values",
+    "nothing again",
+)
+FRAME = Frame(61, (2,), replicas=1, letters=letters_drawn(EXECUTABLE), splits=True, trees=True)
+
+
+def shows(way: str, plan: Plan) -> bool:
+    """Whether the way must show: several documents continue one; they continue one that continues
+    another; any does."""
+    parents = [prefix.document for prefix in plan.prefixes if prefix is not None]
+    if way == "lose a branch":
+        return any(parents.count(parent) > 1 for parent in parents)
+    if way == "mistake values":
+        return any(prefix is not None and prefix.stop > 1 for prefix in plan.prefixes)
+    if way == "see the nearest":
+        return any(plan.prefixes[parent] is not None for parent in parents)
+    return bool(parents)
+
+
+@cache
+def seed() -> int:
+    """In whose batches every way must show."""
+    return next(
+        s
+        for s in range(1000)
+        if all(shows(way, draw(s, n, FRAME).step.plans[0]) for n, way in enumerate(WAYS))
+    )
+
+
+@pytest.fixture(scope="module")
+def judged() -> Mapping[str, BatchVerdict]:
+    llama = tuple(f"{LLAMA} --num-layers 2".split())
+    trial = Trial(Degrees(1, 1, 1), (llama,), len(WAYS), seed(), interfere=SABOTAGE, trees=True)
+    return dict(zip(WAYS, certify_training(trial), strict=True))
+
+
+def test_the_ways_are_those_of_the_sabotage() -> None:
+    assert stand_in_order(WAYS, SABOTAGE)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_break_a_tree_shows(judged, way: str) -> None:
+    assert judged[way].passed == way.startswith("nothing"), judged[way]
+
+
+JOBS = {
+    "stages and replicas": (Degrees(pp=2, tp=1, dp=2), f"{LLAMA} --num-layers 4", 4),
+    "ranks of a stage": (
+        Degrees(pp=1, tp=2, dp=1),
+        f"{LLAMA} --num-layers 2 --sequence-parallel",
+        3,
+    ),
+    "states": (
+        Degrees(pp=1, tp=1, dp=1),
+        f"{LLAMA} --mamba-num-heads 32 --mamba-num-groups 8 --hybrid-layer-pattern=MG*",
+        3,
+    ),
+    "four stages": (Degrees(pp=4, tp=1, dp=1), f"{LLAMA} --num-layers 4", 3),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_random_trees_compute_what_copies_compute(name: str) -> None:
+    degrees, flags, batches = JOBS[name]
+    _, found = certified(Trial(degrees, (tuple(flags.split()),), batches, trees=True))
+    assert sum(batch.coverage.branches for batch in found) > 5
+    assert sum(batch.coverage.beside for batch in found) > 0
+
+
+def test_loops_find_what_their_samples_share() -> None:
+    trial = Trial(
+        Degrees(pp=2, tp=1, dp=1), (tuple(f"{LLAMA} --num-layers 4".split()),), 4, loop="level1",
+        trees=True,
+    )  # fmt: skip
+    _, found = certified(trial)
+    assert sum(batch.coverage.branches for batch in found) > 5
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--loop level0", "--trees: whole micro-batches share nothing"),
+        (
+            "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --mtp-num-layers 1 "
+            "--position-embedding-type rope",
+            "--trees: not with further tokens, predicted behind whole documents; expected a model",
+        ),
+        (
+            "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4",
+            "--trees: not with experts, whose routers count the tokens of documents; expected a",
+        ),
+    ],
+)  # fmt: skip
+def test_what_trees_do_not_run_with_is_said(flags: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        main(["--trees", "--pp", "1", *flags.split()])
