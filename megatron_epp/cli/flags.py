@@ -11,7 +11,15 @@ from megatron_epp.corpus.overlong import OVERLONG
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.network.topology import FLAT, TOPOLOGIES
-from megatron_epp.flag_fields import add_flags, flag, fraction, one_of, positive, whole_number
+from megatron_epp.flag_fields import (
+    JoinedWords,
+    add_flags,
+    flag,
+    fraction,
+    one_of,
+    positive,
+    whole_number,
+)
 from megatron_epp.planner.options import LEVERS, Options
 
 AUTO = 0  # instead of a degree that the planner is to choose
@@ -92,6 +100,14 @@ class MachineFlags:
     layers: tuple[int, ...] | None = flag(
         None, "transformer layers of every stage (default: even)", NUMBER, nargs="+"
     )
+    placement: str | None = flag(
+        None,
+        "stages of every pipeline rank, of which --pp is then the number: interleaved N, v, "
+        "'place' and the rank of every stage, or a file with such a line (default: one)",
+        nargs="+",
+        metavar="PLACEMENT",
+        action=JoinedWords,
+    )
     partition: str = flag(
         "even",
         "layers of the stages where --layers does not name them: even (default), or auto: "
@@ -131,7 +147,7 @@ class PlansMachineFlags(MachineFlags):
     """The machine that a plan is played on: the plan itself says the rest."""
 
     NOTE: ClassVar = "What `plan -o` wrote in the plan's comment stands where no option does."
-    OMIT: ClassVar = ("pp", "devices", "partition")
+    OMIT: ClassVar = ("pp", "devices", "partition", "placement")
 
     cp: int | None = flag(None, "context-parallel (Ulysses) degree (default: 1)", COUNT)
     tp: int | None = flag(None, "tensor-parallel degree (default: 1)", COUNT)

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from megatron_epp.cli.flags import ASSUMPTIONS
@@ -13,7 +14,8 @@ from megatron_epp.cost.catalogue.models import MODELS, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import Plan
+from megatron_epp.ir import Plan, PlanError
+from megatron_epp.ir.placement import Placement, read_placement
 
 # What the analytic cost model assumes where no option does: what training runs. The papers' world,
 # which is the library's default, is --logits-held --no-kv-read --topology flat.
@@ -42,11 +44,13 @@ def cost_of(
     dp: int,
     layers: tuple[int, ...] | None,
     cut: bool = False,
+    place: tuple[int, ...] = (),
 ) -> Cost:
     """The cost of the model and machine that the options name, in that layout.
 
-    A profile file alone is enough where the layers of every stage and a budget are given. ``cut``:
-    with the output layer over all stages.
+    A profile file alone is enough where the layers of every stage and a budget are given. ``pp``:
+    stages. ``cut``: with the output layer over all of them. ``place``: the rank of each, where a
+    rank has several.
     """
     profile = Profile.load(arguments.cost_model) if arguments.cost_model else None
     zero = int(arguments.zero) if arguments.zero else None
@@ -99,6 +103,8 @@ def cost_of(
         cost = dataclasses.replace(cost, budget_bytes=tuple(gib * GIB for gib in budgets))
     if (host := getattr(arguments, "host_memory_gib", None)) is not None:  # where plans are made
         cost = dataclasses.replace(cost, host_budget_bytes=host * GIB)
+    if place:
+        cost = dataclasses.replace(cost, place=place)
     cost.require_states_fit()
     return cost
 
@@ -143,13 +149,33 @@ def planning_cost(arguments: argparse.Namespace) -> Cost:
         if layers is None:
             raise UsageError("--pp is missing; expected the number of pipeline stages")
         pp = len(layers)
+    place: tuple[int, ...] = ()
+    if arguments.placement is not None:
+        placement = asked_placement_of(arguments.placement, pp)
+        if layers is None and placement.layers:
+            layers = placement.layers
+        pp, place = placement.stages, () if placement.is_even else placement.place
     cut = arguments.vocab_parallel == "on"
     if cut and pp == 1:
         raise UsageError(
             "--vocab-parallel on cuts the output layer over the stages, and there is one; expected "
             "--pp of at least 2, or leave it out"
         )
-    return cost_of(arguments, pp=pp, cp=arguments.cp, dp=arguments.dp, layers=layers, cut=cut)
+    degrees: dict[str, Any] = {"pp": pp, "cp": arguments.cp, "dp": arguments.dp}
+    return cost_of(arguments, **degrees, layers=layers, cut=cut, place=place)
+
+
+def asked_placement_of(text: str, ranks: int) -> Placement:
+    """The placement that --placement asks for on ``ranks``."""
+    try:
+        return read_placement(text, ranks, lambda path: Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--placement {text}: {getattr(error, 'strerror', error)}; expected even, v, "
+            "interleaved N, 'place' and the rank of every stage, or a file"
+        ) from error
+    except PlanError as refusal:
+        raise UsageError(f"--placement {text}: {refusal}") from refusal
 
 
 def rank_budgets(cost: Cost, plan: Plan) -> tuple[float, ...]:
@@ -172,4 +198,5 @@ def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
         has = "has ops H and G" if cut else "has no ops H and G"
         raise UsageError(f"--vocab-parallel {asked}: the plan {has}; leave the option out")
     here = argparse.Namespace(**{**vars(arguments), "tp": arguments.tp or 1})
-    return cost_of(here, pp=plan.stages, cp=arguments.cp or 1, dp=dp, layers=plan.layers, cut=cut)
+    degrees: dict[str, Any] = {"pp": plan.stages, "cp": arguments.cp or 1, "dp": dp}
+    return cost_of(here, **degrees, layers=plan.layers, cut=cut, place=plan.place)

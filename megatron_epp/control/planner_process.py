@@ -67,7 +67,8 @@ class PlannerProcess:
         self._command = [
             *(sys.executable, "-m", "megatron_epp", "serve"),
             *("--cost-model", f"/dev/fd/{self._profile.fileno()}", "--zero", str(cost.zero)),
-            *("--pp", str(cost.stages), "--layers", *map(str, cost.layers)),
+            *("--pp", str(cost.ranks), "--layers", *map(str, cost.layers)),
+            *(("--placement", "place", *map(str, cost.place)) if cost.place else ()),
             *("--tp", str(cost.tp), "--cp", str(cost.cp), "--dp", str(cost.dp)),
             *(("--layer-kinds", format_kinds(cost.layer_kinds)) if cost.layer_kinds else ()),
             *("--ep", str(cost.ep)),

@@ -7,8 +7,9 @@ tokens, pairs and 1, pairs of a window, tokens of context.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class StageLayout:
     host_budget_bytes   of the host's memory, for what one device offloads
     vocabulary_parallel  whether the output layer is cut over all stages (ops H and G)
     network        where groups lie and what they get there; none: the profile's rates by size
+    place          the rank of every stage, where a rank has several; none: stage i on rank i. What
+                   a device may hold is then for all its stages: each has all of it as its budget
     """
 
     profile: Profile
@@ -57,8 +60,14 @@ class StageLayout:
     host_budget_bytes: float = math.inf
     network: Network | None = None
     vocabulary_parallel: bool = False
+    place: tuple[int, ...] = ()
 
     def __post_init__(self):
+        if self.place and len(self.place) != len(self.layers):
+            raise ValueError(
+                f"{len(self.place)} stages have a rank and {len(self.layers)} have layers; "
+                "expected the same number"
+            )
         if self.vocabulary_parallel and len(self.layers) == 1:
             raise ValueError(
                 "vocabulary parallelism cuts the output layer over the stages, and there is one; "
@@ -102,9 +111,31 @@ class StageLayout:
         return len(self.layers)
 
     @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The rank on which each stage lies."""
+        return self.place or tuple(range(self.stages))
+
+    @property
+    def ranks(self) -> int:
+        return 1 + max(self.rank_of)
+
+    def of_ranks(self, values: Sequence[float]) -> tuple[float, ...]:
+        """``values`` of every stage, added up for every rank."""
+        return tuple(np.bincount(self.rank_of, weights=np.array(values)).tolist())
+
+    @property
+    def rank_budget_bytes(self) -> tuple[float, ...]:
+        """Bytes that every rank's device may hold, for all its stages."""
+        return tuple(self.budget_bytes[self.rank_of.index(rank)] for rank in range(self.ranks))
+
+    def with_rank_budgets(self, budgets: Sequence[float]) -> Self:
+        """With other :attr:`rank_budget_bytes`."""
+        return replace(self, budget_bytes=tuple(budgets[rank] for rank in self.rank_of))
+
+    @property
     def devices(self) -> int:
         """Number of one replica's devices."""
-        return self.stages * self.tp * self.cp
+        return self.ranks * self.tp * self.cp
 
     @cached_property
     def shards(self) -> float:

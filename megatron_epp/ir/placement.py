@@ -62,6 +62,8 @@ def named_placement(text: str, ranks: int) -> Placement | None:
     PlanError: a name with a number that cannot be."""
     if text == EVENLY:
         return Placement(tuple(range(ranks)))
+    if text.startswith("place "):
+        return placement_of_file(text, ranks)
     if text == "v":
         return Placement((*reversed(range(ranks)), *range(ranks)))
     found = _INTERLEAVED.fullmatch(text)

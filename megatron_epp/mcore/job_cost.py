@@ -28,6 +28,7 @@ from megatron_epp.mcore.model.early_head import block_tokens, early_head
 from megatron_epp.mcore.model.kinds.registry import cost_sizes, whole_documents
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.placing.asked import place_of
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
@@ -173,6 +174,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         **cost_sizes(args),
         layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
         vocabulary_parallel=vocabulary_parallel(args),
+        place=place_of(args),
     )
 
 

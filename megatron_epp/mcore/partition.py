@@ -44,7 +44,12 @@ from megatron_epp.mcore.model.hybrid.pattern import (
 )
 from megatron_epp.mcore.model.shape import further_shapes, stage_layers, with_further
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.placing.asked import asked_placement, layers_of_placement, placed_values
+from megatron_epp.mcore.placing.asked import (
+    asked_placement,
+    layers_of_placement,
+    place_of,
+    placed_values,
+)
 from megatron_epp.planner.options import Options
 
 KEPT = "epp-partition.json"  # layers by stage, beside the checkpoint
@@ -99,10 +104,11 @@ def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
             "--epp-partition auto chooses layers of one stage a rank; with --epp-placement give a "
             "file with a line 'layers'"
         )
-    if wanted.epp_plan is None:
+    if wanted.epp_plan is None and wanted.epp_cost_model is None:
         raise ValueError(
-            f"--epp-placement {wanted.epp_placement}: plans for it are not made yet; give some "
-            "with --epp-plan, or leave it out"
+            f"--epp-placement {wanted.epp_placement}: parts of a model are not measured at start; "
+            "give --epp-cost-model analytic, or the file that `python -m megatron_epp profile` "
+            "writes"
         )
     pattern = pattern_of(wanted)
     if pattern is not None and "|" in pattern:
@@ -189,6 +195,8 @@ def _vocabulary_by_lengths(args: Any, parts: Any) -> tuple[bool, str]:
         return kept, "the checkpoint's, as it resumes"
     if args.pipeline_model_parallel_layout is not None and args.epp_partition != PARTITION_AUTO:
         return False, "--pipeline-model-parallel-layout has placed the output layer"
+    if place_of(args):
+        return False, "ranks have several stages; give on"
     if parts is not None and parts.items is not None:
         return False, "no lengths are known of documents from Python"
     from megatron_epp.planner.tuning.vocabulary import ruled_out, vocabulary_of

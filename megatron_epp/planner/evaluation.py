@@ -11,9 +11,10 @@ from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Draft, SortedBatch
+from megatron_epp.planner.order.emit import NOTHING, Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import Share, shares_of
 from megatron_epp.planner.order.problem import rates_of, with_kept
+from megatron_epp.planner.virtual.placed import evaluation_stages
 from megatron_epp.sim.play import play
 
 # A document that does not fit in so many slices is refused: its K and V alone are too large.
@@ -49,8 +50,9 @@ def evaluation_plans(
             )
         shares, peaks = _shares(batch, cost, options, most)
         plans = tuple(share.plan for share in shares)
-        used = np.array(peaks) - np.array(cost.states_bytes)
-        worst = float((used / np.maximum(cost.room_bytes, 1.0)).max())
+        states = np.array(cost.of_ranks(cost.states_bytes))
+        room = np.array(cost.rank_budget_bytes) - states
+        worst = float(((np.array(peaks) - states) / np.maximum(room, 1.0)).max())
         if worst <= 1:
             for plan in plans:
                 check(plan)
@@ -89,6 +91,10 @@ def _shares(
     chunking = folded(assemble(cuts, bucket, buckets, rates), width, rates)
     kinds, chunks = _order(chunking.count, cost)
     draft = Draft(chunking, {}, kinds, chunks)
+    if cost.place:
+        stages, at = evaluation_stages(kinds, cost)
+        own = [np.where(at < 0, NOTHING, each[0, at]) for each in (kinds, chunks)]
+        draft = Draft(chunking, {}, own[0], own[1], stages=stages)
     shares = shares_of(batch, draft, cost, options)
     counts = with_kept(cost, {}, chunking.count)
     tables = [cost.table_of(share.loads, counts, forward_only=True) for share in shares]

@@ -65,15 +65,24 @@ def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
     return per
 
 
-def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool = False) -> float:
+def block_bound_seconds(
+    lengths: np.ndarray,
+    cost: Cost,
+    width: int,
+    local: bool = False,
+    place: tuple[int, ...] = (),
+) -> float:
     """The same for ``width`` replicas however the documents are dealt to them: one has at least its
     share of the work, and one the longest document.
 
     lengths   sorted, longest first
     local     of one replica alone: those in lockstep have no local documents
+    place     the rank of every stage, where a rank has several
     """
-    whole = lower_bound_seconds(lengths, cost, local=local)
-    return whole if width == 1 else max(whole / width, lower_bound_seconds(lengths[:1], cost))
+    whole = lower_bound_seconds(lengths, cost, local=local, place=place)
+    if width == 1:
+        return whole
+    return max(whole / width, lower_bound_seconds(lengths[:1], cost, place=place))
 
 
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:

@@ -21,7 +21,7 @@ from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import PlannedGroups, PlannedReplica, SimulatedPipeline
-from megatron_epp.planner.virtual import adaptis, slimpipe
+from megatron_epp.planner.virtual import adaptis, placed, slimpipe
 
 DraftFunction = Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
 PlanFunction = Callable[[Sequence[int], Cost, Options], PlannedReplica]
@@ -39,7 +39,9 @@ def _block(name: str, draft: DraftFunction) -> BlockFunction:
         began = time.perf_counter()
         batch = SortedBatch.of(lengths)
         require_fit(cost, batch.documents)
-        made = draft(batch, cost, options)
+        made = (
+            placed.draft(name, batch, cost, options) if cost.place else draft(batch, cost, options)
+        )
         assert made is not None, "nothing was excluded, so there is a draft"
         found = emit_block(name, batch, made.draft, made.cost, options)
         took = (time.perf_counter() - began) / options.lockstep

@@ -9,8 +9,11 @@ import pytest
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.ir import Op
+from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.model.stage import reduce_in_turn
+from megatron_epp.mcore.partition import placeholder
 from tests.mcore.certified import certified
+from tests.mcore.runs import flags, train, write_corpus
 
 
 def model(flags: str, stages: int, *placement: str) -> tuple[str, ...]:
@@ -73,3 +76,50 @@ def test_reductions_start_in_the_order_of_stages(ran: str, behind: dict[int, int
     reduce_in_turn(stages, [(int(op[1:]), Op.parse(f"{op[0]}0")) for op in ran.split()])
     waits = {stage: None if of is None else stages[of] for stage, of in behind.items()}
     assert all(one.behind is waits[stage] for stage, one in stages.items())
+
+
+def test_training_goes_on_under_another_placement(tmp_path: Path) -> None:
+    """A run with one stage a rank is resumed with one, with two as a V, and from there with one
+    again: losses and gradient norms are the same."""
+    corpus = write_corpus(tmp_path / "corpus", [90, 60, 40, 30, 20, 12, 8, 8] * 8)
+    way = {
+        "epp": True,
+        "save-interval": 9,
+        "override-opt-param-scheduler": True,
+        "lr-decay-style": "constant",
+    }
+    plain, placed = tmp_path / "plain", tmp_path / "placed"
+    first = train(flags(corpus, **way, train_iters=2, save=plain))
+    assert first.status == 0, first.output
+    even = train(flags(corpus, **way, load=plain, train_iters=5))
+    assert even.status == 0, even.output
+    v = {"load": plain, "save": placed, "epp-placement": "v"}
+    second = train(flags(corpus, **way, **v, train_iters=4))
+    assert second.status == 0, second.output
+    third = train(flags(corpus, **way, load=placed, train_iters=5))
+    assert third.status == 0, third.output
+    assert [*second.losses, *third.losses] == pytest.approx(even.losses, rel=1e-5)
+    norms = [*second.grad_norms, *third.grad_norms]
+    assert norms == pytest.approx(even.grad_norms, rel=1e-3)
+    assert len(second.losses) == 2 and "bubble" in second.output
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"epp-placement": "place 0 1 1 0"}, "the last stage, 3, lies on rank 0; expected rank 1, "
+         "from which Megatron takes the loss: rank 0: 0 3 | rank 1: 1 2"),
+        ({"epp-placement": "nowhere"}, "--epp-placement nowhere: No such file or directory"),
+        ({"epp-placement": "v", "epp-cost-model": None}, "parts of a model are not measured at"),
+        ({"epp-placement": "interleaved 9"}, "18 stages for 4 layers"),
+        ({"epp-placement": "v", "epp-partition": "auto"}, "chooses layers of one stage a rank"),
+        ({"epp-placement": "v", "decoder-first-pipeline-num-layers": 1}, "says how many layers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed_is_refused_in_one_line(
+    more: dict, said: str, tmp_path: Path
+) -> None:
+    words = flags(tmp_path / "corpus", epp=True, **more)
+    with pytest.raises(ValueError) as caught:
+        placeholder(parsed([word for word in words if word != "--epp"]))
+    assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -59,6 +59,8 @@ class Draft:
 
     counts           [stages, chunks] layers with each recompute choice; the rest is kept
     kinds, chunks    [stages, ops] the orders: codes of kinds (ir.KIND_CODE) or NOTHING, and chunks
+    stages           where ranks have several stages: [ranks, ops] the stage of each, and the orders
+                     are those of ranks
     """
 
     chunking: Chunking
@@ -67,9 +69,21 @@ class Draft:
     chunks: np.ndarray
     pipelines: int = 1
     note: str = ""
+    stages: np.ndarray | None = None
 
 
 def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
+    if draft.stages is not None:
+        orders, turns = _of_ranks(draft.kinds, draft.chunks, draft.stages, cost.stages)
+        return Plan(
+            documents=batch.documents,
+            layers=cost.layers,
+            chunks=draft.chunking.ir_chunks(batch.names),
+            recompute=_recompute(draft.counts, cost, draft.chunking.count),
+            orders=orders,
+            place=cost.place,
+            turns=turns,
+        )
     return Plan(
         documents=batch.documents,
         layers=cost.layers,
@@ -120,7 +134,7 @@ def as_planned(
         peak_bytes=peaks,
         chunks=draft.chunking.count,
         pipelines=draft.pipelines,
-        fits=all(p <= b for p, b in zip(peaks, cost.budget_bytes, strict=True)),
+        fits=all(p <= b for p, b in zip(peaks, cost.rank_budget_bytes, strict=True)),
         levers=tuple(sorted(options.levers)),
         note=draft.note,
     )
@@ -133,6 +147,21 @@ def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, .
         tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True) if kind != NOTHING)
         for row in zip(kinds.tolist(), chunks.tolist(), strict=True)
     )
+
+
+def _of_ranks(
+    kinds: np.ndarray, chunks: np.ndarray, stages: np.ndarray, count: int
+) -> tuple[tuple[tuple[Op, ...], ...], tuple[tuple[int, ...], ...]]:
+    """The order of each of ``count`` stages, and whose turn it is on every rank, from [ranks, ops]
+    codes of kinds or NOTHING, chunks and stages."""
+    orders: list[list[Op]] = [[] for _ in range(count)]
+    turns = []
+    for row in zip(kinds.tolist(), chunks.tolist(), stages.tolist(), strict=True):
+        turns.append(tuple(s for kind, _, s in zip(*row, strict=True) if kind != NOTHING))
+        for kind, chunk, stage in zip(*row, strict=True):
+            if kind != NOTHING:
+                orders[stage].append(Op(COMPUTE[kind], chunk))
+    return tuple(map(tuple, orders)), tuple(turns)
 
 
 def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...], ...]:

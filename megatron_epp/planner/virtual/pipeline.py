@@ -12,6 +12,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, OFFLOAD, Kind, rules_for
+from megatron_epp.planner.block_table import table_of
 from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups, starts_of
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.problem import (
@@ -59,6 +60,7 @@ class Setup:
     loads: Loads
     sizes: np.ndarray
     change: Callable[[OpArrays], OpArrays] = lambda work: work
+    head_in_layers: bool = False  # what ``change`` makes of H and G
 
     @classmethod
     def even(cls, cost: Cost, place: tuple[int, ...], *chunks: Any) -> "Setup":
@@ -117,8 +119,9 @@ def best_of(setup: Setup, *, splits: Sequence[bool], offload: bool) -> TimedSetu
             plans.append((every_layer(letter, share), f"{said} {step}/{SHARE_STEPS}"))
     best: TimedSetup | None = None
     for counts, said in plans:
-        table = setup.cost.table_of(setup.loads, with_kept(setup.cost, counts, chunks))
-        work = setup.change(op_arrays(table, setup.loads, rules_for(False)))
+        table = table_of(setup.cost, setup.loads, with_kept(setup.cost, counts, chunks))
+        rules = rules_for(setup.cost.vocabulary_parallel and not setup.head_in_layers)
+        work = setup.change(op_arrays(table, setup.loads, rules))
         for played in _played(setup, counts, work, said, splits):
             if best is None or played.rank < best.rank:
                 best = played

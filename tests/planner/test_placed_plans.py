@@ -1,0 +1,58 @@
+"""Plans for ranks with several stages: checked, within memory, never below the bound."""
+
+import dataclasses
+from random import Random
+
+import pytest
+
+from megatron_epp.cost.build import named_cost
+from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.cost.cost import Cost
+from megatron_epp.ir import Plan, check
+from megatron_epp.ir.placement import read_placement
+from megatron_epp.planner import Options, evaluation_plan, plan_step, planner_of
+
+LENGTHS = [Random(7).randint(200, 9000) for _ in range(24)]
+
+
+def machine(placement: str, parallel: bool = False, budget_gib: float = 70.0) -> Cost:
+    made = read_placement(placement, 2, lambda path: "")
+    cost = named_cost(
+        "llama3-8b", "h100-80g", pp=made.stages, tp=8, memory_budget_gib=budget_gib,
+        vocabulary_parallel=parallel,
+    )  # fmt: skip
+    return dataclasses.replace(cost, place=made.place)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("planner", ["epp", "packing"])
+@pytest.mark.parametrize("placement", ["v", "interleaved 2", "place 1 0 0 1 0 1"])
+def test_planned_for_any_placement(placement: str, planner: str, parallel: bool) -> None:
+    cost = machine(placement, parallel)
+    found = planner_of(planner)(LENGTHS, cost, Options(context=16384, effort=1))
+    plan = found.plan
+    check(plan)
+    assert plan.place == cost.place and plan.vocabulary_parallel == parallel
+    assert Plan.parse(str(plan)) == plan
+    assert found.fits and len(found.peak_bytes) == 2 and max(found.peak_bytes) <= 70 * GIB
+    assert 0 < found.lower_bound_seconds <= found.seconds
+
+
+def test_a_fifth_of_the_room_costs_time_and_is_kept() -> None:
+    ample = planner_of("epp")(LENGTHS, machine("v"), Options(context=16384, effort=1))
+    states = max(machine("v").of_ranks(machine("v").states_bytes))
+    room = max(ample.peak_bytes) - states
+    tight = machine("v", budget_gib=(states + room / 5) / GIB)
+    found = planner_of("epp")(LENGTHS, tight, Options(context=16384, effort=1))
+    assert found.fits and found.seconds > ample.seconds
+    assert max(found.peak_bytes) <= tight.rank_budget_bytes[0]
+
+
+def test_replicas_and_evaluation() -> None:
+    cost = dataclasses.replace(machine("v"), dp=2)
+    made = plan_step(LENGTHS, cost, Options(context=16384, effort=1), replicas=2)
+    assert {plan.place for plan in made.step.plans} == {(1, 0, 0, 1)}
+    for parallel in (False, True):
+        plan = evaluation_plan(LENGTHS, machine("v", parallel))
+        check(plan)
+        assert plan.forward_only and plan.place == (1, 0, 0, 1)
