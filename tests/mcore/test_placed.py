@@ -121,5 +121,5 @@ def test_what_cannot_be_placed_is_refused_in_one_line(
 ) -> None:
     words = flags(tmp_path / "corpus", epp=True, **more)
     with pytest.raises(ValueError) as caught:
-        placeholder(parsed([word for word in words if word != "--epp"]))
+        placeholder(parsed([word for word in words if word != "--epp"], 2))
     assert said in str(caught.value) and "\n" not in str(caught.value)
