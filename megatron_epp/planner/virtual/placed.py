@@ -25,7 +25,7 @@ from megatron_epp.planner.virtual.pipeline import Setup, best_of
 
 # Numbers of chunks that are tried, as shares of the ideal one of as many ranks; a quarter of them
 # with little effort. By hand.
-GRID = (0.5, 0.85, 0.35, 1.2)
+CUT_FACTORS = (0.5, 0.85, 0.35, 1.2)
 FEW = 2
 
 
@@ -66,7 +66,7 @@ def _chunkings(
     total = float(rates.document_seconds(batch.lengths).sum())
     ideal = ideal_chunks(total / width, rates, cost.ranks)
     most = max(most_tokens(cost), int(batch.lengths[0]) if options.whole else 1)
-    for share in GRID if options.effort > 1 else GRID[:FEW]:
+    for share in CUT_FACTORS if options.effort > 1 else GRID[:FEW]:
         params = ChunkingParams(max(1.0, ideal * share), cut=UNCUT if options.whole else 1.0)
         given = params, batch.lengths, rates, most, options.multiple
         yield build_chunks(*given) if width == 1 else build_block(*given, width), str(params)
