@@ -66,7 +66,7 @@ def _chunkings(
     total = float(rates.document_seconds(batch.lengths).sum())
     ideal = ideal_chunks(total / width, rates, cost.ranks)
     most = max(most_tokens(cost), int(batch.lengths[0]) if options.whole else 1)
-    for share in CUT_FACTORS if options.effort > 1 else GRID[:FEW]:
+    for share in CUT_FACTORS if options.effort > 1 else CUT_FACTORS[:FEW]:
         params = ChunkingParams(max(1.0, ideal * share), cut=UNCUT if options.whole else 1.0)
         given = params, batch.lengths, rates, most, options.multiple
         yield build_chunks(*given) if width == 1 else build_block(*given, width), str(params)
