@@ -157,16 +157,18 @@ def _tie_branches(
             )
         else:
             earlier[index] = before
+    known: set[int] = set()  # chunks behind one that continues none
     for index in range(len(chunks)):
-        seen, at = {index}, earlier[index]
-        while at >= 0 and at not in seen:
-            seen.add(at)
+        path, at = {index}, earlier[index]
+        while at >= 0 and at not in path and at not in known:
+            path.add(at)
             at = earlier[at]
-        if at == index:
+        if at in path:
             raise PlanError(
-                f"chunk {index}: continues chunk {earlier[index]}, which continues it; expected "
+                f"chunk {at}: continues chunk {earlier[at]}, which continues it; expected "
                 "chunks of which one comes first"
             )
+        known |= path
 
 
 def _kept(prefixes: Prefixes, places: Places) -> tuple[KeptDocument, ...]:
