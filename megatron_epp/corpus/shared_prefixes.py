@@ -44,6 +44,11 @@ class PrefixForest:
         nodes = (SharedSpan(number, 0, length, -1) for number, length in enumerate(lengths))
         return cls(tuple(nodes), tuple(range(len(lengths))))
 
+    def __str__(self) -> str:
+        """Lengths of the sequences, where they share nothing."""
+        lengths = tuple(self.nodes[node].stop for node in self.last)
+        return str(lengths) if self == self.apart(lengths) else repr(self)
+
     def require(self, lengths: Sequence[int]) -> None:
         """ValueError: it does not consist of sequences of ``lengths``, each from its first token to
         its last."""

@@ -66,7 +66,7 @@ def begin_in_the_middle_of_a_call() -> AbstractContextManager:
     def calls(*args: Any) -> Iterator[carried.Call]:
         made = list(plain(*args))
         lengths = tuple(length for call in made for length in call.lengths)
-        before = next((call.before for call in made if call.before is not None), None)
+        behind = next((call for call in made if call.before is not None), made[0])
         after = next((call.after for call in made if call.after is not None), None)
         document = max(call.document for call in made)
         yield replace(
@@ -74,7 +74,8 @@ def begin_in_the_middle_of_a_call() -> AbstractContextManager:
             stop=made[-1].stop,
             lengths=lengths,
             document=document,
-            before=before,
+            before=behind.before,
+            of=behind.of,
             after=after,
         )
 

@@ -28,8 +28,8 @@ def see_only_the_slice_before() -> AbstractContextManager:
     """What lies behind two borders is forgotten, where the slice between is shorter than W."""
     plain = Tails.seen
 
-    def seen(self: Tails, start: int):
-        first, end = plain(self, start)
+    def seen(self: Tails, start: int, most: int | None = None):
+        first, end = plain(self, start, most)
         if self.borders is None:
             return first, end
         index = self.borders.index(start)
