@@ -1,9 +1,10 @@
-"""How a job ends: done, or refused for what the user gave.
+"""How a job ends: done, refused for what the user gave, or without a neighbour.
 
-Refused means: one line from one rank, and status 2 from every rank. torchrun ends the other ranks
-as soon as one has failed, so the ranks meet before they leave; the meeting place is the key-value
-store, which needs nobody's cooperation, unlike a collective, which a rank that is busy elsewhere
-would never join.
+A rank whose link is lost says so in one line, too, and leaves with status 1: nobody's input was
+bad. Refused means: one line from one rank, and status 2 from every rank. torchrun ends the other
+ranks as soon as one has failed, so the ranks meet before they leave; the meeting place is the
+key-value store, which needs nobody's cooperation, unlike a collective, which a rank that is busy
+elsewhere would never join.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from typing import Any, NoReturn
 import psutil
 import torch
 
+from megatron_epp.runtime.executor import LinkLost
+
 logger = logging.getLogger(__name__)
 
-BAD_INPUT = 2
+BAD_INPUT, FAILED = 2, 1
 # How long to wait for the other ranks. Before there is a process group all read the same flags, so
 # all will come, as slowly as they import; afterwards those in mid-collective never will.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
@@ -66,7 +69,7 @@ def is_users_mistake(error: BaseException) -> bool:
 
 
 def refuse_and_exit(error: BaseException) -> NoReturn:
-    """End this rank with status 2; one rank of those that end so prints the line.
+    """End this rank with status 2 (a lost link: 1); one of the ranks that end so prints the line.
 
     The process ends here and now: whoever waits in a collective would keep an orderly shutdown
     waiting. What it started, the planner's process above all, ends with it.
@@ -77,7 +80,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     end_children()
-    os._exit(BAD_INPUT)
+    os._exit(FAILED if isinstance(error, LinkLost) else BAD_INPUT)
 
 
 def end_children() -> None:

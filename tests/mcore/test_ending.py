@@ -16,6 +16,7 @@ REFUSE = """
 import os, subprocess, sys, time
 import torch
 from megatron_epp.mcore import job_exit
+from megatron_epp.runtime.executor import LinkLost
 rank = int(os.environ["RANK"])
 if {group}:
     torch.distributed.init_process_group("gloo")
@@ -23,7 +24,7 @@ time.sleep(0.3 * {late}[rank])
 if rank in {refused}:
     started = subprocess.Popen(["sleep", "61"])
     print("rank", rank, "started", started.pid, flush=True)
-    job_exit.refuse_and_exit(ValueError("rank %d was given a bad plan" % rank))
+    job_exit.refuse_and_exit({error}("rank %d was given a bad plan" % rank))
 time.sleep(60)
 """
 
@@ -70,7 +71,7 @@ def test_rank_0_has_the_word_before_another_can_count_it(monkeypatch, rank, spea
 
 @pytest.mark.parametrize("group", [False, True])
 def test_refused_ranks_all_leave_with_status_2_and_rank_0_speaks(tmp_path, group):
-    program = REFUSE.format(group=group, late=(1, 0), refused=(0, 1))
+    program = REFUSE.format(group=group, late=(1, 0), refused=(0, 1), error="ValueError")
     done = start(tmp_path, program, afresh=not group)
     assert done.errors == ["megatron_epp: error: rank 0 was given a bad plan"]
     started = re.findall(r"rank \d started (\d+)", done.output)
@@ -79,10 +80,12 @@ def test_refused_ranks_all_leave_with_status_2_and_rank_0_speaks(tmp_path, group
     assert done.statuses == (2, 2)
 
 
-def test_a_rank_that_is_refused_alone_speaks_for_itself(tmp_path):
-    done = start(tmp_path, REFUSE.format(group=True, late=(0, 0), refused=(1,)))
+@pytest.mark.parametrize(("error", "status"), [("ValueError", 2), ("LinkLost", 1)])
+def test_a_rank_that_is_refused_alone_speaks_for_itself(tmp_path, error, status):
+    refused = REFUSE.format(group=True, late=(0, 0), refused=(1,), error=error)
+    done = start(tmp_path, refused)
     assert done.errors == ["megatron_epp: error: rank 1 was given a bad plan"]
-    assert 2 in done.statuses
+    assert status in done.statuses
 
 
 def test_ranks_and_planner_end_when_their_launcher_is_killed(tmp_path):
