@@ -197,11 +197,11 @@ def loads_of_plan(plan: Plan, ranks: int) -> Loads:
     for number, content in enumerate(plan.chunks):
         if len(content.spans) == 1 and (span := content.spans[0]).document in borders:
             lone[number] = span.tokens
-            read[number] = span.tokens * (span.stop in borders[span.document])
+            read[number] = span.tokens * (span.stop <= borders[span.document][-1])
     own = {each.name: getattr(loads, each.name) for each in fields(Loads)}
-    own |= {"pairs": loads.pairs + before, "spans": (chunk, start + begins, stop + begins)}
+    moved = {"pairs": loads.pairs + before, "spans": (chunk, start + begins, stop + begins)}
     return TreeLoads(
-        **own | {"kept": slices.kept},
+        **own | moved | {"kept": slices.kept},
         borders_of=tuple(borders.get(d, ()) for d in range(len(plan.documents))),
         lone=lone,
         read=read,

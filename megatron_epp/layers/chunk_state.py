@@ -102,7 +102,7 @@ def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) ->
         if span.rank != rank:
             continue
         cut = span.document in borders
-        last = not cut or span.stop not in borders[span.document]
+        last = not cut or span.stop > borders[span.document][-1]
         prefix = plan.prefix_of(span.document)
         rows.append(Rows(start, start + span.tokens, span, cut, last, prefix))
         start += span.tokens
