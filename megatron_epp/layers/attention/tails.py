@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
 from megatron_epp.layers.chunk_state import Rows
+from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.runtime.kv_store import Store
 
 
@@ -55,6 +55,12 @@ class Tails:
 
     def _sizes(self, borders: Sequence[int]) -> list[int]:
         return [min(self.before, stop - start) for start, stop in pairwise((0, *borders))]
+
+
+def keys_and_values(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(k, v) of ``parts``, one behind the other: a copy where they are several."""
+    keys, values = zip(*parts, strict=True)
+    return concatenated(keys), concatenated(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +103,7 @@ class SliceTails:
         """k and v [P, G, D] in front of the slice, views where they are of one document; None: it
         begins at the first position."""
         parts = [self.store.context(self.layer, d, end, first) for d, first, end in self._seen]
-        if len(parts) < 2:
-            return parts[0] if parts else None
-        keys, values = zip(*parts, strict=True)
-        return torch.cat(keys), torch.cat(values)
+        return keys_and_values(parts) if parts else None
 
     def hand_over(
         self, own_tGD: tuple[Tensor, Tensor], front_PGD: tuple[Tensor, Tensor] | None

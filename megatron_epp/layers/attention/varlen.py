@@ -31,7 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.tails import SliceTails
+from megatron_epp.layers.attention.tails import SliceTails, keys_and_values
 from megatron_epp.layers.chunk_state import ChunkState, Rows, let_go
 from megatron_epp.layers.recompute.outputs import AttentionRecompute
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
@@ -349,26 +349,18 @@ class _Call:
         """Operands of the piece's call; a slice's begin with the keys and values of its context.
         Those of a branch are put together, as the kernels want them in one tensor: a copy."""
         if piece.slice is not None and self.seeing.before is None:
-            span, store = piece.slice.span, self.state.store
-            parts = [store.context(self.layer, *each) for each in piece.slice.context]
+            spans, store = list(piece.slice.prefix), self.state.store
             if piece.slice.cut:  # its own rows are there, too
-                parts[len(piece.slice.prefix) :] = [
-                    store.context(self.layer, span.document, span.stop)
-                ]
-            else:
-                assert k_TGD is not None and v_TGD is not None, "they lie in no store"
-                parts.append((k_TGD[piece.mine], v_TGD[piece.mine]))
-            keys = parts[0]
-            if len(parts) > 1:
-                k, v = zip(*parts, strict=True)
-                keys = torch.cat(k), torch.cat(v)
+                spans.append(piece.slice.span)
+            keys = [store.context(self.layer, span.document, span.stop) for span in spans]
+        elif piece.slice is not None and (front := self.tails(piece.slice).context()) is not None:
+            keys = [front]
         else:
+            keys = []
+        if piece.slice is None or not piece.slice.cut or self.seeing.before is not None:
             assert k_TGD is not None and v_TGD is not None, "they lie in no store"
-            keys = k_TGD[piece.mine], v_TGD[piece.mine]
-            front = None if piece.slice is None else self.tails(piece.slice).context()
-            if front is not None:
-                keys = torch.cat((front[0], keys[0])), torch.cat((front[1], keys[1]))
-        return Operands(q_THD[piece.mine], *keys, piece.cu_seqlens, self.sinks_H)
+            keys.append((k_TGD[piece.mine], v_TGD[piece.mine]))
+        return Operands(q_THD[piece.mine], *keys_and_values(keys), piece.cu_seqlens, self.sinks_H)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
         """Leave the context's gradients in the store; the slice's own, with what later slices
