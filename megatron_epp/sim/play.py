@@ -227,7 +227,8 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
     if not _once(orders, plan):
         check(plan)
         raise AssertionError("check passed a plan in which an op stands twice or never")
-    arrays = op_arrays(table, slices, rules_of(plan), plan.orders)
+    branching = plan.orders if plan.prefixes else None
+    arrays = op_arrays(table, slices, rules_of(plan), branching)
     factors = np.ones_like(arrays.seconds)
     if noise:
         random = np.random.default_rng(seed)
