@@ -65,24 +65,17 @@ def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
     return per
 
 
-def block_bound_seconds(
-    lengths: np.ndarray,
-    cost: Cost,
-    width: int,
-    local: bool = False,
-    place: tuple[int, ...] = (),
-) -> float:
+def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool = False) -> float:
     """The same for ``width`` replicas however the documents are dealt to them: one has at least its
     share of the work, and one the longest document.
 
     lengths   sorted, longest first
     local     of one replica alone: those in lockstep have no local documents
-    place     the rank of every stage, where a rank has several
     """
-    whole = lower_bound_seconds(lengths, cost, local=local, place=place)
+    whole = lower_bound_seconds(lengths, cost, local=local, place=cost.place)
     if width == 1:
         return whole
-    return max(whole / width, lower_bound_seconds(lengths[:1], cost, place=place))
+    return max(whole / width, lower_bound_seconds(lengths[:1], cost, place=cost.place))
 
 
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:

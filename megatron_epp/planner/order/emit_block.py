@@ -70,7 +70,7 @@ def emit_block(
     """The plans of ``draft``, checked and played."""
     shares = shares_of(batch, draft, cost, options)
     local = any(chunk.has_local for share in shares for chunk in share.plan.chunks)
-    bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local, cost.place)
+    bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local)
     planned = []
     for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
         check(share.plan)
