@@ -133,10 +133,10 @@ class Trial:
             raise ValueError(
                 "--trees: whole micro-batches share nothing; expected --loop level1, or no --loop"
             )
+        if self.loop_model is not None and self.loop != "level1":
+            raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop level1")
         if self.loop is not None:
             self._require_loop(self.loop)
-        elif self.loop_model is not None:
-            raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop level1")
 
     def _require_loop(self, level: str) -> None:
         if level not in LEVELS:
@@ -145,8 +145,6 @@ class Trial:
             raise ValueError(f"--loop {level}: loops are certified on CPUs; leave out --device")
         if self.loop_model is not None and self.loop_model not in LOOP_MODELS:
             raise ValueError(f"--loop-model {self.loop_model}: expected {' or '.join(LOOP_MODELS)}")
-        if self.loop_model is not None and level != "level1":
-            raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop level1")
 
     @property
     def title(self) -> str:
