@@ -1,68 +1,25 @@
 """Experts in the place of the dense MLP, in Megatron."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any, ClassVar
 
 from megatron_epp.cost.kinds.experts import ExpertPart
 from megatron_epp.mcore.model.kinds.base import LayerPlace, MegatronPart, mask_of_layers
+from megatron_epp.mcore.model.kinds.expert_limits import (
+    EXPERT_LIMITS,
+    EXPERTS_REPLACED,
+    SINKHORN,
+    balancing_types,
+    expert_ranks,
+    has_experts,
+    lockstep_width,
+)
 from megatron_epp.mcore.model.kinds.mlp import MegatronMlp
-from megatron_epp.mcore.model.limit import Limit, given, of_config, settings
-from megatron_epp.mcore.replaced import ReplacedFlags
 
 SMALL_EXPERTS = 8
 MOST_CHOSEN = 4
 MOST_GROUPS = 4
-_SINKHORN = "sinkhorn"
-_PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", _SINKHORN, "none"})
-
-
-def _lockstep(args: Any) -> int:
-    return max(1, _expert_ranks(args) // _dense_ranks(args)) if _experts(args) else 1
-
-
-def _experts(holder: Any) -> bool:
-    """Whether the model of ``holder``, flags or a configuration, has experts."""
-    names = "num_experts", "num_moe_experts"
-    return any(getattr(holder, name, None) for name in names)
-
-
-def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    return lambda args: _experts(args) and bool(asked(args))
-
-
-def _both(asked: Callable[[Any], Any]) -> dict[str, Any]:
-    """Fields of a Limit of --epp and of slices in loops."""
-    return {"epp": asked, "slices": of_config(asked)}
-
-
-def _expert_ranks(args: Any) -> int:
-    """Ranks that hold a layer's experts; Megatron splits their matrices as others, where nothing
-    else is said."""
-    split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    return int(args.expert_model_parallel_size * split)
-
-
-def _dense_ranks(args: Any) -> int:
-    return int(args.tensor_model_parallel_size * args.context_parallel_size)
-
-
-def _exchanges_alike(args: Any) -> bool:
-    """Whether the exchange that ``args`` name gives what alltoall gives, and no chunks go by it:
-    gathering wants as many rows of each rank, which replicas do not have."""
-    exchange = getattr(args, "moe_token_dispatcher_type", None)
-    return exchange == "flex" or (exchange == "allgather" and _lockstep(args) > 1)
-
-
-def balancing_types(holder: Any) -> list[str]:
-    """Names of the ways in which the routers of ``holder``, flags or a configuration, balance."""
-    types = getattr(holder, "moe_router_load_balancing_type", None) or ()
-    return [types] if isinstance(types, str) else list(types)
-
-
-def _two_pools(config: Any) -> bool:
-    types = set(balancing_types(config))
-    return _experts(config) and (_SINKHORN in types or {"aux_loss", "seq_aux_loss"} <= types)
 
 
 class MegatronExperts(MegatronPart):
@@ -78,157 +35,7 @@ class MegatronExperts(MegatronPart):
     TIMED: ClassVar = MegatronMlp.TIMED
     STACK = "moe_layer"
     FLAGS: ClassVar = {"num_experts": None}
-    LIMITS = (
-        Limit(
-            "experts spread over replicas, in slices of loops (--expert-model-parallel-size)",
-            "run whole micro-batches (install_schedule)",
-            slices=of_config(lambda config: _lockstep(config) > 1),
-        ),
-        Limit(
-            "balancing by sinkhorn, or by aux_loss beside seq_aux_loss, in slices of loops "
-            "(--moe-router-load-balancing-type)",
-            "give one of aux_loss, seq_aux_loss and none, or run whole micro-batches "
-            "(install_schedule)",
-            slices=of_config(_two_pools),
-        ),
-        Limit(
-            "experts spread over parts of replicas (--expert-model-parallel-size times "
-            "--expert-tensor-parallel-size neither divides the tensor times the context ranks nor "
-            "is a multiple of them)",
-            "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
-            "--tensor-model-parallel-size times --context-parallel-size, or is a multiple of it",
-            **_both(
-                _if_experts(
-                    lambda args: (
-                        _expert_ranks(args) % _dense_ranks(args) != 0
-                        and _dense_ranks(args) % _expert_ranks(args) != 0
-                    )
-                )
-            ),
-        ),
-        Limit(
-            "experts spread over replicas that exchange by gathering "
-            "(--moe-token-dispatcher-type allgather)",
-            "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
-            lambda args: _lockstep(args) > 1 and args.moe_token_dispatcher_type == "allgather",
-        ),
-        Limit(
-            "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
-            "leave it out, or give an --expert-model-parallel-size that divides "
-            "--tensor-model-parallel-size times --context-parallel-size",
-            lambda args: _lockstep(args) > 1 and given("use_tp_pp_dp_mapping")(args),
-        ),
-        Limit(
-            "experts over tensor-parallel ranks that all hold the same rows",
-            "give --sequence-parallel, as Megatron asks in training",
-            **_both(
-                _if_experts(
-                    lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
-                )
-            ),
-        ),
-        Limit(
-            "biases of experts whose matrices are split (--expert-tensor-parallel-size above 1, by "
-            "default the tensor ranks)",
-            "give --expert-tensor-parallel-size 1, or --disable-bias-linear, as Megatron asks",
-            **_both(
-                _if_experts(
-                    lambda args: (
-                        getattr(args, "add_bias_linear", False)
-                        and args.expert_tensor_parallel_size > 1
-                    )
-                )
-            ),
-        ),
-        Limit(
-            "balancing that depends on what is computed together (--moe-router-load-balancing-type "
-            "global_aux_loss, quantile_balancing)",
-            "give aux_loss, seq_aux_loss or sinkhorn, which are per document here, or none and "
-            "--moe-router-enable-expert-bias",
-            **_both(_if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT)),
-        ),
-        Limit(
-            "experts of limited capacity (--moe-expert-capacity-factor, "
-            "--moe-pad-expert-input-to-capacity)",
-            "leave them out: which tokens are dropped would depend on the plan; "
-            "--moe-aux-loss-coeff or --moe-router-enable-expert-bias keep experts balanced",
-            **_both(
-                _if_experts(
-                    lambda args: (
-                        (getattr(args, "moe_expert_capacity_factor", None) or -1) >= 0
-                        or given("moe_pad_expert_input_to_capacity", "moe_token_dropping")(args)
-                        or given("moe_expert_rank_capacity_factor")(args)
-                    )
-                )
-            ),
-        ),
-        Limit(
-            "routing at random (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
-            "--moe-router-force-biased)",
-            "leave it out: a recomputed layer would choose other experts",
-            **_both(
-                given(
-                    "moe_input_jitter_eps",
-                    "moe_router_force_load_balancing",
-                    "moe_router_force_biased",
-                )
-            ),
-        ),
-        Limit(
-            "routing replay (--moe-enable-routing-replay)",
-            "leave it out: it replays first in, first out, and slices run backward in reverse",
-            **_both(given("moe_enable_routing_replay")),
-        ),
-        Limit(
-            "other exchanges of tokens (--moe-token-dispatcher-type flex)",
-            "give --moe-token-dispatcher-type alltoall or allgather",
-            **_both(
-                _if_experts(given("moe_token_dispatcher_type", harmless=("allgather", "alltoall")))
-            ),
-        ),
-        Limit(
-            "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
-            "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
-            "leave them out: chunks of other documents keep the device busy",
-            **_both(
-                given(
-                    "moe_shared_expert_overlap",
-                    "overlap_moe_expert_parallel_comm",
-                    "delay_wgrad_compute",
-                    "overlap_dispatch_backward_with_experts_wgrad",
-                )
-            ),
-            calls=settings(
-                overlap_moe_expert_parallel_comm="experts' communication overlapped by two "
-                "micro-batches"
-            ),
-        ),
-        Limit(
-            "a stash of experts' activations (moe_paged_stash)",
-            "leave it out",
-            calls=settings(moe_paged_stash="a paged stash of experts' activations"),
-        ),
-        Limit(
-            "a dense model made one of experts at start (--moe-use-upcycling)",
-            "upcycle once without --epp, and load the checkpoint that it saves",
-            given("moe_use_upcycling"),
-        ),
-    )
-
-    REPLACED = (
-        ReplacedFlags(
-            "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend "
-            "moe_flex_dispatcher_num_sms moe_deepep_num_sms moe_hybridep_num_sms "
-            "moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute "
-            "moe_hybridep_num_blocks_unpermute moe_permute_fusion_into_hybridep "
-            "moe_hybridep_pad_uneven_dispatch_inputs",
-            "tokens go to their experts and back by alltoall, with as many rows from each rank as "
-            "its chunk has",
-            neutral=lambda args: {"moe_token_dispatcher_type": "alltoall"},
-            same=_exchanges_alike,
-            default_too=True,
-        ),
-    )
+    LIMITS, REPLACED = EXPERT_LIMITS, EXPERTS_REPLACED
 
     def layers(self, args: Any) -> tuple[bool, ...]:
         if not args.num_experts:
@@ -250,7 +57,7 @@ class MegatronExperts(MegatronPart):
         }
 
     def cost_sizes(self, args: Any) -> dict[str, Any]:
-        return {"ep": _expert_ranks(args)} if args.num_experts else {}
+        return {"ep": expert_ranks(args)} if args.num_experts else {}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
         if not args.num_experts or getattr(args, "hybrid_layer_pattern", None) is not None:
@@ -296,7 +103,7 @@ class MegatronExperts(MegatronPart):
             )
 
     def refuse(self, args: Any) -> None:
-        blocks, replicas = _lockstep(args), getattr(args, "data_parallel_size", None)
+        blocks, replicas = lockstep_width(args), getattr(args, "data_parallel_size", None)
         if replicas is not None and replicas % blocks:
             raise ValueError(
                 f"--expert-model-parallel-size {args.expert_model_parallel_size}: with "
@@ -305,7 +112,7 @@ class MegatronExperts(MegatronPart):
             )
 
     def wants_whole(self, args: Any) -> bool:
-        return _experts(args) and _SINKHORN in balancing_types(args)
+        return has_experts(args) and SINKHORN in balancing_types(args)
 
     def unfit_pattern(self, args: Any, letters: str) -> str | None:
         there = self.LETTER in letters
@@ -317,20 +124,20 @@ class MegatronExperts(MegatronPart):
         )
 
     def active(self, config: Any) -> int:
-        return (getattr(config, "moe_router_topk", None) or 1) if _experts(config) else 1
+        return (getattr(config, "moe_router_topk", None) or 1) if has_experts(config) else 1
 
     def replays(self, config: Any) -> bool:
-        return _experts(config)  # what routers recorded
+        return has_experts(config)  # what routers recorded
 
     def lockstep(self, args: Any) -> int:
         """More than 1 where a layer's experts lie over several replicas: Megatron spreads them over
         the ranks of a stage in order."""
-        return _lockstep(args)
+        return lockstep_width(args)
 
     def layer_groups(self, holder: Any) -> list[Any]:
         from megatron.core import parallel_state as mpu
 
-        if not _experts(holder):
+        if not has_experts(holder):
             return []
         groups = [mpu.get_expert_model_parallel_group(), mpu.get_expert_tensor_parallel_group()]
         return [*groups, mpu.get_expert_tensor_and_model_parallel_group()]
@@ -338,7 +145,7 @@ class MegatronExperts(MegatronPart):
     def trainer_groups(self, args: Any) -> list[Any]:
         from megatron.core import parallel_state as mpu
 
-        if not _experts(args):
+        if not has_experts(args):
             return []
         return [
             mpu.get_expert_data_parallel_group(),
@@ -351,7 +158,7 @@ class MegatronExperts(MegatronPart):
         import torch.distributed as dist
         from megatron.core import parallel_state as mpu
 
-        if _experts(config):
+        if has_experts(config):
             group = mpu.get_expert_tensor_and_model_parallel_group()
             if not set(dist.get_process_group_ranks(group)) <= set(replica):
                 return True
@@ -400,7 +207,7 @@ class MegatronExperts(MegatronPart):
     def small_words(self, args: Any) -> list[str]:
         if not args.num_experts:
             return []
-        ranks, lockstep = args.expert_model_parallel_size, _lockstep(args)
+        ranks, lockstep = args.expert_model_parallel_size, lockstep_width(args)
         chosen = f"{args.num_experts} experts, {args.moe_router_topk} of a token"
         words = [f"{chosen}, over {ranks} ranks"]
         words += [f"{lockstep} replicas in lockstep"] * (lockstep > 1)
@@ -418,7 +225,7 @@ class MegatronExperts(MegatronPart):
     def splits(self, args: Any) -> bool:
         """Not where products of experts are in groups, as a HybridModel's are."""
         groups = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
-        return args.transformer_impl == "local" or not _experts(args) or not groups
+        return args.transformer_impl == "local" or not has_experts(args) or not groups
 
     def mend_plain(self, layer: Any, by_engine: bool) -> None:
         from megatron_epp.mcore.model.experts.biases import mend_biases
@@ -439,10 +246,10 @@ class MegatronExperts(MegatronPart):
 
     def weighs_besides(self, holder: Any) -> bool:
         balanced = {*balancing_types(holder)} - {"none"}
-        return _experts(holder) and bool(holder.moe_z_loss_coeff or balanced)
+        return has_experts(holder) and bool(holder.moe_z_loss_coeff or balanced)
 
     def unshared(self, holder: Any) -> str:
-        return "experts, whose routers count the tokens of documents" if _experts(holder) else ""
+        return "experts, whose routers count the tokens of documents" if has_experts(holder) else ""
 
     def weigh_losses(self, scale: Any) -> None:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -457,7 +264,7 @@ class MegatronExperts(MegatronPart):
 
         if config.moe_router_enable_expert_bias:
             _update_router_expert_bias([model], config)
-        if _experts(config):
+        if has_experts(config):
             reset_model_temporary_tensors(config, [model])
 
     def mend_local(self, layer: Any, config: Any) -> None:
@@ -484,11 +291,11 @@ class MegatronExperts(MegatronPart):
     def prepare(self, config: Any) -> None:
         from megatron_epp.mcore.model.experts.router import prepare_log
 
-        if _experts(config):
+        if has_experts(config):
             prepare_log(config)
 
     def keep_outside(self, model: Any) -> None:
-        if _experts(model.config):
+        if has_experts(model.config):
             from megatron_epp.mcore.model.experts.router import keep_routers_outside
 
             keep_routers_outside(model)
