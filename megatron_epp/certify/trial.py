@@ -135,6 +135,11 @@ class Trial:
             )
         if self.loop_model is not None and self.loop != "level1":
             raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop level1")
+        if self.trees and self.loop_model == ENCODER:
+            raise ValueError(
+                "--trees: an encoder sees documents whole, so they share nothing; leave out "
+                f"--loop-model {ENCODER}"
+            )
         if self.loop is not None:
             self._require_loop(self.loop)
 

@@ -79,6 +79,13 @@ def _multiply(dtype: str, seconds: float, start, rates) -> None:
     rates.put(done / (time.perf_counter() - began))
 
 
+def publish(text: str, path: str | None) -> None:
+    """Print ``text``, computed on one core of this host; with a heading, to the end of a file where
+    one was named."""
+    print(text)
+    write(path, heading(f"{host()}, one of them used") + text)
+
+
 def write(path: str | None, text: str) -> None:
     """To the end of a file, where one was named."""
     if path is not None:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from headline import ROOT, heading, host, write
+from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
@@ -178,8 +178,7 @@ def main() -> None:
     headers += ["when waited for, mean", "worst", "beside messages, in order", "when waited for"]
     text = markdown(headers, rows)
     title = "Seconds of an iteration over those with all receives always posted, **simulated**"
-    print(f"{title}\n\n{text}")
-    write(args.output, heading(f"{host()}, one of them used") + f"{title}\n\n{text}")
+    publish(f"{title}\n\n{text}", args.output)
 
 
 if __name__ == "__main__":

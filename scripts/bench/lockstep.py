@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from headline import ROOT, heading, host, write
+from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
@@ -105,8 +105,7 @@ def main() -> None:
                 line = row(name, width, planner, batches, args.context)
                 print(f"| {' | '.join(line)} |", file=text)
     print(file=text)
-    print(text.getvalue())
-    write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
+    publish(text.getvalue(), args.output)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from headline import ROOT, heading, host, write
+from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
@@ -113,8 +113,7 @@ def main() -> None:
         print(file=text)
     kinds = "; ".join(f"{name}: {format_kinds(MODELS[name].layer_kinds)}" for name in args.models)
     print(f"Layers: {kinds}.\n", file=text)
-    print(text.getvalue())
-    write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
+    publish(text.getvalue(), args.output)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-from headline import ROOT, heading, host, write
+from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
@@ -929,8 +929,7 @@ def main() -> None:
     for name in args.parts.split(","):
         title, part = PARTS[name]
         print(f"### {title}\n\n{part(numbers)}", file=text)
-    print(text.getvalue())
-    write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
+    publish(text.getvalue(), args.output)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-from headline import ROOT, heading, host, write
+from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
@@ -164,8 +164,7 @@ def main() -> None:
         plan(open_corpus("wlb", CONTEXT).batch(0, 64), warm, Options(context=CONTEXT, levers=ALL))
     parts = [PARTS[name] for name in args.parts.split(",")]
     text = "\n".join(f"### {title}\n\n{table()}" for title, table in parts)
-    print(text)
-    write(args.output, heading(f"{host()}, one of them used") + text)
+    publish(text, args.output)
 
 
 if __name__ == "__main__":

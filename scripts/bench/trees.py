@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from random import Random
 
 import numpy as np
-from headline import ROOT, heading, host, write
+from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
@@ -191,8 +191,7 @@ def main() -> None:
         line = row(name, groups, cost, args.tokens * K, splits)
         print(f"| {' | '.join(line)} |", file=text)
     print(file=text)
-    print(text.getvalue())
-    write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
+    publish(text.getvalue(), args.output)
 
 
 if __name__ == "__main__":

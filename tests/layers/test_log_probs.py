@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_epp.layers.log_probs import block_log_probs
 from megatron_epp.layers.vocabulary import OutputWeightShard
@@ -33,15 +34,17 @@ def plain(dtype: torch.dtype, tempered: bool, entropy: bool) -> list[torch.Tenso
     return [made.detach(), entropies.detach(), hidden.grad, weight.grad]
 
 
-class LargestLogits(TorchDispatchMode):
-    """Rows of the largest tensor of logits that any operation makes."""
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes, whatever its shape."""
 
-    rows = 0
+    elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dim() == 2 and made.shape[1] == WORDS:
-            self.rows = max(self.rows, made.shape[0])
+        for one in tree_leaves(made):
+            if isinstance(one, torch.Tensor):
+                held = one.untyped_storage().nbytes() // one.element_size()
+                self.elements = max(self.elements, held)
         return made
 
 
@@ -49,12 +52,12 @@ def by_blocks(dtype: torch.dtype, tempered: bool, entropy: bool) -> list[torch.T
     hidden, weight, labels, temperature, shares = material(dtype)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     words = OutputWeightShard(weight.detach(), 0, BLOCK)
-    with LargestLogits() as largest:
+    with LargestTensor() as largest:
         made, entropies = block_log_probs(
             hidden, weight, labels, words, temperature if tempered else None, entropy
         )
         (shares[0] * made + shares[1] * entropies).sum().backward()
-    assert largest.rows == BLOCK
+    assert largest.elements == BLOCK * WORDS > weight.numel() + hidden.numel()
     return [made.detach(), entropies.detach(), hidden.grad, weight.grad]
 
 

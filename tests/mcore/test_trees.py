@@ -105,6 +105,10 @@ def test_loops_find_what_their_samples_share() -> None:
     [
         ("--loop level0", "--trees: whole micro-batches share nothing"),
         (
+            "--loop level1 --loop-model encoder",
+            "--trees: an encoder sees documents whole, so they share nothing; leave out --loop-mod",
+        ),
+        (
             "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --mtp-num-layers 1 "
             "--position-embedding-type rope",
             "--trees: not with further tokens, predicted behind whole documents; expected a model",

@@ -117,7 +117,7 @@ def side_by_side(
 
 def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> PrefixForest:
     """Documents of a micro-batch, and what they share by the adapter's ``prefixes``, if it has that
-    function. ValueError: as :func:`lengths_of`; what it finds to be shared is not."""
+    function. ValueError: as :func:`lengths_of`; what it finds to be shared is not, or not alike."""
     lengths = lengths_of(adapter, micro_batch, number, most)
     find = getattr(adapter, "prefixes", None)
     if find is None:
@@ -132,7 +132,36 @@ def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> Pre
         found.require(lengths)
     except ValueError as error:
         raise ValueError(f"the adapter's prefixes of micro-batch {number}: {error}") from None
+    _require_alike(adapter, micro_batch, number, found)
     return found
+
+
+def _require_alike(adapter: Adapter, micro_batch: Any, number: int, forest: PrefixForest) -> None:
+    """ValueError: rows that documents are said to share differ. One look at the device where they
+    do not."""
+    pairs, unlike = [], []
+    for document in range(len(forest.last)):
+        for node in map(forest.nodes.__getitem__, forest.path(document)):
+            if node.sequence == document:
+                continue
+            own, shared = (
+                rows_of(adapter, micro_batch, number, each, node.start, node.stop)
+                for each in (document, node.sequence)
+            )
+            for name in ALIKE:
+                mine, others = own.get(name), shared.get(name)
+                if mine is not None and others is not None:
+                    pairs.append((document, node, name))
+                    unlike.append((mine != others).any())
+    if unlike and bool(torch.stack(unlike).any()):
+        document, node, name = next(
+            pair for pair, differs in zip(pairs, unlike, strict=True) if differs
+        )
+        raise ValueError(
+            f"the adapter's prefixes of micro-batch {number}: {name!r} of document {document} in "
+            f"[{node.start}:{node.stop}] are not those of document {node.sequence}; expected equal "
+            "rows (shared_prefixes finds them)"
+        )
 
 
 def lengths_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> tuple[int, ...]:

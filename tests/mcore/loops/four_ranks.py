@@ -7,8 +7,6 @@ Two stages of two replicas that share their layers' experts, each with documents
 four stages, whose process groups are destroyed and made anew between two calls.
 """
 
-import json
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +29,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from tests.mcore.loops.joined import joined
 from tests.mcore.loops.rebuilt_groups import ReloadableWorld
 
 RANKS, WORDS, MICRO_BATCHES, CALLS = 4, 97, 8, 4
@@ -116,19 +115,10 @@ def compared(model, prepare=lambda number: None) -> dict[str, object]:
 
 
 def main() -> None:
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / "meeting"), RANKS),
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
-    with cpu_host.double_precision():
+    with joined(RANKS) as (_, folder, answers):
         mpu.initialize_model_parallel(pipeline_model_parallel_size=2, expert_model_parallel_size=2)
         model_parallel_cuda_manual_seed(1)
-        answers = {"experts over replicas": compared(build_model(2, **EXPERTS))}
+        answers["experts over replicas"] = compared(build_model(2, **EXPERTS))
         mpu.destroy_model_parallel()
         world = ReloadableWorld(dist.FileStore(str(folder / "second meeting"), RANKS))
         mpu.initialize_model_parallel(pipeline_model_parallel_size=4)
@@ -141,7 +131,6 @@ def main() -> None:
                 world.rebuild_world()
 
         answers["groups made anew"] = compared(model, prepare) | {"late": world.late}
-    (folder / f"answers.{rank}").write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

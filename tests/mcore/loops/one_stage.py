@@ -7,10 +7,7 @@ Log-probabilities without logits, whole and in slices; slices within a memory bo
 several axes; what attach refuses.
 """
 
-import json
-import os
 import sys
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -34,6 +31,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_epp.mcore.loops import token_log_probs
 from megatron_epp.mcore.loops.adapters.samples import Samples
+from tests.mcore.loops.joined import joined
 
 WORDS, CONTEXT, BLOCK = 98, 128, 7
 LENGTHS = ((24, 16), (96,), (8, 12, 20), (40,))
@@ -230,20 +228,10 @@ def refusals() -> dict:
 
 
 def main() -> None:
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / "meeting"), 2),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     ran: list = []
-    with cpu_host.double_precision():
-        answers = log_probs(ran) | several_axes(ran) | refusals()
-    (folder / f"answers.{rank}").write_text(json.dumps(answers))
+    with joined(2) as (_, _, answers):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+        answers |= log_probs(ran) | several_axes(ran) | refusals()
 
 
 if __name__ == "__main__":

@@ -76,6 +76,13 @@ BAD = {
     "short masks": "rank 0: the adapter's rows of micro-batch",
     "no scalar": "rank 1: micro-batch",
     "no outputs": "rank 1: the forward step's output for",
+    "circle": "rank 0: the adapter's prefixes of micro-batch 0: node 0 continues node 1; expected",
+    "gap": "rank 0: the adapter's prefixes of micro-batch 0: node 1 holds tokens [7:20] of sequence"
+    " 0, of 20; expected some from 5 on",
+    "no end": "rank 0: the adapter's prefixes of micro-batch 0: sequence 0 ends with node 0; expec",
+    "no forest": "rank 0: the adapter's prefixes of micro-batch 0 are list; expected what",
+    "other tokens": "rank 0: the adapter's prefixes of micro-batch 0: 'tokens' of document 1 in [0",
+    "shared in front": "the adapter's prefixes: what stands in front of the layers sees documents",
     "too long": "rank 0: the adapter says 300 tokens for document 0 of micro-batch 1; expected 1",
 }
 

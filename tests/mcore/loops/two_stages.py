@@ -7,12 +7,10 @@ First the contract: what Megatron's own schedule makes of a loop's hooks, and wh
 calls that cannot go well, each of which must end on both ranks, and at last one that goes well.
 """
 
-import json
 import logging
-import os
 import sys
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from itertools import batched
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -27,16 +25,17 @@ cpu_host.install_cpu_host()
 
 import rl_loop
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
 from megatron_epp.mcore.loops import loop_schedule, pipelines
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
 from megatron_epp.planner.calls import call_plan
 from megatron_epp.planner.calls.call_cost import ActivationBudget
+from tests.mcore.loops.joined import joined
 
 LENGTHS = (20, 60, 10, 33)
 
@@ -309,6 +308,8 @@ def sliced_failures(model, rank: int, ran: list) -> dict[str, object]:
 
     made.adapter = Samples(loss)
     found["no outputs"] = outcome(lambda: call(model, micro_batches(), summed))
+    found |= shared_failures(model, made)
+    made.adapter = Samples(loss)
     found["too long"] = outcome(lambda: call(model, micro_batches((20, 300, 10, 33))))
     made.slicing = False
     found["whole again"] = outcome(lambda: call(model, micro_batches()))
@@ -317,18 +318,56 @@ def sliced_failures(model, rank: int, ran: list) -> dict[str, object]:
     return found
 
 
+class Sharing(Samples):
+    """Says of a micro-batch's documents what it is told to: ``forest(tokens of each)``."""
+
+    def __init__(self, forest, front: bool = False):
+        super().__init__(loss)
+        self.forest = forest
+        if front:
+            self.inputs = lambda batch, document: {"input_ids": batch["tokens"]}
+
+    def prefixes(self, micro_batch):
+        return self.forest(micro_batch["tokens"].shape[1])
+
+
+def shared_failures(model, made) -> dict[str, str]:
+    """Forests that are none."""
+
+    def one(*nodes: tuple[int, int, int]):
+        """Of one document: (start, stop, parent)."""
+        return PrefixForest(tuple(SharedSpan(0, *node) for node in nodes), (len(nodes) - 1,))
+
+    def two(length: int):
+        """Of two documents that begin alike."""
+        nodes = (0, 0, 5, -1), (0, 5, length, 0), (1, 5, length, 0)
+        return PrefixForest(tuple(SharedSpan(*node) for node in nodes), (1, 2))
+
+    alone = micro_batches()
+    of_two = [
+        {name: torch.cat((a[name], b[name])) for name in ("tokens", "labels", "loss_mask")}
+        for a, b in batched(micro_batches((20,) * 8), 2)
+    ]
+    cases = {
+        "circle": (Sharing(lambda length: one((0, 5, 1), (5, length, 0))), alone),
+        "gap": (Sharing(lambda length: one((0, 5, -1), (7, length, 0))), alone),
+        "no end": (Sharing(lambda length: one((0, 5, -1))), alone),
+        "no forest": (Sharing(lambda length: [5]), alone),
+        "other tokens": (Sharing(two), of_two),
+        "shared in front": (
+            Sharing(lambda length: one((0, 5, -1), (5, length, 0)), front=True),
+            alone,
+        ),
+    }
+    found = {}
+    for name, (made.adapter, batches) in cases.items():
+        found[name] = outcome(lambda batches=batches: call(model, batches))
+    return found
+
+
 def main() -> None:
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(folder / "meeting"), 2),
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    with cpu_host.double_precision():
+    with joined(2) as (rank, _, answers):
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
         model_parallel_cuda_manual_seed(1)
         model = rl_loop.build_model(rank)
         model.config.finalize_model_grads_func = None
@@ -342,7 +381,7 @@ def main() -> None:
             float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
             for name in expected
         )
-        answers = {
+        answers |= {
             "stock": stock,
             "ours": ours,
             "worst": worst,
@@ -353,7 +392,6 @@ def main() -> None:
         answers |= sliced_failures(model, rank, ran)
         installed.remove()
         answers["removed"] = get_forward_backward_func() is installed.schedule.stock[True]
-    (folder / f"answers.{rank}").write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

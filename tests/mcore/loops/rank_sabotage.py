@@ -1,0 +1,65 @@
+"""Mistakes, where context-parallel ranks share slices, one rank's rows for another's; another way
+in every batch.
+
+Run inside a rank (``Trial.interfere``): ``around(number)`` surrounds the computation of a batch.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from megatron_epp.mcore.data.row_share import RowShare
+from megatron_epp.mcore.loops import slice_stage
+from megatron_epp.mcore.loops.slice_stage import SliceStage
+
+
+def gather_from_the_wrong_rank() -> AbstractContextManager:
+    """The loss sees each rank's outputs where its neighbour's belong."""
+    plain = slice_stage._of_all_ranks
+
+    def of_all(mine: Tensor, group: Any) -> Tensor:
+        return plain(mine, group).roll(len(mine), 0)
+
+    return patch.object(slice_stage, "_of_all_ranks", of_all)
+
+
+def _neighbours_rows(self: RowShare, rows: int) -> slice:
+    count, neighbour = rows // self.parts, (self.part + 1) % self.parts
+    return slice(neighbour * count, (neighbour + 1) * count)
+
+
+def _mistaken_in(name: str) -> AbstractContextManager:
+    plain = getattr(SliceStage, name)
+
+    def mistaken(self: SliceStage, *given: Any) -> Any:
+        with patch.object(RowShare, "mine", _neighbours_rows):
+            return plain(self, *given)
+
+    return patch.object(SliceStage, name, mistaken)
+
+
+def draw_the_neighbours_rows() -> AbstractContextManager:
+    """A rank computes the tokens of another one, at places of its own."""
+    return _mistaken_in("_drawn")
+
+
+def start_from_the_neighbours_rows() -> AbstractContextManager:
+    """A rank's backward begins with the loss' gradient at another one's tokens."""
+    return _mistaken_in("_run_backward")
+
+
+WAYS: tuple[Callable[[], AbstractContextManager], ...] = (
+    nullcontext,
+    gather_from_the_wrong_rank,
+    draw_the_neighbours_rows,
+    start_from_the_neighbours_rows,
+)
+_BATCHES = count()
+
+
+def around(number: int) -> AbstractContextManager:
+    return WAYS[next(_BATCHES)]()
